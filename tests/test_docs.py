@@ -322,3 +322,12 @@ def test_the_citation_is_of_this_version():
             DOCS / "citing.md"
         ).read_text().lower().replace("\n  ", " ")
     assert f"version = {{{__version__}}}" in (DOCS / "citing.md").read_text()
+
+
+@pytest.mark.parametrize("folder", ["theodolite", "docs"])
+def test_no_page_names_what_only_its_makers_read(folder):
+    """Oracle: the names of the notes that do not come with the package."""
+    texts = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md", ".html", ".js"}]
+    assert texts
+    names = re.compile(r"\b(MATH|DESIGN|STYLE|WORDS)(\.md\b|, section)|\bMATH:")
+    assert not [path.name for path in texts if names.search(path.read_text(encoding="utf-8"))]

@@ -61,11 +61,18 @@ def figures_of(notebook: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TITLES)
-def test_a_notebook_is_kept_without_outputs_under_its_title(name: str) -> None:
+def test_a_notebook_is_kept_with_its_outputs_under_its_title(name: str) -> None:
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", 4)
     nbformat.validate(notebook)
     assert notebook.cells[0].source.splitlines()[0] == f"# {TITLES[name]}"
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [
+        *range(1, len(code) + 1)
+    ]  # run once, from top to bottom
+    outputs = [output for cell in code for output in cell.outputs]
+    assert outputs
+    assert not any(output.output_type == "error" for output in outputs)
+    assert (EXAMPLES / f"{name}.ipynb").stat().st_size < 1e6
     assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == set(TITLES)
 
 
@@ -95,7 +102,8 @@ def test_the_attention_notebook_names_the_strongest_head(monkeypatch, tmp_path) 
 def test_the_collapse_notebook_tells_the_two_trainings_apart(monkeypatch, tmp_path) -> None:
     ask = (
         "{'alarms': {name: [[a.kind, a.step, a.layer] for a in found] for name, found in alarms.items()},"
-        " 'least': {name: curve(name, 'geometry/propagation_min') for name in paces}}"
+        " 'least': {name: curve(name, 'geometry/propagation_min') for name in paces},"
+        " 'loss': {name: curve(name, 'loss') for name in paces}}"
     )
     notebook, found = executed("collapse", ask, monkeypatch, tmp_path)
     decent, high = found["alarms"]
@@ -106,6 +114,8 @@ def test_the_collapse_notebook_tells_the_two_trainings_apart(monkeypatch, tmp_pa
     assert f"{high}: first alarm at step {first};" in said(notebook)
     for kind, _, _ in found["alarms"][high]:
         assert kind in said(notebook)
+    losses = found["loss"][high]
+    assert losses[-1] < losses[0] < 4  # nats: of a model that learns, far below ln 2048 = 7.6
     assert found["least"][high][-1] < 0.5 * found["least"][decent][-1]
     assert len(figures_of(notebook)) == 1
 

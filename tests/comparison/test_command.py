@@ -111,6 +111,7 @@ def test_models_are_surveyed_and_looked_at_side_by_side(two, text, tmp_path):
     assert "lost: L1H0" in stdout
     page = (out / "sinks-compare" / "index.html").read_text()
     assert "Attention of L1H0, model by model" in page
+    assert "The prompt: “To be, or not to be”" in page
     made = {
         name: (out / name / "arrays.safetensors").stat().st_mtime_ns for name in ("first", "second-sinks")
     }
@@ -260,7 +261,7 @@ def test_no_term_is_taken_out_of_a_factored_checkpoint(damaged, tmp_path):
 def test_a_look_at_each_model_is_its_own(damaged, monkeypatch):
     monkeypatch.setattr(PROMPT_IDS, lambda model, prompt, shipped: IDS[0])
     candidates = candidates_of([str(damaged()), str(damaged("destroyed"))])
-    seen = trace_head(candidates, open_model, None, 0, 2)
+    seen = trace_head(candidates, open_model, None, [(0, 2)])
     expected = planted.attention(IDS[0].numpy(), 2)
     torch.testing.assert_close(
         seen.traces["planted"].attention, torch.from_numpy(expected), atol=1e-6, rtol=0
@@ -270,6 +271,15 @@ def test_a_look_at_each_model_is_its_own(damaged, monkeypatch):
     torch.testing.assert_close(seen.traces["destroyed"].attention, even, atol=1e-9, rtol=0)
     assert len(seen.traces["planted"].sinks) == 2
     assert len(seen.traces["destroyed"].sinks) == 0
+
+
+def test_the_head_that_is_shown_has_a_sink_on_the_prompt(damaged, monkeypatch):
+    """L0H0 of the planted model averages; L0H2 has two sinks, as planted."""
+    monkeypatch.setattr(PROMPT_IDS, lambda model, prompt, shipped: IDS[0])
+    candidates = candidates_of([str(damaged()), str(damaged("destroyed"))])
+    seen = trace_head(candidates, open_model, None, [(0, 0), (0, 2), (0, 1)])
+    assert (seen.layer, seen.head) == (0, 2)
+    assert seen.prompt == "".join(seen.tokens)
 
 
 def test_help_shows_an_example():

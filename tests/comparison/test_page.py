@@ -102,6 +102,7 @@ def test_outliers_stand_at_their_layers():
     np.testing.assert_allclose(before.z, [[nan, nan, 0, nan], [nan, 0.5, 0.6, nan]])
     np.testing.assert_allclose(after.z, [[nan, nan, 0.4, nan], [nan, 0.1, 0, nan]], rtol=1e-6)
     assert list(before.y) == ["3", "7"]
+    assert {trace.zmax for trace in (before, after)} == {0.6}  # a share of a hundredth is seen, too
 
 
 def test_figures_side_by_side_share_colours_and_mark_their_own_sinks():

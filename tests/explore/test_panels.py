@@ -16,13 +16,14 @@ from tests import checkpoints
 from tests.explore.conftest import PROMPT, subject_of
 from theodolite.errors import UsageError
 from theodolite.explore import figures, panel_html, panels
-from theodolite.explore.evidence import evidence, opening_head, roles_of, shares_line, spectrum_line
+from theodolite.explore.evidence import evidence, roles_of, shares_line, spectrum_line
 from theodolite.explore.panels import PROMPT as ON_PROMPT
 from theodolite.explore.panels import TEXT, Selection, Switches
 from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids
-from theodolite.explore.view import tag_colours
+from theodolite.explore.view import Sink, tag_colours
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
+from theodolite.report.data import opening_head
 
 
 def place(layer: int = 0, head: int = 0) -> Selection:
@@ -62,6 +63,21 @@ def test_the_attention_map_and_its_switches(sharp):
     others = [key for key in range(len(ids)) if key not in hidden]
     np.testing.assert_allclose(rest[:, others], view.attention[:, others], atol=1e-7)
     assert trace["zmax"] == pytest.approx(np.nanmax(view.attention[:, others]), rel=1e-5)
+
+
+def test_labels_of_the_attention_map_do_not_touch(sharp):
+    """Oracle: a line of 9 pixels is 12 high; the map of a column of 380 pixels is 380 − 92 wide and high."""
+    view = sharp.view(prompt_ids([sharp], PROMPT), 0, 0)
+    stretch = tuple(Sink(place, 0.5, 3, True) for place in range(100, 140))
+    for count, sinks in ((30, ()), (240, ()), (240, stretch)):
+        long = replace(
+            view, tokens=("word",) * count, attention=np.tril(np.full((count, count), 0.1)), sinks=sinks
+        )
+        axis = figures.attention_map(long).layout.xaxis
+        ticks = axis.tickvals
+        assert min(np.diff(ticks)) * (380 - 92) / count >= 12
+        marked = [tick for tick, text in zip(ticks, axis.ticktext, strict=True) if "▼" in text]
+        assert marked == ([100, 110, 120, 130] if sinks else [])
 
 
 def test_without_a_sink_the_first_token_is_hidden(sharp):

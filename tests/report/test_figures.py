@@ -9,12 +9,14 @@ from dataclasses import replace
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+import torch
 
 from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.errors import UsageError
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import figures, published, style
+from theodolite.report.content import first_head
 from theodolite.report.data import evenly
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibits import EXHIBITS
@@ -310,3 +312,45 @@ def test_what_a_picker_puts_in_place_makes_the_figure_of_its_option(run: Run, ke
             trace.to_plotly_json() | patch for trace, patch in zip(shown.figure.data, patches, strict=True)
         ]
         assert drawn_data(go.Figure(overlaid)) == drawn_data(PICKED[key](run, option))
+
+
+def test_outlier_shares_run_to_the_highest_and_none_is_said_in_words(run: Run) -> None:
+    """Oracle: shares written here. Colours to 1 would leave a share of a hundredth as blank as none."""
+    shares = torch.zeros(4, 8)
+    shares[2, 5], shares[3, 5], shares[3, 6] = 0.004, 0.01, 0.002
+    figure = figures.outlier_shares(replace(run, arrays={**run.arrays, "outlier_share": shares}))
+    (cells,) = figure.data
+    assert list(cells.x) == ["5", "6"]
+    assert (cells.zmin, cells.zmax) == (0, pytest.approx(0.01))
+    none = figures.outlier_shares(replace(run, arrays={**run.arrays, "outlier_share": torch.zeros(4, 8)}))
+    assert not none.data
+    assert "No dimension has |x| ≥ 6 in any token past the first." in [
+        n.text for n in none.layout.annotations
+    ]
+
+
+def test_the_page_opens_with_the_head_whose_role_is_clearest(run: Run) -> None:
+    """Oracle: scores over the published thresholds, by hand: 0.44 / 0.4 is more than 0.2 / 0.3."""
+    scores = run.heads.assign(
+        sink_first=0.0, sink_later=0.0, same_token=0.0, previous_token=0.0, induction=0.0
+    )
+    place = scores[(scores["layer"] == 1) & (scores["head"] == 2)].index[0]
+    scores.loc[place, "previous_token"] = 0.44
+    scores.loc[scores.index[0], "induction"] = 0.2
+    assert first_head(replace(run, heads=scores)) == "1,2"
+
+
+def test_the_name_of_the_variance_says_that_it_may_be_negative() -> None:
+    """Oracle: a rotation, whose eigenvalues cos φ ± i sin φ have a variance of their real parts of 0."""
+    angle = 0.3
+    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    variance = np.trace(turn @ turn) / 2 - (np.trace(turn) / 2) ** 2
+    values = np.linalg.eigvals(turn)
+    assert variance == pytest.approx(values.real.var() - (values.imag**2).mean())
+    assert variance < 0
+    for name in ("variance", "variance_data"):
+        meaning = HEAD_MEASURES[name].meaning
+        assert (
+            "variance of the eigenvalues' real parts less the mean square of their imaginary parts" in meaning
+        )
+        assert "Negative where the imaginary parts outweigh" in meaning

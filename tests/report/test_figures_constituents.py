@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing.constituents import PANELS, attributed
 from theodolite.report.drawing.theory import TILE_HEADROOM, positional_tiles
 from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.exhibits.constituents import CONSTITUENT_EXHIBITS
 from theodolite.report.payload import figure_json
 from theodolite.report.published import LOW_FREQUENCY_QK
 
@@ -98,7 +100,7 @@ def test_panels_stand_in_the_order_of_their_scores_with_the_table_s_numbers(run:
     figure = figures.attribution(replace(run, attribution=table), "previous")
     titles = [annotation.text for annotation in figure.layout.annotations]
     assert [title.split("</b>")[0] for title in titles] == ["<b>L2H0", "<b>L2H1", "<b>L2H2"]
-    assert titles[0].endswith("as measured 0.62, uniform attention 0.020")
+    assert titles[0].endswith("0.62, uniform 0.020")
     alone, without = figure.data[:2]
     groups = dict(zip(alone.y, zip(alone.x, without.x, strict=True), strict=True))
     assert groups["position"] == pytest.approx((0.60, 0.05))
@@ -106,6 +108,27 @@ def test_panels_stand_in_the_order_of_their_scores_with_the_table_s_numbers(run:
     assert "additive" not in groups
     lines = [shape.x0 for shape in figure.layout.shapes[:2]]
     assert lines == pytest.approx([0.62, 0.02])
+
+
+@pytest.mark.parametrize("score", [0.0078, 7.8e-9])
+def test_a_panel_s_title_fits_a_phone(run: Run, score: float) -> None:
+    """Oracle: letters of 12 pixels are at most 8 wide on average; a phone leaves 390 − 84 − 12 for the panel."""
+    table = run.attribution.assign(score=score, uniform=score / 10, layer=31, head=15)
+    (title,) = (
+        note.text for note in figures.attribution(replace(run, attribution=table), "same").layout.annotations
+    )
+    assert 8 * len(re.sub("<.*?>", "", title)) < 390 - 84 - 12
+
+
+def test_heads_that_pay_a_pattern_what_uniform_attention_does_are_noise(run: Run) -> None:
+    exhibit = next(exhibit for exhibit in CONSTITUENT_EXHIBITS if exhibit.key == "attribution-previous")
+    rows = run.attribution["pattern"] == "previous"
+    noise = run.attribution.assign(score=run.attribution["score"].where(~rows, 0.021))  # uniform: 0.020
+    one = noise.assign(score=noise["score"].where(~(rows & (noise["head"] == 1)), 0.0401))
+    assert not exhibit.available(replace(run, attribution=noise))
+    assert exhibit.available(replace(run, attribution=one))
+    shown = figures.attribution(replace(run, attribution=one), "previous").layout.annotations
+    assert [note.text.split("</b>")[0] for note in shown] == ["<b>L2H1"]
 
 
 def test_more_heads_than_panels_leave_the_strongest(run: Run) -> None:

@@ -54,7 +54,11 @@ def test_maps_stand_side_by_side_on_their_own_axes(square):
     assert domains[-1][1] == pytest.approx(1)
     assert all(left[1] < right[0] for left, right in pairwise(domains))
     assert (figure.data[0].zmin, figure.data[0].zmax) == (0.0, 2.0)
-    assert (figure.data[2].zmin, figure.data[2].zmax) == (-2.0, 2.0)
+    assert (figure.data[2].zmin, figure.data[2].zmax) == pytest.approx((-0.9, 0.9))
+    amounts, none, signed = (trace.colorbar if trace.showscale else None for trace in figure.data)
+    assert none is None
+    assert (amounts.title.text, signed.title.text) == ("z", "difference")
+    assert signed.y + signed.len < amounts.y - amounts.len  # one below the other
     assert [note.text for note in figure.layout.annotations] == list(pictures)
     np.testing.assert_allclose(figure.data[1].z, ROWS + 1, rtol=1e-6)
     assert (figure.layout.yaxis.autorange == "reversed") == square

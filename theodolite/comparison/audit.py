@@ -272,12 +272,13 @@ def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
     return [f"{head_name(*head)} ({listed(names, len(OF_HEADS))})" for head, names in hardest.items()]
 
 
-def most_lost(audits: Sequence[Audit], layer: int | None = None) -> tuple[int, int] | None:
-    """The head that lost most of its sinks, else that tags most, else that has most sinks; None: no head has any.
+def most_lost(audits: Sequence[Audit], layer: int | None = None) -> list[tuple[int, int]]:
+    """Heads (layer, head), that which lost most of its sinks first, then by how much they tag, then by their sinks.
 
     Args:
         audits: of one or several models. layer: look in this block only.
     """
+    heads: dict[tuple[int, int], None] = {}
     for name, column, only_lost in (
         ("sinks", "before", True),
         ("tags", "tagged_before", False),
@@ -291,7 +292,6 @@ def most_lost(audits: Sequence[Audit], layer: int | None = None) -> tuple[int, i
         rows = pd.concat(tables)
         rows = rows[(rows["status"] == LOST) | (not only_lost)]
         sums = rows[(rows["layer"] == layer) | (layer is None)].groupby(["layer", "head"])[column].sum()
-        if sums.max() > 0:
-            layer, head = sums.idxmax()
-            return int(layer), int(head)
-    return None
+        sums = sums[sums > 0].sort_values(ascending=False, kind="stable")
+        heads |= {(int(block), int(head)): None for block, head in sums.index}
+    return list(heads)

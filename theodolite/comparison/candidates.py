@@ -14,6 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from theodolite.comparison.audit import refuse_shapes, shape_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -26,6 +28,7 @@ from theodolite.passes.run import Run
 from theodolite.prune.checkpoint import SETTINGS, Pruned
 from theodolite.sinks.interventions import Factors, without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
+from theodolite.sinks.trace import trace_sinks
 
 PROMPT = "inference"
 """The shipped prompt of the kind that Fig. 5 shows."""
@@ -202,30 +205,49 @@ def _for_each(
 
 @dataclass(frozen=True)
 class HeadOnPrompt:
-    """One head of every candidate on one prompt: name → trace."""
+    """One head of every candidate on one prompt: the prompt's text and tokens, name → trace."""
 
     layer: int
     head: int
+    prompt: str
     tokens: list[str]
     traces: dict[str, PromptTrace]
 
 
 def trace_head(
-    candidates: Sequence[Candidate], opened: Open, prompt: str | None, layer: int, head: int
+    candidates: Sequence[Candidate], opened: Open, prompt: str | None, heads: Sequence[tuple[int, int]]
 ) -> HeadOnPrompt:
-    """Trace a head of each candidate on a prompt; None: one like the paper's.
+    """Trace one head of each candidate on a prompt; None: one like the paper's.
+
+    Args:
+        candidates: the first is the reference.
+        heads: layer and head, at least one: the first of them that has a sink on the prompt in the reference is traced,
+            else the first of all.
 
     Raises:
         UsageError: no such layer or head, or a prompt that a model cannot read.
     """
-    tokens: list[str] = []
+    chosen = heads[0]
+    text, tokens = "", list[str]()
 
     def trace_one(candidate: Candidate, model: OpenModel) -> PromptTrace:
+        nonlocal chosen, text
         ids = prompt_or_shipped(model, prompt, PROMPT)
-        tokens[:] = token_texts(model, ids)
         with candidate.edit(model):
-            return trace_prompt(model, ids, layer, head)
+            if not tokens:
+                tokens[:] = token_texts(model, ids)
+                text = "".join(tokens) if model.tokenizer is None else str(model.tokenizer.decode(ids))
+                chosen = _first_with_a_sink(model, ids, heads)
+            return trace_prompt(model, ids, *chosen)
 
     names = [candidate.name for candidate in candidates]
     traces = dict(zip(names, _for_each(candidates, opened, trace_one), strict=True))
-    return HeadOnPrompt(layer, head, tokens, traces)
+    return HeadOnPrompt(*chosen, text, tokens, traces)
+
+
+def _first_with_a_sink(model: OpenModel, ids: Tensor, heads: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    if len(heads) == 1:
+        return heads[0]
+    sinks = trace_sinks(model, ids, stretches=True).traces
+    with_a_sink = set(zip(sinks["layer"].tolist(), sinks["head"].tolist(), strict=True))
+    return next((head for head in heads if head in with_a_sink), heads[0])

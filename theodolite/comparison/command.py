@@ -78,8 +78,9 @@ def compare_models(
     Args:
         sources: checkpoints, two or more.
         work: opens, surveys and traces.
-        focus: prompt (None: one that the package carries) and head (None: the one that lost most of its sinks, in
-            `layer` if that is given; none is traced where no head has a sink).
+        focus: prompt (None: one that the package carries) and head (None: of those with a sink on
+            the prompt the one that lost most of its sinks, in `layer` if that is given; none is traced where no head
+            has a sink in the text).
         layer: also the second one without the low-rank term of this block, and without a random part as large; both
             are compared with the second one.
         rank: of the term where the checkpoint has none.
@@ -101,10 +102,10 @@ def compare_models(
         outputs = (reference.outputs, other.outputs)
         runs = (reference.run, other.run, reference.trace, other.trace)
         audits.append(compare(*runs, outputs_of=outputs, names=names))
-    head = most_lost(audits, layer)
+    heads = most_lost(audits, layer)
     if focus.layer is not None and focus.head is not None:
-        head = focus.layer, focus.head
-    traced = None if head is None else trace_head(candidates, work.opened, focus.prompt, *head)
+        heads = [(focus.layer, focus.head)]
+    traced = trace_head(candidates, work.opened, focus.prompt, heads) if heads else None
     return Compared(audits, outcome(audits, measured, traced), measured[0].run)
 
 

@@ -31,6 +31,7 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 
 PAPER_ON_LOW_RANK = "Without the low-rank term of a layer its sinks are gone (section 3.2, Fig. 4)"
 LOW_RANK_CLAIM = "The low-rank term makes the sinks of its layer (section 3.2, Fig. 4)"
+PROMPT_SHOWN = 600  # characters of the prompt below the maps
 FEWEST_SINKS = 8
 """Sink occurrences in the layer (head × context pairs) below which nothing is tested."""
 GONE = Criterion("less than", HALF, "ours")
@@ -152,7 +153,7 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
         f"Attention of {head}, model by model",
         drawing.parallel_map(attention, square=True),
         f"One prompt, queries down, keys across; ▼ marks the sinks of the head in each model. "
-        f"{'; '.join(listed_by_model)}.",
+        f"{'; '.join(listed_by_model)}. The prompt: “{visible(on_prompt.prompt, PROMPT_SHOWN)}”",
         "a strong column in one model that is weak or missing in another."
         if any((trace.sinks >= 0).any() for trace in on_prompt.traces.values())
         else "columns that differ. The head has no sink on this prompt: try another --prompt, --layer or --head.",

@@ -9,16 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
-
-from theodolite.measure.head_roles import LEARNED_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
+from theodolite.measure.head_roles import LEARNED_SINK, ROLES, HeadRole
 from theodolite.models.head_weights import EXACT, NO_MATRIX
 from theodolite.passes.run import Run
 from theodolite.report.data import column, entropy_share
 from theodolite.system.wording import number, percent
 from theodolite.theory.regimes import UNDEFINED
-
-ROLES = (*PATTERN_ROLES, *SINK_ROLES, UNIFORM_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -34,14 +30,6 @@ class Evidence:
         """Whether the head has this role: on the text, or on the prompt where the text has no number."""
         score = self.on_prompt if math.isnan(self.on_text) else self.on_text
         return score >= self.role.threshold
-
-
-def opening_head(run: Run) -> tuple[int, int]:
-    """The head that most clearly has a role: its score is the largest multiple of the threshold."""
-    thresholds = {role.column: role.threshold for role in ROLES if role.column in run.heads}
-    clearness = (run.heads[list(thresholds)] / pd.Series(thresholds)).max(axis=1).fillna(0.0)
-    row = run.heads.loc[clearness.idxmax()]
-    return int(row["layer"]), int(row["head"])
 
 
 def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:

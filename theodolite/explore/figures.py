@@ -15,14 +15,13 @@ import plotly.graph_objects as go
 from theodolite.explore.view import HeadView
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import evenly
 from theodolite.report.drawing.heads import head_map
 from theodolite.system.wording import for_plotly, shown_token
 
 FAINTEST = 1e-5
 """Attention below it is drawn as this much on the logarithmic scale: five decades can be told apart."""
 
-LABELLED = 40  # tokens written at an axis at most
+LABELLED = 24  # tokens written at an axis at most: in a column of half a laptop's screen they do not touch
 NAMED = 10  # characters of each
 MARK = "▼"
 COLOUR_AXES = ("coloraxis", "coloraxis2")
@@ -86,8 +85,12 @@ def _decades(most: float) -> tuple[float, float, dict[str, Any]]:
 
 def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
     spacing = -(-len(tokens) // LABELLED)  # tokens from one label to the next
-    unmarked = [i for i in evenly(len(tokens), LABELLED) if all(abs(i - sink) >= spacing for sink in sinks)]
-    ticks = sorted({*unmarked, *sinks})
+    marked: list[int] = []
+    for sink in sorted(sinks):  # of those side by side, as in a stretch, the first has the label
+        if not marked or sink - marked[-1] >= spacing:
+            marked.append(sink)
+    unmarked = [i for i in range(0, len(tokens), spacing) if all(abs(i - sink) >= spacing for sink in marked)]
+    ticks = sorted({*unmarked, *marked})
     return {
         "type": "category",
         "showgrid": False,

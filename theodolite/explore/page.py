@@ -12,9 +12,9 @@ import gradio as gr
 
 from theodolite.errors import TheodoliteError
 from theodolite.explore import panel_html, panels
-from theodolite.explore.evidence import opening_head
 from theodolite.explore.panels import Selection, Switches
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
+from theodolite.report.data import opening_head
 from theodolite.report.style import DARK_NEUTRAL, NEUTRAL
 from theodolite.system.wording import head_name
 

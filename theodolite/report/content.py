@@ -21,7 +21,7 @@ from theodolite.measure.head_roles import (
     PREVIOUS_TOKEN,
 )
 from theodolite.report import published
-from theodolite.report.data import column, entropy_share, head_labels, layer_mean, provenance
+from theodolite.report.data import column, entropy_share, layer_mean, opening_head, provenance
 from theodolite.report.measures import (
     ABSENT_AT_ZERO,
     ATTENTION,
@@ -370,7 +370,5 @@ def _short_count(amount: float) -> str:
 
 
 def first_head(run: Run) -> str:
-    """The head that the page opens with: the one with the strongest induction, else the first."""
-    names = [name.removeprefix("L").replace("H", ",") for name in head_labels(run)]
-    scores = column(run.heads, INDUCTION.column)
-    return names[0 if scores is None else int(np.nanargmax(scores))] if names else ""
+    """The head that the page opens with, `layer,head`: the one with the clearest role."""
+    return "{},{}".format(*opening_head(run)) if len(run.heads) else ""

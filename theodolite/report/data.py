@@ -17,6 +17,7 @@ import pandas as pd
 from theodolite.accumulate.sums import GROUPS
 from theodolite.errors import UsageError
 from theodolite.judging import Estimate, Estimates
+from theodolite.measure.head_roles import ROLES
 from theodolite.system.wording import head_name
 
 if TYPE_CHECKING:
@@ -31,6 +32,14 @@ def column(frame: pd.DataFrame | None, name: str) -> Floats | None:
         return None
     values = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64)
     return values if np.isfinite(values).any() else None
+
+
+def opening_head(run: Run) -> tuple[int, int]:
+    """The head that most clearly has a role: its score is the largest multiple of the threshold; else the first."""
+    thresholds = {role.column: role.threshold for role in ROLES if role.column in run.heads}
+    clearness = (run.heads[list(thresholds)] / pd.Series(thresholds)).max(axis=1).fillna(0.0)
+    row = run.heads.loc[clearness.idxmax()]
+    return int(row["layer"]), int(row["head"])
 
 
 def array(run: Run, name: str) -> npt.NDArray[Any] | None:

@@ -270,7 +270,9 @@ _SPECTRAL = [
         "variance",
         "spectrum variance",
         SPECTRUM,
-        "tr W²/d − (tr W/d)². Small around a mean away from 0: localized attention without collapse.",
+        "tr W²/d − (tr W/d)²: the variance of the eigenvalues' real parts less the mean square of their imaginary "
+        "parts, since eigenvalues of an asymmetric W are complex. Negative where the imaginary parts outweigh. Small "
+        "around a mean away from 0: localized attention without collapse.",
         "signed",
         f"{BAO}, eq. 8",
     ),

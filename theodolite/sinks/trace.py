@@ -159,9 +159,9 @@ def trace_sinks(
     A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` (0.3) of their attention
     on average; a query is caught by the sink that it pays most, if that is more than the threshold too. Position 0 and
     the sinks themselves are left out of all that is measured of tags, and so are the special tokens that the tokenizer
-    puts behind a text, [SEP] (MATH: η² = between over total sum of squares,
-    within contexts). A context whose tokens were all caught by one sink, or by none, has nothing to compare: η² leaves
-    it out, and is NaN where there are no others.
+    puts behind a text, [SEP]. η² is the between-group over the total sum of squares, within contexts. A context whose
+    tokens were all caught by one sink, or by none, has nothing to compare: η² leaves it out, and is NaN where there are
+    no others.
 
     Args:
         model: from `open_model`.

@@ -116,7 +116,7 @@ def _figures(outcome: Outcome, traces: pd.DataFrame, heads: pd.DataFrame, releas
         "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
         "in the residual stream, where it is far less, from the layer that enters the head's block on.",
         "rows that are dark at “head”, and darker after the head's layer than before: a tag that is released.",
-        f"{ZHANG}, section 2; MATH: tag, release",
+        f"{ZHANG}, section 2",
         wide=True,
     )
     outcome.figure(

@@ -137,13 +137,15 @@ def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.
         layers: of the residual stream.
     """
     row = [dimensions.index(dimension) for dimension in table["dimension"]]
+    highest = float(table[["before", "after"]].max(axis=None))
     shown: list[Panel] = []
     for side in ("before", "after"):
         grid = np.full((len(dimensions), layers), np.nan)
         grid[row, table["layer"].to_numpy(dtype=int)] = table[side]
         hover = f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.1%}}<extra></extra>"
         names = [str(dimension) for dimension in dimensions]
-        trace = heat(grid, 0, 1, hover, bar=None if shown else "share of tokens", y=names)
+        bar = None if shown else style.colour_bar("share of tokens", tickformat="~%")
+        trace = heat(grid, 0, highest, hover, bar=bar, y=names)
         columns = BARE | {"dtick": max(1, layers // 12), "range": [-0.5, layers - 0.5]}
         rows = BARE | {"type": "category"}
         title = "" if shown else "dimension"

@@ -57,6 +57,9 @@ NAMED = 0.005  # a share below it has no number in its cell
 PANELS = 6
 """Heads of one pattern that are drawn; the table has them all."""
 
+STANDS_OUT = 2.0
+"""A head follows a pattern, weakly at least, where it pays it so many times what uniform attention does."""
+
 PANEL, TITLE = 128, 22  # pixels of one panel with its title, and of its title
 
 COLUMNS = (
@@ -189,12 +192,22 @@ def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
     return sorted(heads, key=lambda of_head: -float(of_head["score"].iloc[0]))
 
 
+def standing_out(run: Run, pattern: str) -> list[pd.DataFrame]:
+    """Those of `attributed` that pay the pattern `STANDS_OUT` times what uniform attention does: the rest is noise."""
+    return [
+        of_head
+        for of_head in attributed(run, pattern)
+        if of_head["score"].iloc[0] >= STANDS_OUT * of_head["uniform"].iloc[0]
+    ]
+
+
 def attribution(run: Run, pattern: str) -> go.Figure:
     """Attention along a pattern by its strongest heads: from one group of constituents alone, and with it ablated.
 
-    One panel per head, the strongest first. Lines: the score as it is (solid) and of uniform attention (dotted).
+    One panel per head that stands out, the strongest first; where none does, the strongest. Lines: the score as it is
+    (solid) and of uniform attention (dotted).
     """
-    heads = attributed(run, pattern)[:PANELS]
+    heads = standing_out(run, pattern)[:PANELS] or attributed(run, pattern)[:1]
     if not heads:
         raise UsageError(
             f"this run has no attribution of {pattern!r}; survey a language model on a text to get it"
@@ -242,7 +255,8 @@ def _attribution_panel(rows: pd.DataFrame, end: float, *, first: bool, last: boo
         "mean attention along the pattern" if last else "",
         xaxis={"range": [0, end], "showticklabels": last, "ticks": "outside" if last else ""},
         yaxis={"autorange": "reversed", "ticks": "", "showgrid": False, "dtick": 1, "tickfont": {"size": 11}},
-        note=f"as measured {number(score, 2)}, uniform attention {number(uniform, 2)}",
+        # Short, since a panel may be as narrow as a phone and Plotly cuts what is longer.
+        note=f"{number(score, 2)}, uniform {number(uniform, 2)}",
         marks=[
             (float(score), {"width": 1.6, "color": style.GREY}),
             (float(uniform), {"width": 1.2, "dash": "dot", "color": style.GREY}),

@@ -100,11 +100,13 @@ def maps(
     Args:
         axes: values of the columns (x) and of the rows (y).
         titles: of x, of y, and of what the colours say.
-        limits: of the colours; those of `signed` maps are ± the larger of them.
-        signed: names of the maps that are coloured by their sign.
+        limits: of the colours; those of `signed` maps are ± the largest magnitude in them.
+        signed: names of the maps that are coloured by their sign, which have a colour bar of their own below the other.
         square: cells as wide as high, rows from top to bottom, as a matrix is written.
     """
-    largest = max(abs(limit) for limit in limits)
+    largest = max((float(np.nanmax(np.abs(pictures[name]))) for name in signed), default=0.0) or 1.0
+    first_of_scale = {name in signed: name for name in list(pictures)[::-1]}
+    both = len(first_of_scale) > 1
     bare: dict[str, Any] = {"showgrid": False, "zeroline": False}
     shown = []
     for index, (name, picture) in enumerate(pictures.items()):
@@ -118,7 +120,9 @@ def maps(
             high,
             f"{hover}<extra></extra>",
             scale=style.SIGNED if name in signed else style.MAGNITUDE,
-            bar=None if index else titles[2],
+            bar=_scale_bar(titles[2], name, name in signed, both)
+            if name in first_of_scale.values()
+            else None,
             x=axes[0],
             y=axes[1],
         )
@@ -127,6 +131,15 @@ def maps(
         shown.append(Panel(name, [trace], titles[0], y, bare, rows, square=square))
     height = SQUARE_HEIGHT if square else MAP_HEIGHT
     return panels(shown, len(shown), height=height - HEADROOM, gaps=(PANEL_GAP, 0))
+
+
+def _scale_bar(title: str, name: str, signed: bool, both: bool) -> dict[str, Any]:
+    """The colour bar of a map: of amounts, or of `signed` differences, which stands below where there are `both`."""
+    if not both:
+        return style.colour_bar(title)
+    upper = {"y": 1, "yanchor": "top", "len": 0.46}
+    lower = {"y": 0, "yanchor": "bottom", "len": 0.46}
+    return style.colour_bar(name, **lower) if signed else style.colour_bar(title, **upper)
 
 
 PREDICTED = (PUBLISHED, CORRECTED, FINITE, EXACT)

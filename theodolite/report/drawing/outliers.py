@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, need
-from theodolite.report.drawing.grammar import heat, line, reference, rows_down
+from theodolite.report.drawing.grammar import heat, line, reference, rows_down, sentence
 from theodolite.system.wording import for_plotly
 
 if TYPE_CHECKING:
@@ -35,16 +35,20 @@ def largest_columns(values: Floats, most: int = DIMENSIONS) -> list[int]:
 
 
 def outlier_shares(run: Run) -> go.Figure:
-    """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers."""
+    """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers; a sentence where it is 0 in all.
+
+    Colours run to the highest share: outliers in one token of a hundred are seen, too.
+    """
     shares = np.nan_to_num(need(run, "outlier_share"))
-    dimensions = largest_columns(shares)
-    dimensions = [dimension for dimension in dimensions if shares[:, dimension].any()] or dimensions[:1]
+    if not shares.any():
+        return sentence("No dimension has |x| ≥ 6 in any token past the first.")
+    dimensions = [dimension for dimension in largest_columns(shares) if shares[:, dimension].any()]
     cells = heat(
         shares[:, dimensions],
         0,
-        1,
+        float(shares.max()),
         "layer %{y}, dimension %{x}<br>%{z:.1%} of tokens<extra></extra>",
-        bar="share of tokens",
+        bar=style.colour_bar("share of tokens", tickformat="~%"),
         cells=True,
         x=[str(dimension) for dimension in dimensions],
     )

@@ -32,11 +32,12 @@ def _attribution(name: str, pattern: AttentionPattern) -> SurveyExhibit:
         ("attribution.score",),
         lambda run: drawing.attribution(run, name),
         f"Mean attention {pattern.target}, on repeated random sequences (not those of the scores under Heads, so the "
-        f"numbers differ a little), for the heads with the highest scores: recomputed {_RECOMPUTED}."
+        f"numbers differ a little), for the heads with the highest scores, where these are at least "
+        f"{drawing.STANDS_OUT:g} times those of uniform attention: recomputed {_RECOMPUTED}."
         + (f" {_GROUPS}" if name == next(iter(ATTENTION_PATTERNS)) else ""),
         _LOOK_FOR[name],
         f"{SONG}, section 5.2 and Fig. 6; the recomputation is ours",
-        when=lambda run: bool(drawing.attributed(run, name)),
+        when=lambda run: bool(drawing.standing_out(run, name)),
     )
 
 

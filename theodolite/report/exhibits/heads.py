@@ -112,7 +112,9 @@ _ONE_HEAD = [
         "Eigenvalues of W_QK",
         ("arrays.spectrum",),
         spectra.spectrum,
-        "The eigenvalues of W_QK at relative distance 0 in the complex plane; zeros are left out.",
+        "The eigenvalues of W_QK at relative distance 0 in the complex plane; zeros are left out. W_QK is "
+        "asymmetric, so they come in complex pairs, and their “spectrum variance”, spread along the real axis less "
+        "that along the imaginary one, can be negative.",
         "a cloud right of 0: tokens attend to similar keys; left of 0: to dissimilar ones.",
         f"{BAO}, section 4",
         choice=_by_head(spectra.spectrum),
