@@ -328,7 +328,9 @@ def test_make_corpus_dispatches(
         ("user/set", plain, 8, 300, None, "train", "text", 0, "kind", False, 300),
     ]
     (tmp_path / "docs").write_text("x")
-    with pytest.raises(UsageError, match="There is no file or folder nowhere; give a path, or docs, code"):
+    with pytest.raises(
+        UsageError, match="There is no file or folder nowhere; give a path, or docs, held-out, code"
+    ):
         make_corpus("nowhere", plain, 8)
     with pytest.raises(UsageError, match="does not name a dataset"):
         make_corpus("hf:", plain, 8)

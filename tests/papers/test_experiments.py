@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from base64 import b64decode
 from dataclasses import replace
 
 import numpy as np
@@ -165,8 +166,8 @@ def test_figure_2_is_the_cosines_of_the_bases(run):
     assert errors[0] == pytest.approx(math.sqrt(39 / 40 * np.square(gaps - np.mean(gaps)).sum()), rel=1e-5)
     assert "no standard errors" not in outcome.verdicts[2].evidence
     figure = outcome.exhibits[0].figure
-    z = outcome.exhibits[0].choice.variants()["2"][0]["z"]
-    assert z.shape == figure.data[0].z.shape
+    drawn = outcome.exhibits[0].choice.variants()["2"][0]["z"]
+    z = np.frombuffer(b64decode(drawn["bdata"]), drawn["dtype"]).reshape(figure.data[0].z.shape)
     first = positions[1] @ positions[-1] / np.linalg.norm(positions[1]) / np.linalg.norm(positions[-1])
     shown = len(z) - 40
     assert z[0, shown - 1] == pytest.approx(first, abs=1e-6)

@@ -19,7 +19,7 @@ from theodolite import Corpus, constituents, open_model, survey, trace_sinks
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.attention.summary import last_query
-from theodolite.corpus.corpus import trailing_special_tokens
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.passes.run import Run
 from theodolite.sinks.outliers import find_outliers

@@ -65,6 +65,7 @@ def survey_command(
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
+        keep_pages()
         if baseline not in (None, UNTRAINED):
             raise UsageError(f"there is no baseline {visible(baseline, 40)}: use --baseline {UNTRAINED}")
         if ray is None:
@@ -80,7 +81,6 @@ def survey_command(
         text.check()
         if models is None or len(models) < 2:
             check_out(out)
-        keep_pages()
         survey_one = functools.partial(
             _survey_one, text=text, batch=batch, opening=opening, ray=ray, actors=actors, stopped=stopped
         )

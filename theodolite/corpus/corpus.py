@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from theodolite.corpus.documents import (
 )
 from theodolite.corpus.hub_dataset import streamed_documents
 from theodolite.corpus.sampling import Choice, Sample, check_length, choose
+from theodolite.corpus.special_tokens import SpecialTokens, Tokenizer, frame_of
 from theodolite.errors import UsageError
 
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
@@ -39,21 +40,6 @@ STREAMED_CONTEXTS = 256  # of endless sources (random tokens, streamed datasets)
 
 LEAST_LENGTH = 4
 """Tokens that a context or a prompt must have to be measured, position 0 included."""
-
-
-class Tokenizer(Protocol):
-    """What is asked of a tokenizer: the interface of `transformers`, slow or fast."""
-
-    all_special_ids: Any
-    added_tokens_decoder: Any
-    eos_token_id: Any
-    sep_token_id: Any
-
-    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
-        """A mapping with the token ids of `text` under `input_ids`."""
-
-    def get_vocab(self) -> dict[str, int]:
-        """Every token and its id."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,48 +223,17 @@ def repeated_random_tokens(
     return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
 
 
-def trailing_special_tokens(tokenizer: Any, ids: Int[Tensor, "contexts length"]) -> int:
-    """How many tokens at the end of every context are those that the tokenizer puts behind a sequence ([SEP], </s>).
-
-    They mark the end of a text and are no part of it, so they are told apart as position 0 is. 0 where the tokenizer
-    puts none there (most decoders), where some context ends in text, and without a tokenizer (None).
-    """
-    if tokenizer is None:
-        return 0
-    try:
-        after = _frame(tokenizer, ids.shape[1]).after
-    except UsageError:
-        return 0
-    ends = ids[:, ids.shape[1] - len(after) :].cpu()
-    return len(after) if after and bool((ends == torch.tensor(after)).all()) else 0
-
-
-def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _SpecialTokens]:
+def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, SpecialTokens]:
     """The ids to draw random tokens from, and what goes around them."""
     if isinstance(vocabulary, int):
         if vocabulary < 1:
             raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")
-        return np.arange(vocabulary), _SpecialTokens([], [], [])
+        return np.arange(vocabulary), SpecialTokens([], [], [])
     # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
     marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
     special = {*vocabulary.all_special_ids, *marked}
     ids = np.array(sorted(set(vocabulary.get_vocab().values()) - special), dtype=np.int64)
-    return ids, _frame(vocabulary, length)
-
-
-@dataclass(frozen=True)
-class _SpecialTokens:
-    """Token ids that a tokenizer puts before and after a sequence, and those between packed documents."""
-
-    before: list[int]
-    after: list[int]
-    between: list[int]
-
-    def around(self, bodies: np.ndarray) -> Int[Tensor, "contexts length"]:
-        """The bodies (contexts, body) with what belongs before and after each."""
-        ends = (np.tile(np.array(x, dtype=np.int64), (len(bodies), 1)) for x in (self.before, self.after))
-        before, after = ends
-        return torch.from_numpy(np.concatenate([before, bodies, after], axis=1))
+    return ids, frame_of(vocabulary, length)
 
 
 @dataclass
@@ -330,7 +285,7 @@ def _build(
     """Tokenize, cut, choose; `selection` is what is known of it beforehand."""
     check_length(length)
     choice.check()
-    frame = _frame(tokenizer, length)
+    frame = frame_of(tokenizer, length)
     around = len(frame.before) + len(frame.after)
     cutter = _Cutter(tokenizer, length - around, frame.between, packs=not choice.rows)
     sample = choose(cutter.cut(documents), choice)
@@ -389,26 +344,3 @@ def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
         # verbose=False: a document is longer than the model, which is why it is cut.
         yield list(tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"])
         begin = end
-
-
-def _frame(tokenizer: Tokenizer, length: int) -> _SpecialTokens:
-    """What `tokenizer` puts around a sequence, seen from what it does to a letter."""
-    if not callable(tokenizer):
-        raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
-    bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
-    full = list(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            before, after = full[:start], full[start + len(bare) :]
-            break
-    else:
-        raise UsageError(
-            f"{type(tokenizer).__name__} changes a text's tokens when it adds special ones; use another."
-        )
-    if len(before) + len(after) >= length:
-        raise UsageError(
-            f"A context of {length} tokens is filled by the tokenizer's {len(before) + len(after)} "
-            "special ones; use a larger --length."
-        )
-    ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
-    return _SpecialTokens(before, after, [token for token in ends if token is not None][:1])

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
-from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus, Tokenizer
+from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
 from theodolite.corpus.documents import TEXT_COLUMN, Columns
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.spec import CODE, DOCS, FEW_SHOT, HELD_OUT, RANDOM, check_spec, dataset_of
+from theodolite.corpus.special_tokens import Tokenizer
 from theodolite.errors import UsageError
 
 DRAWN_AT_ONCE = 1000

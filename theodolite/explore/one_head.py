@@ -22,7 +22,7 @@ from torch import Tensor
 
 from theodolite.accumulate.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.corpus.corpus import trailing_special_tokens
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError, WorkError
 from theodolite.explore import panel_html
 from theodolite.explore.subject import MOST_TOKENS, ids_of_text

@@ -18,7 +18,7 @@ from torch import Tensor
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.corpus.corpus import trailing_special_tokens
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.constituents import constituents_of_pass
 from theodolite.measure.attribution import chosen_heads

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
-from theodolite.corpus.corpus import trailing_special_tokens
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import ShareSums, head_shares, share_sums
 from theodolite.measure.geometry import CUTOFFS

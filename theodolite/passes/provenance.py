@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import theodolite
-from theodolite.corpus.corpus import Corpus, trailing_special_tokens
+from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.passes.run import SCHEMA_VERSION
 

@@ -18,7 +18,8 @@ from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.corpus.corpus import Corpus, trailing_special_tokens
+from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import CorpusPass, refuse_nonfinite_stream
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.accumulate.walks import LAGS, WalkSums
-from theodolite.corpus.corpus import Corpus, trailing_special_tokens
+from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked

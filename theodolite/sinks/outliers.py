@@ -27,7 +27,8 @@ from theodolite.accumulate.activations import (
 )
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.corpus.corpus import Corpus, trailing_special_tokens
+from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.models.token_texts import token_text
 from theodolite.passes.corpus_pass import (

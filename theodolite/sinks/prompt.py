@@ -14,7 +14,7 @@ from torch import Tensor
 from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.summary import least_queries
-from theodolite.corpus.corpus import trailing_special_tokens
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked

@@ -20,7 +20,8 @@ from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.accumulate.sums import State, each_part
 from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.corpus.corpus import Corpus, trailing_special_tokens
+from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel

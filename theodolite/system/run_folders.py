@@ -85,7 +85,7 @@ def differences(
     said: dict[str, str] = {}
     if there.get("model") != now.get("model"):
         said["model"] = "the model"
-    texts = _entries(corpus_there or {}, corpus_now or {}, ("sha256", "labels"))
+    texts = _entries(corpus_there or {}, corpus_now or {}, ("sha256", "labels", "trailing_special_tokens"))
     if there.get("corpus") != now.get("corpus"):
         said |= texts or {"corpus": "the text (--corpus, --length, --contexts or --seed)"}
     others = _entries(there, now, ("model", "corpus", "versions", "schema_version", *_KINDS))

@@ -313,7 +313,7 @@ def test_the_command_takes_prompt_layer_and_head(checkpoint, tmp_path):
     call += ["--length", "24", "--contexts", "8", "--out", str(tmp_path / "run"), "--json"]
     finished = CliRunner().invoke(app, [*call, "--prompt", "angle by angle", "--layer", "2", "--head", "1"])
     assert finished.exit_code == 0, finished.stderr
-    result = json.loads(finished.stdout)
+    (result,) = json.loads(finished.stdout)
     assert "".join(row["token"] for row in result["tables"]["prompt"]) == "angle by angle"
     assert [row["panels"] for row in result["tables"]["shares"]] == ["L2H1"]
     wrong = CliRunner().invoke(app, [*call, "--head", "1"])

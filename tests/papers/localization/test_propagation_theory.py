@@ -213,7 +213,7 @@ def test_the_command_opens_no_model_for_theory(tmp_path, monkeypatch):
     runner = CliRunner()
     finished = runner.invoke(app, ["reproduce", "localization/fig4", "--json"])
     assert finished.exit_code == 0, finished.output
-    assert json.loads(finished.stdout.splitlines()[0])["name"] == "localization/figure4"
+    assert json.loads(finished.stdout)[0]["name"] == "localization/figure4"
     assert (tmp_path / "runs" / "localization" / "localization-figure4" / "index.html").is_file()
     assert runner.invoke(app, ["reproduce", "localization/fig4", "--out", "here"]).exit_code == 0
     assert (tmp_path / "here" / "index.html").is_file()

@@ -318,13 +318,13 @@ def test_every_phase_has_a_name_and_the_bar_is_full_only_at_the_end(
     *while_training, after = seen
     assert len(while_training) == SMALL.steps // SMALL.checkpoint_every
     assert not any("6/6" in shown for shown in while_training)
-    assert "measuring losses" in after
+    assert "measuring the model" in after
     phases = (
         "splitting the text",
         "training the tokenizer",
         "tokenizing",
         "training, loss",
-        "measuring losses",
+        "measuring the model",
     )
     places = [screen.getvalue().index(phase) for phase in phases]
     assert places == sorted(places)

@@ -1,0 +1,82 @@
+"""What a tokenizer puts around every sequence: before a text, behind it, and between packed ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.errors import UsageError
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer: the interface of `transformers`, slow or fast."""
+
+    all_special_ids: Any
+    added_tokens_decoder: Any
+    eos_token_id: Any
+    sep_token_id: Any
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
+        """A mapping with the token ids of `text` under `input_ids`."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token and its id."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids that a tokenizer puts before and after a sequence, and those between packed documents."""
+
+    before: list[int]
+    after: list[int]
+    between: list[int]
+
+    def around(self, bodies: np.ndarray) -> Int[Tensor, "contexts length"]:
+        """The bodies (contexts, body) with what belongs before and after each."""
+        ends = (np.tile(np.array(x, dtype=np.int64), (len(bodies), 1)) for x in (self.before, self.after))
+        before, after = ends
+        return torch.from_numpy(np.concatenate([before, bodies, after], axis=1))
+
+
+def frame_of(tokenizer: Tokenizer, length: int) -> SpecialTokens:
+    """What `tokenizer` puts around a sequence, seen from what it does to a letter."""
+    if not callable(tokenizer):
+        raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
+    bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
+    full = list(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            before, after = full[:start], full[start + len(bare) :]
+            break
+    else:
+        raise UsageError(
+            f"{type(tokenizer).__name__} changes a text's tokens when it adds special ones; use another."
+        )
+    if len(before) + len(after) >= length:
+        raise UsageError(
+            f"A context of {length} tokens is filled by the tokenizer's {len(before) + len(after)} "
+            "special ones; use a larger --length."
+        )
+    ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+    return SpecialTokens(before, after, [token for token in ends if token is not None][:1])
+
+
+def trailing_special_tokens(tokenizer: Any, ids: Int[Tensor, "contexts length"]) -> int:
+    """How many tokens at the end of every context are those that the tokenizer puts behind a sequence ([SEP], </s>).
+
+    They mark the end of a text and are no part of it, so they are told apart as position 0 is. 0 where the tokenizer
+    puts none there (most decoders), where some context ends in text, and without a tokenizer (None).
+    """
+    if tokenizer is None:
+        return 0
+    try:
+        after = frame_of(tokenizer, ids.shape[1]).after
+    except UsageError:
+        return 0
+    ends = ids[:, ids.shape[1] - len(after) :].cpu()
+    return len(after) if after and bool((ends == torch.tensor(after)).all()) else 0
