@@ -53,8 +53,8 @@ def test_agreement_is_cohens():
 
 def test_errors_of_curves_and_the_baseline_of_all_other_heads():
     """Oracle: by hand, with a key that no query sees."""
-    measured = torch.tensor([[0.0, 1.0, math.nan], [0.5, 0.5, 0.5], [1.0, 0.0, 1.0]])
-    predicted = torch.tensor([[0.5, 1.0, 0.3], [0.5, 0.5, 0.5], [0.0, 0.0, 1.0]])
+    measured = torch.tensor([[0.0, 1.0, math.nan], [0.5, 0.5, 0.5], [1.0, 0.0, 1.0]]).double()
+    predicted = torch.tensor([[0.5, 1.0, 0.3], [0.5, 0.5, 0.5], [0.0, 0.0, 1.0]]).double()
     errors = curve_errors(predicted, measured).numpy()
     np.testing.assert_allclose(errors, [0.25, 0, 1 / 3], rtol=1e-6)
     assert mean_over_heads(errors, 0).value == pytest.approx((0.25 + 0 + 1 / 3) / 3)

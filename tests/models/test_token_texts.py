@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,8 +79,8 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     ],
     ids=["WordPiece", "SentencePiece"],
 )
-def test_words_stand_apart_and_their_pieces_together(tokenizer, tokens, shown):
+def test_words_stand_apart_and_their_pieces_together(opened, tokenizer, tokens, shown):
     """Oracle: the words that the marks of both kinds of vocabularies stand for, by hand."""
-    model = SimpleNamespace(tokenizer=tokenizer)
+    model = replace(opened("gpt2"), tokenizer=tokenizer)
     ids = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
     assert token_texts(model, ids) == shown

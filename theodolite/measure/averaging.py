@@ -43,7 +43,7 @@ def tag_strength(
     """η² of what a layer writes to the counted tokens, grouped by whether they are tagged; in [0, 1]."""
     parts = zip(written, tagged, counted, strict=True)
     return torch.tensor(
-        [variance_explained(vectors[chosen], group[chosen]) for vectors, group, chosen in parts],
+        [variance_explained(vectors[chosen], group[chosen].long()) for vectors, group, chosen in parts],
         dtype=torch.float64,
     )
 

@@ -174,10 +174,10 @@ def _quantities(xi: Numbers, eta: Numbers) -> NDArray[np.float64]:
 
 
 def _of_extremes(
-    highest: NDArray[np.float64],
-    lowest: NDArray[np.float64],
-    first: NDArray[np.float64],
-    last: NDArray[np.float64],
+    highest: NDArray[np.float64] | np.float64,
+    lowest: NDArray[np.float64] | np.float64,
+    first: NDArray[np.float64] | np.float64,
+    last: NDArray[np.float64] | np.float64,
 ) -> NDArray[np.float64]:
     """`QUANTITIES` of curves whose largest, smallest, first and last values these are."""
     # Where ρ underflows to zero everywhere the signal has vanished, and the shares do not matter.
