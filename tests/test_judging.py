@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from theodolite.judging import (
     FAILS,
@@ -28,6 +29,8 @@ from theodolite.papers.hidden_geometry import criteria
 from theodolite.report import published
 from theodolite.report.data import mean_over_layers
 
+MANY = 10_000
+"""Things that an error rests on: as many as make Student's t a normal one."""
 LOW = Criterion("at most", 10.0, "a test")
 
 
@@ -69,11 +72,13 @@ def test_the_error_of_a_mean_over_layers_is_the_most_it_can_be():
     ],
 )
 def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, expected):
-    verdict = judge("a claim", "a number", Estimate(value, error), LOW)
+    verdict = judge("a claim", "a number", Estimate(value, error, MANY, "trials"), LOW)
     assert verdict.answer == expected
     assert "criterion: at most 10, a test" in verdict.evidence
     assert ("±" in verdict.evidence) == math.isfinite(error)
-    high = judge("a claim", "a number", Estimate(-value, error), Criterion("at least", -10.0, "a test"))
+    high = judge(
+        "a claim", "a number", Estimate(-value, error, MANY, "trials"), Criterion("at least", -10.0, "a test")
+    )
     assert high.answer == expected
 
 
@@ -90,14 +95,36 @@ def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, exp
 )
 def test_a_tie_is_no_more_and_no_less(value, error, expected):
     more, less = (Criterion(side, 0.0, "a test") for side in ("more than", "less than"))
-    verdict = judge("a claim", "a number", Estimate(value, error), more)
+    verdict = judge("a claim", "a number", Estimate(value, error, MANY, "trials"), more)
     assert verdict.answer == expected
-    assert judge("a claim", "a number", Estimate(-value, error), less).answer == expected
+    assert judge("a claim", "a number", Estimate(-value, error, MANY, "trials"), less).answer == expected
     assert ("equal to it" in verdict.evidence) == (value == 0)
     layers = np.array([value] * 3), np.array([error] * 3)
-    assert judge("a claim", "a number", Estimates(*layers), more).answer == expected
+    assert judge("a claim", "a number", Estimates(*layers, MANY, "trials"), more).answer == expected
     interval = judge("a claim", "a number", Estimate.mean(np.full(3, value), "seeds"), more)
     assert interval.answer == (expected if error != 0.6 else HOLDS)  # three equal numbers have no spread
+
+
+def test_an_error_says_what_it_rests_on():
+    """Oracle: Student's t and the normal quantile, from tables: 2.571 at five degrees of freedom, 1.960."""
+    for make in (lambda n: Estimate(1.0, 0.5, n), lambda n: Estimates(np.ones(2), np.full(2, 0.5), n)):
+        with pytest.raises(ValueError, match="needs the number of independent things"):
+            make(0)
+    assert Estimate(1.0, 0.5, 6, "seeds").margin == pytest.approx(0.5 * 2.571, rel=1e-3)
+    assert Estimate(1.0, 0.5, 6, "heads", by_chance=True).margin == pytest.approx(0.5 * 1.960, rel=1e-3)
+    assert str(Estimate(1.0, 0.5, 6, "seeds")) == "1 ± 0.5 (6 seeds)"
+    assert str(Estimate(1.0, math.nan, 6, "seeds")) == "1 (no standard error)"
+    assert str(Estimate.mean([2.0], "seeds")) == "2 (1 seed)"
+
+
+@pytest.mark.parametrize("trials", [5, 12, 40])
+def test_a_share_is_judged_by_the_score_test(trials):
+    """Oracle: scipy's chi-squared test against one half, without a correction."""
+    half = Criterion("at least", 0.5, "a test")
+    for successes in range(trials + 1):
+        clear = stats.chisquare([successes, trials - successes]).pvalue < 0.05
+        expected = (HOLDS if 2 * successes > trials else FAILS) if clear else UNDECIDED
+        assert judge("", "", Estimate.share(successes / trials, trials, "models"), half).answer == expected
 
 
 @pytest.mark.parametrize(
@@ -131,7 +158,7 @@ def test_mixed_answers_are_in_part(answers, expected):
 )
 def test_nothing_is_larger_than_itself(criterion):
     assert not criterion.met(0.0)
-    assert judge("a claim", "a number", Estimate(0.0, 0.0), criterion).answer == UNDECIDED
+    assert judge("a claim", "a number", Estimate(0.0, 0.0, MANY, "trials"), criterion).answer == UNDECIDED
 
 
 @pytest.mark.parametrize(
@@ -148,7 +175,9 @@ def test_nothing_is_larger_than_itself(criterion):
 )
 def test_more_than_half_of_the_layers_decide(values, errors, expected):
     errors = None if errors is None else np.array(errors)
-    verdict = judge("a claim", "a number", Estimates(np.array(values, dtype=float), errors), LOW)
+    verdict = judge(
+        "a claim", "a number", Estimates(np.array(values, dtype=float), errors, MANY, "trials"), LOW
+    )
     assert verdict.answer == expected
 
 

@@ -29,10 +29,11 @@ UNTESTABLE: Answer = "not testable here"
 """The run has no such number."""
 OPEN = (UNDECIDED, UNTESTABLE)
 
-SIGMAS = 2.0
-"""Standard errors of a criterion within which a number decides nothing, where it is not known what the error rests on;
-else Student's t at `CONFIDENCE`."""
 CONFIDENCE = 0.95
+SIGMAS = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
+"""Standard errors on either side of the 95 % interval, where the error is no estimate itself; else Student's t."""
+RESTS_ON_NOTHING = "a standard error needs the number of independent things that it rests on"
+INTERVAL = f"the {CONFIDENCE:.0%} interval".replace("%", "\u00a0%")
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,28 @@ class Estimate:
     """A number with its standard error (NaN: none known) and what the error rests on.
 
     Attributes:
-        n: how many independent things the error rests on; 0: not known.
-        of: what they are ("seeds").
+        n: how many independent things the error rests on. of: what they are ("seeds").
+        by_chance: the error follows from n, as that of a share of n trials does, and is no estimate from their spread.
     """
 
     value: float
     error: float = math.nan
     n: int = 0
     of: str = ""
+    by_chance: bool = False
+
+    def __post_init__(self) -> None:
+        if math.isfinite(self.error) and not self.n:
+            raise ValueError(RESTS_ON_NOTHING)
+
+    @classmethod
+    def share(cls, share: float, count: float, of: str) -> Estimate:
+        """A share of `count` independent trials, with the largest standard error that such a share can have.
+
+        That is one half's: against a criterion of one half this is the score test; and 0 or n of few trials do not
+        look certain.
+        """
+        return cls(share, 0.5 / math.sqrt(count), max(1, round(count)), of, by_chance=True)
 
     @classmethod
     def mean(cls, values: npt.ArrayLike, of: str) -> Estimate:
@@ -59,13 +74,13 @@ class Estimate:
     @property
     def margin(self) -> float:
         """Half the width of the 95 % interval; NaN where no error is known."""
-        return _sigmas(self.n) * self.error
+        return (SIGMAS if self.by_chance else _sigmas(self.n)) * self.error
 
     def __str__(self) -> str:
         shown = with_error(self.value, self.error)
-        if self.n:
+        if self.n == 1 or math.isfinite(self.error):
             return f"{shown} ({counted(self.n, self.of.removesuffix('s'))})"
-        return shown if math.isfinite(self.error) else f"{shown} (no standard error)"
+        return f"{shown} (no standard error)"
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,10 @@ class Estimates:
     n: int = 0
     of: str = ""
 
+    def __post_init__(self) -> None:
+        if self.errors is not None and np.isfinite(self.errors).any() and not self.n:
+            raise ValueError(RESTS_ON_NOTHING)
+
     @property
     def margins(self) -> Floats:
         """Half the widths of the 95 % intervals; NaN where no error is known."""
@@ -85,7 +104,7 @@ class Estimates:
 
 
 def _sigmas(n: int) -> float:
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else SIGMAS
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else math.nan
 
 
 @dataclass(frozen=True)
@@ -196,7 +215,7 @@ def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criteri
         return Verdict(claim, UNTESTABLE, f"{evidence}; an interval needs two {estimate.of} or more")
     holds, fails = criterion.decided(estimate.value, estimate.margin)
     if not (holds or fails):
-        near = f"within {_margin(estimate.n)} of it" if estimate.value != criterion.limit else "equal to it"
+        near = f"within {INTERVAL} of it" if estimate.value != criterion.limit else "equal to it"
         return Verdict(claim, UNDECIDED, f"{evidence}; {near}")
     return Verdict(claim, HOLDS if holds else FAILS, evidence)
 
@@ -213,7 +232,7 @@ def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion
         error = f", standard errors up to {number(np.nanmax(errors), 2)}"
     evidence = f"{what}: in {meeting} of {total} layers ({spread}{error}); {criterion}, in more than half of the layers"
     if undecided := total - meeting - failing:
-        evidence += f"; {undecided} within {_margin(layers.n)} of it"
+        evidence += f"; {undecided} within {INTERVAL} of it"
     if 2 * meeting > total:
         return Verdict(claim, HOLDS, evidence)
     return Verdict(claim, FAILS if 2 * failing >= total else UNDECIDED, evidence)
@@ -226,18 +245,6 @@ def combined(answers: Iterable[Answer]) -> Answer:
     if len(decided) > 1:
         return IN_PART
     return next(iter(decided), UNDECIDED if UNDECIDED in answers else UNTESTABLE)
-
-
-def _margin(n: int) -> str:
-    return "the 95 % interval" if n > 1 else f"{SIGMAS:g} standard errors"
-
-
-def error_of_share(count: float) -> float:
-    """The largest standard error that a share of `count` independent trials can have, that of one half.
-
-    Against a criterion of one half this is the score test; and 0 or n of few trials do not look certain.
-    """
-    return 0.5 / math.sqrt(count) if count > 0 else math.nan
 
 
 def bracketed(mean: float, deviation: float, digits: int = 3) -> str:

@@ -15,6 +15,8 @@ from theodolite.comparison.audit import summarise
 from theodolite.comparison.survival import Survival, expected_by_chance, statuses
 
 SHARES = st.floats(0, 1, width=32)
+CONTEXTS = 10_000
+"""As many as make Student's t a normal one."""
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ SHARES = st.floats(0, 1, width=32)
 )
 def test_fates_by_hand(before, after, error, fate):
     table = pd.DataFrame({"before": [before], "after": [after], "se": [error]})
-    assert statuses(table, 0.01).tolist() == [fate]
+    assert statuses(table, 0.01, CONTEXTS).tolist() == [fate]
 
 
 def test_without_errors_every_difference_is_certain():
@@ -47,8 +49,8 @@ def test_without_errors_every_difference_is_certain():
 @given(SHARES, SHARES, st.floats(0, 1, width=32))
 def test_fates_mirror_each_other(before, after, error):
     """What one direction calls lost the other calls new, above the least."""
-    there = statuses(pd.DataFrame({"before": [before], "after": [after], "se": [error]}), 0.01)[0]
-    back = statuses(pd.DataFrame({"before": [after], "after": [before], "se": [error]}), 0.01)[0]
+    there = statuses(pd.DataFrame({"before": [before], "after": [after], "se": [error]}), 0.01, CONTEXTS)[0]
+    back = statuses(pd.DataFrame({"before": [after], "after": [before], "se": [error]}), 0.01, CONTEXTS)[0]
     if before >= 0.01 and after < 0.01:
         assert (there == "lost") == (back == "new")
     if before == after >= 0.01:

@@ -19,7 +19,6 @@ from theodolite.judging import (
     Criterion,
     Estimate,
     Verdict,
-    error_of_share,
     judge,
 )
 from theodolite.report.drawing import compare as drawing
@@ -121,9 +120,15 @@ def _judge_term(page: Outcome, ablated: Sequence[Measured], audits: Sequence[Aud
         for name in ("without_term", "without_random_part")
     )
     shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (ablated[0].taken or {}).items()]
-    error = error_of_share(before * contexts)
-    judged = judge(LOW_RANK_CLAIM, "left without it", Estimate(without, error), GONE)
-    control = judge(LOW_RANK_CLAIM, "left without the random part", Estimate(at_random, error), STAY)
+    judged, control = (
+        judge(
+            LOW_RANK_CLAIM,
+            f"left without {what}",
+            Estimate.share(share, before * contexts, "sinks"),
+            criterion,
+        )
+        for what, share, criterion in (("it", without, GONE), ("the random part", at_random, STAY))
+    )
     answer = judged.answer
     evidence = (
         f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves {percent(without)} of "

@@ -149,7 +149,7 @@ def statuses(changed: pd.DataFrame, least: float, n: int = 0) -> npt.NDArray[np.
         changed: one row per unit, at least `least` in one of `before` and `after`, 0 where it is absent; and `se`, the
             standard error of the difference: without that column every difference is taken for certain.
         least: what makes a unit.
-        n: how many contexts, or groups of them, the errors rest on; 0: not known.
+        n: how many contexts, or groups of them, the errors rest on.
     """
     before, after = (changed[side].to_numpy() for side in ("before", "after"))
     is_clear = clear(after - before, changed.get("se"), n)

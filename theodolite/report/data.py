@@ -84,6 +84,12 @@ def layer_estimates(run: Run, name: str) -> Estimates:
     return Estimates(value_of(run, name), error_of(run, name), GROUPS, "groups of contexts")
 
 
+def layer_estimate(run: Run, name: str, layer: int) -> Estimate:
+    """One layer's number of `layer_estimates`."""
+    error = float(error_of(run, name)[layer])
+    return Estimate(float(value_of(run, name)[layer]), error, GROUPS, "groups of contexts")
+
+
 def mean_over_layers(
     values: Sequence[float] | Floats, errors: Floats | None = None
 ) -> tuple[float, float, float]:
@@ -104,8 +110,6 @@ def mean_over_layers(
 def layer_average(run: Run, name: str) -> tuple[Estimate, float]:
     """The `mean_over_layers` of a column as an estimate, and the standard deviation over layers."""
     mean, deviation, error = mean_over_layers(value_of(run, name), error_of(run, name))
-    if not math.isfinite(error):
-        return Estimate(mean), deviation
     return Estimate(mean, error, GROUPS, "groups of contexts"), deviation
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from theodolite.attention.summary import SINK_THRESHOLD
-from theodolite.judging import Criterion, Estimate, error_of_share
+from theodolite.judging import Criterion, Estimate
 from theodolite.measure.averaging import (
     outlier_ratio,
     random_directions,
@@ -268,7 +268,7 @@ def _tag_is_read(outcome: Outcome, claim: str, rows: pd.DataFrame) -> None:
         f"{number(rows['left_random_sd'].mean())}; as costly or more: {percent(costly.min())} to "
         f"{percent(costly.max())} of them)"
     )
-    share = Estimate(float(tag_specific.mean()), error_of_share(len(rows)))
+    share = Estimate.share(float(tag_specific.mean()), len(rows), "models")
     outcome.claim(claim, what, share, MOST)
 
 

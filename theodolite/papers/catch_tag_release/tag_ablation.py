@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.judging import SIGMAS, Criterion, Estimate
+from theodolite.judging import Criterion, Estimate
 from theodolite.papers.catch_tag_release.traced_sinks import trace_of
 from theodolite.papers.experiment import Study, experiment
 from theodolite.report.drawing import sinks as drawing
@@ -25,7 +25,7 @@ from theodolite.sinks.ablation import (
 )
 from theodolite.system.wording import counted, head_name, number, percent, with_error
 
-MORE = Criterion("more than", 0.0, f"{SIGMAS:g} standard errors of the paired difference taken off (ours)")
+MORE = Criterion("more than", 0.0, "an effect beyond the control's (ours)")
 HALF = 0.5
 """Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
 USED = "The tag is retrieved by deeper layers (abstract): ablating it makes the prediction of caught tokens worse"
@@ -144,7 +144,7 @@ def _against_control(
     part = f", less {percent(least)} of what it was" if least else ""
     what = f"{measured}; {'falls' if sign < 0 else 'rises'} more than the control{part}"
     gain = sign * row["beyond"] - least * abs(row["untouched"])
-    _claim_more(outcome, claim, what, gain, row["beyond_se"])
+    _claim_more(outcome, claim, what, gain, row["beyond_se"], row["contexts"])
 
 
 def _against_others(outcome: Outcome, table: pd.DataFrame) -> None:
@@ -155,13 +155,14 @@ def _against_others(outcome: Outcome, table: pd.DataFrame) -> None:
         f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
         f"{with_error(uncaught['change'], uncaught['change_se'])} on others; rises more on caught tokens than on others"
     )
-    _claim_more(outcome, MORE_THAN_OTHERS, what, between["change"], between["change_se"])
+    _claim_more(outcome, MORE_THAN_OTHERS, what, between["change"], between["change_se"], between["contexts"])
 
 
-def _claim_more(outcome: Outcome, claim: str, what: str, difference: float, error: float) -> None:
-    """Judge the end of a paired difference's interval that is nearer to 0: less than the errors allow is no effect."""
-    least = Estimate(float(difference - SIGMAS * error), 0.0)
-    if math.isfinite(least.value):
-        outcome.claim(claim, f"{what}, by at least", least, MORE)
+def _claim_more(outcome: Outcome, claim: str, what: str, gain: float, error: float, contexts: int) -> None:
+    """Judge a difference paired by context."""
+    if math.isfinite(error):
+        outcome.claim(
+            claim, f"{what}, by", Estimate(float(gain), float(error), int(contexts), "contexts"), MORE
+        )
     else:
         outcome.cannot_test(claim, f"{what}: too few contexts; {MORE}")

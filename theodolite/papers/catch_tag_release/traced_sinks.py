@@ -15,7 +15,6 @@ from theodolite.judging import (
     SIGMAS,
     Criterion,
     Estimate,
-    error_of_share,
 )
 from theodolite.papers.experiment import Study, experiment
 from theodolite.passes.run import Run
@@ -162,15 +161,16 @@ def judge_clusters(outcome: Outcome, heads: pd.DataFrame) -> None:
         f" (largest {with_error(best['tag'], best['tag_se'])}; of the same groups shifted along the context "
         f"{number(shifted)}{left_out})"
     )
-    outcome.claim(TAGGED, what, Estimate(mean, error), CLUSTERED)
+    contexts = round(float(np.average(known["contexts"], weights=known["contexts"])))
+    outcome.claim(TAGGED, what, Estimate(mean, error, contexts, "contexts"), CLUSTERED)
 
 
 def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
     """Whether most heads' grouping explains more of some later layer than of the one before the head.
 
-    The largest of several layers is looked at, so that its gain must be as unlikely as that of one layer would be at
-    two standard errors, divided by their number (Bonferroni). Heads whose gain is neither more nor less count for
-    neither side.
+    The largest of several layers is looked at, so that its gain must be as unlikely as that of one layer would be
+    beyond its 95 % interval, divided by their number (Bonferroni). Heads whose gain is neither more nor less count
+    for neither side.
     """
     clear = heads[heads["gain_se"].notna()]
     if not len(clear):
@@ -189,7 +189,7 @@ def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
         "more, each that has neither counted as a half with that error"
     )
     neither = len(clear) - more - less
-    count = Estimate(more + neither / 2, neither / 2 / SIGMAS)
+    count = Estimate(more + neither / 2, neither / 2 / SIGMAS, len(clear), "heads", by_chance=True)
     outcome.claim(RELEASED, what, count, replace(MORE, limit=len(clear) / 2))
 
 
@@ -214,7 +214,7 @@ def judge_outliers(outcome: Outcome, outlying: pd.Series, weights: np.ndarray) -
     estimate = Estimate(math.nan)
     if known.any():
         share = float(np.average(outlying[known], weights=weights[known]))
-        estimate = Estimate(share, error_of_share(count))
+        estimate = Estimate.share(share, count, "sinks")
     what = f"share of {_sinks(known, count)} that have an outlier dimension in their tag"
     outcome.claim(OUTLIER, what, estimate, MOSTLY)
 

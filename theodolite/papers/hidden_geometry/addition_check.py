@@ -67,7 +67,12 @@ def why_not_an_adder(study: Study) -> str | None:
     task = task_of(study.run)
     share = task.accuracy(on_cpu(study.model))
     what = f"exact-match accuracy on {QUICK_TEST} sums of {digits_in_words(task.digits)}"
-    verdict = judge("", what, Estimate(share, binomial_error(share, QUICK_TEST)), criteria.ADDS)
+    verdict = judge(
+        "",
+        what,
+        Estimate(share, binomial_error(share, QUICK_TEST), QUICK_TEST, "sums", by_chance=True),
+        criteria.ADDS,
+    )
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
 
 

@@ -149,5 +149,5 @@ def _deepens(outcome: Outcome, gap: Floats) -> None:
         outcome.cannot_test(claim, f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can")
         return
     what = f"rank correlation of (within − between) with depth over {len(gap)} layers"
-    estimate = Estimate(correlation, error_under_independence(len(gap)))
+    estimate = Estimate(correlation, error_under_independence(len(gap)), len(gap), "layers", by_chance=True)
     outcome.claim(claim, what, estimate, criteria.DEEPENS)

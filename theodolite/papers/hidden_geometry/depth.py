@@ -86,14 +86,14 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     outcome.claim(
         "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
         f"norm at layer {last} over layer 0, {length - 1} random tokens",
-        Estimate(float(ratios[last]), float(ratio_errors[last])),
+        Estimate(float(ratios[last]), float(ratio_errors[last]), length - 1, "tokens"),
         criteria.TENFOLD,
     )
     far = int(np.abs(others).argmax()) + 1
     outcome.claim(
         "The cosine between layer 0 and any other layer is close to 0 (appendix B.2, Fig. 8)",
         f"largest |mean cosine| with layer 0, at layer {far}",
-        Estimate(float(abs(cosines[0, far])), float(cosine_errors[0, far])),
+        Estimate(float(abs(cosines[0, far])), float(cosine_errors[0, far]), length - 1, "tokens"),
         criteria.UNRELATED,
     )
     layers = range(len(norms))

@@ -108,8 +108,9 @@ def figure_25(study: Study, outcome: Outcome) -> None:
         if math.isnan(correlation):
             outcome.cannot_test(claim, f"{what}: {count:g} heads with both, or no difference between them")
             continue
-        estimate = Estimate(float(correlation), error_under_independence(int(count)))
-        outcome.claim(claim, f"{what}, {count:g} heads", estimate, criterion)
+        of_chance = error_under_independence(int(count))
+        estimate = Estimate(float(correlation), of_chance, int(count), "heads", by_chance=True)
+        outcome.claim(claim, what, estimate, criterion)
     outcome.tables["heads"] = run.heads.filter(["layer", "head", *shares, *LOCALITY])
     outcome.tables["correlations"] = correlations
     for name in shares:

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.judging import Estimate, Estimates, bracketed
+from theodolite.judging import Estimates, bracketed
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import (
@@ -24,6 +24,7 @@ from theodolite.report.data import (
     Floats,
     error_of,
     layer_average,
+    layer_estimate,
     layer_estimates,
     mean_over_layers,
     need,
@@ -102,7 +103,7 @@ def stable_rank(study: Study, outcome: Outcome) -> None:
         outcome.cannot_test(claim, "this run has no stable_rank")
         return
     worst = int(np.nanargmax(values))
-    highest = Estimate(float(values[worst]), float(error_of(run, "stable_rank")[first + worst]))
+    highest = layer_estimate(run, "stable_rank", first + worst)
     what = f"highest stable rank of {len(values)} layers, at layer {worst + first}"
     outcome.claim(claim, what, highest, criteria.STABLE_RANK)
 

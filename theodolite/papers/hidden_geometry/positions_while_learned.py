@@ -251,13 +251,14 @@ def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int,
     outcome.claim(
         "Addition is learned in distribution (section 4.3)",
         f"exact-match accuracy on {count} sums of {trained}",
-        Estimate(float(values[0]), float(errors[0])),
+        Estimate(float(values[0]), float(errors[0]), count, "sums", by_chance=True),
         ACCURATE,
     )
+    spread = float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:])))
     shorter = judge(
         "Length generalisation fails (section 4.3, appendix D.3)",
         f"mean exact-match accuracy on sums of 1, 2, 3 and 4 digits, {count} each",
-        Estimate(float(values[1:].mean()), float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:])))),
+        Estimate(float(values[1:].mean()), spread, count * len(errors[1:]), "sums", by_chance=True),
         NO_GENERALISATION,
     )
     if outcome.verdicts[0].answer != HOLDS:

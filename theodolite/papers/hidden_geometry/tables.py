@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,7 @@ def robust_verdicts(outcome: Outcome, first: Run, second: Run) -> None:
     else:
         here, other = (layer_average(run, "rank")[0] for run in (first, second))
         what = f"mean rank {here.value:.3g} here, {other.value:.3g} on the other text; change"
-        change = Estimate(abs(other.value - here.value), math.hypot(here.error, other.error))
+        change = replace(here, value=abs(other.value - here.value), error=math.hypot(here.error, other.error))
         outcome.claim(claim, what, change, criteria.RANK_CHANGE)
     smooth = "The positional basis stays smooth on text unlike the training data (Table 2, section 4.1)"
     outcome.verdicts.append(smooth_verdict(second, smooth))

@@ -162,6 +162,7 @@ def _judge_predictions(
     outcome: Outcome, sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]
 ) -> None:
     points = f"{len(COVARIANCES)} Σ, {len(SETTING.pairs)} pairs, {SETTING.length} positions"
+    walks = SETTING.walks * SETTING.draws
     errors = torch.stack([sim.propagation_errors()[0] for sim in sims.values()])
     for name, claim in PREDICTED.items():
         gaps = torch.stack([(predicted[key][name] - sim.propagation).abs() for key, sim in sims.items()])
@@ -172,7 +173,7 @@ def _judge_predictions(
         outcome.claim(
             f"{claim} (section 4, Fig. 5)",
             f"largest |predicted − simulated| ρ, {points} (at {where})",
-            Estimate(float(gaps.flatten()[worst]), float(errors.flatten()[worst])),
+            Estimate(float(gaps.flatten()[worst]), float(errors.flatten()[worst]), walks, "walks"),
             DESCRIBES,
         )
     shares = [share_beyond_error(sim, predicted[key]["exact"]) for key, sim in sims.items()]
@@ -201,7 +202,7 @@ def _least_gain(sims: dict[str, Simulation], values: dict[str, Tensor], along: s
             what = f"{name} Σ, {'mean' if along == 'scale' else 'scale'} {value:g}"
             gains.append((float(row.mean()), float(over_draws(row[None])[0]), what))
     value, error, where = min(gains)
-    return Estimate(value, error), where
+    return Estimate(value, error, SETTING.draws, "draws"), where
 
 
 def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
@@ -236,7 +237,10 @@ def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
         "Localized attention has the higher entropy (A2 of section 5, Fig. 5)",
         "rank correlation over pairs of entropy with the effective share of positions, mean of both Σ",
         Estimate(
-            float(np.mean([c.value for c in correlations])), float(np.mean([c.error for c in correlations]))
+            float(np.mean([c.value for c in correlations])),
+            float(np.mean([c.error for c in correlations])),
+            SETTING.draws,
+            "draws",
         ),
         OPPOSED,
     )
@@ -245,7 +249,7 @@ def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
 def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
     """Spearman's correlation over pairs of two numbers (P, D): mean over draws."""
     by_draw = torch.from_numpy(rank_correlation(first.T.numpy(), second.T.numpy())).double()
-    return Estimate(float(by_draw.mean()), float(over_draws(by_draw[None])[0]))
+    return Estimate.mean(by_draw.numpy(), "draws")
 
 
 def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import GROUPS, State
 from theodolite.accumulate.walks import LAGS, WalkSums, simulated_walk
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -129,6 +129,10 @@ def _column(table: pd.DataFrame, name: str) -> tuple[Floats, Floats]:
     return table[name].to_numpy(dtype=np.float64), table[f"{name}_se"].to_numpy(dtype=np.float64)
 
 
+def _estimates(values: Floats, errors: Floats) -> Estimates:
+    return Estimates(values, errors, GROUPS, "groups of contexts")
+
+
 def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
     for name, of_a_walk in OF_A_WALK.items():
         by_source = []
@@ -150,31 +154,31 @@ def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual:
         (f"What attention reads has {second_moments} (Assumption 1, Remark 3)", text),
         (f"The residual stream has {second_moments}", residual),
     ):
-        outcome.claim(claim, MEASURES["r_squared"], Estimates(*_column(table, "r_squared")), EXPLAINS)
+        outcome.claim(claim, MEASURES["r_squared"], _estimates(*_column(table, "r_squared")), EXPLAINS)
     of_text, error_of_text = _column(text, "autocorrelation")
     outcome.claim(
         "The increments of what attention reads are uncorrelated (Assumption 1)",
         f"|{MEASURES['autocorrelation']}|",
-        Estimates(np.abs(of_text), error_of_text),
+        _estimates(np.abs(of_text), error_of_text),
         UNCORRELATED,
     )
     outcome.claim(
         "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
         MEASURES["growth"],
-        Estimates(*_column(text, "growth")),
+        _estimates(*_column(text, "growth")),
         GROWTH_EXPONENT,
     )
     outcome.claim(
         "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
         MEASURES["frobenius"],
-        Estimates(*_column(text, "frobenius")),
+        _estimates(*_column(text, "frobenius")),
         NEAR,
     )
     of_random, error_of_random = _column(random, "autocorrelation")
     outcome.claim(
         "Text drifts where random tokens do not (Remark 3)",
         f"{MEASURES['autocorrelation']}, text less random tokens",
-        Estimates(of_text - of_random, np.hypot(error_of_text, error_of_random)),
+        _estimates(of_text - of_random, np.hypot(error_of_text, error_of_random)),
         DRIFTS,
     )
 
