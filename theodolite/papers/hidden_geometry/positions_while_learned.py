@@ -15,7 +15,7 @@ import pandas as pd
 from theodolite.corpus.addition_task import digits_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Estimate, Verdict, judge
+from theodolite.judging import HOLDS, Criterion, Estimate, Verdict, judge, untestable, yes_or_no
 from theodolite.models import OpenModel, open_model
 from theodolite.papers.experiment import Study, corpus_subset, experiment
 from theodolite.papers.hidden_geometry import criteria
@@ -174,14 +174,14 @@ def appears(
         why = (
             f"half of the curve at step {steps[-1]} or more is sampling noise of {SURVEYED_CONTEXTS} contexts"
         )
-        return Verdict(claim, UNTESTABLE, f"{why}; {last}")
+        return untestable(claim, f"{why}; {last}")
     limits = ", ".join(f"{MEASURES[name]} {rule.side} {number(rule.limit)}" for name, rule in needed.items())
     evidence = (
         f"all criteria are met {_when(steps, met)}; step {steps[0]}: {first}; step {steps[-1]}: {last}; criteria, "
         f"as in tables 2 and 6 and figure 1: {limits}"
     )
     learned = met[-1] and not met[0]
-    return Verdict(claim, HOLDS if learned == expected else FAILS, evidence)
+    return yes_or_no(claim, learned == expected, evidence)
 
 
 def judge_layer(outcome: Outcome, table: pd.DataFrame, layer: int, run: Run) -> None:
@@ -262,7 +262,7 @@ def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int,
     )
     if outcome.verdicts[0].answer != HOLDS:
         why = "a model that does not add in distribution has nothing to generalise"
-        shorter = Verdict(shorter.claim, UNTESTABLE, f"{shorter.evidence}; {why}")
+        shorter = untestable(shorter.claim, f"{shorter.evidence}; {why}")
     outcome.verdicts.append(shorter)
 
 
