@@ -246,6 +246,11 @@ def all_hold(answers: Iterable[Answer]) -> Answer:
     return min(answers, key=order.index, default=UNTESTABLE)
 
 
+def opposite(answer: Answer) -> Answer:
+    """Of the claim that it is not so."""
+    return {HOLDS: FAILS, FAILS: HOLDS}.get(answer, answer)
+
+
 def combined(answers: Iterable[Answer]) -> Answer:
     """Of several parts together: what all that are decided agree on, else in part; what is open does not count."""
     answers = set(answers)

@@ -15,7 +15,18 @@ import pandas as pd
 from theodolite.corpus.addition_task import digits_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import HOLDS, Criterion, Estimate, Verdict, judge, untestable, yes_or_no
+from theodolite.judging import (
+    HOLDS,
+    OPEN,
+    Answer,
+    Criterion,
+    Estimate,
+    Verdict,
+    all_hold,
+    judge,
+    opposite,
+    untestable,
+)
 from theodolite.models import OpenModel, open_model
 from theodolite.papers.experiment import Study, corpus_subset, experiment
 from theodolite.papers.hidden_geometry import criteria
@@ -141,6 +152,14 @@ def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
     return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
 
 
+def _answer_at(row: pd.Series, needed: dict[str, Criterion]) -> Answer:
+    """Whether a layer at one step meets all criteria, with the standard errors that its measures have."""
+    return all_hold(
+        judge("", MEASURES[name], Estimate(float(row[name]), float(row[f"{name}_se"])), rule).answer
+        for name, rule in needed.items()
+    )
+
+
 def _values_line(row: pd.Series, needed: dict[str, Criterion]) -> str:
     return ", ".join(
         f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
@@ -170,6 +189,7 @@ def appears(
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()
     first, last = (_values_line(rows.iloc[place], needed) for place in (0, -1))
+    before, after = (_answer_at(rows.iloc[place], needed) for place in (0, -1))
     if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
         why = (
             f"half of the curve at step {steps[-1]} or more is sampling noise of {SURVEYED_CONTEXTS} contexts"
@@ -180,8 +200,10 @@ def appears(
         f"all criteria are met {_when(steps, met)}; step {steps[0]}: {first}; step {steps[-1]}: {last}; criteria, "
         f"as in tables 2 and 6 and figure 1: {limits}"
     )
-    learned = met[-1] and not met[0]
-    return yes_or_no(claim, learned == expected, evidence)
+    for step, answer in ((steps[0], before), (steps[-1], after)):
+        evidence += f"; at step {step} {answer}, with the standard errors" if answer in OPEN else ""
+    learned = all_hold([after, opposite(before)])
+    return Verdict(claim, learned if expected else opposite(learned), evidence)
 
 
 def judge_layer(outcome: Outcome, table: pd.DataFrame, layer: int, run: Run) -> None:
