@@ -17,10 +17,13 @@ from theodolite.judging import (
     Criterion,
     Estimate,
     Estimates,
+    Verdict,
+    all_hold,
     combined,
     harmless,
     judge,
     reading_order,
+    unless_explained,
 )
 from theodolite.papers.catch_tag_release import few_shot as shots
 from theodolite.papers.catch_tag_release import pruned_sinks as compression
@@ -142,6 +145,37 @@ def test_a_share_is_judged_by_the_score_test(trials):
 )
 def test_mixed_answers_are_in_part(answers, expected):
     assert combined(answers) == combined(iter(answers[::-1])) == expected
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([HOLDS, HOLDS], HOLDS),
+        ([HOLDS, UNDECIDED], UNDECIDED),
+        ([UNDECIDED, UNTESTABLE, HOLDS], UNTESTABLE),
+        ([HOLDS, IN_PART, UNDECIDED], IN_PART),
+        ([UNTESTABLE, IN_PART, FAILS], FAILS),
+        ([], UNTESTABLE),
+    ],
+)
+def test_one_part_that_fails_decides_where_all_must_hold(answers, expected):
+    """Oracle: three-valued logic (Kleene): false and unknown is false, true and unknown is unknown."""
+    assert all_hold(answers) == all_hold(iter(answers[::-1])) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "explanation", "expected"),
+    [
+        (HOLDS, "chance", UNDECIDED),
+        (HOLDS, "", HOLDS),
+        (FAILS, "chance", FAILS),
+        (UNTESTABLE, "chance", UNTESTABLE),
+    ],
+)
+def test_what_something_else_explains_is_not_decided(answer, explanation, expected):
+    verdict = unless_explained(Verdict("a claim", answer, "a number"), HOLDS, explanation)
+    changed = expected != answer
+    assert verdict == Verdict("a claim", expected, "a number; chance" if changed else "a number")
 
 
 @pytest.mark.parametrize(

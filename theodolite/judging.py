@@ -238,6 +238,38 @@ def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion
     return Verdict(claim, FAILS if 2 * failing >= total else UNDECIDED, evidence)
 
 
+def untestable(claim: str, why: str) -> Verdict:
+    """What no number of this run can answer."""
+    return Verdict(claim, UNTESTABLE, why)
+
+
+def yes_or_no(claim: str, is_so: bool, evidence: str) -> Verdict:
+    """Of what is so or not, with no number whose interval could leave it open."""
+    return Verdict(claim, HOLDS if is_so else FAILS, evidence)
+
+
+def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verdict:
+    """The verdict, but undecided where its answer is one that something else would give as well.
+
+    Args:
+        answer: which. explanation: what else, in words that end the evidence; empty: nothing.
+    """
+    if verdict.answer != answer or not explanation:
+        return verdict
+    return Verdict(verdict.claim, UNDECIDED, f"{verdict.evidence}; {explanation}")
+
+
+def all_hold(answers: Iterable[Answer]) -> Answer:
+    """Of several parts that must all hold: a single one that fails decides, then one that is open."""
+    order = (FAILS, IN_PART, UNTESTABLE, UNDECIDED, HOLDS)
+    return min(answers, key=order.index, default=UNTESTABLE)
+
+
+def opposite(answer: Answer) -> Answer:
+    """Of the claim that it is not so."""
+    return {HOLDS: FAILS, FAILS: HOLDS}.get(answer, answer)
+
+
 def combined(answers: Iterable[Answer]) -> Answer:
     """Of several parts together: what all that are decided agree on, else in part; what is open does not count."""
     answers = set(answers)

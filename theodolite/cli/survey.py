@@ -30,13 +30,11 @@ from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping
 from theodolite.errors import UsageError
 from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
-from theodolite.system.run_folders import check_out
+from theodolite.system.run_folders import UNTRAINED, check_out
 from theodolite.system.wording import visible
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
-
-UNTRAINED = "untrained"
 
 Baseline = Annotated[
     str | None,

@@ -15,11 +15,11 @@ from theodolite.comparison.sinks import KEY
 from theodolite.comparison.survival import HALF
 from theodolite.judging import (
     HOLDS,
-    UNDECIDED,
     Criterion,
     Estimate,
     Verdict,
     judge,
+    unless_explained,
 )
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
@@ -129,16 +129,14 @@ def _judge_term(page: Outcome, ablated: Sequence[Measured], audits: Sequence[Aud
         )
         for what, share, criterion in (("it", without, GONE), ("the random part", at_random, STAY))
     )
-    answer = judged.answer
     evidence = (
         f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves {percent(without)} of "
         f"them ({listed(shares)}), ablating a random part with the same singular values {percent(at_random)}; "
         f"{judged.evidence}; {control.evidence}"
     )
-    if answer == HOLDS and control.answer != HOLDS:
-        answer = UNDECIDED
-        evidence += "; ablating a random part of the same size may remove them, too"
-    page.verdicts.append(Verdict(LOW_RANK_CLAIM, answer, evidence))
+    verdict = Verdict(LOW_RANK_CLAIM, judged.answer, evidence)
+    too = "" if control.answer == HOLDS else "ablating a random part of the same size may remove them, too"
+    page.verdicts.append(unless_explained(verdict, HOLDS, too))
 
 
 def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:

@@ -90,9 +90,10 @@ class Survival:
     @property
     def answer(self) -> Answer:
         """Whether the part survives: holds if nothing of it is lost, fails if hardly any is left, else in part."""
-        if HARDLY_ANY.met(self.left):
-            return FAILS
-        return combined(answer for status, answer in ANSWERS.items() if self.count(status))
+        statuses = {status for status in ANSWERS if self.count(status)}
+        if HARDLY_ANY.met(self.left):  # not there by weight, whatever the count
+            statuses -= {SURVIVED}
+        return combined(ANSWERS[status] for status in statuses)
 
     @property
     def exact(self) -> bool:

@@ -274,18 +274,27 @@ def open_model(
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
     refuse_nonfinite_weights(model)
-    structure = find_structure(model, small_input(model, 1))
-    calls = capture_calls(model, structure, small_input(model, 1))
     return OpenModel.of(
         model,
-        structure,
-        calls,
-        verify_attention(model, structure, small_input(model, VERIFIED_LENGTH)),
+        *verified_parts(model),
         tokenizer=load_tokenizer(source, revision),
         id=embedded.ID if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,
     )
+
+
+def verified_parts(model: PreTrainedModel) -> tuple[Structure, list[Call], Sequence[AttentionInputs]]:
+    """What `OpenModel.of` takes of a model in evaluation mode, from small inputs.
+
+    Raises:
+        UsageError: an unsupported family.
+        WorkError: the tapped attention is not the model's own.
+    """
+    structure = find_structure(model, small_input(model, 1))
+    calls = capture_calls(model, structure, small_input(model, 1))
+    inputs = verify_attention(model, structure, small_input(model, VERIFIED_LENGTH))
+    return structure, calls, inputs
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -9,10 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
-from theodolite.models.head_weights import capture_calls
-from theodolite.models.open import OpenModel, small_input
-from theodolite.models.structure import find_structure
-from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
+from theodolite.models.open import OpenModel, verified_parts
 
 
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
@@ -33,13 +30,10 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
         torch.manual_seed(seed)
         made = type(model.hf)(copy.deepcopy(model.hf.config))
     hf = made.to(device=model.device, dtype=model.hf.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
-    structure = find_structure(hf, small_input(hf, 1))
     source = f"{model.sha256 or model.revision or model.id} untrained {seed}"
     return OpenModel.of(
         hf,
-        structure,
-        capture_calls(hf, structure, small_input(hf, 1)),
-        verify_attention(hf, structure, small_input(hf, VERIFIED_LENGTH)),
+        *verified_parts(hf),
         tokenizer=model.tokenizer,
         id=f"{model.id}, untrained",
         sha256=hashlib.sha256(source.encode()).hexdigest(),

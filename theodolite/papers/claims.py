@@ -7,7 +7,7 @@ from typing import get_args
 import pandas as pd
 
 from theodolite.errors import UsageError
-from theodolite.judging import UNTESTABLE, Answer, Verdict, independent
+from theodolite.judging import Answer, independent, untestable
 from theodolite.papers.experiment import Experiment, Study, experiment
 from theodolite.report.outcome import Outcome
 
@@ -33,7 +33,7 @@ def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
                 verdicts = judged.verdicts
                 outcome.runs |= judged.runs
             except UsageError as error:
-                verdicts = [Verdict(each.title, UNTESTABLE, str(error))]
+                verdicts = [untestable(each.title, str(error))]
             outcome.verdicts += verdicts
             rows += [{"experiment": each.name, **vars(verdict)} for verdict in verdicts]
         for answer in get_args(Answer):

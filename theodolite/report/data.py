@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
 Floats = npt.NDArray[np.float64]
+OF_GROUPS = GROUPS, "groups of contexts"
+"""What the standard errors of the layers table rest on."""
 
 
 def column(frame: pd.DataFrame | None, name: str) -> Floats | None:
@@ -81,13 +83,13 @@ def error_of(run: Run, name: str) -> Floats:
 
 def layer_estimates(run: Run, name: str) -> Estimates:
     """A layer column with its standard errors, which rest on eight groups of neighbouring contexts."""
-    return Estimates(value_of(run, name), error_of(run, name), GROUPS, "groups of contexts")
+    return Estimates(value_of(run, name), error_of(run, name), *OF_GROUPS)
 
 
 def layer_estimate(run: Run, name: str, layer: int) -> Estimate:
     """One layer's number of `layer_estimates`."""
     error = float(error_of(run, name)[layer])
-    return Estimate(float(value_of(run, name)[layer]), error, GROUPS, "groups of contexts")
+    return Estimate(float(value_of(run, name)[layer]), error, *OF_GROUPS)
 
 
 def mean_over_layers(
@@ -110,7 +112,7 @@ def mean_over_layers(
 def layer_average(run: Run, name: str) -> tuple[Estimate, float]:
     """The `mean_over_layers` of a column as an estimate, and the standard deviation over layers."""
     mean, deviation, error = mean_over_layers(value_of(run, name), error_of(run, name))
-    return Estimate(mean, error, GROUPS, "groups of contexts"), deviation
+    return Estimate(mean, error, *OF_GROUPS), deviation
 
 
 def layer_mean(run: Run, name: str) -> tuple[float, float] | None:

@@ -10,10 +10,8 @@ from theodolite.measure.head_roles import INDUCTION, PREVIOUS_TOKEN, SAME_TOKEN
 from theodolite.passes.run import Run
 from theodolite.report.content import Cell, Table
 from theodolite.report.data import column, entropy_share, layer_mean
+from theodolite.system.run_folders import UNTRAINED, is_run
 from theodolite.system.wording import number, with_error
-
-UNTRAINED = "untrained"
-"""Where a run folder keeps the survey of its baseline."""
 
 OVER_LAYERS = {
     "rank": "positional rank, mean over layers",
@@ -55,7 +53,7 @@ def summary_row(run: Run) -> dict[str, float]:
 def untrained_run(run: Run) -> Run | None:
     """The survey of the untrained baseline in the run's own folder; None where there is none."""
     folder = None if run.folder is None else run.folder / UNTRAINED
-    return Run.load(folder) if folder is not None and (folder / "run.json").is_file() else None
+    return Run.load(folder) if folder is not None and is_run(folder) else None
 
 
 def beside_untrained(run: Run, untrained: Run) -> Table:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite.judging import UNTESTABLE, Criterion, Estimate, Estimates, Verdict, judge
+from theodolite.judging import Criterion, Estimate, Estimates, Verdict, judge, untestable
 from theodolite.report.exhibit import Choice, Exhibit
 
 
@@ -79,7 +79,7 @@ class Outcome:
 
     def cannot_test(self, claim: str, why: str) -> None:
         """Say why a claim is not testable here."""
-        self.verdicts.append(Verdict(claim, UNTESTABLE, why))
+        self.verdicts.append(untestable(claim, why))
 
     def figure(
         self,

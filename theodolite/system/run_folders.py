@@ -11,6 +11,9 @@ from theodolite.errors import UsageError
 
 RUN = "run.json"
 
+UNTRAINED = "untrained"
+"""The baseline of a survey, and the folder within its run folder that keeps it."""
+
 OPTIONS = {
     "name": "--corpus",
     "length": "--length",

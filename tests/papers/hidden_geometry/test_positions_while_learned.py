@@ -96,6 +96,21 @@ def test_when_a_spiral_appears(rows, expected, said):
     assert opposite.answer == {HOLDS: FAILS, FAILS: HOLDS}.get(expected, UNTESTABLE)
 
 
+@pytest.mark.parametrize(
+    ("step", "error", "expected"),
+    [(100, 0.13, UNDECIDED), (100, 0.12, HOLDS), (0, 0.13, HOLDS), (10, 0.13, HOLDS)],
+)
+def test_the_last_step_is_judged_with_its_standard_error(step, error, expected):
+    """Oracle: 0.95 lies 0.248 above Table 2's 0.702, less than 2 × 0.13 more than 2 × 0.12; a cloud far below."""
+    table = _table(CLOUD, SPIRAL, SPIRAL)
+    table.loc[table["step"] == step, "low_frequency_10_se"] = error
+    verdict = appears(table, 1, "a claim", training.SPIRAL)
+    assert verdict.answer == expected
+    assert ("at step 100 not decided" in verdict.evidence) == (expected == UNDECIDED)
+    opposite = appears(table, 1, "a claim", training.SPIRAL, expected=False)
+    assert opposite.answer == (UNDECIDED if expected == UNDECIDED else FAILS)
+
+
 @pytest.mark.parametrize("name", list(SPIRAL))
 def test_every_criterion_is_needed(name):
     """Oracle: a spiral with one measure at the far end of its range is none; a curve need not turn."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
-from theodolite.judging import HOLDS, OPEN, UNTESTABLE, Estimate, Verdict, judge
+from theodolite.judging import HOLDS, OPEN, Estimate, Verdict, judge, untestable
 from theodolite.models import OpenModel
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.training.tasks import QUICK_TEST, Additions
@@ -81,7 +80,7 @@ def of_an_adder(study: Study, verdict: Verdict, measured: str) -> Verdict:
     if not reads_additions(study.run):
         why = f"the corpus of this run contains no addition problems ({measured})"
         why += ": survey a model trained on addition on addition problems"
-        return replace(verdict, answer=UNTESTABLE, evidence=why)
+        return untestable(verdict.claim, why)
     if verdict.answer not in OPEN and (unknown := why_not_an_adder(study)):
-        return replace(verdict, answer=UNTESTABLE, evidence=f"{unknown} ({measured})")
+        return untestable(verdict.claim, f"{unknown} ({measured})")
     return verdict

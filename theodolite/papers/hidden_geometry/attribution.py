@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict
+from theodolite.judging import Criterion, Verdict, untestable, yes_or_no
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT, paired_groups
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
@@ -159,7 +159,7 @@ def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
         f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
     )
     why = f"the highest score is that of {heads[0].summary(group)}" if heads else "0 heads attributed"
-    return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
+    return untestable(claim, f"{why}; {asked}")
 
 
 def top_head_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
@@ -167,11 +167,7 @@ def top_head_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict
     if not heads or not heads[0].follows:
         return [_none_found(pattern.claim, heads, pattern.strict)]
     return [
-        Verdict(
-            claim,
-            HOLDS if heads[0].determined_by(pattern, group) else FAILS,
-            f"{heads[0].summary(group)}; {RETAINS}",
-        )
+        yes_or_no(claim, heads[0].determined_by(pattern, group), f"{heads[0].summary(group)}; {RETAINS}")
         for claim, group in _claims(pattern)
     ]
 

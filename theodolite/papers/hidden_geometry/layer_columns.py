@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
+from theodolite.judging import Criterion, Verdict, judge, untestable
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.run import Run
 from theodolite.report import published
@@ -50,6 +50,6 @@ def smooth_verdict(
     chance = (10 / positions) ** 2
     if positions < least:
         why = f"{positions} positions have only {positions} frequencies: use contexts of {least + 1} tokens or more"
-        return Verdict(claim, UNTESTABLE, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
+        return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
     return judge(claim, what, mean, criterion)

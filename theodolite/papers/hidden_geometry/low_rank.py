@@ -8,11 +8,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Answer, Estimate, Verdict, judge
+from theodolite.judging import (
+    FAILS,
+    UNTESTABLE,
+    Estimate,
+    Verdict,
+    all_hold,
+    judge,
+    unless_explained,
+    untestable,
+)
 from theodolite.measure.geometry import SCREENOT_RANK, screenot_bound
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.run import Run
-from theodolite.report.data import Floats, error_of, mean_over_layers, need, value_of
+from theodolite.report.data import OF_GROUPS, Floats, error_of, mean_over_layers, need, value_of
 from theodolite.system.wording import listed, number
 
 
@@ -61,27 +70,20 @@ def low_rank_verdict(run: Run, claim: str, *, every: bool) -> Verdict:
     Layers without a rank are not judged: one leaves "every layer" undecided, half of them the mean.
     """
     if why := no_room(run):
-        return Verdict(claim, UNTESTABLE, why)
+        return untestable(claim, why)
     ranks, layers = found_ranks(run), len(run.layers)
     missing = np.flatnonzero(np.isnan(ranks)).tolist()
     basis = torch.from_numpy(need(run, "positional_basis")[0, 1:])
     cap = f"ScreeNOT looks for at most {screenot_bound(basis)} directions"
     if len(missing) == layers:
-        why = f"{cap} and found none in any of {layers} layers: no rank found"
-        return Verdict(claim, UNTESTABLE, why)
+        return untestable(claim, f"{cap} and found none in any of {layers} layers: no rank found")
     if missing:
         cap += f" and found none at layer {listed([str(layer) for layer in missing])}: no rank found, not testable"
     parts = [_of_rank(run, claim, ranks, every), _of_energy(run, claim, every)]
-    answers = {part.answer for part in parts}
-    undecided = bool(missing) if every else 2 * len(missing) >= layers
-    answer: Answer = HOLDS
-    if FAILS in answers:
-        answer = FAILS
-    elif UNTESTABLE in answers or undecided:
-        answer = UNTESTABLE
-    elif UNDECIDED in answers:
-        answer = UNDECIDED
-    return Verdict(claim, answer, "; ".join([parts[0].evidence, cap, parts[1].evidence]))
+    answers = [part.answer for part in parts]
+    if missing and (every or 2 * len(missing) >= layers):
+        answers.append(UNTESTABLE)
+    return Verdict(claim, all_hold(answers), "; ".join([parts[0].evidence, cap, parts[1].evidence]))
 
 
 def _of_rank(run: Run, claim: str, ranks: Floats, every: bool) -> Verdict:
@@ -90,10 +92,12 @@ def _of_rank(run: Run, claim: str, ranks: Floats, every: bool) -> Verdict:
     if every:
         worst = int(np.nanargmax(ranks))
         what = f"highest rank of {count} layers, at layer {worst}, of {possible} possible"
-        return judge(claim, what, Estimate(float(ranks[worst]), float(errors[worst])), criteria.RANK)
+        return judge(
+            claim, what, Estimate(float(ranks[worst]), float(errors[worst]), *OF_GROUPS), criteria.RANK
+        )
     mean, _, error = mean_over_layers(ranks, errors)
     what = f"mean rank over {count} layers, of {possible} possible"
-    return judge(claim, what, Estimate(mean, error), criteria.RANK)
+    return judge(claim, what, Estimate(mean, error, *OF_GROUPS), criteria.RANK)
 
 
 def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
@@ -103,9 +107,7 @@ def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
     value, without_noise = float(summary(shares)), min(float(summary(shares + noise)), 1.0)
     count = int(np.isfinite(shares).sum())
     what = f"share of the energy of P within its rank, {summary_name} {count} layers"
-    verdict = judge(claim, what, value, criteria.WITHIN_RANK)
-    if verdict.answer == FAILS and criteria.WITHIN_RANK.met(without_noise):
-        contexts = run.provenance["corpus"]["contexts"]
-        near = f"{verdict.evidence}; up to {number(without_noise)} without the sampling noise of {contexts} contexts"
-        return Verdict(claim, UNDECIDED, near)
-    return verdict
+    contexts = run.provenance["corpus"]["contexts"]
+    noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
+    explanation = noisy if criteria.WITHIN_RANK.met(without_noise) else ""
+    return unless_explained(judge(claim, what, value, criteria.WITHIN_RANK), FAILS, explanation)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.judging import UNTESTABLE, Verdict, judge
+from theodolite.judging import Verdict, judge, untestable
 from theodolite.logits.constituents import whole_positional_basis
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.geometry import CUTOFFS
@@ -143,7 +143,7 @@ def rough_verdict(study: Study, share: float, heads: int, positions: int) -> Ver
     claim = "The QK matrix of a model trained on addition is not smooth (section 4.3, Figs. 5, 19 and 22)"
     what = f"share of energy at K = 10 of pos-pos, median of {counted(heads, 'head')}"
     if positions < criteria.LEAST_UNSMOOTH_POSITIONS:
-        verdict = Verdict(claim, UNTESTABLE, f"{positions} positions have only {positions} frequencies")
+        verdict = untestable(claim, f"{positions} positions have only {positions} frequencies")
     else:
         chance = f"(positions in random order: {(10 / positions) ** 2:.2g})"
         verdict = judge(claim, f"{what} {chance}", share, criteria.UNLIKE_LANGUAGE)

@@ -15,7 +15,18 @@ import pandas as pd
 from theodolite.corpus.addition_task import digits_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Estimate, Verdict, judge
+from theodolite.judging import (
+    HOLDS,
+    OPEN,
+    Answer,
+    Criterion,
+    Estimate,
+    Verdict,
+    all_hold,
+    judge,
+    opposite,
+    untestable,
+)
 from theodolite.models import OpenModel, open_model
 from theodolite.papers.experiment import Study, corpus_subset, experiment
 from theodolite.papers.hidden_geometry import criteria
@@ -28,7 +39,7 @@ from theodolite.papers.hidden_geometry.addition_check import (
 )
 from theodolite.papers.hidden_geometry.positional_basis import shape_of
 from theodolite.passes.run import Run
-from theodolite.report.data import Floats, error_of, evenly, need, value_of
+from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, need, value_of
 from theodolite.report.drawing import training as drawing
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome
@@ -141,6 +152,16 @@ def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
     return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
 
 
+def _answer_at(row: pd.Series, needed: dict[str, Criterion]) -> Answer:
+    """Whether a layer at one step meets all criteria, with the standard errors that its measures have."""
+    return all_hold(
+        judge(
+            "", MEASURES[name], Estimate(float(row[name]), float(row[f"{name}_se"]), *OF_GROUPS), rule
+        ).answer
+        for name, rule in needed.items()
+    )
+
+
 def _values_line(row: pd.Series, needed: dict[str, Criterion]) -> str:
     return ", ".join(
         f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
@@ -170,18 +191,21 @@ def appears(
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()
     first, last = (_values_line(rows.iloc[place], needed) for place in (0, -1))
+    before, after = (_answer_at(rows.iloc[place], needed) for place in (0, -1))
     if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
         why = (
             f"half of the curve at step {steps[-1]} or more is sampling noise of {SURVEYED_CONTEXTS} contexts"
         )
-        return Verdict(claim, UNTESTABLE, f"{why}; {last}")
+        return untestable(claim, f"{why}; {last}")
     limits = ", ".join(f"{MEASURES[name]} {rule.side} {number(rule.limit)}" for name, rule in needed.items())
     evidence = (
         f"all criteria are met {_when(steps, met)}; step {steps[0]}: {first}; step {steps[-1]}: {last}; criteria, "
         f"as in tables 2 and 6 and figure 1: {limits}"
     )
-    learned = met[-1] and not met[0]
-    return Verdict(claim, HOLDS if learned == expected else FAILS, evidence)
+    for step, answer in ((steps[0], before), (steps[-1], after)):
+        evidence += f"; at step {step} {answer}, with the standard errors" if answer in OPEN else ""
+    learned = all_hold([after, opposite(before)])
+    return Verdict(claim, learned if expected else opposite(learned), evidence)
 
 
 def judge_layer(outcome: Outcome, table: pd.DataFrame, layer: int, run: Run) -> None:
@@ -263,7 +287,7 @@ def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int,
     )
     if outcome.verdicts[0].answer != HOLDS:
         why = "a model that does not add in distribution has nothing to generalise"
-        shorter = Verdict(shorter.claim, UNTESTABLE, f"{shorter.evidence}; {why}")
+        shorter = untestable(shorter.claim, f"{shorter.evidence}; {why}")
     outcome.verdicts.append(shorter)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite.accumulate.sums import GROUPS, State
+from theodolite.accumulate.sums import State
 from theodolite.accumulate.walks import LAGS, WalkSums, simulated_walk
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -22,7 +22,7 @@ from theodolite.measure.walks import (
 from theodolite.papers.experiment import Study, experiment
 from theodolite.passes.walk_pass import TextWalk, read_walk
 from theodolite.report import style
-from theodolite.report.data import Floats
+from theodolite.report.data import OF_GROUPS, Floats
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
 from theodolite.report.exhibit import by_layer, by_name
@@ -130,7 +130,7 @@ def _column(table: pd.DataFrame, name: str) -> tuple[Floats, Floats]:
 
 
 def _estimates(values: Floats, errors: Floats) -> Estimates:
-    return Estimates(values, errors, GROUPS, "groups of contexts")
+    return Estimates(values, errors, *OF_GROUPS)
 
 
 def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
