@@ -30,7 +30,7 @@ CONTEXTS = 10_000
         (0.4, 0.9, 0.0, "survived"),
         (0.012, 0.007, 0.0, "survived"),  # half is left, though it is below the least
         (0.0, 0.4, 0.0, "new"),
-        (0.0, 0.4, 0.2, "undecided"),
+        (0.0, 0.4, 0.21, "undecided"),
         (0.009, 0.4, 0.0, "new"),
         (0.009, 0.012, 0.0, "undecided"),  # there all the time, and never clearly
         (0.4, 0.0, np.nan, "lost"),  # no error: every difference is certain

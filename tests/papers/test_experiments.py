@@ -87,7 +87,7 @@ def test_standard_errors_are_used_where_the_run_has_them(run):
     unsure = changed(run, rank=np.full(layers, 17.0), rank_se=np.full(layers, 2.0))
     verdict = reproduce("geometry/table1", unsure).verdicts[0]
     assert verdict.answer == UNDECIDED
-    assert "17 ± 2;" in verdict.evidence
+    assert "17 ± 2 (8 groups of contexts);" in verdict.evidence
     sure = changed(unsure, rank_se=np.full(layers, 0.1))
     assert reproduce("geometry/table1", sure).verdicts[0].answer == HOLDS
     figure = reproduce("geometry/table4", sure).exhibits[0].figure

@@ -98,7 +98,7 @@ def test_heads_count_by_the_contexts_that_they_rest_on():
     """Oracle: by hand, (60 · 0.3 + 30 · 0.2 + 10 · 0.05)/100; the head of one context has no error and is left out."""
     verdict = judged_by(judge_clusters, HEADS)
     assert verdict.answer == "holds"
-    assert ": 0.24 ± 0.02; " in verdict.evidence
+    assert ": 0.24 ± 0.02 (46 contexts); " in verdict.evidence
     assert "mean over 3 heads" in verdict.evidence
     assert "1 head that rest on one context left out" in verdict.evidence
     assert judged_by(judge_clusters, HEADS[3:]).answer == "not testable here"
@@ -130,7 +130,7 @@ def test_a_share_of_few_sinks_is_uncertain():
     assert (
         judged_by(judge_outliers, outlying, weights).answer == "not decided"
     )  # 0 ± 0.35, and the criterion is 0.5
-    assert ": 0 ± 0.4; " in judged_by(judge_outliers, outlying, weights).evidence
+    assert ": 0 ± 0.4 (2 sinks); " in judged_by(judge_outliers, outlying, weights).evidence
     assert judged_by(judge_outliers, pd.Series([False] * 30), np.ones(30)).answer == "fails"
     assert judged_by(judge_copy, pd.Series([0.99, 0.97, 0.98]), np.ones(3)).answer == "holds"
     assert judged_by(judge_copy, pd.Series([0.99, 0.5, 0.98]), np.ones(3)).answer == "not decided"
