@@ -390,11 +390,11 @@ def test_refusals(pair):
     other_text = replace(
         run, provenance=run.provenance | {"corpus": run.provenance["corpus"] | {"sha256": "another"}}
     )
+    other_name = provenance(run, layers=7).provenance | {
+        "corpus": run.provenance["corpus"] | {"name": "another"}
+    }
     cases = [
-        ((run, provenance(run, layers=7)), "has 7 layers, .* only models of one shape"),
-        ((run, provenance(run, heads=7)), "has 7 heads per layer, .* 4: only"),
-        ((run, provenance(run, width=7)), "has 7 dimensions of the residual stream"),
-        ((run, provenance(run, vocabulary=7)), "has 7 tokens in the vocabulary"),
+        ((run, replace(run, provenance=other_name)), "did not read the same text"),
         ((run, other_text), "did not read the same tokens"),
         ((run, trace), "this is a trace of sinks; give the survey"),
         ((run, weights_only(run)), "spectra of weights only; give a survey of a text"),

@@ -1,7 +1,7 @@
 """`compare`: how much of one run's mechanism survives in another run on the same text, in tables and sentences.
 
 It reads runs and sees no model, so it works for any two models of one shape: pruned, retrained, quantised, or under
-an intervention.
+an intervention. Of models that differ in shape or tokenizer it matches the heads.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 import theodolite.comparison.heads as heads
+import theodolite.comparison.matched as matched
 import theodolite.comparison.outputs as outputs
 import theodolite.comparison.sinks as sinks
 import theodolite.comparison.stream as stream
@@ -41,7 +42,7 @@ SHAPE = {
     "width": "dimensions of the residual stream",
     "vocabulary": "tokens in the vocabulary",
 }
-"""What two models must have in common: key in the provenance → name in messages."""
+"""What two models have in common whose heads are the same ones: key in the provenance → name in messages."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +52,8 @@ class Audit:
     Attributes:
         reference, other: names of the two.
         parts: sinks, tags (where both traces were given), outlier dimensions, massive activations, positional basis,
-            head outputs (where they were given), entropies, head types, spectra.
+            head outputs (where they were given), entropies, head types, spectra. Of models that differ in shape or
+            tokenizer: matched heads alone.
         summary: the verdict in a few sentences; each part has one of its own.
         runs: provenance of the two surveys.
         loss: of next tokens, where outputs were given of models that predict them.
@@ -105,6 +107,9 @@ def compare(
 ) -> Audit:
     """Say which sinks, tags, outliers, positions, head outputs, entropies, head types and spectra another model has.
 
+    Of models that differ in shape or tokenizer, heads are matched by what they do (`matched.matched_heads`), and
+    compared; nothing else is.
+
     A difference has the standard error √(a² + b²) of the two runs' own, as if each had read a text of its own; they
     read the same one, so that the true error is mostly smaller. `docs/comparison.md` has the criteria.
 
@@ -131,6 +136,10 @@ def compare(
     written = list(outputs_of or ())
     names = names or (name_of(reference), name_of(other))
     _check(names, [reference, other], traces, written)
+    runs = {names[0]: reference.provenance, names[1]: other.provenance}
+    if not alike(reference.provenance, other.provenance):
+        parts: tuple[Survival, ...] = (matched.matched_heads(reference, other),)
+        return Audit(*names, parts, summarise(parts, names[1]), runs)
     parts = (
         sinks.sinks(reference, other),
         *([sinks.tags(*traces)] if traces else []),
@@ -142,7 +151,6 @@ def compare(
         heads.head_types(reference, other),
         heads.spectra(reference, other),
     )
-    runs = {names[0]: reference.provenance, names[1]: other.provenance}
     loss = outputs.loss(*written) if written else None
     return Audit(*names, parts, summarise(parts, names[1], loss), runs, loss)
 
@@ -181,19 +189,25 @@ def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], writte
         for name, run in zip(names, runs, strict=False):
             if is_wrong(run):
                 raise UsageError(f"{name}: {why}")
-    first = surveys[0].provenance
-    for name, run in zip(names * 3, [*surveys, *traces, *written], strict=False):
-        refuse_shapes((names[0], shape_of(first)), (name, shape_of(run.provenance)))
-        if run.provenance["corpus"]["sha256"] != first["corpus"]["sha256"]:
-            raise UsageError(
-                f"{name} and {names[0]} did not read the same tokens: survey both with the same --corpus, --length "
-                "and --contexts; models with different tokenizers cannot be compared"
-            )
+    first, second = (survey.provenance for survey in surveys)
+    if _shape(first) == _shape(second) and not alike(first, second):
+        raise UsageError(
+            f"{names[1]} and {names[0]} did not read the same tokens: survey both with the same --corpus, --length "
+            "and --contexts (where only their tokenizers differ, comparison.matched_heads compares them in Python)"
+        )
+    if first["corpus"]["name"] != second["corpus"]["name"]:
+        raise UsageError(
+            f"{names[1]} and {names[0]} did not read the same text: survey both with one --corpus"
+        )
     for noun, verb, companions in (("trace", "is", traces), ("outputs", "are", written)):
         for name, survey, run in zip(names, surveys, companions, strict=False):
             if _model_and_edits(survey) != _model_and_edits(run):
                 raise UsageError(
                     f"{name}: its {noun} {verb} of another model than the survey: make the {noun} again"
+                )
+            if survey.provenance["corpus"]["sha256"] != run.provenance["corpus"]["sha256"]:
+                raise UsageError(
+                    f"{name}: its {noun} {verb} of another text than the survey: make the {noun} again"
                 )
 
 
@@ -201,27 +215,22 @@ def _model_and_edits(run: Run) -> tuple[object, object]:
     return run.provenance["model"]["sha256"], provenance(run, "fingerprint", "edits")
 
 
-def shape_of(provenance: Mapping[str, Any]) -> dict[str, object]:
-    """What two models must have in common."""
-    return {key: provenance["model"].get(key) for key in SHAPE}
+def alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Whether two models, by the provenance of their surveys, are of one shape and read the same tokens.
 
-
-def refuse_shapes(first: tuple[str, dict[str, object]], second: tuple[str, dict[str, object]]) -> None:
-    """Refuse two models, each a name and `shape_of` it, that differ in shape.
-
-    Raises:
-        UsageError: in what they do.
+    Then their heads are the same ones, and are compared one by one; else they are matched.
     """
-    for key, noun in SHAPE.items():
-        size, other = first[1][key], second[1][key]
-        if size != other:
-            raise UsageError(
-                f"{second[0]} has {other} {noun}, {first[0]} {size}: only models of one shape are compared"
-            )
+    return _shape(first) == _shape(second) and first["corpus"]["sha256"] == second["corpus"]["sha256"]
+
+
+def _shape(provenance: Mapping[str, Any]) -> list[object]:
+    return [provenance["model"].get(key) for key in SHAPE]
 
 
 def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None) -> str:
     """What survived and what did not, the heads hit hardest, the loss, and what was not compared."""
+    if parts[0].name == matched.NAME:
+        return f"{parts[0].counts()}. The models differ in shape or tokenizer: only their heads are matched."
     clauses = [_verdict(parts, other, loss is None or loss.unchanged)]
     if hardest := hit_hardest(parts):
         clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
@@ -264,6 +273,8 @@ def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
         for part in parts
         if part.name in OF_HEADS
     ]
+    if not tables:
+        return []
     names_of = pd.concat(tables).groupby(["layer", "head"])["part"].agg(list)
     names_of = names_of[[len(names) >= LEAST_PARTS or outputs.NAME in names for names in names_of]]
     hardest = names_of[names_of.map(len) == names_of.map(len).max()]

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from theodolite.comparison.audit import refuse_shapes, shape_of
+from theodolite.comparison.audit import SHAPE
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
@@ -152,20 +152,15 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
         focus: the head and prompt to trace. layer: whose heads may be.
 
     Raises:
-        UsageError: models of several shapes, or that read the text as different tokens; no such layer, head, rank or
-            low-rank term; a prompt that a model cannot read.
+        UsageError: a text that a model cannot read; no such layer, head, rank or low-rank term; a prompt that a model
+            cannot read.
     """
-    first: list[tuple[dict[str, object], str]] = []
+
+    shapes: list[tuple[object, str]] = []
 
     def check_one(candidate: Candidate, model: OpenModel) -> None:
-        shape, tokens = shape_of(describe_model(model)), work.read(model).sha256
-        first.append((shape, tokens))
-        refuse_shapes((candidates[0].name, first[0][0]), (candidate.name, shape))
-        if tokens != first[0][1]:
-            raise UsageError(
-                f"{candidate.name} and {candidates[0].name} read this text as different tokens: only models with one "
-                "tokenizer and enough positions for the same --length can be compared"
-            )
+        described = describe_model(model)["model"]
+        shapes.append(([described[key] for key in SHAPE], work.read(model).sha256))
         if layer is not None:
             model.check_place(layer)
         if focus.layer is not None and focus.head is not None:
@@ -175,6 +170,11 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
             pass
 
     _for_each(candidates, work.opened, check_one)
+    if shapes[0] not in shapes[1:] and (focus.prompt, focus.layer, focus.head) != (None, None, None):
+        raise UsageError(
+            "models that differ in shape or tokenizer have no head in common to show on a prompt: leave out --prompt, "
+            "--layer and --head"
+        )
 
 
 def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:

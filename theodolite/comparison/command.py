@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from theodolite.comparison.audit import Audit, compare, most_lost
+import theodolite.comparison.matched as matched
+from theodolite.comparison.audit import Audit, alike, compare, most_lost
 from theodolite.comparison.candidates import Work, candidates_of, check, measure, trace_head, without_term
 from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import LOW_RANK_CLAIM, experiment_of, outcome
@@ -105,7 +106,12 @@ def compare_models(
     heads = most_lost(audits, layer)
     if focus.layer is not None and focus.head is not None:
         heads = [(focus.layer, focus.head)]
-    traced = trace_head(candidates, work.opened, focus.prompt, heads) if heads else None
+    same_heads = [
+        each.candidate for each in measured if alike(measured[0].run.provenance, each.run.provenance)
+    ]
+    traced = None
+    if heads and len(same_heads) > 1:
+        traced = trace_head(same_heads, work.opened, focus.prompt, heads)
     return Compared(audits, outcome(audits, measured, traced), measured[0].run)
 
 
@@ -154,8 +160,9 @@ def show(compared: Compared, console: Console) -> None:
         console.print(_counts(audit))
         for part in audit.parts:
             console.print(f"[bold]{part.name}[/bold]  {escape(harmless(part.sentence))}", highlight=False)
+        names = [part.name for part in audit.parts]
         for name, ending in (("tags", "sinks"), (NAME, "outputs")):
-            if name not in [part.name for part in audit.parts]:
+            if name not in names and matched.NAME not in names:
                 console.print(
                     f"[bold]{name}[/bold]  Not compared: not every survey has a run FOLDER-{ending}."
                 )

@@ -49,7 +49,7 @@ def entropies(reference: Run, other: Run) -> Survival:
     table["left_range"] = _entered_range(table["share_before"], table["share_after"])
     table = table[table["difference"].notna()].reset_index(drop=True)
     first, second = table["share_before"].to_numpy(), table["share_after"].to_numpy()
-    ranges = _range(first)[:, None] == _range(second)
+    ranges = range_of(first)[:, None] == range_of(second)
     holds: Flags = (np.abs(first[:, None] - second) <= TENTH) & ranges
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
     return Survival(
@@ -69,13 +69,14 @@ def _values(run: Run, name: str) -> Floats:
     return np.full(len(run.heads), np.nan) if values is None else values
 
 
-def _range(share: Floats | pd.Series) -> np.ndarray:
+def range_of(share: Floats | pd.Series) -> np.ndarray:
+    """The place in `RANGES` of each entropy, as a share of the maximum."""
     return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
 
 
 def _entered_range(before: pd.Series, after: pd.Series) -> np.ndarray:
     """The range of `RANGES` that a head has newly entered."""
-    return np.where(_range(before) != _range(after), RANGES[_range(after)], "")
+    return np.where(range_of(before) != range_of(after), RANGES[range_of(after)], "")
 
 
 def _entropies_sentence(part: Survival, contexts: int) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+import theodolite.comparison.matched as matched
 import theodolite.comparison.outputs as outputs
 from theodolite.comparison.audit import Audit
 from theodolite.comparison.candidates import HeadOnPrompt, Measured
@@ -81,11 +82,17 @@ def experiment_of(audits: Sequence[Audit], content: Outcome) -> Heading:
 def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
     """On the whole mechanism, and on each part; `explain` what survives."""
     whole = f"The mechanism of {audit.reference} survives in {audit.other}"
+    evidence = {
+        part.name: part.sentence + (f" Criterion: {part.criterion}." if explain else "")
+        for part in audit.parts
+        if len(part.table)
+    }
+    if matched.NAME in evidence:  # the only part
+        page.verdicts.append(Verdict(whole, audit.answer, f"{audit.summary} {evidence[matched.NAME]}"))
+        return
     page.verdicts.append(Verdict(whole, audit.answer, audit.summary))
-    for part in audit.parts:
-        if len(part.table):
-            evidence = part.sentence + (f" Criterion: {part.criterion}." if explain else "")
-            page.verdicts.append(Verdict(f"{audit.other}, {part.name}", part.answer, evidence))
+    for name, sentence in evidence.items():
+        page.verdicts.append(Verdict(f"{audit.other}, {name}", audit.part(name).answer, sentence))
 
 
 def _with_model_names(audit: Audit, table: pd.DataFrame) -> pd.DataFrame:
@@ -177,9 +184,10 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
 
 def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
     """Figures of the parts that some comparison has, with a picker where there are several comparisons."""
-    outliers = [audit.part("outlier dimensions").table for audit in audits]
+    tables_of = {part.name: part.table for audit in audits for part in audit.parts}
+    outliers = [part.table for audit in audits for part in audit.parts if part.name == "outlier dimensions"]
     dimensions = sorted({int(dimension) for table in outliers for dimension in table["dimension"]})
-    layers = len(audits[0].part("positional basis").table)
+    layers = len(tables_of.get("positional basis", ()))
 
     def figure(
         name: str,
@@ -201,6 +209,15 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
                 wide=wide,
             )
 
+    figure(
+        matched.NAME,
+        "Heads matched by what they do",
+        lambda table: drawing.scatter(table[table["match"] != ""], drawing.MATCH_DOTS),
+        "One dot per head of the first model: how deep it is, from the first head of the first block (0) to the last "
+        "of the last (1), and how deep its partner is. Partners have the most similar roles, entropy and propagation.",
+        "dots along the line: the two models do the same things at the same depth.",
+        "ours",
+    )
     figure(
         "sinks",
         "Sinks before and after",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from theodolite.comparison.audit import refuse_shapes, shape_of
+from theodolite.comparison.audit import SHAPE
 from theodolite.corpus.corpus import LEAST_LENGTH
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore.view import (
@@ -182,7 +182,13 @@ def check_pair(subjects: Sequence[tuple[str, OpenModel]]) -> None:
     text = "\n".join(map(shipped_prompt, PROMPTS))
     ids = _ids(model, text)
     for other_name, other in others:
-        refuse_shapes((name, shape_of(describe_model(model))), (other_name, shape_of(describe_model(other))))
+        for key, noun in SHAPE.items():
+            first, second = (describe_model(each)["model"][key] for each in (model, other))
+            if first != second:
+                raise UsageError(
+                    f"{other_name} has {second} {noun}, {name} {first}: only models of one shape can be shown side by "
+                    "side"
+                )
         if _ids(other, text) != ids:
             raise UsageError(_DIFFERENT.format(name, other_name))
 

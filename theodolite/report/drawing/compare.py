@@ -56,6 +56,7 @@ class Dots:
 SINK_DOTS = Dots("before", "after", "share of contexts", shares=True)
 TAG_DOTS = Dots("before", "after", "η² in the head's output", (-0.03, 1.0))
 OUTPUT_DOTS = Dots("norm_before", "norm_after", "norm of the head's output")
+MATCH_DOTS = Dots("depth_before", "depth_after", "depth", (-0.05, 1.05))
 SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 
@@ -95,6 +96,8 @@ def scatter(table: pd.DataFrame, dots: Dots) -> go.Figure:
 
 def _hover_text(row: pd.Series, dots: Dots) -> str:
     name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
+    if "match" in row:
+        name += f" → {row['match']}"
     show = percent if dots.shares else number
     text = f"{for_plotly(name)}<br>{dots.title}: {show(row[dots.before])} → {show(row[dots.after])}"
     return f"{text}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else text
