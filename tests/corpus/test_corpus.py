@@ -121,9 +121,9 @@ def test_pieces_give_the_tokens_of_the_whole(
     random = np.random.default_rng(0)
     text = "".join(random.choice(["a", "b", " ", "\n", "  "], size=400, p=[0.4, 0.3, 0.1, 0.1, 0.1]))
     tokenizer = plain if kind == "bytes" else words_with_merges()
-    corpus = Corpus.from_texts([text], tokenizer, 2)
+    corpus = Corpus.from_texts([text], tokenizer, 4)
     whole = ids(tokenizer, text)
-    assert corpus.contexts.flatten().tolist() == whole[: len(whole) // 2 * 2]
+    assert corpus.contexts.flatten().tolist() == whole[: len(whole) // 4 * 4]
 
 
 def words_with_merges() -> PreTrainedTokenizerFast:
@@ -179,13 +179,13 @@ def test_no_warning_about_long_sequences(
 def test_a_smaller_number_of_contexts_is_a_seeded_sample_in_reading_order(
     plain: PreTrainedTokenizerFast,
 ) -> None:
-    text = "".join(f"{number:03d}" for number in range(200))
-    every = Corpus.from_texts([text], plain, 3).contexts.tolist()
-    some = [Corpus.from_texts([text], plain, 3, contexts=20, seed=seed) for seed in (0, 0, 1)]
+    text = "".join(f"{number:04d}" for number in range(200))
+    every = Corpus.from_texts([text], plain, 4).contexts.tolist()
+    some = [Corpus.from_texts([text], plain, 4, contexts=20, seed=seed) for seed in (0, 0, 1)]
     places = [[every.index(row) for row in corpus.contexts.tolist()] for corpus in some]
     assert all(sorted(set(chosen)) == chosen and len(chosen) == 20 for chosen in places)
     assert places[0] == places[1] != places[2]
-    assert Corpus.from_texts([text], plain, 3, contexts=10_000).contexts.tolist() == every
+    assert Corpus.from_texts([text], plain, 4, contexts=10_000).contexts.tolist() == every
 
 
 def test_the_sample_is_uniform() -> None:
@@ -203,7 +203,7 @@ def test_the_hash_is_stable_and_sees_tokens_labels_and_length(plain: PreTrainedT
     tokens = ids(plain, "abcdefgh")
     written = b"length 4\n" + (1).to_bytes(8, "little") + b"x" + struct.pack("<10q", *tokens, 0, 0)
     assert of("abcdefgh", "x", 4) == hashlib.sha256(written).hexdigest()
-    others = {of("abcdefgi", "x", 4), of("abcdefgh", "y", 4), of("abcdefgh", "x", 2)}
+    others = {of("abcdefgi", "x", 4), of("abcdefgh", "y", 4), of("abcdefgh", "x", 8)}
     assert len(others | {of("abcdefgh", "x", 4)}) == 4
 
 
@@ -342,13 +342,16 @@ def test_make_corpus_dispatches(
         (lambda t: Corpus.from_texts(["abc"], t, 8), "its longest text has 3; use a smaller --length"),
         (lambda t: Corpus.from_texts(["ab", "c"], t, 8), "its longest text has 4; use a smaller --length"),
         (lambda t: Corpus.from_texts(["", ""], t, 8), "holds no text"),
-        (lambda t: Corpus.from_texts(["abc"], t, 1), r"\(--length\) of at least 4"),
-        (lambda t: Corpus.from_texts(["abc"], t, 2, contexts=0), r"use a number \(--contexts\) above 0"),
-        (lambda t: Corpus.from_texts("abc", t, 2), "give a list of texts"),
-        (lambda t: Corpus.from_texts(["abc"], t, 2, labels=["x", "y"]), "1 texts and 2 labels"),
-        (lambda t: Corpus.random_tokens(0, 2, 1), "vocabulary of 0"),
-        (lambda t: Corpus.random_tokens(5, 2, 0), r"use a number \(--contexts\) above 0"),
-        (lambda t: Corpus.from_texts(["a b c"], framed(["<s>"], ["</s>"]), 2), "use a larger --length"),
+        (
+            lambda t: Corpus.from_texts(["abc"], t, 3),
+            "contexts of 3 tokens are too short: use --length 4 or more",
+        ),
+        (lambda t: Corpus.from_texts(["abc"], t, 4, contexts=0), r"use a number \(--contexts\) above 0"),
+        (lambda t: Corpus.from_texts("abc", t, 4), "give a list of texts"),
+        (lambda t: Corpus.from_texts(["abc"], t, 4, labels=["x", "y"]), "1 texts and 2 labels"),
+        (lambda t: Corpus.random_tokens(0, 4, 1), "vocabulary of 0"),
+        (lambda t: Corpus.random_tokens(5, 4, 0), r"use a number \(--contexts\) above 0"),
+        (lambda t: Corpus.from_texts(["a b c"], framed(["<s>"] * 3, ["</s>"]), 4), "use a larger --length"),
         (lambda t: Corpus.from_texts(["a b"], framed(["<s>"], []), 8), "longest text has 3;"),
     ],
 )

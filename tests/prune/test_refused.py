@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,7 +78,9 @@ BAD = {
     "pattern is '4:2'": {"pattern": "4:2"},
     "unknown format zip: use merged or factored": {"form": "zip"},
     "120 tokens do not calibrate": {"method": "sparsegpt", "corpus": corpus_of(5)},
-    "contexts of 3 tokens are too short": {"corpus": corpus_of(5, 3)},
+    "contexts of 3 tokens are too short": {
+        "corpus": replace(corpus_of(5, 4), contexts=corpus_of(5, 4).contexts[:, :3])
+    },
     "token id 999 does not fit": {
         "corpus": Corpus("ids", torch.full((4, 24), 999), torch.full((4,), -1), [], 0)
     },

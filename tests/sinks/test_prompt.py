@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from tests.report.drawn import drawn, finite
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
 from theodolite.papers.catch_tag_release.prompt_sinks import show_prompt
+from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.prompt import LEFT_OUT, trace_prompt
 
@@ -111,8 +114,22 @@ def test_without_a_head_named_the_one_that_tags_most(model):
     assert len(named.readings) == len(outcome.readings) - 1
     assert list(outcome.tables["places"]["place"])[1] == "output of the head"
     assert len(outcome.exhibits) == 6
-    for exhibit in outcome.exhibits:
-        assert exhibit.figure.data
+
+
+def test_the_figures_of_a_head_show_its_trace(model):
+    """Oracle: the trace itself; a heat map has every number of it, or those of the largest dimensions."""
+    trace = trace_prompt(model, IDS)
+    outcome = shown(trace, [str(token) for token in IDS.tolist()], chosen=True)
+    figures = {exhibit.key: exhibit.figure for exhibit in outcome.exhibits}
+    visible = np.tri(len(IDS), dtype=bool)
+    np.testing.assert_allclose(drawn(figures["attention"], "z"), finite(trace.attention[visible]), rtol=1e-6)
+    np.testing.assert_allclose(drawn(figures["received"], "z"), finite(trace.received), rtol=1e-6)
+    for key, vectors in (("output", trace.output), ("values", trace.value)):
+        largest = vectors.abs().amax(0).topk(min(figures_prompt.DIMENSIONS, vectors.shape[1])).indices
+        np.testing.assert_allclose(drawn(figures[key], "z"), finite(vectors[:, largest]), rtol=1e-6)
+    places = outcome.tables["places"]["place"]
+    assert np.asarray(figures["colours"].data[0].z).shape == (len(places), len(IDS), 3)
+    assert len(drawn(figures["clusters"])) == int((trace.group != LEFT_OUT).sum())
 
 
 def test_a_head_without_sinks_is_drawn_and_judged(model, folder):

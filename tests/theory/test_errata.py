@@ -10,6 +10,7 @@ import cmath
 import math
 
 import pytest
+import scipy.fft
 import scipy.stats
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from theodolite.theory import (
     curve_centre,
     entropy_lower_bound,
+    low_frequency_ratio,
     piecewise_softmax,
     propagation,
     propagation_finite,
@@ -298,6 +300,25 @@ def test_theorem_1_fails_at_high_order() -> None:
     error = torch.tensor([[0.0, 1.0], [1.0, (slope[1] / slope[k]) ** m]], dtype=DOUBLE) / 2
     attained = torch.linalg.eigvalsh(error).abs().max().item() / (slope[1] * slope[k]) ** m
     assert attained / bound == pytest.approx(2.4, abs=0.05)
+
+
+def test_table_3_a_centred_basis_has_no_share_at_the_constant() -> None:
+    """T = 64: r_1 = 0 for PPᵀ and PWPᵀ of centred P, from scipy's transform; 4/9 of 1 + cos, by hand."""
+
+    def shares(matrix: Tensor) -> tuple[float, float]:
+        energy = scipy.fft.dctn(matrix.numpy(), norm="ortho") ** 2
+        return energy[0, 0] / energy.sum(), energy[:2, :2].sum() / energy.sum()
+
+    wave = torch.cos(math.pi * (torch.arange(64, dtype=DOUBLE) + 0.5) / 64)[:, None]
+    assert shares(wave @ wave.mT) == pytest.approx((0, 1), abs=1e-12)
+    assert shares((1 + wave) @ (1 + wave).mT)[0] == pytest.approx(4 / 9)
+    generator = torch.Generator().manual_seed(0)
+    drawn, w = (torch.randn(*size, generator=generator, dtype=DOUBLE) for size in ((64, 8), (8, 8)))
+    centred = drawn - drawn.mean(0)
+    for matrix in (centred @ centred.mT, centred @ w @ centred.mT):
+        assert shares(matrix)[0] == pytest.approx(0, abs=1e-12)
+        assert low_frequency_ratio(matrix, [1]).item() == pytest.approx(0, abs=1e-12)
+    assert low_frequency_ratio((1 + wave) @ (1 + wave).mT, [1]).item() == pytest.approx(4 / 9)
 
 
 def test_eq_11_has_query_and_key_exchanged() -> None:

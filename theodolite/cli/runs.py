@@ -16,7 +16,7 @@ from rich.table import Table
 from theodolite.cli.options import say_where
 from theodolite.cli.screen import one_line_errors, say_dimly
 from theodolite.errors import UsageError
-from theodolite.system.run_folders import RUN, kind_of, provenance_at
+from theodolite.system.run_folders import OPTIONS, RUN, kind_of, provenance_at
 
 ALWAYS = ("folder", "kind", "model", "corpus", "date")
 
@@ -64,6 +64,7 @@ def described(folder: Path) -> dict[str, Any]:
     provenance = provenance_at(folder)
     model, corpus = provenance["model"], provenance.get("corpus") or {}
     fingerprint = provenance.get("fingerprint") or {}
+    recorded = fingerprint | corpus | model | provenance  # where several know an option, as the last says it
     written = datetime.fromtimestamp((folder / RUN).stat().st_mtime)
     return {
         "folder": folder.name,
@@ -71,19 +72,10 @@ def described(folder: Path) -> dict[str, Any]:
         "model": model.get("id"),
         "corpus": corpus.get("name"),
         "date": f"{written:%Y-%m-%d %H:%M}",
-        "length": corpus.get("length"),
-        "contexts": corpus.get("contexts"),
-        "seed": provenance.get("seed"),
-        "per_label": corpus.get("per_label"),
-        "label_column": corpus.get("label_column"),
-        "label_rows": corpus.get("label_rows"),
+        **{option: recorded.get(option) for option in OPTIONS if option != "name"},
         "text": str(corpus.get("sha256") or "")[:8] or None,
         "revision": model.get("revision"),
         "weights": str(model.get("sha256") or "")[:8] or None,
-        "dtype": model.get("dtype"),
-        "batch": fingerprint.get("batch"),
-        "device": provenance.get("device"),
-        "stretches": fingerprint.get("stretches"),
         "edits": ", ".join(fingerprint.get("edits") or []) or None,
         "schema": provenance.get("schema_version"),
         **(provenance.get("versions") or {}),

@@ -173,12 +173,16 @@ def _spectra_sentence(part: Survival) -> str:
         return "No head has a W_QK to compare: queries and keys are not affine in the input."
     if part.exact:
         return f"W_QK of all {counted(len(table), 'head')} is unchanged."
-    ratio = table["frobenius_after"] / table["frobenius_before"]
+    before = table["frobenius_before"]
+    ratio = table["frobenius_after"] / before.where(before > 0)
     median_change = round(ratio.median() - 1, 4) + 0.0  # no −0 %
+    zero = int((before == 0).sum())
+    of_the_rest = f" (without {counted(zero, 'head')} of norm 0 before)" if zero else ""
     regimes = (table["regime_before"] == table["regime_after"]).sum()
     clauses = [
         f"W_QK of {part.count(SURVIVED)} of {counted(len(table), 'head')} keeps its norm and regime "
-        f"({part.by_chance:.1f} by chance): median change of the Frobenius norm {percent(median_change)}, mean trace "
+        f"({part.by_chance:.1f} by chance): median change of the Frobenius norm {percent(median_change)}"
+        f"{of_the_rest}, mean trace "
         f"{number(table['trace_before'].mean())} → {number(table['trace_after'].mean())}, same regime in "
         f"{regimes}"
     ]

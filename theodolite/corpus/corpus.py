@@ -38,9 +38,6 @@ CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory 
 BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
 STREAMED_CONTEXTS = 256  # of endless sources (random tokens, streamed datasets) when no number is given
 
-LEAST_LENGTH = 4
-"""Tokens that a context or a prompt must have to be measured, position 0 included."""
-
 
 @dataclass(frozen=True, eq=False)
 class Corpus:

@@ -11,6 +11,9 @@ import numpy as np
 
 from theodolite.errors import UsageError
 
+LEAST_LENGTH = 4
+"""Tokens that a context or a prompt must have to be measured, position 0 included."""
+
 READ_AHEAD = 4  # a stream is read until it gave this many times the contexts (or labels) asked for
 LABELS_READ_AHEAD = 128  # and, where labels are few or rare, this many times the contexts
 
@@ -144,8 +147,6 @@ def _by_label(
 
 
 def check_length(length: int) -> None:
-    """Raise `UsageError` where a context of so many tokens has no attention."""
-    if length < 2:
-        raise UsageError(
-            f"a context of {length} tokens has no attention to survey: use a length (--length) of at least 4"
-        )
+    """Raise `UsageError` where contexts of so many tokens cannot be measured."""
+    if length < LEAST_LENGTH:
+        raise UsageError(f"contexts of {length} tokens are too short: use --length {LEAST_LENGTH} or more")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from theodolite.comparison.audit import SHAPE
-from theodolite.corpus.corpus import LEAST_LENGTH
+from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore.view import (
     HeadView,

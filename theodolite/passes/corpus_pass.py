@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, joined, part_of
-from theodolite.corpus.corpus import LEAST_LENGTH, Corpus
+from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.sampling import check_length
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
@@ -121,8 +122,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
             f"contexts of {length} tokens are longer than the {model.longest} that {model.id} has positions "
             f"for: use --length {model.longest} or less"
         )
-    if length < LEAST_LENGTH:
-        raise UsageError(f"contexts of {length} tokens are too short: use --length {LEAST_LENGTH} or more")
+    check_length(length)
     if contexts < least_contexts:
         raise UsageError(
             f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"

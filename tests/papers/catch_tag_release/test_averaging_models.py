@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from tests.report.drawn import drawn, finite
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.catch_tag_release import averaging_construction
@@ -31,7 +32,9 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     train_averaging,
 )
 from theodolite.papers.experiment import Study, of_nothing
+from theodolite.report.drawing.averaging import BELOW
 from theodolite.report.outcome import Outcome
+from theodolite.system.wording import for_plotly
 from theodolite.theory.averaging import averaging_model, mean_after
 
 RANDOM = {"sink_begun": 0.05, "left_random": 0.2, "left_random_sd": 0.1, "as_costly": 0.0}
@@ -195,11 +198,19 @@ def test_the_trainings_are_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(averaging, "HELD_OUT_SEQUENCES", 100)
     progress: list[str] = []
     first, again = (Study(of_nothing(), say=progress.append).outcome(averaging.averaging) for _ in range(2))
-    assert len(first.tables["models"]) == 12
+    table = first.tables["models"]
+    assert len(table) == 12
     assert len(progress) == 12
     pd.testing.assert_frame_equal(first.tables["models"], again.tables["models"])
-    for exhibit in first.exhibits:
-        assert exhibit.figure.data
+    figures = {exhibit.key: exhibit.figure for exhibit in first.exhibits}
+    dotted = figures.keys() & set(table)
+    assert dotted
+    for name in dotted:  # a dot for every model
+        np.testing.assert_allclose(drawn(figures[name]), finite(table[name]), rtol=1e-6)
+        np.testing.assert_allclose(drawn(figures[name], "x"), finite(table["left"]), rtol=1e-6)
+    assert len(figures["losses"].data) == len(table) + 2  # a curve for every model, two levels
+    for picture in figures["attention"].data:
+        np.testing.assert_allclose(np.nansum(picture.z, axis=1), 1, rtol=1e-5)
 
 
 def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,5 +222,14 @@ def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(errors["median"], errors["derived_median"], rtol=1e-2)
     rest = outcome.tables["attention"].set_index("s_tag")["rest"]
     assert np.log(rest[20.0] / rest[30.0]) == pytest.approx(10, rel=1e-3)
-    for exhibit in outcome.exhibits:
-        assert exhibit.figure.data
+    figures = {exhibit.key: exhibit.figure for exhibit in outcome.exhibits}
+    for picture in figures["attention"].data:
+        np.testing.assert_allclose(np.nansum(picture.z, axis=1), 1, rtol=1e-5)
+    last = np.asarray(figures["attention"].data[-1].z)
+    assert (last[averaging_construction.LENGTH // 2 :, averaging_construction.LENGTH // 2] > 0.9).all()
+    variants = outcome.tables["errors"].query(f"median > {BELOW}")
+    for name, rows in variants.groupby("b_d"):
+        shown = drawn(figures["convergence"], name=for_plotly(name))
+        np.testing.assert_allclose(shown, finite(rows["median"]), rtol=1e-5)
+    shown = drawn(figures["rest"], name="tokens after [SEP]")
+    np.testing.assert_allclose(shown, finite(rest[rest > 0]), rtol=1e-5)

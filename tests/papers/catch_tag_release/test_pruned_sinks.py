@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.report.drawn import drawn, finite
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
@@ -27,6 +28,7 @@ from theodolite.papers.catch_tag_release.pruned_models import (
 )
 from theodolite.papers.catch_tag_release.pruning_sweep import front
 from theodolite.papers.experiment import Study, of_nothing
+from theodolite.report.drawing.pruning import SIDES
 from theodolite.report.outcome import Outcome
 
 
@@ -180,14 +182,16 @@ def test_sweeps(study, monkeypatch):
     assert len(table) == 4
     assert (table.groupby("sparsity")["loss_more"].min().diff().dropna() > 0).all()
     assert (table[table["sparsity"] == 0.7]["bytes"] < table[table["sparsity"] == 0.5]["bytes"].min()).all()
-    assert outcome.exhibits[0].figure.data
+    front = drawn(outcome.exhibits[0].figure, mode="markers")
+    np.testing.assert_allclose(front, finite(*(table[name] for name in SIDES)), rtol=1e-6)
     allocation = study.outcome(EXPERIMENTS["sinks/allocation"])
     assert len(allocation.verdicts) == 4
     prunings = allocation.tables["prunings"]
     assert len(prunings) == 9
     # A rank ratio moves numbers from the sparse part to the factors: the bytes are nearly the same.
     assert prunings.groupby("plan")["bytes"].mean().std() < 0.002
-    assert allocation.exhibits[0].figure.data
+    plans = drawn(allocation.exhibits[0].figure)
+    np.testing.assert_allclose(plans, finite(*(prunings[name] for name in SIDES)), rtol=1e-6)
 
 
 def test_what_cannot_be_judged_is_refused(study):

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.report.drawn import drawn, finite
 from theodolite.judging import FAILS, HOLDS
 from theodolite.papers import reproduce
 from theodolite.papers.localization import monitor_warnings
@@ -52,5 +53,8 @@ def test_the_experiment_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(first.tables["runs"]) == 9
     for name, table in first.tables.items():
         pd.testing.assert_frame_equal(table, again.tables[name])
-    for exhibit in first.exhibits:
-        assert exhibit.figure.data
+    moments, course = (exhibit.figure for exhibit in first.exhibits)
+    signs = first.tables["runs"][["first_alarm", "loss_notices", "behind_healthy"]]
+    np.testing.assert_array_equal(drawn(moments, "x"), finite(signs))
+    means = first.tables["looks"].groupby(["pace", "step"])[monitor_warnings.SHOWN[1][0]].mean()
+    assert np.isin(means.to_numpy(np.float32), drawn(course).astype(np.float32)).all()

@@ -154,24 +154,22 @@ def simulation(
         positions, simulated: (T,). errors: over walks, over draws, (T,) each.
         predictions: published, corrected, finite, exact, (T,) each.
     """
-    x, y = positions.astype(np.float32), simulated.astype(np.float32)
+
+    def dots(name: str, bars: dict[str, Any] | None, marker: dict[str, Any], **hover: str) -> go.Scatter:
+        x, y = positions.astype(np.float32), simulated.astype(np.float32)
+        return go.Scatter(x=x, y=y, error_y=bars, name=name, mode="markers", marker=marker, **hover)
+
     traces = [
-        go.Scatter(
-            x=x,
-            y=y,
-            error_y=style.error_bars(errors[1], width=4, thickness=1.0),
-            name="simulated, error over draws of W_QK",
-            mode="markers",
-            marker={"size": 5, "color": style.ORANGE},
+        dots(
+            "simulated, error over draws of W_QK",
+            style.error_bars(errors[1], width=4, thickness=1.0),
+            {"size": 5, "color": style.ORANGE},
             hovertemplate="token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>",
         ),
-        go.Scatter(
-            x=x,
-            y=y,
-            error_y=style.error_bars(errors[0], width=0, thickness=2.5),
-            name="simulated, error over walks",
-            mode="markers",
-            marker={"size": 1, "color": style.PURPLE},
+        dots(
+            "simulated, error over walks",
+            style.error_bars(errors[0], width=0, thickness=2.5),
+            {"size": 1, "color": style.PURPLE},
             hoverinfo="skip",
         ),
     ]
