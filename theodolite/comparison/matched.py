@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from scipy.spatial.distance import cdist
 
 from theodolite.comparison.heads import ROLES, TENTH, range_of
 from theodolite.comparison.survival import HALF, LOST, SURVIVED, Flags, Survival
+from theodolite.errors import UsageError
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, entropy_share
@@ -32,6 +34,9 @@ def matched_heads(reference: Run, other: Run) -> Survival:
 
     Args:
         reference, other: surveys with N and M heads.
+
+    Raises:
+        UsageError: a run that lacks entropies.
     """
     names, first, second = _what_heads_do(reference, other)
     places, partners = matches(first, second)
@@ -69,16 +74,25 @@ def matched_heads(reference: Run, other: Run) -> Survival:
 
 def _what_heads_do(reference: Run, other: Run) -> tuple[list[str], Floats, Floats]:
     """What both runs have of scores, entropy share and propagation: its names (K), (N, K) and (M, K)."""
-    shares: dict[str, list[Floats | None]] = {
-        "entropy_share": [entropy_share(run) for run in (reference, other)]
-    }
+    readers: dict[str, Callable[[Run], Floats | None]] = {"entropy_share": entropy_share}
     for name in (*(role.column for role in ROLES), "propagation"):
-        shares[name] = [column(run.heads, name) for run in (reference, other)]
-    both = {name: pair for name, pair in shares.items() if all(values is not None for values in pair)}
-    first, second = (
-        np.nan_to_num(np.stack([pair[side] for pair in both.values()], axis=1)) for side in (0, 1)
-    )
-    return list(both), first, second
+        readers[name] = partial(_of_heads, name=name)
+    names, columns = [], []
+    for name, read in readers.items():
+        first, second = read(reference), read(other)
+        if first is not None and second is not None:
+            names.append(name)
+            columns.append((first, second))
+    if "entropy_share" not in names:
+        raise UsageError(
+            "heads are matched by their entropy too, which one of these runs lacks: survey it again"
+        )
+    both = (np.nan_to_num(np.stack(side, axis=1)) for side in zip(*columns, strict=True))
+    return names, *both
+
+
+def _of_heads(run: Run, name: str) -> Floats | None:
+    return column(run.heads, name)
 
 
 def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
