@@ -9,12 +9,14 @@ import torch
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
+from theodolite.models.guard import measures
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.open import OpenModel, small_input
 from theodolite.models.structure import find_structure
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 
 
+@measures
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
     """A model of the same class and config with random weights; the global random state stays as it is.
 
@@ -34,7 +36,8 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
         made = type(model.hf)(copy.deepcopy(model.hf.config))
     hf = made.to(device=model.device, dtype=model.hf.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
     structure = find_structure(hf, small_input(hf, 1))
-    source = f"{model.sha256 or model.revision or model.id} untrained {seed}"
+    weights = model.weights()
+    source = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
     return OpenModel.of(
         hf,
         structure,

@@ -16,6 +16,7 @@ from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import LEAST_LENGTH, Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.provenance import versions
 from theodolite.passes.run import SCHEMA_VERSION
@@ -44,6 +45,7 @@ class CorpusPass(Hooks):
         batch: contexts a forward pass.
     """
 
+    @measures
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         self.model = model
         self.corpus = corpus
@@ -70,6 +72,7 @@ class CorpusPass(Hooks):
         for name, accumulator in self.accumulators.items():
             accumulator.restore(part_of(state, name))
 
+    @measures
     def run(self, progress: Progress) -> None:
         """Read every context from `progress.done` on.
 
@@ -85,6 +88,7 @@ class CorpusPass(Hooks):
                 done = last
                 progress.checkpoint(done)
 
+    @measures
     def read(self, first: int, last: int) -> None:
         """Read the contexts `first … last − 1` only, in batches that begin at `first`."""
         with hooked(self.model, self):
@@ -137,10 +141,11 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
 
 def fingerprint_of(model: OpenModel) -> dict[str, Any]:
     """What decides every byte of the result, but for the text and how it is read."""
+    weights = model.weights()
     return {
         "versions": versions(),
         "schema_version": SCHEMA_VERSION,
-        "model": model.sha256 or model.revision or model.id,
+        "model": weights.sha256 or weights.revision or model.id,
         "dtype": str(model.hf.dtype),
         "device": model.device.type,
         **({"edits": list(model.interventions)} if model.interventions else {}),
