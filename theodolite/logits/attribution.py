@@ -165,7 +165,10 @@ def repeated_patterns(
     model: OpenModel, length: int, contexts: int, seed: int
 ) -> tuple[Tensor, list[Pattern]]:
     """Repeated random sequences and the patterns on them; no patterns where they are too short."""
-    ids, start, half = repeated_random_tokens(model.required_vocabulary(), length, contexts, seed)
+    ids, start, half = repeated_random_tokens(
+        model.required_vocabulary(), length, contexts, seed, below=model.vocabulary
+    )
+    model.check_tokens(ids)
     if half < 2:
         return ids, []
     second = range(start + half, start + 2 * half)

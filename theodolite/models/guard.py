@@ -193,7 +193,8 @@ def _exact_products() -> Iterator[None]:
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # it was said by the other one, and both may not be mixed
-        with _exact_by_backend(torch.backends.mkldnn.matmul), _exact_by_backend(torch.backends.cuda.matmul):
+        backends: Any = torch.backends
+        with _exact_by_backend(backends.mkldnn.matmul), _exact_by_backend(backends.cuda.matmul):
             yield
         return
     if before == "highest":  # setting it would be more than nothing: it keeps later words from being heard
@@ -208,11 +209,9 @@ def _exact_products() -> Iterator[None]:
 
 @contextmanager
 def _exact_by_backend(backend: Any) -> Iterator[None]:
-    before = backend.fp32_precision
+    before, everywhere = backend.fp32_precision, getattr(torch.backends, "fp32_precision", None)
     backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        backend.fp32_precision = (
-            "none" if before == torch.backends.fp32_precision else before
-        )  # then inherited
+        backend.fp32_precision = "none" if before == everywhere else before  # then inherited

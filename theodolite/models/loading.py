@@ -219,7 +219,7 @@ def load(
         )
         weakref.finalize(model, stack.pop_all().close)
     if not folder.is_dir():  # they lie in the cache now
-        cached = Path(cached_file(source, CONFIG_NAME, revision=revision)).parent
+        cached = Path(str(cached_file(source, CONFIG_NAME, revision=revision))).parent
         refuse_quantised_files(source, skeleton, weight_files(cached))
     refuse_more_layers(source, model, sorted(info["unexpected_keys"]))
     missing = sorted(info["missing_keys"])

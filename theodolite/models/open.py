@@ -204,6 +204,18 @@ class OpenModel:
         """Whether all ids are in its vocabulary."""
         return self.vocabulary is not None and not bool(((ids < 0) | (ids >= self.vocabulary)).any())
 
+    def check_tokens(self, ids: Int[Tensor, "*shape"]) -> None:
+        """Raise `UsageError` where an id is not in its vocabulary; the line names the token."""
+        if self.has_tokens(ids):
+            return
+        smallest, largest = (int(end) for end in ids.aminmax())
+        wrong = smallest if smallest < 0 else largest
+        named = self.tokenizer.convert_ids_to_tokens(wrong) if self.tokenizer and wrong >= 0 else None
+        raise UsageError(
+            f"token id {wrong}{f' ({named!r})' if named else ''} does not fit the {self.vocabulary} tokens of "
+            f"{self.id}: the tokenizer belongs to another model, or leave out of the text what was added to it later"
+        )
+
     def has_positions(self, length: int) -> bool:
         """Whether it has positions for so many tokens."""
         return self.longest is None or length <= self.longest

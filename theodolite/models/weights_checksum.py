@@ -52,7 +52,7 @@ def weights_sha256(model: nn.Module) -> str:
 def _crc(named: tuple[str, Tensor]) -> tuple[str, str, tuple[int, ...], int]:
     name, tensor = named
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return name, str(tensor.dtype), tuple(tensor.shape), zlib.crc32(values)
+    return name, str(tensor.dtype), tuple(tensor.shape), zlib.crc32(values.data)
 
 
 def _weights(model: nn.Module) -> Mapping[str, Tensor]:

@@ -166,7 +166,13 @@ class Study:
         model = self.require_model()
         length, contexts = described["length"], described["contexts"]
         return self._survey_of(
-            Corpus.random_tokens(model.required_vocabulary(), length, contexts, self.run.provenance["seed"])
+            Corpus.random_tokens(
+                model.required_vocabulary(),
+                length,
+                contexts,
+                self.run.provenance["seed"],
+                below=model.vocabulary,
+            )
         )
 
     def _survey_of(self, corpus: Corpus) -> Run:

@@ -63,10 +63,12 @@ class CorpusPass(Hooks):
         """Contexts `first …`, a batch of ids, come next."""
         raise NotImplementedError
 
+    @measures
     def state(self) -> State:
         """Everything seen so far, as `accumulator.tensor` → tensor."""
         return joined({name: accumulator.state() for name, accumulator in self.accumulators.items()})
 
+    @measures
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
         for name, accumulator in self.accumulators.items():
@@ -131,12 +133,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         raise UsageError(
             f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"
         )
-    if not model.has_tokens(corpus.contexts):
-        smallest, largest = (int(end) for end in corpus.contexts.aminmax())
-        raise UsageError(
-            f"token id {min(smallest, 0) or largest} does not fit the {model.vocabulary} tokens of {model.id}: "
-            "the tokenizer belongs to another model"
-        )
+    model.check_tokens(corpus.contexts)
 
 
 def fingerprint_of(model: OpenModel) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class HeadsPass(CorpusPass):
         """The accumulators by name."""
         return {"means": self.means, "inputs": self.inputs, "attention": self.attention_statistics}
 
+    @measures
     def merge(self, state: State) -> None:
         """Take in the `state` of another pass over other contexts of the same corpus."""
         for name, accumulator in self.accumulators.items():
