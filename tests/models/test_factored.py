@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from theodolite.models.factored import (
     unpacked,
     write_matrices,
 )
+from theodolite.system.checksums import read_checked, write_checked
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,3 +120,33 @@ def test_a_layer_of_one_sparse_matrix_does_one_product():
     layer = SparseLowRankLinear([piece], None)
     assert layer.order is None
     assert torch.equal(layer(inputs), nn.functional.linear(inputs, torch.eye(3, 5)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("q/right"), "q has left and no other factor"),
+        (lambda tensors: tensors.pop("q/left"), "q has right and no other factor"),
+        (lambda tensors: tensors.update({"q/left": torch.ones(4, 3)}), "q/left and q/right have the shapes"),
+        (
+            lambda tensors: tensors.update({"q/rows": torch.tensor([0.5, 1, 2, 3])}),
+            "q/rows are torch.float32",
+        ),
+        (lambda tensors: tensors.update({"q/rows": torch.tensor([0, 1])}), "q/rows are torch.int64 of shape"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(change, said, tmp_path):
+    path = tmp_path / "block.safetensors"
+    write_matrices(path, _pieces(), {})
+    tensors, notes = read_checked(path)
+    change(tensors)
+    write_checked(path, tensors, notes)
+    with pytest.raises(WorkError, match=rf"block\.safetensors is damaged: .*{said}"):
+        read_matrices(path)
+
+
+@pytest.mark.parametrize("rows", [[6, 0, 2, 7], [-1, 0, 2, 4], [6, 0, 2, 2]])
+def test_rows_are_every_output_once(rows):
+    first, second = _pieces()
+    with pytest.raises(ValueError, match=r"q/rows, mlp\.fc\.3/rows are not every output once"):
+        SparseLowRankLinear([replace(first, rows=torch.tensor(rows)), second], None)

@@ -230,13 +230,7 @@ def test_checkpoints_that_do_not_fit_are_refused_as_when_opened_whole(checkpoint
 
 
 def test_quantised_attention_is_not_taken_for_weights(checkpoint, tmp_path):
-    """Eight-bit floats wait for their scales; where only experts are quantised, attention is read as it is."""
-    folder = shutil.copytree(checkpoint("llama2"), tmp_path / "fp8")
-    weights = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    weights[name] = weights[name].to(torch.float8_e4m3fn)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    assert _whole(folder) == "opened whole, since model.layers.0.self_attn is quantised"
+    """Where only experts are quantised, attention is read as it is; what has no config is in test_quantised.py."""
     folder = shutil.copytree(checkpoint("gpt_oss"), tmp_path / "experts")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}

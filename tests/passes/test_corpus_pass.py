@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -92,3 +95,21 @@ def test_every_context_is_read_once(opened, corpus, batch, stop):
         torch.testing.assert_close(
             running.sums[layer], hidden[layer].double().sum((0, 1)), rtol=1e-5, atol=1e-4
         )
+
+
+def test_tokens_that_the_embedding_lacks_are_refused_by_name_and_never_drawn(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
+    tokenizer = checkpoints.byte_tokenizer()
+    tokenizer.add_tokens([f"<new{number}>" for number in range(60)])  # the embedding has 300 rows
+    tokenizer.save_pretrained(folder)
+    model = open_model(folder)
+    last = tokenizer.convert_tokens_to_ids("<new59>")
+    drawn = Corpus.random_tokens(model.tokenizer, 64, 64)
+    assert int(drawn.contexts.max()) >= 300
+    with pytest.raises(UsageError, match=r"token id 3\d\d \('<new\d\d>'\) does not fit the 300 tokens"):
+        survey(model, drawn)
+    known = Corpus.random_tokens(model.tokenizer, 64, 64, below=model.vocabulary)
+    assert int(known.contexts.max()) < 300 <= last
+    assert (
+        len(survey(model, replace(known, contexts=known.contexts[:4], labels=known.labels[:4])).heads) == 12
+    )

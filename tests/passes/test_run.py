@@ -138,3 +138,22 @@ def test_two_surveys_into_one_folder(tmp_path):
 
 def test_a_run_describes_itself_in_a_line():
     assert repr(small_run()) == "Run of m (1 layers × 1 heads)"
+
+
+def test_a_table_that_was_written_over_is_named(tmp_path):
+    """By its checksum; without one, as in older runs, by layers that the model does not have."""
+    folder = small_run().save(tmp_path / "run").folder
+    other = pd.DataFrame({"layer": [0, 1], "value": [2.5, 3.5]})
+    other.to_parquet(folder / "heads.parquet")
+    with pytest.raises(UsageError, match=r"heads\.parquet: its bytes are not those that were written"):
+        Run.load(folder)
+    provenance = json.loads((folder / "run.json").read_text())
+    del provenance["checksums"]
+    (folder / "run.json").write_text(json.dumps(provenance))
+    assert Run.load(folder).heads.equals(other)
+    for wrong in ([0, 10**9], [-1, 0], [0.5, 1.0], ["0", "1"]):
+        pd.DataFrame({"layer": wrong, "value": [2.5, 3.5]}).to_parquet(folder / "heads.parquet")
+        with pytest.raises(
+            UsageError, match=r"heads\.parquet: the model has no such layer as in its column layer"
+        ):
+            Run.load(folder)

@@ -23,6 +23,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.measure.tags import ratio
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import (
     CorpusPass,
     batch_of,
@@ -131,6 +132,7 @@ def _directions(width: int) -> Float[Tensor, "width directions"]:
     return torch.randn(width, DIRECTIONS, generator=generator, dtype=torch.float64) / DIRECTIONS**0.5
 
 
+@measures
 def read_outputs(
     model: OpenModel,
     corpus: Corpus,
@@ -160,6 +162,7 @@ def read_outputs(
         WorkError: a layer has no fixed output weights, hidden states became NaN or infinite, or the disk refused.
     """
     check_fit(model, corpus, least_contexts=1)
+    model.check_weights()
     batch = batch_of(corpus, batch)
     fingerprint = {**fingerprint_of(model), "outputs": True, "corpus": corpus.sha256, "batch": batch}
 

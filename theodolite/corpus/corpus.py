@@ -193,34 +193,43 @@ class Corpus:
 
     @classmethod
     def random_tokens(
-        cls, vocabulary: int | Tokenizer, length: int, contexts: int = STREAMED_CONTEXTS, seed: int = 0
+        cls,
+        vocabulary: int | Tokenizer,
+        length: int,
+        contexts: int = STREAMED_CONTEXTS,
+        seed: int = 0,
+        *,
+        below: int | None = None,
     ) -> Corpus:
         """Token ids drawn uniformly and independently: from 0 … vocabulary−1, or from a tokenizer's ids.
 
-        Of a tokenizer, special tokens are left out, and put around every context as in text.
+        Of a tokenizer, special tokens are left out, and put around every context as in text; and so are ids from
+        `below` on, which a model with fewer embeddings than its tokenizer has tokens does not know.
         """
         check_length(length)
         Choice(contexts).check()
-        ids, frame = _drawable(vocabulary, length)
+        ids, frame = _drawable(vocabulary, length, below)
         body = length - len(frame.before) - len(frame.after)
         rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
         return cls("random_tokens", rows, torch.full((contexts,), -1), [], seed)
 
 
 def repeated_random_tokens(
-    vocabulary: int | Tokenizer, length: int, contexts: int, seed: int
+    vocabulary: int | Tokenizer, length: int, contexts: int, seed: int, *, below: int | None = None
 ) -> tuple[Int[Tensor, "contexts length"], int, int]:
     """Random tokens twice over, for induction: (ids, start, half), drawn as in `Corpus.random_tokens`.
 
     ids[:, start : start + half] stands again right behind itself; what the tokenizer puts around is around both.
     """
-    drawable, frame = _drawable(vocabulary, length)
+    drawable, frame = _drawable(vocabulary, length, below)
     half = (length - len(frame.before) - len(frame.after)) // 2
     drawn = np.random.default_rng(seed).choice(drawable, size=(contexts, half))
     return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
 
 
-def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, SpecialTokens]:
+def _drawable(
+    vocabulary: int | Tokenizer, length: int, below: int | None
+) -> tuple[np.ndarray, SpecialTokens]:
     """The ids to draw random tokens from, and what goes around them."""
     if isinstance(vocabulary, int):
         if vocabulary < 1:
@@ -230,7 +239,7 @@ def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, Spe
     marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
     special = {*vocabulary.all_special_ids, *marked}
     ids = np.array(sorted(set(vocabulary.get_vocab().values()) - special), dtype=np.int64)
-    return ids, frame_of(vocabulary, length)
+    return ids if below is None else ids[ids < below], frame_of(vocabulary, length)
 
 
 @dataclass

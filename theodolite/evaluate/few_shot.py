@@ -18,12 +18,14 @@ from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
 from theodolite.system.progress import ShowProgress
 
 PROMPTS = 4000
 
 
+@measures
 def few_shot_answers(
     model: OpenModel,
     *,

@@ -25,6 +25,7 @@ from theodolite.errors import UsageError, first_line
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.system.progress import ShowProgress
 
 BATCH = 8
@@ -40,6 +41,7 @@ BOOTSTRAPS = 1000
 """Resamples for metrics whose standard error has no closed form."""
 
 
+@measures
 def harness(
     model: OpenModel,
     tasks: Sequence[str],

@@ -15,6 +15,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.token_texts import token_bytes
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.system.progress import ShowProgress
@@ -84,6 +85,7 @@ class Perplexity:
         return ratio, float(np.sqrt(spread) / self.text_bytes.sum())
 
 
+@measures
 def perplexity(
     model: OpenModel,
     corpus: Corpus,

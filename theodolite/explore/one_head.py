@@ -28,6 +28,7 @@ from theodolite.explore import panel_html
 from theodolite.explore.subject import MOST_TOKENS, ids_of_text
 from theodolite.explore.view import HeadView, LayerCatch, head_view
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.corpus_pass import check_fit
@@ -108,6 +109,7 @@ class _HeadTap(Hooks):
         return output
 
 
+@measures
 def view_head(
     model: OpenModel, text: str | Sequence[int] | Int[Tensor, " positions"], layer: int, head: int
 ) -> HeadFigure:

@@ -25,6 +25,7 @@ from theodolite.measure.attribution import chosen_heads
 from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, visit_layers
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.run import Run
@@ -117,6 +118,7 @@ class Tags:
     chance: float
 
 
+@measures
 def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
     """Run the model on a prompt and keep every layer's inputs.
 
@@ -159,6 +161,7 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
     return Run(empty, pd.DataFrame(head_names | columns), empty, empty, empty, arrays, {})
 
 
+@measures
 def catch_layer(inputs: AttentionInputs, trailing: int) -> LayerCatch:
     """Attend once more with a layer's kept inputs, to see whom its sinks catch; `trailing` special tokens end them."""
     with torch.inference_mode():
@@ -166,6 +169,7 @@ def catch_layer(inputs: AttentionInputs, trailing: int) -> LayerCatch:
     return LayerCatch(catches.to(torch.device("cpu")), output[0])
 
 
+@measures
 def head_view(
     tokens: tuple[str, ...],
     inputs: AttentionInputs,
@@ -219,6 +223,7 @@ def split_logits(model: OpenModel, read: PromptPass, layer: int, run: Run) -> Co
     return constituents_of_pass(model, read.layers[layer], run)
 
 
+@measures
 def head_tags(
     model: OpenModel,
     read: PromptPass,

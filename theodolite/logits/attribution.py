@@ -21,6 +21,7 @@ from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chose
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import tapped
+from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import Decomposition, decompose_around
@@ -74,6 +75,7 @@ class PatternPass:
         """Continue from what `state` gave."""
         self._scores.copy_(state["scores"])
 
+    @measures
     def run(self, progress: Progress) -> None:
         """One forward pass; what it has found is whole when all layers are."""
         progress.checkpoint(progress.done)
@@ -131,6 +133,7 @@ class AttributionPass:
         """Continue from what `state` gave."""
         self._rows = state["numbers"].tolist()
 
+    @measures
     def run(self, progress: Progress) -> None:
         """One forward pass as far as the last chosen layer; what it has found is whole at its end."""
         progress.checkpoint(progress.done)
@@ -162,7 +165,10 @@ def repeated_patterns(
     model: OpenModel, length: int, contexts: int, seed: int
 ) -> tuple[Tensor, list[Pattern]]:
     """Repeated random sequences and the patterns on them; no patterns where they are too short."""
-    ids, start, half = repeated_random_tokens(model.required_vocabulary(), length, contexts, seed)
+    ids, start, half = repeated_random_tokens(
+        model.required_vocabulary(), length, contexts, seed, below=model.vocabulary
+    )
+    model.check_tokens(ids)
     if half < 2:
         return ids, []
     second = range(start + half, start + 2 * half)

@@ -14,6 +14,7 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, stopping_at_tap, visit_layers
 from theodolite.theory.decomposition import PARTS, Decomposition, decompose_apart, decompose_around
 
@@ -31,6 +32,7 @@ class Surveyed(Protocol):
         """Of which model it is."""
 
 
+@measures
 def constituents(
     model: OpenModel,
     ids: Int[Tensor, " positions"] | Int[Tensor, "contexts positions"],
@@ -65,6 +67,7 @@ def constituents(
         WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
     """
     contexts = _contexts(model, ids, layer)
+    model.check_weights()
     mean_and_pos = None if decomposition is None else _mean_and_pos(model, decomposition, contexts, layer)
     if mean_and_pos is None and len(contexts) < 2:
         raise UsageError(
@@ -79,6 +82,7 @@ def constituents(
     return results[0]
 
 
+@measures
 def constituents_of_pass(model: OpenModel, layer_pass: LayerPass, run: Surveyed) -> Constituents:
     """As `constituents` with a run, of what `visit_layers` told of a layer; no forward pass is made.
 
@@ -175,7 +179,9 @@ def check_run(model: OpenModel, run: Surveyed) -> None:
     """
     theirs = run.provenance["model"]
     same = theirs["width"] == model.width and theirs["layers"] == model.layers
-    if not same or (theirs["sha256"] and model.sha256 and theirs["sha256"] != model.sha256):
+    # What was opened is asked first: to know whether that was changed in memory, all of it is read.
+    known = theirs["sha256"] and model.sha256 and theirs["sha256"] != model.sha256
+    if not same or (known and theirs["sha256"] != model.weights().sha256):
         raise UsageError(f"the run is of another model ({theirs['id']}): give a survey of {model.id}")
     if "positional_basis" not in run.arrays:
         raise UsageError("the run has spectra only and no positional basis: give one of `theodolite survey`")

@@ -16,6 +16,7 @@ from theodolite.measure.constituents import ShareSums, head_shares, share_sums
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import PARTS, decompose_around
@@ -80,6 +81,7 @@ class SharesPass:
             values.copy_(state[name])
         self._normed = list(state["normed"])
 
+    @measures
     def run(self, progress: Progress) -> None:
         """Split the logits of every layer, batch by batch."""
         layers = self.model.layers

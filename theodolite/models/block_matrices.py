@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from theodolite.errors import UsageError
+from theodolite.models.guard import measures
 from theodolite.models.head_weights import Call, capture_calls
 from theodolite.models.open import OpenModel, small_input
 from theodolite.models.projections import Projection, find_projections, refuse_replaced_weights
@@ -93,7 +94,7 @@ class Matrix:
                 weight[self.rows.to(weight.device)] = matrix.to(weight.device, weight.dtype)
 
 
-@torch.no_grad()
+@measures
 def block_matrices(model: OpenModel) -> list[list[Matrix]]:
     """The matrices of every block, in the order in which the block names them.
 

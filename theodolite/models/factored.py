@@ -106,6 +106,16 @@ def _matrix(header: dict[str, Any], tensors: dict[str, Tensor]) -> PrunedMatrix:
     key, shape = header["key"], tuple(header.pop("shape"))
     sparse = unpacked(tensors[f"{key}/values"], tensors[f"{key}/bits"], shape)
     rows, left, right = (tensors.get(f"{key}/{name}") for name in ("rows", "left", "right"))
+    if (left is None) != (right is None):
+        raise ValueError(f"{key} has {'right' if left is None else 'left'} and no other factor")
+    if left is not None and right is not None:
+        rank = left.shape[-1]
+        if (left.shape, right.shape) != ((shape[0], rank), (rank, shape[1])):
+            raise ValueError(
+                f"{key}/left and {key}/right have the shapes {tuple(left.shape)}, {tuple(right.shape)}"
+            )
+    if rows is not None and (rows.dtype != torch.int64 or rows.shape != shape[:1]):
+        raise ValueError(f"{key}/rows are {rows.dtype} of shape {tuple(rows.shape)}")
     return PrunedMatrix(**header, rows=rows, sparse=sparse, left=left, right=right)
 
 
@@ -123,7 +133,11 @@ class SparseLowRankLinear(nn.Module):
         rows = [
             torch.arange(len(matrix.sparse)) if matrix.rows is None else matrix.rows for matrix in matrices
         ]
-        order = torch.cat(rows).argsort()
+        every = torch.cat(rows)
+        order = every.argsort()
+        if not torch.equal(every[order], torch.arange(len(every))):
+            names = ", ".join(f"{matrix.key}/rows" for matrix in matrices)
+            raise ValueError(f"{names} are not every output once")
         in_order = torch.equal(order, torch.arange(len(order)))
         sparse = torch.cat([matrix.sparse for matrix in matrices])
         self.in_features, self.out_features = sparse.shape[1], len(order)
@@ -222,7 +236,11 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
                 _put(model, matrix, new=matrix.parameter in missing)
             missing.discard(matrix.parameter)
     for name, matrices in by_module.items():
-        model.set_submodule(name, SparseLowRankLinear(matrices, model.get_submodule(name).bias))
+        try:
+            layer = SparseLowRankLinear(matrices, model.get_submodule(name).bias)
+        except (ValueError, AttributeError) as error:
+            raise WorkError(f"{folder} is damaged: {name}: {error}") from error
+        model.set_submodule(name, layer)
     model.tie_weights()
     missing -= model.all_tied_weights_keys.keys()
     if missing:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.doors.transformers import tapped, without_interventions
+from theodolite.models.quantised import refuse_quantised_modules
 from theodolite.models.structure import Structure, backbone, first_tensor, removed_on_leaving
 
 ROWS = 1024
@@ -247,10 +248,14 @@ def stop_at_tap(_: nn.Module, inputs: AttentionInputs) -> Tensor:
 
 
 def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in `dtype`, or the module itself where its weights are no numbers that can be copied (quantised).
+    """A copy in `dtype`, or the module itself where its weights are on the meta device.
 
     Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks.
+
+    Raises:
+        WorkError: weights are numbers only to a quantiser.
     """
+    refuse_quantised_modules([(type(module).__name__, module)])
     hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
     with ExitStack() as weights_present:
         if hooked:
@@ -258,7 +263,7 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
             for child in hooked:
                 weights_present.enter_context(align_module_device(child))
-        if any(p.is_meta or not p.is_floating_point() for p in module.parameters()):
+        if any(p.is_meta for p in module.parameters()):
             return module
         # A hook knows all offloaded weights of the model: it is not copied with the module.
         copy_of = copy.deepcopy(module, {id(child._hf_hook): child._hf_hook for child in hooked})

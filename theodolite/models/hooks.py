@@ -10,6 +10,7 @@ from torch import Tensor
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.models.doors.transformers import tapped
+from theodolite.models.guard import guarded
 from theodolite.models.open import OpenModel
 from theodolite.models.structure import first_output, first_tensor, removed_on_leaving
 
@@ -33,7 +34,13 @@ class Hooks(Protocol):
 
 @contextmanager
 def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
-    """While open, every forward pass of `model` calls `hooks`; the model is restored on leaving."""
+    """While open, every forward pass of `model` calls `hooks`, and it is `guarded`; it is restored on leaving."""
+    with guarded(model.hf), _hooked(model, hooks):
+        yield
+
+
+@contextmanager
+def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     structure = model.structure
 
     def entering(call: Callable[[int, Tensor], None], layer: int) -> Callable[..., None]:

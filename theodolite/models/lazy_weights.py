@@ -25,6 +25,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.doors.transformers import tapped, without_interventions
 from theodolite.models.factored import is_factored
+from theodolite.models.guard import measures
 from theodolite.models.head_weights import (
     Call,
     call_until_tap,
@@ -46,6 +47,7 @@ from theodolite.models.loading import (
     without_progress_bars,
 )
 from theodolite.models.open import OpenModel, open_model, small_input
+from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
 from theodolite.models.structure import Structure, backbone, find_structure, first_output, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
@@ -57,14 +59,11 @@ OTHER_WEIGHTS = 2**-6
 """Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""
 
 
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Of safetensors, those that are weights as they are; others wait for what a quantiser does to them."""
-
-
 class CannotReadLazily(WorkError):
     """Heads cannot be read without the rest of the model, and why."""
 
 
+@measures
 def open_weights(
     path_or_id: str | Path | None = None,
     *,
@@ -199,15 +198,16 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
     if is_factored(Path(source).expanduser()):
         raise CannotReadLazily("its matrices are factored")
     kinds: dict[str, tuple[str, str]] = {}
-    for path in _files(source, config, revision):
-        with safe_open(path, framework="pt") as file:
-            kinds |= {name: (path, file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    files = _files(source, config, revision)
+    for path in files:
+        kinds |= {name: (path, kind) for name, kind in kinds_of(path).items()}
     wanted: Any = dtype
     if wanted == "auto":
         wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
     wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
     architecture = architecture_of(source, config)
     model = build_skeleton(on_meta(source, architecture, config, wanted))
+    refuse_quantised_files(source, model, files)
     changes = get_model_conversion_mapping(model)
     names = _renamed(model, list(kinds), changes)
     refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))

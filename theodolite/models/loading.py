@@ -9,7 +9,6 @@ import copy
 import functools
 import hashlib
 import json
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.factored import is_factored, load_factored
+from theodolite.models.quantised import FLOATS, kind_of_name, refuse_quantised_files
 from theodolite.system.checkpoint_folders import refuse_index, weight_files
 
 # What the loaders of transformers raise on broken or unknown checkpoints.
@@ -47,6 +47,9 @@ LOADING_ERRORS = (
 
 
 MOST_LABELS = 10**7
+
+MOST_TENSORS = 500_000
+"""Of a checkpoint: four times as many as the largest mixtures of experts with the scales of a quantiser."""
 
 
 def hide_progress_bars() -> None:
@@ -110,7 +113,7 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
     for what in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if (size := getattr(text, what, 1)) is not None and isinstance(size, int) and size < 1:
             raise UsageError(f"cannot open {source}: its config.json says {what} = {size}")
-    folder, layers = Path(source).expanduser(), getattr(text, "num_hidden_layers", None)
+    folder, layers = Path(source).expanduser(), getattr(text, "num_hidden_layers", 0)
     if not folder.is_dir() or not isinstance(layers, int):
         return
     held = 0
@@ -120,6 +123,8 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
                 held += len(file.keys())
         except SafetensorError:
             return  # who loads it says which file is damaged
+    if held > MOST_TENSORS:
+        raise UsageError(f"cannot open {source}: its files hold {held:,} tensors")
     if layers > held:
         raise UsageError(
             f"cannot open {source}: its config.json says {layers} layers, its files hold {held} tensors"
@@ -185,7 +190,11 @@ def load(
     """
     architecture = architecture_of(source, config)
     folder = Path(source).expanduser()
-    on_meta(source, architecture, config)  # refuses what is larger than its files, before memory is taken
+    skeleton = on_meta(
+        source, architecture, config
+    )  # refuses what is larger than its files, before it is read
+    if folder.is_dir():
+        refuse_quantised_files(source, skeleton, weight_files(folder))
     if is_factored(folder):
         if device_map is not None:
             raise UsageError(f"{source} is factored, and goes to one device: leave out --device-map")
@@ -209,6 +218,9 @@ def load(
             output_loading_info=True,
         )
         weakref.finalize(model, stack.pop_all().close)
+    if not folder.is_dir():  # they lie in the cache now
+        cached = Path(str(cached_file(source, CONFIG_NAME, revision=revision))).parent
+        refuse_quantised_files(source, skeleton, weight_files(cached))
     refuse_more_layers(source, model, sorted(info["unexpected_keys"]))
     missing = sorted(info["missing_keys"])
     if missing:
@@ -225,12 +237,8 @@ def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[st
     Raises:
         WorkError: there are such tensors.
     """
-
-    def kind(name: str) -> str:
-        return re.sub(r"\.\d+\.", ".#.", name)
-
-    known = {kind(name) for name, _ in model.named_parameters()}
-    extra = [name for name in unexpected if kind(name) in known]
+    known = {kind_of_name(name) for name, _ in model.named_parameters()}
+    extra = [name for name in unexpected if kind_of_name(name) in known]
     if extra:
         raise WorkError(
             f"{source} has {len(extra)} tensors of layers that its config.json does not have (first: {extra[0]}): "
@@ -259,7 +267,11 @@ def device_of(model: nn.Module) -> torch.device:
 def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
     """Raise `WorkError` where a weight is NaN or infinite; `prefix` leads to the module, where it is a part."""
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta and parameter.is_floating_point() and not torch.isfinite(parameter).all():
+        if parameter.is_meta or parameter.dtype not in FLOATS.values():
+            continue
+        # One such number spoils a sum, which is read at the speed of memory; a sum may overflow by itself.
+        total = parameter.sum(dtype=torch.promote_types(parameter.dtype, torch.float32))
+        if not torch.isfinite(total) and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
             raise WorkError(
                 f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"

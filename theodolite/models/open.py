@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
+from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.head_weights import Call, HeadWeights, capture_calls, read_head_weights
 from theodolite.models.loading import (
     LOADING_ERRORS,
@@ -33,8 +34,10 @@ from theodolite.models.loading import (
     without_progress_bars,
 )
 from theodolite.models.output_weights import read_output_weights, state_of
+from theodolite.models.quantised import refuse_quantised_modules
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, attention_kind, verify_attention
+from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
 from theodolite.system.choices import check_dtype
@@ -51,7 +54,7 @@ class OpenModel:
         width: width of the residual stream d.
         causal: whether a query is kept from later keys.
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
-            config and weights on disk, if they were local.
+            config and weights on disk, if they were local. `weights` says whether it still has these weights.
     """
 
     hf: PreTrainedModel
@@ -69,6 +72,7 @@ class OpenModel:
         default=lambda layer: nullcontext(), repr=False, compare=False
     )
     _interventions: list[str] = field(default_factory=list, repr=False, compare=False)
+    _checksum: int | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -81,6 +85,7 @@ class OpenModel:
     ) -> OpenModel:
         """From what `find_structure`, `capture_calls` and `verify_attention` gave; `rest` are other attributes."""
         causal, bias = attention_kind(inputs)
+        named = rest.get("sha256") or rest.get("revision")
         return cls(
             hf=model,
             structure=structure,
@@ -88,6 +93,7 @@ class OpenModel:
             causal=causal,
             positions=_positions_of(model, calls[0], bias),
             _calls=calls,
+            _checksum=weights_checksum(model) if named else None,
             **rest,
         )
 
@@ -120,28 +126,45 @@ class OpenModel:
         return tuple(self._interventions)
 
     @contextmanager
-    def intervention(self, name: str) -> Iterator[None]:
-        """While open, `name` is among `interventions`."""
-        self._interventions.append(name)
-        try:
-            yield
-        finally:
-            self._interventions.remove(name)
+    def intervention(self, name: str, *edits: AbstractContextManager[object]) -> Iterator[None]:
+        """While open, so are the edits, and `name` is among `interventions`; they begin and end between passes."""
+        with ExitStack() as undo:
+            with between_passes(self.hf):
+                for edit in edits:
+                    undo.enter_context(edit)
+                self._interventions.append(name)
+            try:
+                yield
+            finally:
+                with between_passes(self.hf):
+                    self._interventions.remove(name)
+                    undo.close()
 
     def record_intervention(self, name: str) -> None:
         """From now on `name` is among `interventions`: its weights were changed for good."""
         self._interventions.append(name)
+
+    def weights(self) -> Weights:
+        """What its weights are now, in memory: known once a pass, and read in whole for that."""
+        return once_a_pass(self.hf, "weights", self._weights_now)
+
+    def _weights_now(self) -> Weights:
+        if self._checksum is None or weights_checksum(self.hf) == self._checksum:
+            return Weights(self.sha256, self.revision)
+        return Weights(weights_sha256(self.hf), None, changed=True)
 
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
         return device_of(self.hf)
 
+    @measures
     def forward(self, ids: Int[Tensor, "contexts positions"]) -> Float[Tensor, "contexts positions width"]:
         """The last hidden states of a pass without gradients, a cache or the output head."""
         with torch.inference_mode():
             return backbone(self.hf)(input_ids=ids.to(self.device), use_cache=False)[0]
 
+    @measures
     def logits(
         self, ids: Int[Tensor, "contexts positions"]
     ) -> Float[Tensor, "contexts positions vocabulary"]:
@@ -181,6 +204,18 @@ class OpenModel:
         """Whether all ids are in its vocabulary."""
         return self.vocabulary is not None and not bool(((ids < 0) | (ids >= self.vocabulary)).any())
 
+    def check_tokens(self, ids: Int[Tensor, "*shape"]) -> None:
+        """Raise `UsageError` where an id is not in its vocabulary; the line names the token."""
+        if self.has_tokens(ids):
+            return
+        smallest, largest = (int(end) for end in ids.aminmax())
+        wrong = smallest if smallest < 0 else largest
+        named = self.tokenizer.convert_ids_to_tokens(wrong) if self.tokenizer and wrong >= 0 else None
+        raise UsageError(
+            f"token id {wrong}{f' ({named!r})' if named else ''} does not fit the {self.vocabulary} tokens of "
+            f"{self.id}: the tokenizer belongs to another model, or leave out of the text what was added to it later"
+        )
+
     def has_positions(self, length: int) -> bool:
         """Whether it has positions for so many tokens."""
         return self.longest is None or length <= self.longest
@@ -194,6 +229,7 @@ class OpenModel:
         limit = getattr(self.hf.config, "max_position_embeddings", None)
         return int(limit) if isinstance(limit, int) and limit > 0 else None
 
+    @measures
     def head_weights(self, layer: int) -> HeadWeights:
         """The weights of one layer's heads: `w_q, w_k, w_v, b_q, b_k, b_v, scaling`, leading with heads.
 
@@ -206,6 +242,7 @@ class OpenModel:
         with self._load_layer(layer):
             return read_head_weights(self.hf, self.structure, layer, self._calls[layer])
 
+    @measures
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
         """W_O of one layer's heads: its attention adds Σ_h o_h W_O[h] to the stream (before a norm of the sum).
 
@@ -226,6 +263,10 @@ class OpenModel:
             known = self._output_weights[layer] = (state, read)
         return known[1]
 
+    def check_weights(self) -> None:
+        """Raise `WorkError` where the weights of its attention are numbers only to a quantiser: before a pass."""
+        refuse_quantised_modules(zip(self.structure.names, self.structure.attention, strict=True))
+
     def check_place(self, layer: int, head: int = 0) -> None:
         """Raise `UsageError` where there is no such layer, or no such head in it."""
         for name, number, count in (("layer", layer, self.layers), ("head", head, self.heads)):
@@ -233,6 +274,7 @@ class OpenModel:
                 raise UsageError(f"{name} {number} does not exist: this model has {name}s 0 to {count - 1}")
 
 
+@measures
 def open_model(
     path_or_id: str | Path | None = None,
     *,

@@ -207,6 +207,11 @@ def _write_replacements(parameter_name: ParameterName) -> None:
     module._parameters[name] = nn.Parameter(weight, requires_grad=original.requires_grad)
 
 
+def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter that a module has, or the one that it has again when nothing is `replaced` any more."""
+    return _originals.get((module, name), parameter)
+
+
 def refuse_replaced_weights(model: PreTrainedModel, participle: str) -> None:
     """Raise `UsageError` where matrices are quantised or carry an adapter; `participle` is what they cannot be."""
     if getattr(model, "is_quantized", False) or not all(p.is_floating_point() for p in model.parameters()):

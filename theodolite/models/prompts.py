@@ -60,7 +60,9 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
         UsageError: the model has no tokenizer, or the prompt is too short.
     """
     if prompt is None:
-        ids, _, _ = repeated_random_tokens(model.required_vocabulary(), min(REPEATED, longest), 1, seed)
+        ids, _, _ = repeated_random_tokens(
+            model.required_vocabulary(), min(REPEATED, longest), 1, seed, below=model.vocabulary
+        )
         return ids[0]
     if model.tokenizer is None:
         raise UsageError(f"{model.id} has no tokenizer to read a prompt with: leave --prompt out")

@@ -21,6 +21,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
+from theodolite.models.guard import guarded, measures
 from theodolite.models.head_weights import Call, call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.open import OpenModel
 from theodolite.models.structure import first_tensor, removed_on_leaving
@@ -63,6 +64,7 @@ class _LastLayerDone(Exception):
     pass
 
 
+@measures
 def visit_layers(
     model: OpenModel,
     ids: Int[Tensor, "contexts positions"],
@@ -82,7 +84,7 @@ def visit_layers(
 @contextmanager
 def stopping_at_tap(model: OpenModel) -> Iterator[None]:
     """While open, what `visit_layers` visited can be split, as it can during the visit."""
-    with tapped(model.hf, stop_at_tap), torch.inference_mode():
+    with guarded(model.hf), tapped(model.hf, stop_at_tap), torch.inference_mode():
         yield
 
 

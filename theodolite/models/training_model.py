@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
+from theodolite.models.guard import guarded
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -41,23 +42,11 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no autocast, no compilation; on leaving, all is as it was.
-
-    That is the mode of every single module (some may be frozen in evaluation mode on purpose) and the state of
-    PyTorch's random numbers.
-    """
-    modes = [(module, module.training) for module in model.modules()]
+    """`guarded`, and without compilation; on leaving, PyTorch's random numbers are as they were, too."""
     devices = {parameter.device for parameter in model.parameters()}
     with ExitStack() as undo:
         if "torch._dynamo" in sys.modules:  # else nothing here is compiled, and the import takes seconds
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(torch.random.fork_rng([d for d in devices if d.type == "cuda"]))
-        for kind in {device.type for device in devices}:
-            undo.enter_context(torch.autocast(kind, enabled=False))
-        undo.enter_context(torch.no_grad())
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
+        undo.enter_context(guarded(model))
+        yield

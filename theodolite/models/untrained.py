@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
+from theodolite.models.guard import measures
 from theodolite.models.open import OpenModel, verified_parts
 
 
+@measures
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
     """A model of the same class and config with random weights; the global random state stays as it is.
 
@@ -30,7 +32,8 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
         torch.manual_seed(seed)
         made = type(model.hf)(copy.deepcopy(model.hf.config))
     hf = made.to(device=model.device, dtype=model.hf.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
-    source = f"{model.sha256 or model.revision or model.id} untrained {seed}"
+    weights = model.weights()
+    source = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
     return OpenModel.of(
         hf,
         *verified_parts(hf),

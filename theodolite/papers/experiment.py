@@ -92,7 +92,7 @@ class Study:
         self._outcomes: dict[str, Outcome] = {}
         self._runs: dict[str, Run] = {}
         self._shared: dict[str, Any] = {}
-        if model is not None and model.sha256 != self.provenance["model"]["sha256"]:
+        if model is not None and model.weights().sha256 != self.provenance["model"]["sha256"]:
             raise UsageError(f"{model.id} is not the model of this run: pass the model that was surveyed")
 
     @property
@@ -166,7 +166,13 @@ class Study:
         model = self.require_model()
         length, contexts = described["length"], described["contexts"]
         return self._survey_of(
-            Corpus.random_tokens(model.required_vocabulary(), length, contexts, self.run.provenance["seed"])
+            Corpus.random_tokens(
+                model.required_vocabulary(),
+                length,
+                contexts,
+                self.run.provenance["seed"],
+                below=model.vocabulary,
+            )
         )
 
     def _survey_of(self, corpus: Corpus) -> Run:

@@ -17,6 +17,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.sampling import check_length
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.provenance import versions
 from theodolite.passes.run import SCHEMA_VERSION
@@ -45,6 +46,7 @@ class CorpusPass(Hooks):
         batch: contexts a forward pass.
     """
 
+    @measures
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         self.model = model
         self.corpus = corpus
@@ -62,15 +64,18 @@ class CorpusPass(Hooks):
         """Contexts `first …`, a batch of ids, come next."""
         raise NotImplementedError
 
+    @measures
     def state(self) -> State:
         """Everything seen so far, as `accumulator.tensor` → tensor."""
         return joined({name: accumulator.state() for name, accumulator in self.accumulators.items()})
 
+    @measures
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
         for name, accumulator in self.accumulators.items():
             accumulator.restore(part_of(state, name))
 
+    @measures
     def run(self, progress: Progress) -> None:
         """Read every context from `progress.done` on.
 
@@ -86,6 +91,7 @@ class CorpusPass(Hooks):
                 done = last
                 progress.checkpoint(done)
 
+    @measures
     def read(self, first: int, last: int) -> None:
         """Read the contexts `first … last − 1` only, in batches that begin at `first`."""
         with hooked(self.model, self):
@@ -127,20 +133,16 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         raise UsageError(
             f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"
         )
-    if not model.has_tokens(corpus.contexts):
-        smallest, largest = (int(end) for end in corpus.contexts.aminmax())
-        raise UsageError(
-            f"token id {min(smallest, 0) or largest} does not fit the {model.vocabulary} tokens of {model.id}: "
-            "the tokenizer belongs to another model"
-        )
+    model.check_tokens(corpus.contexts)
 
 
 def fingerprint_of(model: OpenModel) -> dict[str, Any]:
     """What decides every byte of the result, but for the text and how it is read."""
+    weights = model.weights()
     return {
         "versions": versions(),
         "schema_version": SCHEMA_VERSION,
-        "model": model.sha256 or model.revision or model.id,
+        "model": weights.sha256 or weights.revision or model.id,
         "dtype": str(model.hf.dtype),
         "device": model.device.type,
         **({"edits": list(model.interventions)} if model.interventions else {}),

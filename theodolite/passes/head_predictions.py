@@ -15,6 +15,7 @@ from torch import Tensor
 
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.passes.run import Run
 from theodolite.passes.walk_pass import TextWalk
 from theodolite.theory.propagation import propagation_finite
@@ -50,6 +51,7 @@ def from_survey(run: Run, source: str) -> Prediction:
     )
 
 
+@measures
 def from_increments(model: OpenModel, walk: TextWalk, length: int) -> Prediction:
     """Predictions from the second moment of the increments x_{t+1} − x_t of what each attention module reads.
 

@@ -32,8 +32,7 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
         "versions": versions(),
         "model": {
             "id": model.id,
-            "revision": model.revision,
-            "sha256": model.sha256,
+            **model.weights().described(),
             "architecture": type(model.hf).__name__,
             "family": model.hf.config.model_type,
             "parameters": model.hf.num_parameters(),

@@ -23,6 +23,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus
 from theodolite.passes.ray_workers import (
@@ -58,6 +59,7 @@ SECONDS = 0.2
 """How long the driver waits for workers before it shows progress, and hears of Ctrl-C."""
 
 
+@measures
 def survey_on_ray(
     model: OpenModel,
     corpus: Corpus,
@@ -95,6 +97,10 @@ def survey_on_ray(
     if model.interventions:
         raise UsageError(
             f"workers open {model.id} anew, without {', '.join(model.interventions)}: survey it with `survey`"
+        )
+    if model.weights().changed:
+        raise UsageError(
+            f"workers open {model.id} anew, without what was changed in memory: save it, or survey it with `survey`"
         )
     if actors is not None and actors < 1:
         raise UsageError(f"{actors} actors read nothing: use --actors 1 or more")

@@ -9,6 +9,7 @@ here is ever pickled. This module measures nothing and draws nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ from theodolite.system.files import disk_errors, folder_written_atomically, writ
 from theodolite.system.run_folders import check_out, differences, provenance_at
 
 SCHEMA_VERSION = 4
+
+CHECKSUMS = "checksums"
+"""Of `run.json`: the SHA-256 of each table's file; absent from older runs."""
 
 TABLES_SINCE = {
     "layers": 1,
@@ -105,9 +109,10 @@ class Run:
         folder = Path(folder)
         provenance = provenance_at(folder, SCHEMA_VERSION)
         version = int(provenance["schema_version"])
+        sums = provenance.pop(CHECKSUMS, {})
         try:
             tables = {
-                name: _read_table(folder / f"{name}.parquet")
+                name: _read_table(folder / f"{name}.parquet", sums, provenance["model"])
                 for name, since in TABLES_SINCE.items()
                 if since <= version
             }
@@ -131,7 +136,8 @@ class Run:
                 table: pd.DataFrame = getattr(self, name)
                 table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
             write_checked(temporary / "arrays.safetensors", self.arrays)
-            text = json.dumps(self.provenance, indent=2, ensure_ascii=False)
+            sums = {f"{name}.parquet": _sha256(temporary / f"{name}.parquet") for name in TABLES}
+            text = json.dumps(self.provenance | {CHECKSUMS: sums}, indent=2, ensure_ascii=False)
             (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
             # safetensors writes files that only their owner can read; a run is made to be shared.
             shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")
@@ -157,9 +163,28 @@ class Run:
         return files
 
 
-def _read_table(path: Path) -> pd.DataFrame:
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
+    """A table that is what was written; of an older run without checksums, one whose layers and heads there are.
+
+    Raises:
+        CorruptFile: it is another.
+    """
     with path.open("rb") as file:  # a folder by that name would be taken for a table in parts
-        return pd.read_parquet(file, page_checksum_verification=True)
+        if path.name in sums and sums[path.name] != hashlib.sha256(file.read()).hexdigest():
+            raise CorruptFile(f"{path.name}: its bytes are not those that were written")
+        file.seek(0)
+        table = pd.read_parquet(file, page_checksum_verification=True)
+    for column, most in (("layer", model["layers"] + 1), ("head", model["heads"])):
+        if column not in table or not len(table):
+            continue
+        values = table[column]
+        if not pd.api.types.is_integer_dtype(values) or not values.between(0, most - 1).all():
+            raise CorruptFile(f"{path.name}: the model has no such {column} as in its column {column}")
+    return table
 
 
 class Workspace:

@@ -17,6 +17,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.logits.attribution import AttributionPass, PatternPass
 from theodolite.logits.shares import SharesPass, split_contexts
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.head_weights import NO_MATRIX, no_head_matrix
 from theodolite.models.token_texts import token_text
 from theodolite.passes.added_columns import added_columns, check_extra
@@ -39,6 +40,7 @@ TITLES = {
 """What is said while each pass runs."""
 
 
+@measures
 def survey(
     model: OpenModel,
     corpus: Corpus,
@@ -72,6 +74,7 @@ def survey(
         WorkError: hidden states became NaN or infinite, or the disk refused.
     """
     check_fit(model, corpus)
+    model.check_weights()
     batch = batch_of(corpus, batch)
     fingerprint = survey_fingerprint(model, corpus, batch, seed, extra)
 
@@ -89,6 +92,7 @@ def survey(
     )
 
 
+@measures
 def survey_heads(
     model: OpenModel,
     corpus: Corpus,
@@ -104,6 +108,7 @@ def survey_heads(
     Args and errors are as for `survey`.
     """
     check_fit(model, corpus)
+    model.check_weights()
     batch = batch_of(corpus, None)
     fingerprint = {**fingerprint_of(model), "corpus": corpus.sha256, "heads": True}
 
@@ -121,6 +126,7 @@ def survey_heads(
     return run_into(stages, tabulate, None, fingerprint, checkpoint_seconds=0, show_progress=show_progress)
 
 
+@measures
 def spectra(
     model: OpenModel,
     out: str | Path | None = None,
@@ -147,6 +153,7 @@ def spectra(
             raise no_head_matrix(model.id)
         return tabulate(states)
 
+    model.check_weights()
     fingerprint = fingerprint_of(model)
     return run_into(
         [

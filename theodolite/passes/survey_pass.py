@@ -21,6 +21,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import CorpusPass, refuse_nonfinite_stream
 
 SAMPLED_CONTEXTS = 1024
@@ -37,6 +38,7 @@ EXAMPLES = 4
 class HeadsPass(CorpusPass):
     """What the heads table needs of a text: means by position, what attention reads, and what it does."""
 
+    @measures
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         super().__init__(model, corpus, seed, batch)
         contexts, length = corpus.contexts.shape
@@ -61,6 +63,7 @@ class HeadsPass(CorpusPass):
         """The accumulators by name."""
         return {"means": self.means, "inputs": self.inputs, "attention": self.attention_statistics}
 
+    @measures
     def merge(self, state: State) -> None:
         """Take in the `state` of another pass over other contexts of the same corpus."""
         for name, accumulator in self.accumulators.items():
@@ -95,6 +98,7 @@ class SurveyPass(HeadsPass):
 
     _examples = EXAMPLES
 
+    @measures
     def __init__(
         self, model: OpenModel, corpus: Corpus, seed: int, batch: int, extra: Sequence[Extra] = ()
     ) -> None:

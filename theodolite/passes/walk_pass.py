@@ -16,6 +16,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
 
@@ -59,6 +60,7 @@ class _WalkHooks(Hooks):
         self.inputs.update(layer, hidden[:, : self.length], self.first)
 
 
+@measures
 def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
     """Read a seeded sample of at most `CONTEXTS` contexts.
 

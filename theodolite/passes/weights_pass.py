@@ -16,6 +16,7 @@ from theodolite.measure.localization import layer_spectra
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.positional import positional_heads
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.head_weights import NO_MATRIX, HeadWeights, NotAffine
 from theodolite.system.progress import Progress
 
@@ -48,6 +49,7 @@ class LayersPass:
         """Continue from what `state` gave."""
         self._parts = [state]
 
+    @measures
     def run(self, progress: Progress) -> None:
         """Read the layers that are left; a layer's weights go before the next one's come."""
         for number, layer in enumerate(self._layers[progress.done :], progress.done):
@@ -90,6 +92,7 @@ class WeightsPass:
         """Continue from what `state` gave."""
         self._state = {name: values.clone() for name, values in state.items()}
 
+    @measures
     def run(self, progress: Progress) -> None:
         """Read the layers that are left; a layer's weights go before the next one's come."""
         for layer in range(progress.done, self.total):

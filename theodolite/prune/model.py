@@ -19,6 +19,7 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
 from theodolite.models.factored import PrunedMatrix
+from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.prune.checkpoint import (
@@ -44,6 +45,7 @@ PRUNED_SHARE = 0.3
 """Share of exact zeros in its matrices above which a model counts as already pruned."""
 
 
+@measures
 def prune_model(
     model: OpenModel,
     corpus: Corpus,

@@ -23,6 +23,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
@@ -86,6 +87,7 @@ class _HeadTap(Hooks):
         return torch.cat(outputs)
 
 
+@measures
 def ablation_test(
     model: OpenModel,
     corpus: Corpus,
@@ -122,6 +124,7 @@ def ablation_test(
         UsageError: no such head, a model without an output head, or no context in which the head has a sink.
     """
     check_fit(model, corpus, least_contexts=1)
+    model.check_weights()
     if model.hf.get_output_embeddings() is None:
         raise UsageError(f"{model.id} predicts no tokens: an ablation test needs the loss")
     model.check_place(layer, head)

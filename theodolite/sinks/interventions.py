@@ -22,6 +22,7 @@ from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import Answer, intervened
+from theodolite.models.guard import guarded
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.open import small_input
 from theodolite.models.projections import Projection, find_projections, replaced
@@ -84,17 +85,18 @@ def ablate_direction(
             outside of what the head writes; on calling the model: positions that the contexts do not have.
     """
     model.check_place(layer, head)
-    weights = model.output_weights(layer)[head]
-    backwards = torch.linalg.pinv(weights)
-    unit, share = _writable_part(direction, weights, backwards, f"head {head} of layer {layer}")
-    if control is None:
-        along = unit
-    elif isinstance(control, Tensor):
-        along, _ = _writable_part(control, weights, backwards, f"head {head} of layer {layer}")
-    else:
-        along = _random_writable(weights, control)
-    component, step = weights @ unit, along @ backwards
-    chosen = None if queries is None else _PositionFlags(queries, "query")
+    with guarded(model.hf):
+        weights = model.output_weights(layer)[head]
+        backwards = torch.linalg.pinv(weights)
+        unit, share = _writable_part(direction, weights, backwards, f"head {head} of layer {layer}")
+        if control is None:
+            along = unit
+        elif isinstance(control, Tensor):
+            along, _ = _writable_part(control, weights, backwards, f"head {head} of layer {layer}")
+        else:
+            along = _random_writable(weights, control)
+        component, step = weights @ unit, along @ backwards
+        chosen = None if queries is None else _PositionFlags(queries, "query")
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         output = answer(inputs)
@@ -113,7 +115,7 @@ def ablate_direction(
     edit_name = _described(
         "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries
     )
-    with model.intervention(edit_name), intervened(model.hf, model.structure.attention[layer], intervene):
+    with model.intervention(edit_name, intervened(model.hf, model.structure.attention[layer], intervene)):
         yield AblatedDirection(unit, along, share)
 
 
@@ -148,7 +150,8 @@ def attention_knockout(
     """
     model.check_place(layer, 0 if head is None else head)
     heads = list(range(model.heads)) if head is None else [head]
-    chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
+    with guarded(model.hf):
+        chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         if sink_column and inputs.sink is None:
@@ -161,10 +164,8 @@ def attention_knockout(
     edit_name = _described(
         "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
     )
-    with (
-        model.intervention(edit_name),
-        intervened(model.hf, attention, intervene, of_inputs=True, whole_cache=True),
-    ):
+    edit = intervened(model.hf, attention, intervene, of_inputs=True, whole_cache=True)
+    with model.intervention(edit_name, edit):
         yield
 
 
@@ -201,26 +202,25 @@ def without_low_rank(
     model.check_place(layer, 0)
     if (rank is None) == (factors is None):
         raise UsageError("give either a rank or factors")
-    projections = _projections(model, layer, tuple(of if factors is None else factors))
-    shares, replacements = {}, []
-    for number, (name, projection) in enumerate(projections.items()):
-        serving = _serving_heads(model, layer, projection, heads)
-        matrix = projection.matrix(serving).double()
-        if factors is None:
-            assert rank is not None
-            left, right = _leading_factors(matrix, rank, name)
-        else:
-            left, right = _checked_factors(factors[name], matrix, name)
-        if control is not None:
-            left, right = _random_like(left, right, len("qkv") * control + number)
-        low_rank = left @ right
-        shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
-        replacements.append((projection, serving, matrix - low_rank))
-    remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
-    with (
-        model.intervention(_described("without_low_rank", layer=layer, heads=heads, **remaining)),
-        replaced(replacements),
-    ):
+    with guarded(model.hf):
+        projections = _projections(model, layer, tuple(of if factors is None else factors))
+        shares, replacements = {}, []
+        for number, (name, projection) in enumerate(projections.items()):
+            serving = _serving_heads(model, layer, projection, heads)
+            matrix = projection.matrix(serving).double()
+            if factors is None:
+                assert rank is not None
+                left, right = _leading_factors(matrix, rank, name)
+            else:
+                left, right = _checked_factors(factors[name], matrix, name)
+            if control is not None:
+                left, right = _random_like(left, right, len("qkv") * control + number)
+            low_rank = left @ right
+            shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
+            replacements.append((projection, serving, matrix - low_rank))
+        remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
+        edit_name = _described("without_low_rank", layer=layer, heads=heads, **remaining)
+    with model.intervention(edit_name, replaced(replacements)):
         yield shares
 
 

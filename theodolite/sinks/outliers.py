@@ -30,6 +30,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.token_texts import token_text
 from theodolite.passes.corpus_pass import (
     Accumulator,
@@ -95,6 +96,7 @@ class Outliers:
     numbers: dict[str, Any]
 
 
+@measures
 def find_outliers(
     model: OpenModel,
     corpus: Corpus,
@@ -122,7 +124,7 @@ def find_outliers(
     trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
     baseline_contexts = min(batch_of(corpus, None), contexts)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
-    text = token_text(model)
+    text, weights = token_text(model), model.weights()
 
     def rules(states: States, values: str) -> Activations:
         bounds = [layer.bounds(contexts * length, thresholds.level) for layer in _baselines(states, values)]
@@ -167,7 +169,7 @@ def find_outliers(
             "baseline_contexts": baseline_contexts,
             "followed_contexts": min(FOLLOWED_CONTEXTS, contexts) if len(growth) else 0,
             "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-            "model": {"id": model.id, "revision": model.revision, "sha256": model.sha256},
+            "model": {"id": model.id, **weights.described()},
             "seed": seed,
         },
     )

@@ -17,6 +17,7 @@ from theodolite.attention.summary import least_queries
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.sinks.trace import corpus_of_ids, trace_sinks
@@ -78,6 +79,7 @@ class _PromptTap(Hooks):
         return output
 
 
+@measures
 def trace_prompt(
     model: OpenModel, ids: Int[Tensor, " positions"], layer: int | None = None, head: int | None = None
 ) -> PromptTrace:

@@ -25,6 +25,7 @@ from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.token_texts import token_text
 from theodolite.passes.corpus_pass import (
     Accumulator,
@@ -131,9 +132,9 @@ class TracePass(CorpusPass):
             return output, catches, (*measured(catches, outputs), before)
 
         results = self._each(work)
-        for context, (_, catches, measures) in enumerate(results):
-            if measures is not None:
-                sums, tag, before = measures
+        for context, (_, catches, numbers) in enumerate(results):
+            if numbers is not None:
+                sums, tag, before = numbers
                 rows = self.tags.update(layer, catches, self._ids[context], sums)
                 self.tags.add_place(rows, HEAD_OUTPUT, tag, before)
                 self.tags.add_place(rows, 1 + layer, before, before)
@@ -145,6 +146,7 @@ class TracePass(CorpusPass):
         return each_part(work, len(self._ids), torch.device("cpu"))
 
 
+@measures
 def trace_sinks(
     model: OpenModel,
     corpus: Corpus | Tensor,
@@ -188,6 +190,7 @@ def trace_sinks(
     if isinstance(corpus, Tensor):
         corpus = corpus_of_ids(corpus)
     check_fit(model, corpus, least_contexts=1)
+    model.check_weights()
     batch = batch_of(corpus, batch)
     fingerprint = {**fingerprint_of(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
     if stretches:

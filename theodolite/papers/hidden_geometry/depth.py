@@ -36,7 +36,7 @@ class _Streams(Hooks):
 
 def random_stream(model: OpenModel, length: int, seed: int) -> Tensor:
     """Hidden states of one sequence of random tokens at every layer: (N, T − 1, d), position 0 left out."""
-    ids = Corpus.random_tokens(model.required_vocabulary(), length, 1, seed).contexts
+    ids = Corpus.random_tokens(model.required_vocabulary(), length, 1, seed, below=model.vocabulary).contexts
     streams = _Streams()
     with hooked(model, streams):
         model.forward(ids)

@@ -97,7 +97,7 @@ def text_walk(study: Study) -> TextWalk:
 def walk(study: Study, outcome: Outcome) -> None:
     text, seed, model = text_walk(study), int(study.provenance["seed"]), study.require_model()
     contexts, length = text.corpus.contexts.shape
-    tokens = Corpus.random_tokens(model.required_vocabulary(), length, contexts, seed)
+    tokens = Corpus.random_tokens(model.required_vocabulary(), length, contexts, seed, below=model.vocabulary)
     random_walk = read_walk(model, tokens, seed)
     sums: Sums = {
         TEXT: (text.inputs, text.input_state),

@@ -1,0 +1,217 @@
+"""A pass has its model to itself, and computes as if nothing had been set elsewhere.
+
+Mixed precision, dropout, defaults of dtype and device and rounded products decide numbers. While a model is measured,
+all of these are as PyTorch and NumPy have them at the start of a process; afterwards they are as they were. Other
+threads wait: hooks and interventions hold for whoever calls the model. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def measures(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A function that computes numbers with a model is `guarded` while it runs.
+
+    The model is the first argument, or that of the object whose method it is. Where there is none (a checkpoint that is
+    to be opened, a wrong argument that is to be refused), only the state is a known one. A function that is guarded
+    runs no other model that a second thread may have: two such could wait for each other.
+    """
+
+    @functools.wraps(function)
+    def guarded_function(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        model = _model_among((*args[:2], kwargs.get("model")))
+        with known_state() if model is None else guarded(model):
+            return function(*args, **kwargs)
+
+    return guarded_function
+
+
+@contextmanager
+def guarded(model: nn.Module) -> Iterator[None]:
+    """While open, no other thread opens this for `model`, which is in evaluation mode; the state is a known one.
+
+    It may be opened again by the thread that has it. To be opened and left by one thread, never by a generator that
+    may be left half read.
+    """
+    held = _held(model)
+    with held.lock, ExitStack() as undo:
+        undo.enter_context(held.entered())
+        undo.enter_context(known_state(model, leave_inference=held.depth == 1))
+        undo.enter_context(_evaluating(model))
+        yield
+
+
+@contextmanager
+def between_passes(model: nn.Module) -> Iterator[None]:
+    """While open, no other thread measures `model`: to change it. Nothing else is set."""
+    with _held(model).lock:
+        yield
+
+
+def once_a_pass(model: nn.Module, name: str, work: Callable[[], Result]) -> Result:
+    """What `work` gives; while the model is `guarded`, what it gave the first time under this name."""
+    held = _held(model)
+    with held.lock:
+        if not held.depth:
+            return work()
+        if name not in held.known:
+            held.known[name] = work()
+        result: Result = held.known[name]
+        return result
+
+
+@contextmanager
+def known_state(model: nn.Module | None = None, *, leave_inference: bool = True) -> Iterator[None]:
+    """While open, PyTorch and NumPy compute as they do at the start of a process, without gradients.
+
+    Autocast is off, what is made is float32 on the CPU unless something else is asked for, products are not rounded,
+    and NumPy's errors are its own. Dtype and precision are of the whole process; the rest is of this thread.
+
+    Args:
+        model: also of the devices where it lies.
+        leave_inference: what is made may be changed later, outside of the `torch.inference_mode` that is open now.
+    """
+    devices = {"cpu"} | {parameter.device.type for parameter in (model.parameters() if model else ())}
+    with ExitStack() as undo:
+        if leave_inference and torch.is_inference_mode_enabled():
+            undo.enter_context(torch.inference_mode(False))
+        undo.enter_context(torch.no_grad())
+        for device in sorted(devices - {"meta"}):
+            if torch.is_autocast_enabled(device):
+                undo.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            undo.enter_context(torch.device("cpu"))
+        undo.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
+        undo.enter_context(_OF_THE_PROCESS.set())
+        yield
+
+
+def _model_among(objects: tuple[Any, ...]) -> nn.Module | None:
+    for given in objects:
+        for opened in (given, getattr(given, "model", None)):
+            model = getattr(opened, "hf", None)
+            if isinstance(model, nn.Module):
+                return model
+    return None
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """By each module's own flag: some are frozen in evaluation mode on purpose."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@dataclass
+class _Held:
+    """Of one model: who has it, how often it was entered, and what is known until it is left."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    depth: int = 0
+    known: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self.known.clear()
+
+
+_models: weakref.WeakKeyDictionary[nn.Module, _Held] = weakref.WeakKeyDictionary()
+_models_lock = threading.Lock()
+
+
+def _held(model: nn.Module) -> _Held:
+    with _models_lock:
+        return _models.setdefault(model, _Held())
+
+
+class _OfTheProcess:
+    """Settings that all threads share: the first who needs them sets them, the last one puts back what was there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._undo = ExitStack()
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._undo.enter_context(_default_dtype())
+                self._undo.enter_context(_exact_products())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._undo.close()
+
+
+_OF_THE_PROCESS = _OfTheProcess()
+
+
+@contextmanager
+def _default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Products of float32 in float32, as whichever of PyTorch's two ways to say so was used before."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was said by the other one, and both may not be mixed
+        backends: Any = torch.backends
+        with _exact_by_backend(backends.mkldnn.matmul), _exact_by_backend(backends.cuda.matmul):
+            yield
+        return
+    if before == "highest":  # setting it would be more than nothing: it keeps later words from being heard
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _exact_by_backend(backend: Any) -> Iterator[None]:
+    before, everywhere = backend.fp32_precision, getattr(torch.backends, "fp32_precision", None)
+    backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        backend.fp32_precision = "none" if before == everywhere else before  # then inherited
