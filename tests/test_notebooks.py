@@ -96,7 +96,7 @@ def test_the_attention_notebook_names_the_strongest_head(monkeypatch, tmp_path) 
     html = next(
         o["data"]["text/html"] for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o
     )
-    assert embedded.ID in html
+    assert embedded.NAME in html
 
 
 def test_the_collapse_notebook_tells_the_two_trainings_apart(monkeypatch, tmp_path) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from theodolite.corpus.spec import DOCS
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
 from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import KINDS, RESULT, SOURCES
@@ -105,7 +106,7 @@ def pages(found: dict[str, tuple[dict[str, Any], Path]], pictures: dict[str, str
         "",
         "The papers' tables and figures, made again, with a verdict on every claim. All of it is read from the "
         "folders that `theodolite reproduce` writes; the commands make them again. Most is of the model inside the "
-        "package ([its card](../theodolite/assets/topics/README.md)), which has 1.5 million parameters: what fails "
+        "package ([its card](../theodolite/assets/embedded/README.md)), which has 1.5 million parameters: what fails "
         "here may hold in larger models, and the same commands say so for yours. "
         "[How a claim is judged](reproduce.md#how-a-claim-is-judged), and [what came of it](findings.md).",
         "",
@@ -166,7 +167,7 @@ def _commands(name: str, result: dict[str, Any]) -> list[str]:
         corpus is not None
         and "prompt" not in EXPERIMENTS[ALIASES[name].of if name in ALIASES else name].needs
     ):
-        text = "" if corpus["name"] == "python_docs" else f" --corpus {corpus['name']}"
+        text = "" if corpus["name"] == DOCS else f" --corpus {corpus['name']}"
         options = f"{text} --length {corpus['length']} --contexts {corpus['contexts']}"
     if name in _alone():
         options = ""
@@ -176,7 +177,7 @@ def _commands(name: str, result: dict[str, Any]) -> list[str]:
         "no model"
         if name in _alone()
         else model["id"]
-        if model["id"] == embedded.ID
+        if model["id"] == embedded.NAME
         else Path(model["id"]).name
     )
     made = (

@@ -27,7 +27,7 @@ from tools.columns import quoted_columns  # noqa: E402
 OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "theodolite/assets/topics/README.md": "embedded-model.md",
+    "theodolite/assets/embedded/README.md": "embedded-model.md",
     "theodolite/papers/hidden_geometry/README.md": "paper-geometry.md",
     "theodolite/papers/localization/README.md": "paper-localization.md",
     "theodolite/papers/catch_tag_release/README.md": "paper-sinks.md",

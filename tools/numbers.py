@@ -26,7 +26,7 @@ PAGES = [
     "README.md",
     "docs/costs.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("findings*.md")),
-    "theodolite/assets/topics/README.md",
+    "theodolite/assets/embedded/README.md",
 ]
 _PLAIN = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+(?:\.\d+)?"
 NUMBER = re.compile(

@@ -121,7 +121,7 @@ def test_one_number_of_shots_after_the_other_is_kept(checkpoint, tmp_path, monke
 def test_without_a_task_it_is_the_loss_on_the_text_inside_every_python(checkpoint):
     status, stdout, stderr = call(checkpoint("gpt2"), "--contexts", 3, "--length", 16)
     assert status == 0, stderr
-    assert "python_docs, held out: perplexity" in stdout
+    assert "held-out: perplexity" in stdout
     assert "text that the embedded model was not trained on" in " ".join(stdout.split())
     assert "bits per byte" in stdout
     assert "few-shot" not in stdout

@@ -40,7 +40,7 @@ def compare_command(
         list[str],
         typer.Argument(
             help="Two or more run folders, or folders or hub names of checkpoints "
-            f"(`{embedded.ARGUMENT}`: the model inside the package); all are compared with the first.",
+            f"(`{embedded.NAME}`: the model inside the package); all are compared with the first.",
             show_default=False,
         ),
     ],

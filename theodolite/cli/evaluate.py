@@ -29,7 +29,7 @@ def evaluate_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Folders or hub names of checkpoints (`{embedded.ARGUMENT}`: the model inside the package, which is "
+            help=f"Folders or hub names of checkpoints (`{embedded.NAME}`: the model inside the package, which is "
             "also the default).",
             show_default=False,
         ),

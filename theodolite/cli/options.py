@@ -186,7 +186,7 @@ class Opening:
         if at and self.revision is not None:
             raise UsageError(f"{model} has a revision, and so has --revision: give one")
         options = {"dtype": self.dtype, "revision": revision or self.revision}
-        return None if name == embedded.ARGUMENT else name, options
+        return None if name == embedded.NAME else name, options
 
 
 @dataclass(frozen=True)

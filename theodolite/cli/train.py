@@ -83,7 +83,7 @@ RECORDS = ("training.json", "escape.json", "grid.json")
 def embedded_command(*, options: _Steps, running: _Running) -> None:
     """Retrain the model inside this package, on the documentation that ships with Python.
 
-    Example: theodolite train embedded --out topics --seed 0
+    Example: theodolite train embedded --out mine --seed 0
     """
     with one_line_errors():
         from theodolite.papers.training.command import train_embedded

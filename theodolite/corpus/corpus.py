@@ -31,6 +31,7 @@ from theodolite.corpus.documents import (
 )
 from theodolite.corpus.hub_dataset import streamed_documents
 from theodolite.corpus.sampling import Choice, Sample, check_length, choose
+from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, RANDOM
 from theodolite.corpus.special_tokens import SpecialTokens, Tokenizer, frame_of
 from theodolite.errors import UsageError
 
@@ -174,9 +175,9 @@ class Corpus:
         """
         choice = Choice(contexts, seed, per_label)
         if not held_out:
-            return _build(cls, "python_docs", python_topics(), tokenizer, length, choice)
+            return _build(cls, DOCS, python_topics(), tokenizer, length, choice)
         unread = [Document(topic.text, None) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
-        return _build(cls, "python_docs, held out", unread, tokenizer, length, choice)
+        return _build(cls, HELD_OUT, unread, tokenizer, length, choice)
 
     @classmethod
     def stdlib_code(
@@ -189,7 +190,7 @@ class Corpus:
     ) -> Corpus:
         """Source code of the running interpreter's standard library, with files as labels."""
         choice = Choice(contexts, seed, per_label)
-        return _build(cls, "stdlib_code", stdlib_sources(), tokenizer, length, choice)
+        return _build(cls, CODE, stdlib_sources(), tokenizer, length, choice)
 
     @classmethod
     def random_tokens(
@@ -211,7 +212,7 @@ class Corpus:
         ids, frame = _drawable(vocabulary, length, below)
         body = length - len(frame.before) - len(frame.after)
         rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
-        return cls("random_tokens", rows, torch.full((contexts,), -1), [], seed)
+        return cls(RANDOM, rows, torch.full((contexts,), -1), [], seed)
 
 
 def repeated_random_tokens(

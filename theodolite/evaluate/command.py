@@ -18,6 +18,7 @@ from rich.table import Table
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.few_shot_task import NAME, RULES
+from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.errors import UsageError
 from theodolite.evaluate.answers_file import AnswersFile
 from theodolite.evaluate.few_shot import few_shot_answers, few_shot_scores
@@ -190,9 +191,9 @@ def lm_eval_version() -> str | None:
 
 
 READ_BY_EMBEDDED = {
-    "python_docs, held out": "text that the embedded model was not trained on",
-    "python_docs": "the embedded model's own training text, for the most part: see --corpus held-out",
-    "stdlib_code": "the embedded model's own training text, for the most part: see --corpus held-out",
+    HELD_OUT: "text that the embedded model was not trained on",
+    DOCS: "the embedded model's own training text, for the most part: see --corpus held-out",
+    CODE: "the embedded model's own training text, for the most part: see --corpus held-out",
 }
 """What is to be said of a corpus under its scores."""
 

@@ -123,7 +123,7 @@ def _open_lazily(
         reader.structure,
         reader.calls,
         reader.inputs,
-        id=embedded.ID if path_or_id is None else str(path_or_id),
+        id=embedded.NAME if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local, show_progress) if local else None,
         _load_layer=reader.loaded,

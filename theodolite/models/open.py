@@ -320,7 +320,7 @@ def open_model(
         model,
         *verified_parts(model),
         tokenizer=load_tokenizer(source, revision),
-        id=embedded.ID if path_or_id is None else str(path_or_id),
+        id=embedded.NAME if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,
     )

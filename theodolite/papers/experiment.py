@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.spec import RANDOM
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.prompts import Focus
@@ -161,7 +162,7 @@ class Study:
     def random_run(self) -> Run:
         """The survey of as many contexts of random tokens, as long as those of the run; the run, if it is one."""
         described = self.run.provenance["corpus"]
-        if described["name"] == "random_tokens":
+        if described["name"] == RANDOM:
             return self.run
         model = self.require_model()
         length, contexts = described["length"], described["contexts"]

@@ -289,6 +289,6 @@ def _job(model: OpenModel, corpus: Corpus, device: str, batch: int, seed: int, e
 
 def _source(name: str) -> str | None:
     """What a worker opens: it stands in another folder than the driver."""
-    if name == embedded.ID:
+    if name == embedded.NAME:
         return None
     return str(Path(name).resolve()) if Path(name).is_dir() else name

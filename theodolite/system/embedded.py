@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parent.parent / "assets" / "topics"
+NAME = "embedded"
+"""On the command line, in provenance and in messages, in the place of a path or hub name."""
 
-ID = "theodolite/topics"
-"""In provenance and messages, in the place of a path or hub name."""
-
-ARGUMENT = "embedded"
-"""On the command line, where several models are named."""
+FOLDER = Path(__file__).parent.parent / "assets" / NAME
