@@ -314,16 +314,24 @@ def test_two_threads_measure_two_models_while_the_default_dtype_is_another(opene
 def test_an_intervention_begins_between_passes(opened):
     """A pass that is under way ends as it began; one that begins later says under what."""
     model, reading, runs = opened("gpt2"), threading.Event(), []
+    told: list[tuple[str, int]] = []
 
     def show(what: str, done: int, total: int) -> None:
         if what == "reading contexts" and done == 1:
             reading.set()
             time.sleep(0.5)  # the other thread tries to change the model now
 
+        told.append((what, done))
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        assert told[-1] == ("making tables", 1)
+        yield
+
     thread = threading.Thread(target=lambda: runs.append(survey(model, CORPUS, batch=1, show_progress=show)))
     thread.start()
     assert reading.wait(60)
-    with attention_knockout(model, 0, 0, [0]):
+    with model.intervention("noted", noted()), attention_knockout(model, 0, 0, [0]):
         under = survey(model, CORPUS, batch=1)
     thread.join()
     assert same(runs[0].heads, survey(model, CORPUS, batch=1).heads)
