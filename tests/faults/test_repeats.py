@@ -50,6 +50,7 @@ def test_the_same_bytes_again(first, tmp_path: Path) -> None:
     assert len(expected) > 20
 
 
+@pytest.mark.slow
 def test_four_threads_change_last_digits_only(first, tmp_path: Path) -> None:
     """Oracle: one thread. Spectra and traces keep their bytes; a survey, all its numbers to a millionth."""
     folder, model, expected = first
