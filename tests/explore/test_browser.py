@@ -320,6 +320,7 @@ def test_nothing_in_a_prompt_is_run(chromium, serving, sharp_folder, tmp_path):
     opened.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", slow_but(["dark"], ["light", "dark"]))
 def test_it_fits_and_follows_the_readers_colours(chromium, serving, sharp, scheme):
     opened = Opened(chromium, serving(sharp), scheme=scheme)

@@ -43,6 +43,7 @@ def first(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return folder, checkpoint("gpt2"), all_of_them(1, checkpoint("gpt2"), folder / "text.txt", folder / "out")
 
 
+@pytest.mark.slow
 def test_the_same_bytes_again(first, tmp_path: Path) -> None:
     """Oracle: the first time, in another process."""
     folder, model, expected = first

@@ -99,6 +99,7 @@ def test_the_subspace_goes_where_the_svd_goes(shape, monkeypatch):
 LOW_RANK = ("low rank and sparse", (320, 256))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), slow_but([LOW_RANK], [("gaussian", (128, 144)), LOW_RANK]))
 def test_the_error_is_that_of_full_svds_within_a_hundredth(kind, shape):
     """As it is used, in float32; the oracle in float64."""
