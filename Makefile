@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both set up what they need and may be run again.
+# On a fresh machine: `make demo`, `make test` and `make test-all`. Each sets up what it needs and may be run again.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,12 +11,13 @@ export PYTHONDONTWRITEBYTECODE :=
 # Not in attention.kernels: Triton reads the source of its functions.
 TYPED := theodolite.attention.inputs,theodolite.attention.key_masking,theodolite.attention.piecewise,theodolite.attention.summary,theodolite.attention.triton,theodolite.theory,theodolite.accumulate,theodolite.measure,theodolite.models
 CHECKED := tests/attention tests/theory tests/accumulate tests/measure tests/models
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Each process takes its half in order; one that is done takes from the other's end.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # What is used is compiled as it is first imported; all of it would take longer than the rest.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-gpu lint types docs bench bench-gpu clean
+.PHONY: demo test test-all test-gpu lint types docs bench bench-gpu clean
 .DEFAULT_GOAL := demo
 
 # Two stamps: the package, which is all that the demo needs, and what its developers use. Each is made again when the
@@ -33,7 +34,12 @@ $(VENV)/developers: $(VENV)/package
 demo: $(VENV)/package
 	$(BIN)/theodolite survey --out $(RUN)
 
+# Something of each feature, in five minutes on two cores: without the tests marked slow, and without checked shapes.
 test: $(VENV)/developers
+	$(PYTEST) -m 'not slow'
+
+# Everything, but for what needs a GPU.
+test-all: $(VENV)/developers
 	$(PYTEST) $(addprefix --ignore=,$(CHECKED))
 	$(PYTEST) --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
 

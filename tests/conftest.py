@@ -26,6 +26,9 @@ import transformers
 from tests import checkpoints
 from theodolite.models import OpenModel, open_model
 
+FAST_FAMILIES = {"gpt2", "bert", "bloom", "llama3", "gemma2", "gpt_oss"}
+"""Of the fast run: learned positions, an encoder, ALiBi, grouped queries, capped logits and windows, learned sinks."""
+
 GPU_TESTS_ON = os.environ.get("THEODOLITE_GPU_TESTS_ON", "")
 
 transformers.logging.set_verbosity_error()
@@ -56,3 +59,18 @@ def opened(checkpoint):
         return cache[family]
 
     return model
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks choose what is run
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of families is slow on all but the fast ones, where some of these are among its own."""
+    of_families = [item for item in items if isinstance(item, pytest.Function) and _family(item)]
+    has_fast = {item.function for item in of_families if _family(item) in FAST_FAMILIES}
+    for item in of_families:
+        if item.function in has_fast and _family(item) not in FAST_FAMILIES:
+            item.add_marker("slow")
+
+
+def _family(item: pytest.Function) -> str | None:
+    """The family that a test is parametrised with."""
+    return item.callspec.params.get("family") if hasattr(item, "callspec") else None

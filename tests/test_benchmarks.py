@@ -13,6 +13,7 @@ from benchmarks.ratios import Ratio
 from tools import gpu_page
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_refuses_in_one_line():
     """Oracle: the process's own streams; conftest hides GPUs."""
     done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True)

@@ -35,8 +35,10 @@ def _name(page: Path) -> str:
 GENERATED = {*(gallery.page_of(group) for group in gallery.GROUPS), families.PAGE}
 """Pages that tools write."""
 
+FIRST = {ROOT / "README.md", DOCS / "start.md"}
+"""Pages whose blocks are in the fast run."""
 PYTHON = [
-    pytest.param(block, id=f"{_name(page)}-{number}")
+    pytest.param(block, id=f"{_name(page)}-{number}", marks=[] if page in FIRST else pytest.mark.slow)
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]

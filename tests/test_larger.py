@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import checkpoints, dense
+from tests.slow import slow_but
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
@@ -123,7 +124,7 @@ def _kept(model: OpenModel, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> 
     return run, dense.Dense(*states)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float16"]))
 @pytest.mark.parametrize("family", ["gpt2", "llama3", "gpt_oss"])
 def test_half_precision_surveys_are_exact(family, dtype, checkpoint, monkeypatch):
     """Oracle: dense float64 numpy of every measured column, from the hidden states that the model itself computed."""

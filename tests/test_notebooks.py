@@ -99,6 +99,7 @@ def test_the_attention_notebook_names_the_strongest_head(monkeypatch, tmp_path) 
     assert embedded.NAME in html
 
 
+@pytest.mark.slow
 def test_the_collapse_notebook_tells_the_two_trainings_apart(monkeypatch, tmp_path) -> None:
     ask = (
         "{'alarms': {name: [[a.kind, a.step, a.layer] for a in found] for name, found in alarms.items()},"
@@ -120,6 +121,7 @@ def test_the_collapse_notebook_tells_the_two_trainings_apart(monkeypatch, tmp_pa
     assert len(figures_of(notebook)) == 1
 
 
+@pytest.mark.slow
 def test_the_pruning_notebook_answers_from_paired_answers(monkeypatch, tmp_path) -> None:
     ask = (
         "{'right': {name: one.tolist() for name, one in answers.items()}, 'loss': {name: one.loss for name, one in"

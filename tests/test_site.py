@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("material", reason="mkdocs-material is not installed")
 pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 ASIDE = {"404.html"}
 """Made for a server: its links begin at the server's root."""

@@ -273,6 +273,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_square_of_the_length():
     """By the operating system's count, in KiB: a T×T matrix of one head would take 256 MiB at T = 8192."""
     more = [

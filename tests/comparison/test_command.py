@@ -190,6 +190,7 @@ def test_what_cannot_be_done_is_said_before_any_pass(damaged, tmp_path, monkeypa
             compare_models(*arguments, **options)
 
 
+@pytest.mark.slow
 def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeypatch):
     """Planted: W_Q and W_K of layer 0 are the three sinks' own directions, and nothing else is in them."""
     monkeypatch.setattr(PROMPT_IDS, lambda model, prompt, shipped: IDS[0])

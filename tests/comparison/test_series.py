@@ -75,6 +75,7 @@ def _survey(*arguments: object) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_series_is_a_table_and_curves_in_the_order_of_steps(series):
     out, folders = series
     rows = json.loads(_survey(*folders.values(), "--out", out, "--json"))["models"]

@@ -44,6 +44,7 @@ def test_models_are_compared_on_the_same_questions_alone():
     assert rows["value_se"][0] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
 
 
+@pytest.mark.slow
 def test_intervals_over_seeds_hold_the_truth_as_often_as_they_say():
     """Oracle: 95 % of 2,000 simulated triples of seeds, within four standard errors of that share."""
     random = np.random.default_rng(0)

@@ -21,6 +21,7 @@ from PIL import Image
 from tests import checkpoints
 from tests.explore.conftest import subject_of
 from tests.inputs.test_pages import BROWSER, HOSTILE
+from tests.slow import slow_but
 from theodolite.explore.subject import Subject, prompt_ids
 from theodolite.models import open_model
 
@@ -189,6 +190,7 @@ def test_load_type_and_click_through(shown_page):
     assert changed(opened.picture(MAP), before) > OTHER
 
 
+@pytest.mark.slow
 def test_the_address_keeps_prompt_and_head(chromium, serving, sharp):
     address = serving(sharp)
     first = Opened(chromium, address)
@@ -279,6 +281,7 @@ def test_figures_are_drawn_in_their_own_column(shown_page):
     opened.page.set_viewport_size({"width": 1400, "height": 900})
 
 
+@pytest.mark.slow
 def test_two_models_side_by_side(chromium, serving, subject):
     opened = Opened(chromium, serving(subject("gpt2"), subject("llama3")))
     page = opened.page
@@ -294,6 +297,7 @@ def test_two_models_side_by_side(chromium, serving, subject):
     opened.close()
 
 
+@pytest.mark.slow
 def test_nothing_in_a_prompt_is_run(chromium, serving, sharp_folder, tmp_path):
     folder = shutil.copytree(sharp_folder, tmp_path / "hostile <img src=x onerror=alert(1)>")
     tokenizer = checkpoints.byte_tokenizer()
@@ -316,7 +320,8 @@ def test_nothing_in_a_prompt_is_run(chromium, serving, sharp_folder, tmp_path):
     opened.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", slow_but(["dark"], ["light", "dark"]))
 def test_it_fits_and_follows_the_readers_colours(chromium, serving, sharp, scheme):
     opened = Opened(chromium, serving(sharp), scheme=scheme)
     page = opened.page

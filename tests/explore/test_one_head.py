@@ -63,6 +63,7 @@ def test_token_ids_and_what_cannot_be_shown(sharp, opened):
         view_head(opened("bloom"), [5] * 600, 0, 0)
 
 
+@pytest.mark.slow
 def test_it_needs_no_gradio(sharp_folder):
     code = f"""
 import sys

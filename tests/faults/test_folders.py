@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.slow import slow_but
 from theodolite.cli.app import app
 from theodolite.passes.run import TABLES, Run
 
@@ -65,7 +66,8 @@ def files_up_to(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("command", "size"), [("survey", 3000), ("trace", 3000), ("prune", 3000), ("trace", 0)]
+    ("command", "size"),
+    slow_but([("survey", 3000)], [("survey", 3000), ("trace", 3000), ("prune", 3000), ("trace", 0)]),
 )
 def test_a_disk_that_takes_no_more(command: str, size: int, words: list[object], tmp_path: Path) -> None:
     """Oracle: the run on a disk with space; the same command goes on once there is some."""
@@ -187,6 +189,7 @@ def test_a_run_json_that_says_something_else(what: str, surveyed: Path, tmp_path
     assert str(folder) in one_error(stderr)
 
 
+@pytest.mark.slow
 def test_another_seed_text_or_model_is_not_gone_on_with(
     words: list[object], checkpoint, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["trace", "train locater"])
 def test_what_was_killed_goes_on_to_the_same_bytes(stage: str) -> None:
     """Oracle: all bytes of an uninterrupted run, but for its wall time."""

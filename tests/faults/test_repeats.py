@@ -43,6 +43,7 @@ def first(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return folder, checkpoint("gpt2"), all_of_them(1, checkpoint("gpt2"), folder / "text.txt", folder / "out")
 
 
+@pytest.mark.slow
 def test_the_same_bytes_again(first, tmp_path: Path) -> None:
     """Oracle: the first time, in another process."""
     folder, model, expected = first
@@ -50,6 +51,7 @@ def test_the_same_bytes_again(first, tmp_path: Path) -> None:
     assert len(expected) > 20
 
 
+@pytest.mark.slow
 def test_four_threads_change_last_digits_only(first, tmp_path: Path) -> None:
     """Oracle: one thread. Spectra and traces keep their bytes; a survey, all its numbers to a millionth."""
     folder, model, expected = first

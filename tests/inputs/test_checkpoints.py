@@ -13,12 +13,33 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.inputs import hostile
+from tests.slow import slow_but
 from theodolite.cli.app import app
 
 MOST_MEGABYTES = 450
 """By which a process may grow: a config.json of 100 MB is read whole, as bytes and as text."""
 
 MOST_SECONDS = 60
+
+
+OF_EACH_KIND = [
+    "a missing tensor",
+    "NaN",
+    "a width of −1",
+    "a billion positions",
+    "an unknown architecture",
+    "an architecture that is a function",
+    "a pickle in disguise",
+    "remote code",
+    "2 GB of header claimed",
+    "a header of rubbish",
+    "overlapping tensors",
+    "a config nested deeply",
+    "an index that leads outside",
+    "a loop of links for the weights",
+    "a remote tokenizer",
+    "a tokenizer of rubbish",
+]
 
 
 def peak() -> float:
@@ -30,7 +51,7 @@ def errors_of(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
-@pytest.mark.parametrize("name", [*hostile.HOSTILE, *hostile.HARMLESS])
+@pytest.mark.parametrize("name", slow_but(OF_EACH_KIND, [*hostile.HOSTILE, *hostile.HARMLESS]))
 def test_hostile_checkpoints(name: str, checkpoint, tmp_path: Path) -> None:
     folder = hostile.write(name, checkpoint("gpt2"), tmp_path / "model")
     text = tmp_path / "text.txt"

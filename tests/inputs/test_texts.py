@@ -88,6 +88,7 @@ def test_a_file_that_goes_away_in_between_is_named(tmp_path: Path) -> None:
         next(documents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["x y", "x"], ids=["spaces", "no spaces"])
 def test_a_line_of_megabytes_takes_a_few_times_its_size(words: str, tmp_path: Path) -> None:
     """Oracle: the system's own count of memory, of a process that reads 40 MB, over one that reads little."""

@@ -128,6 +128,7 @@ def test_all_groups_together_have_the_numbers_of_the_table(shape):
                 assert got[name] == pytest.approx(values[layer], rel=tolerance, nan_ok=True), name
 
 
+@pytest.mark.slow
 def test_fresh_corpora_spread_as_the_standard_error_says():
     """Oracle: Monte Carlo. The spread over 48 corpora is known to 10 %, the mean of 48 errors to 4 %."""
     estimates: dict[str, list[float]] = {}

@@ -262,6 +262,7 @@ def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
     assert set(zeros.regime) == {"uniform"}
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_layers(tmp_path):
     """The operating system's count of two processes: many layers of holes and of attention, against few."""
     peaks, sizes, few, many = [], [], 2, 24
@@ -272,8 +273,8 @@ def test_memory_does_not_grow_with_layers(tmp_path):
             hidden_size=1024,
             intermediate_size=12288,
             num_hidden_layers=layers,
-            num_attention_heads=8,
-            num_key_value_heads=8,
+            num_attention_heads=32,
+            num_key_value_heads=32,
             vocab_size=100_000,
         )
         parameters, _ = write_layout(config, folder)
@@ -291,6 +292,7 @@ def test_memory_does_not_grow_with_layers(tmp_path):
     assert peaks[1] - bare < 40 * attention
 
 
+@pytest.mark.slow
 def test_the_command_reads_by_layers(checkpoint, tmp_path):
     """Also what is not of the attention being NaN shows that the command does not open the model."""
     folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "broken")

@@ -160,6 +160,7 @@ def test_a_worker_killed_in_the_middle_changes_nothing(killed, alone):
     assert f"process {pids[0]} was lost when it read contexts" in told[0]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_changes_no_byte(killed, cluster, opened, corpus, tmp_path, monkeypatch):
     """There is no room for a new worker then: the other one reads all that is left."""
     victim, reading = cluster.list_all_nodes()[-1], tmp_path / "reading"
@@ -197,6 +198,7 @@ def test_a_node_that_is_lost_changes_no_byte(killed, cluster, opened, corpus, tm
         assert (run.folder / name).read_bytes() == (killed[0].folder / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_an_interrupted_survey_goes_on_on_ray_and_alone(killed, alone, cluster, opened, corpus, tmp_path):
     model, out = opened("gpt2"), tmp_path / "run"
 
@@ -244,6 +246,7 @@ def test_an_interrupted_survey_goes_on_on_ray_and_alone(killed, alone, cluster, 
     assert_same(other, alone)
 
 
+@pytest.mark.slow
 def test_contexts_that_kill_every_worker_are_given_up(cluster, opened, corpus, tmp_path, monkeypatch):
     class Dying(crew.Worker):
         def read(self, first, last, directions):
@@ -259,6 +262,7 @@ def test_contexts_that_kill_every_worker_are_given_up(cluster, opened, corpus, t
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_a_worker_raises_is_raised_as_itself(cluster, corpus, tmp_path):
     """The token that overflows is none of those on which an opened model is verified."""
     model = checkpoints.build("gpt2")
@@ -272,6 +276,7 @@ def test_what_a_worker_raises_is_raised_as_itself(cluster, corpus, tmp_path):
         survey_on_ray(open_model(tmp_path), corpus, batch=BATCH, actors=1)
 
 
+@pytest.mark.slow
 def test_a_node_with_another_checkpoint_is_refused(cluster, checkpoint, corpus, tmp_path):
     folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
     model = open_model(folder)
@@ -370,6 +375,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_command_stops_at_ctrl_c_and_goes_on(cluster, checkpoint, tmp_path):
     """Ctrl-C reaches every process of a terminal's group; here it comes to a cluster that the command has started.
 

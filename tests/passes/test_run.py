@@ -123,6 +123,7 @@ def test_progress_is_kept_and_bound_to_its_survey(tmp_path):
         workspace.load_progress()
 
 
+@pytest.mark.slow
 def test_two_surveys_into_one_folder(tmp_path):
     """The second process is refused while the first holds the lock, and let in afterwards."""
     code = (

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import checkpoints
+from tests.slow import slow_but
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import CorpusPass
@@ -66,7 +67,7 @@ def merge_all(total: CorpusPass, state: dict[str, torch.Tensor]) -> None:
     total.merge(state)
 
 
-@pytest.fixture(scope="module", params=["embedded", "gpt_oss"])
+@pytest.fixture(scope="module", params=slow_but(["gpt_oss"], ["embedded", "gpt_oss"]))
 def read(opened, request: pytest.FixtureRequest) -> tuple[OpenModel, Corpus]:
     """A trained model, which has sinks among its tokens, and one with a learned sink column."""
     if request.param == "embedded":

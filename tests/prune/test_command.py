@@ -18,6 +18,7 @@ from typer.main import get_command
 from tests.cli.test_cli import TEXT, call, wait_for
 from tests.processes import Started, command
 from tests.prune.families import write
+from tests.slow import slow_but
 from theodolite.cli.app import app
 from theodolite.prune import prune_model
 from theodolite.prune.checkpoint import UnfinishedPruning
@@ -182,7 +183,9 @@ def _prune_slowly(*words: Any) -> None:
     command(*words)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "number", slow_but([signal.SIGINT], [signal.SIGKILL, signal.SIGINT]), ids=["kill -9", "Ctrl-C"]
+)
 def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text):
     """Oracle: the weights and the table of a pruning that was not stopped."""
     model, whole, parts = write("llama3", tmp_path / "model"), tmp_path / "whole", tmp_path / "parts"

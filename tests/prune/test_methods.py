@@ -198,6 +198,7 @@ def test_damping_is_a_share_of_the_mean_diagonal(damping):
         np.testing.assert_allclose(got.numpy(), expected, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_more_inputs_than_one_block():
     """300 inputs: three blocks of 128, the last one smaller."""
     weight, hessian = weights(6, 300), hessian_of(300, "correlated")

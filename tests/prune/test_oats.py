@@ -95,6 +95,7 @@ def test_the_subspace_goes_where_the_svd_goes(shape, monkeypatch):
     np.testing.assert_allclose(got.dense().numpy(), dense, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), [("gaussian", (128, 144)), ("low rank and sparse", (320, 256))])
 def test_the_error_is_that_of_full_svds_within_a_hundredth(kind, shape):
     """As it is used, in float32; the oracle in float64."""

@@ -13,6 +13,7 @@ import pytest
 
 from tests.inputs.test_pages import BROWSER
 from tests.report.synthetic import make_survey
+from tests.slow import slow_but
 from theodolite import compare
 from theodolite.comparison.page import experiment_of
 from theodolite.comparison.page import outcome as compared
@@ -89,10 +90,10 @@ def violations(tab: Any, **options: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["survey"], KINDS))
 @pytest.mark.parametrize(
     ("size", "scheme", "other"),
-    [(PHONE, "light", "dark"), (DESKTOP, "dark", "light")],
+    slow_but([(PHONE, "light", "dark")], [(PHONE, "light", "dark"), (DESKTOP, "dark", "light")]),
     ids=["phone", "desktop"],
 )
 def test_axe_finds_nothing_and_nothing_scrolls_sideways(
@@ -121,7 +122,9 @@ OVERLAPS = """(selector) => {
 }"""
 
 
-@pytest.mark.parametrize("figure", ["entropies", "outlier-dimensions", "positional-basis"])
+@pytest.mark.parametrize(
+    "figure", slow_but(["entropies"], ["entropies", "outlier-dimensions", "positional-basis"])
+)
 def test_panels_side_by_side_scroll_on_a_phone(show, figure: str) -> None:
     tab = show("comparison", PHONE)
     plot = f"#figure-{figure} .plot"
@@ -169,6 +172,7 @@ def test_axe_would_find_something(show) -> None:
     assert any(found.startswith("image-alt") for found in violations(tab))
 
 
+@pytest.mark.slow
 def test_every_control_is_reached_by_the_keyboard_and_seen(show) -> None:
     tab = show("survey")
     draw_the_first(tab)
@@ -248,6 +252,7 @@ def test_only_what_is_near_the_window_is_drawn_at_first(show) -> None:
     assert tab.locator(".plot:has(.main-svg)").count() < tab.locator(".plot").count() / 2
 
 
+@pytest.mark.slow
 def test_paper_is_light_and_shows_every_figure(show) -> None:
     tab = show("survey", scheme="dark")
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 25, 31)"

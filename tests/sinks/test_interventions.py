@@ -145,6 +145,8 @@ def test_only_the_queries_asked_for_lose_the_tag(opened):
     model = opened("llama2")
     per_context = torch.zeros(2, LENGTH, dtype=torch.bool)
     per_context[0, 3] = per_context[1, 9:] = True
+    with ablate_direction(model, LAYER, 0, _direction()):
+        pass  # the first of a model tries its projection, which is no call to be seen below
     with _written(model, "llama2", 0) as seen:
         for queries in ([4, 6], torch.tensor([4, 6]), per_context, 5):
             with ablate_direction(model, LAYER, 0, _direction(), queries=queries) as tag:
@@ -518,8 +520,13 @@ def test_every_bit_of_the_model_is_restored(family, opened):
     _assert_same(before, _state(model))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama2"])
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+ORDERS = list(itertools.permutations(range(4)))
+
+
+@pytest.mark.parametrize(
+    ("family", "order"),
+    [*(("gpt2", order) for order in ORDERS), *((family, ORDERS[7]) for family in ("bloom", "llama2"))],
+)
 def test_left_in_any_order_the_model_is_whole(family, order, opened):
     """Oracle: the model with those that are still open alone; in the end the same tensors, bytes, hooks and config."""
     model = opened(family)

@@ -238,6 +238,7 @@ Path(sys.argv[1], os.environ["RANK"] + ".txt").write_text(f"{wrapper} {steps} {l
 """
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_look_together_and_one_tells(tmp_path):
     """Oracle: DDP itself: both processes end, with the same weights; 2 layers of 2 heads at 3 looks make 12 rows.
 

@@ -174,6 +174,7 @@ def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monke
     assert not torch.equal(oats.sinks[:, 4:], gone.sinks[:, 4:])
 
 
+@pytest.mark.slow
 def test_sweeps(study, monkeypatch):
     monkeypatch.setattr(pruning_sweep, "SPARSITIES", (0.5, 0.7))
     monkeypatch.setattr(pruning_sweep, "RATIOS", (0.0, 0.25))

@@ -60,6 +60,7 @@ def test_the_published_grid() -> None:
     assert [s.seed for s in settings[:30]] == [0] * 10 + [1] * 10 + [2] * 10
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_bytes_of_one(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: one process. The second grid is also asked for fewer steps first, in shorter rounds."""
     train_grid(Job(tmp_path / "one", RECIPE, 5, "cpu"), SETTINGS, files, console())

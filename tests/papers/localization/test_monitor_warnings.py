@@ -44,6 +44,7 @@ def test_verdicts(healthy: float, failing: list[tuple[float, float]], verdicts: 
     assert [verdict.answer for verdict in outcome.verdicts] == verdicts
 
 
+@pytest.mark.slow
 def test_the_experiment_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Determinism alone; `test_monitor_runs.py` has the training's oracle. As many rows as training runs."""
     monkeypatch.setattr(
