@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from theodolite.corpus.spec import DOCS
+from theodolite.corpus import spec
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
 from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import KINDS, RESULT, SOURCES
@@ -167,7 +167,7 @@ def _commands(name: str, result: dict[str, Any]) -> list[str]:
         corpus is not None
         and "prompt" not in EXPERIMENTS[ALIASES[name].of if name in ALIASES else name].needs
     ):
-        text = "" if corpus["name"] == DOCS else f" --corpus {corpus['name']}"
+        text = "" if corpus["name"] == spec.DOCS else f" --corpus {corpus['name']}"
         options = f"{text} --length {corpus['length']} --contexts {corpus['contexts']}"
     if name in _alone():
         options = ""
