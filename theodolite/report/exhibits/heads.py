@@ -125,7 +125,8 @@ _ONE_HEAD = [
         "Eigenvalues of W_QK Σ̂",
         ("arrays.spectrum_data",),
         lambda run: spectra.spectrum(run, name="spectrum_data"),
-        "The eigenvalues of W_QK Σ̂ in the complex plane, Σ̂ the covariance of this text's tokens; zeros are left out.",
+        "The eigenvalues of W_QK Σ̂ in the complex plane, Σ̂ the covariance of this text's tokens; zeros are left out. "
+        "They come in complex pairs too, and their “spectrum variance” can be negative.",
         "a few large eigenvalues: the directions of the data that this head reads.",
         f"{BAO}, section 4",
         choice=_by_head(spectra.spectrum, name="spectrum_data"),
