@@ -165,6 +165,7 @@ def _dense_numbers(x: np.ndarray) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_the_bootstrap_over_contexts_agrees():
     """Oracle: contexts drawn with replacement, 60 times, of 8 corpora, everything dense."""
     random = np.random.default_rng(0)
