@@ -99,8 +99,8 @@ def stages(folder: Path) -> list[Stage]:
 def _command(*arguments: str | Path) -> None:
     """Run a command on the last argument; progress is saved after every batch."""
     *words, out = map(str, arguments)
-    theodolite.passes.survey.survey.__kwdefaults__["checkpoint_seconds"] = 0.0
-    theodolite.sinks.trace.trace_sinks.__kwdefaults__["checkpoint_seconds"] = 0.0
+    theodolite.passes.survey.survey.__wrapped__.__kwdefaults__["checkpoint_seconds"] = 0.0
+    theodolite.sinks.trace.trace_sinks.__wrapped__.__kwdefaults__["checkpoint_seconds"] = 0.0
     theodolite.cli.app.app([*words, "--out", out], prog_name="theodolite")
 
 

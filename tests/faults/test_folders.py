@@ -198,7 +198,7 @@ def test_another_seed_text_or_model_is_not_gone_on_with(
         "import sys, os, theodolite.passes.run as r; own = r.Workspace.save_progress\n"
         "def save(self, notes, tensors): own(self, notes, tensors); os._exit(7)\n"
         "r.Workspace.save_progress = save\n"
-        "import theodolite.passes.survey as s; s.survey.__kwdefaults__['checkpoint_seconds'] = 0.0\n"
+        "import theodolite.passes.survey as s; s.survey.__wrapped__.__kwdefaults__['checkpoint_seconds'] = 0.0\n"
         "from theodolite.cli.app import main; main()"
     )
     survey = ["survey", *words, "--batch", 1, "--out", tmp_path / "run"]

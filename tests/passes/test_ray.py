@@ -32,6 +32,7 @@ from theodolite.passes.ray_workers import packed, unpacked
 from theodolite.passes.run import TABLES, Run, Workspace
 from theodolite.passes.survey import survey, survey_fingerprint
 from theodolite.passes.survey_pass import SurveyPass
+from theodolite.system.locks import locked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -290,7 +291,7 @@ def test_a_node_with_another_checkpoint_is_refused(cluster, checkpoint, corpus, 
 
 def test_two_surveys_do_not_write_to_one_folder(cluster, opened, corpus, tmp_path):
     with (
-        Workspace(tmp_path / "run", {}).locked(),
+        locked(tmp_path / "run"),
         pytest.raises(UsageError, match="another process is writing to"),
     ):
         survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", actors=1)

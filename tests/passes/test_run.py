@@ -14,6 +14,7 @@ import torch
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.passes.run import TABLES, Run, Workspace
+from theodolite.system.locks import locked
 
 
 def small_run() -> Run:
@@ -127,10 +128,10 @@ def test_progress_is_kept_and_bound_to_its_survey(tmp_path):
 def test_two_surveys_into_one_folder(tmp_path):
     """The second process is refused while the first holds the lock, and let in afterwards."""
     code = (
-        "import sys; from pathlib import Path; from theodolite.passes.run import Workspace\n"
-        f"with Workspace(Path({str(tmp_path / 'run')!r}), {{}}).locked(): print('in')"
+        "import sys; from pathlib import Path; from theodolite.system.locks import locked\n"
+        f"with locked(Path({str(tmp_path / 'run')!r})): print('in')"
     )
-    with Workspace(tmp_path / "run", {}).locked():
+    with locked(tmp_path / "run"):
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "another process is writing to" in second.stderr
     third = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

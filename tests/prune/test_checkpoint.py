@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.prune.families import opened_anew
 from theodolite.corpus.corpus import Corpus
@@ -119,6 +120,46 @@ def test_the_format_may_change_in_between(tmp_path):
         pruned("gpt2", tmp_path, tmp_path / "out", form="merged", show_progress=stop_after(7))
     pruned("gpt2", tmp_path, tmp_path / "out", form="factored")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("form", ["merged", "factored"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
+def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, monkeypatch):
+    """Oracle: the model that was pruned and the files that it was written to; a kill behind the rename leaves more."""
+    out, models = tmp_path / "out", [opened_anew(family, tmp_path) for _ in range(2)]
+    options = {"iterations": 4, "out": out, "form": form, "batch": 4}
+    first = prune_model(models[0], corpus_of(), "oats", 0.5, **options)
+    before = contents(out)
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "seconds.json").write_text("1.0")
+    monkeypatch.setattr(PruningSettings, "prune", lambda *_: pytest.fail("a matrix was pruned again"))
+    again = prune_model(models[1], corpus_of(), "oats", 0.5, **options)
+    assert again.folder == out
+    assert again.provenance == first.provenance
+    assert contents(out) == before
+    assert not (tmp_path / "out.partial").exists()
+    assert models[1].interventions == models[0].interventions
+    theirs = models[0].hf.state_dict()
+    for name, tensor in models[1].hf.state_dict().items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "differs"),
+    [
+        ({"method": "wanda"}, "--method oats there, wanda now"),
+        ({"seed": 1}, "--seed 0 there, 1 now"),
+        ({"rank_ratio": 0.5}, "--rank-ratio 0.25 there, 0.5 now"),
+        ({"pattern": "2:4"}, "--pattern not given there, 2:4 now"),
+        ({"form": "factored"}, "--format merged there, factored now"),
+    ],
+)
+def test_another_pruning_is_refused_where_one_is_finished(options, differs, tmp_path):
+    pruned("gpt2", tmp_path, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(UsageError, match=f"out holds .* pruning .*{differs}.*choose another --out or remove"):
+        pruned("gpt2", tmp_path, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == before
 
 
 def test_a_folder_that_exists_is_refused(tmp_path):

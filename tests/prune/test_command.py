@@ -202,3 +202,7 @@ def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text):
     for name in ("model.safetensors", "low_rank.safetensors", "pruning.parquet", "config.json"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
     assert not (tmp_path / "parts.partial").exists()
+    status, stdout, stderr = call(*_arguments(model, text, parts))
+    assert status == 0, stderr
+    assert "parts holds this pruning already: nothing is pruned again" in " ".join(stderr.split())
+    assert "Checkpoint: " in stdout

@@ -1,37 +1,84 @@
-"""Oracle: the signal of Ctrl-C itself."""
+"""Oracle: the signals themselves, of Ctrl-C, of a cluster that takes its machine back, of a terminal that is closed."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
 
-from theodolite.system.interrupt import interruptible
+from theodolite.system.interrupt import ended_as_by_ctrl_c, interruptible
+
+ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.fixture(autouse=True)
-def default_handler():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def default_handlers():
+    """Those of a process of its own, which a test must leave as it found them."""
+    own = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert after == own
 
 
-def test_the_first_is_noted_and_the_second_stops_at_once() -> None:
+@pytest.mark.parametrize("first", ENDING)
+@pytest.mark.parametrize("second", ENDING)
+@pytest.mark.parametrize("in_a_command", [False, True])
+def test_the_first_is_noted_and_the_second_stops_at_once(first: int, second: int, in_a_command: bool) -> None:
     said: list[str] = []
 
     def work() -> None:
         with interruptible(lambda: said.append("stopping")) as stopped:
             assert not stopped()
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(first)
             assert stopped()
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(second)
             pytest.fail("the second did not stop it")
+
+    with pytest.raises(KeyboardInterrupt), ended_as_by_ctrl_c() if in_a_command else nullcontext():
+        work()
+    assert said == ["stopping"]
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_where_nothing_is_saved_in_between_a_signal_stops_at_once(number: int) -> None:
+    closed: list[str] = []
+
+    def work() -> None:
+        with ended_as_by_ctrl_c():
+            try:
+                signal.raise_signal(number)
+                pytest.fail("it went on")
+            finally:
+                closed.append("the lock")
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert said == ["stopping"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert closed == ["the lock"]
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_what_is_ignored_stays_ignored(number: int) -> None:
+    """As by `nohup`; the others are heard."""
+    before = signal.signal(number, signal.SIG_IGN)
+    other = next(each for each in ENDING if each != number)
+
+    def work() -> None:
+        with ended_as_by_ctrl_c(), interruptible() as stopped:
+            signal.raise_signal(number)
+            assert not stopped()
+            signal.raise_signal(other)
+            assert stopped()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert signal.signal(number, before) is signal.SIG_IGN
 
 
 def test_what_nobody_has_asked_for_is_raised_at_the_end() -> None:
@@ -46,7 +93,27 @@ def test_what_nobody_has_asked_for_is_raised_at_the_end() -> None:
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done == ["the work"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("Input/output error"), ImportError("partially initialized module")]
+)
+def test_what_cannot_be_said_stops_nothing(error: Exception) -> None:
+    """A closed terminal refuses what is written to it; a signal may fall into the import of what would write it."""
+    done: list[str] = []
+
+    def say() -> None:
+        raise error
+
+    def work() -> None:
+        with interruptible(say) as stopped:
+            signal.raise_signal(signal.SIGHUP)
+            done.append("the work")
+            assert stopped()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["the work"]
 
 
 def test_an_error_is_not_hidden_by_a_stop() -> None:
@@ -59,13 +126,15 @@ def test_an_error_is_not_hidden_by_a_stop() -> None:
         work()
 
 
-def test_a_handler_of_the_callers_own_is_left_alone():
+@pytest.mark.parametrize("number", ENDING)
+def test_a_handler_of_the_callers_own_is_left_alone(number: int) -> None:
     caught = []
-    signal.signal(signal.SIGINT, lambda *_: caught.append(True))
+    before = signal.signal(number, lambda *_: caught.append(True))
     with interruptible() as stopped:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         assert not stopped()
     assert caught == [True]
+    signal.signal(number, before)
 
 
 def test_outside_the_main_thread_signals_are_left_alone():
@@ -73,9 +142,10 @@ def test_outside_the_main_thread_signals_are_left_alone():
 
     def work() -> None:
         with interruptible() as stopped:
-            answers.append((stopped(), signal.getsignal(signal.SIGINT) is signal.default_int_handler))
+            handlers = [signal.getsignal(number) for number in ENDING]
+            answers.append((stopped(), handlers))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert answers == [(False, True)]
+    assert answers == [(False, [signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL])]

@@ -22,11 +22,11 @@ from theodolite.cli.options import (
     refuse_unread,
     say_where,
 )
-from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
+from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.choices import check_form, check_method
 from theodolite.system.interrupt import interruptible
-from theodolite.system.pruned_folders import exists_already, refuse_inside
+from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
@@ -102,6 +102,7 @@ def prune_command(
         opening.check(model)
         text.check()
         _refuse_existing(out)
+        is_done = (out / SETTINGS).is_file()  # or it is refused, once the model and the text are known
 
         from theodolite.prune import prune_model
         from theodolite.report.pruned_model import page_at, write_page
@@ -129,8 +130,11 @@ def prune_command(
                 show_progress=show_progress,
                 **{name: value for name, value in options.items() if value is not None},
             )
-            with suppress(KeyboardInterrupt):  # too late to stop: all is written
-                show(WRITING, 1, 1)
+            if is_done:
+                say_dimly(f"{out} holds this pruning already: nothing is pruned again")
+            else:
+                with suppress(KeyboardInterrupt):  # too late to stop: all is written
+                    show(WRITING, 1, 1)
         _finish(pruned, out, page_at(out / "report"), as_json)
 
 
@@ -145,9 +149,7 @@ def _numbers(text: str) -> float | list[float]:
 def _refuse_existing(out: Path) -> None:
     """Fail before the model is opened; `prune_model` checks again with the folder locked."""
     refuse_inside(out)
-    if out.with_name(out.name + ".partial").is_dir():
-        return  # a pruning that was killed, perhaps after it wrote OUT
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / SETTINGS).is_file()):
         raise exists_already(out)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 from rich.console import Console
@@ -23,7 +23,7 @@ from rich.progress import (
 
 from theodolite.cli.error_pages import section_of
 from theodolite.errors import TheodoliteError, first_line
-from theodolite.system.interrupt import STOPPING
+from theodolite.system.interrupt import STOPPING, ended_as_by_ctrl_c
 
 screen = Console(stderr=True)
 _tracebacks = False
@@ -38,9 +38,13 @@ def show_tracebacks(wanted: bool) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn any exception into one line and an exit status: the error's own, 130 for Ctrl-C, else 1."""
+    """Turn any exception into one line and an exit status: the error's own, 130 for Ctrl-C, else 1.
+
+    SIGTERM and SIGHUP count as Ctrl-C.
+    """
     try:
-        yield
+        with ended_as_by_ctrl_c():
+            yield
     except TheodoliteError as error:
         if _tracebacks:
             raise
@@ -68,10 +72,11 @@ def _line_of(error: Exception) -> str:
 
 def _say_error(message: str) -> None:
     line = " ".join(message.split())
-    print(f"error: {line}", file=sys.stderr)
     more = section_of(line)
-    if more:
-        print(f"more:  theodolite explain {more.name}", file=sys.stderr)
+    with suppress(OSError):  # of a terminal that was closed; the exit status tells
+        print(f"error: {line}", file=sys.stderr)
+        if more:
+            print(f"more:  theodolite explain {more.name}", file=sys.stderr)
 
 
 def say_dimly(line: str) -> None:

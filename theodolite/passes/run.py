@@ -12,19 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError
 from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.display import view_of
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
@@ -202,31 +199,6 @@ class Workspace:
         self.folder = out.with_name(out.name + ".partial")
         self.fingerprint = fingerprint
         self._file = self.folder / "progress.safetensors"
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes out of this folder.
-
-        Raises:
-            UsageError: another one is at work there.
-        """
-        lock = FileLock(self.out.with_name(self.out.name + ".lock"), blocking=False)
-        with disk_errors(self.out):
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                lock.acquire()
-            except Timeout:
-                # To the lock, a place that takes no files looks like this.
-                if not Path(lock.lock_file).exists():
-                    raise WorkError(f"cannot write {self.out}: no file can be made there") from None
-                raise UsageError(
-                    f"another process is writing to {self.out}: wait for it or choose another"
-                ) from None
-        try:
-            yield
-        finally:
-            Path(lock.lock_file).unlink(missing_ok=True)  # while it is held, so that nobody's lock is removed
-            lock.release()
 
     def finished(self) -> Run | None:
         """The run, if it is there already.

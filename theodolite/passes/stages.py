@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run, Workspace
+from theodolite.system.locks import locked
 from theodolite.system.progress import Progress
 
 Made = TypeVar("Made")
@@ -118,7 +119,7 @@ def run_into(
     if out is None:
         return tabulated(run_stages(stages, show_progress))
     workspace = Workspace(Path(out), fingerprint, corpus)
-    with workspace.locked():
+    with locked(workspace.out):
         finished = workspace.finished()
         if finished is not None:
             return finished

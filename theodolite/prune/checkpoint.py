@@ -36,7 +36,9 @@ from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
 from theodolite.sinks.interventions import Factors
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
+from theodolite.system.locks import locked
 from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
+from theodolite.system.run_folders import differences
 
 TABLE, LOW_RANK = "pruning.parquet", "low_rank.safetensors"
 
@@ -138,11 +140,12 @@ class UnfinishedPruning:
     Args:
         out: folder of the checkpoint.
         fingerprint: everything that determines the result.
+        corpus: what provenance says of the corpus, to say what differs where it does not match.
     """
 
-    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
+    def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any]) -> None:
         self.out = out
-        self._fingerprint = fingerprint
+        self._fingerprint, self._corpus = fingerprint, corpus
         self._workspace = Workspace(out, fingerprint)
         self._seconds = self._workspace.folder / "seconds.json"
 
@@ -151,15 +154,15 @@ class UnfinishedPruning:
         """Lock the folder against other processes.
 
         Raises:
-            UsageError: another process holds it, the folder exists or lies in a pruned checkpoint, or it has an
-                unfinished pruning with other settings.
+            UsageError: another process holds it, the folder holds something else or lies in a pruned checkpoint, or it
+                has an unfinished pruning with other settings.
         """
         refuse_inside(self.out)
-        with self._workspace.locked():
+        with locked(self.out):
             if self.out.is_dir() and not any(self.out.iterdir()):
                 self.out.rmdir()
-            if self.out.exists() and not self._written():
-                raise exists_already(self.out)
+            if self.out.exists():
+                self._check_written()
             for path in sorted(self._workspace.folder.glob("*.safetensors"))[:1]:
                 self._read(path)
             yield
@@ -181,13 +184,38 @@ class UnfinishedPruning:
             )
         return matrices, notes["rows"]
 
-    def _written(self) -> bool:
-        """Whether this same pruning was killed between writing `OUT` and removing its progress."""
+    def _check_written(self) -> None:
+        """Refuse an `OUT` that is not of this same pruning."""
         try:
             provenance = json.loads((self.out / SETTINGS).read_text(encoding="utf-8"))
-            return self._workspace.folder.is_dir() and provenance["fingerprint"] == self._fingerprint
+            there = _options(provenance["fingerprint"])
         except (OSError, ValueError, KeyError, TypeError):
-            return False
+            raise exists_already(self.out) from None
+        now = _options(self._fingerprint)
+        if there != now:
+            differs = differences(there, now, provenance.get("corpus"), self._corpus)
+            raise UsageError(
+                f"{self.out} holds a pruning of another model, text or settings ({differs}): choose another --out or "
+                "remove it"
+            )
+
+    def finished(self, form: str) -> Pruned | None:
+        """The record of this pruning where `OUT` has it; what a process killed as it finished has left is removed.
+
+        Raises:
+            UsageError: `OUT` is in the other format, or damaged.
+        """
+        if not self.out.exists():
+            return None
+        written = Pruned.load(self.out)
+        there = written.provenance["pruning"]["format"]
+        if there != form:
+            raise UsageError(
+                f"{self.out} holds this pruning in another format (--format {there} there, {form} now): choose "
+                "another --out or remove it"
+            )
+        shutil.rmtree(self._workspace.folder, ignore_errors=True)
+        return written
 
     @property
     def seconds(self) -> float:
@@ -207,12 +235,6 @@ class UnfinishedPruning:
 
     def finish(self, model: OpenModel, pruned: Pruned, form: str, write_extras: WriteExtras) -> Pruned:
         """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
-        if self.out.exists():
-            written = Pruned.load(self.out)
-            if written.provenance["pruning"]["format"] != form:
-                raise exists_already(self.out)
-            shutil.rmtree(self._workspace.folder, ignore_errors=True)
-            return written
         with folder_written_atomically(self.out) as temporary, without_progress_bars():
             self._write_weights(temporary, model, pruned, form)
             pruned = _with_bytes(temporary, model, pruned, form)
@@ -244,6 +266,11 @@ class UnfinishedPruning:
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)
+
+
+def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """A fingerprint with each setting under its own name."""
+    return {name: value for name, value in fingerprint.items() if name != "pruning"} | fingerprint["pruning"]
 
 
 def _by_name(low_rank: LowRank) -> dict[str, Tensor]:

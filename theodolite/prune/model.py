@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import pandas as pd
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.models import OpenModel
+from theodolite.models import OpenModel, open_model
 from theodolite.models.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
-from theodolite.models.factored import PrunedMatrix
+from theodolite.models.factored import BLOCK, PrunedMatrix, is_factored, read_matrices
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.passes.provenance import describe_model, describe_pass
+from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.prune.checkpoint import (
     SETTINGS,
     LowRank,
@@ -80,7 +81,8 @@ def prune_model(
         iterations: for OATS.
         seed: for OATS: of the random probes that check whether its subspace is still the leading one.
         damping: for SparseGPT, as in `sparsegpt`.
-        out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model.
+        out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model. Where it holds
+            this same pruning already, that is read instead.
         form: "merged" (`transformers` opens it) or "factored" (`open_model` opens it).
         batch: contexts per forward pass; None: 4096 tokens' worth.
         write_extras: writes further files, given the result and the temporary folder that becomes `out`.
@@ -88,7 +90,7 @@ def prune_model(
 
     Raises:
         UsageError: settings out of range, a text that does not fit or is too short, a model that is already pruned,
-            quantised or under an intervention, or `out` exists.
+            quantised or under an intervention, or `out` holds something else.
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     check_fit(model, corpus, least_contexts=1)
@@ -106,8 +108,12 @@ def prune_model(
     work = _PruningRun(model, corpus, matrices, settings, fingerprint, show_progress)
     if out is None:
         return work.run(None)
-    unfinished = UnfinishedPruning(Path(out), json.loads(json.dumps(fingerprint)))
+    unfinished = UnfinishedPruning(Path(out), json.loads(json.dumps(fingerprint)), describe_corpus(corpus))
     with unfinished.claimed():
+        written = unfinished.finished(form)
+        if written is not None:
+            work.restore(Path(out))
+            return written
         return unfinished.finish(model, work.run(unfinished), form, write_extras)
 
 
@@ -136,8 +142,7 @@ class _PruningRun:
                 self.fingerprint["batch"],
                 lambda: self.show_progress(len(rows), total),
             )
-            digest = hashlib.sha256(json.dumps(self.fingerprint).encode()).hexdigest()
-            self.model.record_intervention(f"pruned({self.settings.method}, sha256:{digest[:16]})")
+            self._record()
             for layer, matrices in enumerate(self.matrices):
                 done = unfinished.block(layer) if unfinished else None
                 pruned_matrices, block_rows = done or self._pruned_block(stream, layer, total)
@@ -157,6 +162,25 @@ class _PruningRun:
         pruning = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
         provenance |= {"wall_seconds": seconds, "pruning": pruning}
         return Pruned(pd.DataFrame(rows), provenance, low_rank)
+
+    def restore(self, folder: Path) -> None:
+        """Put the matrices of this same pruning, finished in `folder`, into the model."""
+        mine = list(chain(*self.matrices))
+        if is_factored(folder):
+            blocks = (read_matrices(folder / BLOCK.format(layer))[0] for layer in range(self.model.layers))
+            finished = [
+                pruned.merged(own.holder.device) for own, pruned in zip(mine, chain(*blocks), strict=True)
+            ]
+        else:
+            opened = open_model(folder, dtype=self.model.hf.dtype, device="cpu")
+            finished = [matrix.read() for matrix in chain(*block_matrices(opened))]
+        for own, matrix in zip(mine, finished, strict=True):
+            own.write(matrix)
+        self._record()
+
+    def _record(self) -> None:
+        digest = hashlib.sha256(json.dumps(self.fingerprint).encode()).hexdigest()
+        self.model.record_intervention(f"pruned({self.settings.method}, sha256:{digest[:16]})")
 
     def _pruned_block(
         self, stream: BlockByBlock, layer: int, total: int

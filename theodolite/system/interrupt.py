@@ -1,22 +1,49 @@
-"""Ctrl-C that stops at the next safe point."""
+"""Ctrl-C that stops at the next safe point; so do SIGTERM and SIGHUP, from clusters and closed terminals."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 """What is said at the first Ctrl-C: a step is a batch, a layer, a matrix, or the tables and the page as a whole."""
+
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""The signals that ask a process to end; Windows has no SIGHUP."""
+
+
+@contextmanager
+def handling(signals: list[Any], handler: Any) -> Iterator[None]:
+    """Give signals a handler for a while, and then the one that each had; only the main thread may."""
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
+@contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt too, so that what is open is closed: locks, files, bars.
+
+    Outside the main thread, or where one is ignored (`nohup`) or has a handler, it is left alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    left_to_the_system = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    with handling(left_to_the_system if is_main else [], signal.default_int_handler):
+        yield
 
 
 @contextmanager
 def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether Ctrl-C was pressed: the first calls `say`, the second stops at once.
 
-    Outside the main thread, or where a custom handler is installed, signals are left alone and it is always False.
+    SIGTERM and SIGHUP count as Ctrl-C. Outside the main thread signals are left alone, as is each that is ignored or
+    has a custom handler.
 
     Raises:
         KeyboardInterrupt: it was pressed, and nobody who asked has stopped.
@@ -28,16 +55,13 @@ def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[
         if noted:
             raise KeyboardInterrupt
         noted = True
-        say()
+        with suppress(Exception):  # its terminal was closed, or it needs what was just being imported
+            say()
 
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not is_default or threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: noted
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    is_main = threading.current_thread() is threading.main_thread()
+    with ended_as_by_ctrl_c():
+        ours = [number for number in ENDING if signal.getsignal(number) is signal.default_int_handler]
+        with handling(ours if is_main else [], note):
+            yield lambda: noted
     if noted:
         raise KeyboardInterrupt

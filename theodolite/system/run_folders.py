@@ -26,6 +26,11 @@ OPTIONS = {
     "dtype": "--dtype",
     "device": "--device",
     "stretches": "--stretches",
+    "method": "--method",
+    "sparsity": "--sparsity",
+    "pattern": "--pattern",
+    "rank_ratio": "--rank-ratio",
+    "damping": "--damping",
 }
 """What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
 

@@ -18,11 +18,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.papers.training.task_models import PUBLISHED, train_task_model
 from theodolite.papers.training.tasks import Additions
 from theodolite.papers.training.training_loop import LearningRate
 from theodolite.system.checksums import read_notes
+from theodolite.system.locks import locked
 
 SERIES = replace(
     PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, series=True, checkpoint_every=4
@@ -180,7 +181,10 @@ def test_ctrl_c_after_the_last_step_is_not_lost(
     assert saved_step(tmp_path / "m.partial") == "6"
     adder(tmp_path / "m", checkpoint_every=6)
     written = hashes(tmp_path / "m")
-    assert {name for name in written if written[name] != uninterrupted[name]} == {"training.json"}
+    assert {name for name in written if written[name] != uninterrupted[name]} == {
+        "identity.json",
+        "training.json",
+    }
 
 
 def test_ctrl_c_is_left_to_who_handles_it(
@@ -205,3 +209,62 @@ def test_the_largest_seed_trains(tmp_path: Path) -> None:
     """Oracle: the file itself; torch's generator takes no more than 64 bits."""
     adder(tmp_path / "m", seed=(1 << 32) - 1, steps=2)
     assert json.loads((tmp_path / "m" / "training.json").read_text())["seed"] == 4294967295
+
+
+def test_a_finished_training_is_done(
+    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: its own files, after a kill behind the rename (which leaves more), and the words."""
+    adder(tmp_path / "m")
+    (tmp_path / "m.partial" / "series").mkdir(parents=True)
+    at_step(monkeypatch, 0, lambda: pytest.fail("a step was taken again"))
+    adder(tmp_path / "m")
+    assert hashes(tmp_path / "m") == uninterrupted
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    for change, differs in (({"seed": 1}, "seed 0 there, 1 now"), ({"steps": 5}, "steps 6 there, 5 now")):
+        with pytest.raises(UsageError, match=f"another training run .{differs}.; give another folder"):
+            adder(tmp_path / "m", **change)
+    assert hashes(tmp_path / "m") == uninterrupted
+
+
+def test_two_at_once_are_one(tmp_path: Path) -> None:
+    """Oracle: the words, while the lock is held."""
+    with locked(tmp_path / "m"), pytest.raises(UsageError, match="another process is writing to"):
+        adder(tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan"), 1e9])
+def test_an_impossible_rate_is_refused(tmp_path: Path, rate: float) -> None:
+    with pytest.raises(UsageError, match=r"the learning rate is .*; it must be above 0 and at most 1"):
+        adder(tmp_path / "m", learning_rate=rate)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last update breaks them, whose loss no step sees. Oracle: the checkpoint of step 4 stays as it is."""
+    at = LearningRate.at
+    monkeypatch.setattr(LearningRate, "at", lambda self, step: float("inf") if step == 5 else at(self, step))
+    with pytest.raises(WorkError, match="weights are no longer finite numbers; lower the learning rate"):
+        adder(tmp_path / "m")
+    assert saved_step(tmp_path / "m.partial") == "4"
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_last_loss_that_is_no_number_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finite weights may be so large that their loss is not."""
+    step = torch.optim.AdamW.step
+    steps: list[int] = []
+
+    def last(self: torch.optim.AdamW) -> None:
+        step(self)
+        steps.append(1)
+        if len(steps) == 6:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.fill_(1e38)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", last)
+    with pytest.raises(WorkError, match=r"loss was (nan|inf) at step 6; lower the learning rate"):
+        adder(tmp_path / "m", bfloat16=False)
+    assert not (tmp_path / "m").exists()

@@ -20,6 +20,7 @@ from theodolite.papers.training.model_folder import partial_of
 from theodolite.papers.training.models import NO_OPS, EmbeddedConfig, NoOp
 from theodolite.papers.training.training_loop import check_numbers
 from theodolite.system.files import disk_errors, folder_purpose, write_text
+from theodolite.system.locks import locked
 
 DEFAULT = EmbeddedConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)
 """Three hours for three seeds on one core."""
@@ -68,21 +69,22 @@ def train_no_op_models(
         raise UsageError(f"seeds is {seeds}; it must be positive.")
     check_numbers(seeds - 1, threads)
     texts = python_sources() if sources is None else sources
-    _claim(out, config)
-    losses_of_models = []
-    for seed in range(seeds):
-        _hold_out(held_out_of(out, seed), texts, seed)
-        for no_op in NO_OPS:
-            folder = place_of(out, no_op, seed)
-            if folder.exists() and not partial_of(folder).exists():
-                continue
-            console.print(f"{folder.name}: training", highlight=False)
-            settings = replace(config, no_op=no_op, seed=seed)
-            result = train_embedded_model(
-                folder, sources=texts, config=settings, threads=threads, console=console
-            )
-            losses = ", ".join(f"{name} {loss:.3f}" for name, loss in result.validation_loss.items())
-            losses_of_models.append(f"{folder.name}: held-out loss {losses}")
+    with locked(out):
+        _claim(out, config)
+        losses_of_models = []
+        for seed in range(seeds):
+            _hold_out(held_out_of(out, seed), texts, seed)
+            for no_op in NO_OPS:
+                folder = place_of(out, no_op, seed)
+                if folder.exists() and not partial_of(folder).exists():
+                    continue
+                console.print(f"{folder.name}: training", highlight=False)
+                settings = replace(config, no_op=no_op, seed=seed)
+                result = train_embedded_model(
+                    folder, sources=texts, config=settings, threads=threads, console=console
+                )
+                losses = ", ".join(f"{name} {loss:.3f}" for name, loss in result.validation_loss.items())
+                losses_of_models.append(f"{folder.name}: held-out loss {losses}")
     return losses_of_models
 
 

@@ -35,7 +35,7 @@ from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_
 from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
 from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.files import disk_errors, folder_purpose
-from theodolite.system.interrupt import STOPPING, interruptible
+from theodolite.system.interrupt import ENDING, STOPPING, handling, interruptible
 from theodolite.train.penalty import Gradient
 
 ROUND = 5000
@@ -177,25 +177,30 @@ def _train_in_processes(
     for share in shares:
         receive, send = context.Pipe(duplex=False)
         worker = context.Process(target=_worker, args=(share, job, stop, os.getpid(), send), daemon=True)
-        with _ignored_interrupts():
+        with _ignored_signals():
             worker.start()
         send.close()  # so that the end of the process is the end of the pipe
         workers.append(worker)
         open_ends.append(receive)
-    while open_ends:
-        if pressed():
-            stop.set()
-        ready = wait(open_ends, timeout=0.5)
-        for end in [end for end in open_ends if end in ready]:
-            try:
-                kind, line = end.recv()
-            except EOFError:
-                open_ends.remove(end)
-                continue
-            if kind == "failed":
-                failed.append(line)
-            else:
-                say(line)
+    try:
+        while open_ends:
+            if pressed():
+                stop.set()
+            ready = wait(open_ends, timeout=0.5)
+            for end in [end for end in open_ends if end in ready]:
+                try:
+                    kind, line = end.recv()
+                except EOFError:
+                    open_ends.remove(end)
+                    continue
+                if kind == "failed":
+                    failed.append(line)
+                else:
+                    say(line)
+    except BaseException:
+        for worker in workers:
+            worker.kill()  # which does no harm; they ignore what is gentler
+        raise
     for worker in workers:
         worker.join()
         if worker.exitcode:
@@ -204,16 +209,11 @@ def _train_in_processes(
 
 
 @contextmanager
-def _ignored_interrupts() -> Iterator[None]:
-    """What is started here ignores Ctrl-C, which reaches every process of a terminal: the first one decides."""
-    if threading.current_thread() is not threading.main_thread():
+def _ignored_signals() -> Iterator[None]:
+    """What is started here ignores what reaches every process of a terminal, such as Ctrl-C: the first one decides."""
+    is_main = threading.current_thread() is threading.main_thread()
+    with handling(ENDING if is_main else [], signal.SIG_IGN):
         yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connection) -> None:

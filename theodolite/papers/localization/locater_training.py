@@ -94,8 +94,8 @@ class Setting:
         """
         if self.layers < 1 or self.width < 2 or self.width % 2:
             raise UsageError(f"{self.name}: give at least one layer and an even width.")
-        if min(self.scale, self.mean, self.weight_decay) < 0:
-            raise UsageError(f"{self.name}: a strength is negative; give 0 or more.")
+        if not all(0 <= strength < math.inf for strength in (self.scale, self.mean, self.weight_decay)):
+            raise UsageError(f"{self.name}: a strength is negative or not finite; give 0 or more.")
         check_numbers(self.seed)
 
 

@@ -6,7 +6,6 @@ another one takes nothing from it. A training run that was killed resumes from i
 
 from __future__ import annotations
 
-import filecmp
 import json
 import math
 import os
@@ -34,11 +33,17 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.papers.training import training_loop
 from theodolite.papers.training.models import ModelConfig, TaskModelConfig
 from theodolite.papers.training.training_loop import BETAS, CHECKPOINT, CLIP, another_training_run
-from theodolite.system.checksums import CorruptFile, read_notes
 from theodolite.system.files import disk_errors, folder_purpose, folder_written_atomically
 from theodolite.system.interrupt import STOPPING, interruptible
+from theodolite.system.locks import locked
 
 NOT_SIZES = ("seed", "weight_decay", "dropout", "no_op", "schedule", "positions", "bfloat16", "series")
+
+IDENTITY = "identity.json"
+"""Says which training run a folder is of, unfinished or finished."""
+
+LARGEST_RATE = 1.0
+"""An update of AdamW changes a weight by about the rate: at 1, fifty times what weights begin with."""
 
 Result = TypeVar("Result")
 
@@ -74,20 +79,18 @@ def partial_of(out: Path) -> Path:
 
 
 def check_training(out: Path, config: ModelConfig, threads: int) -> None:
-    """Refuse numbers that no training run can use, and to train into what is there, unless this training run wrote it
-    and was killed before it forgot its checkpoint.
+    """Refuse numbers that no training run can use, and to train into what is there and is no training run.
 
     Raises:
-        UsageError: such a number; or `out` exists, and its checkpoint is not of the last step, or not there.
+        UsageError: such a number or folder.
     """
     training_loop.check_numbers(config.seed, threads)
-    if out.exists():
-        try:
-            finished = out.is_dir() and int(read_notes(partial_of(out) / CHECKPOINT)["step"]) == config.steps
-        except (CorruptFile, KeyError):
-            finished = False
-        if not finished:
-            raise _exists(out)
+    if out.exists() and not (out / IDENTITY).is_file():
+        raise UsageError(f"{out} exists; give another folder or remove it.")
+    if not 0 < config.learning_rate <= LARGEST_RATE:
+        raise UsageError(
+            f"the learning rate is {config.learning_rate}; it must be above 0 and at most {LARGEST_RATE:g}."
+        )
     for name, value in asdict(config).items():
         if name not in NOT_SIZES and value <= 0:
             raise UsageError(f"{name} is {value}; it must be positive.")
@@ -98,35 +101,57 @@ def check_training(out: Path, config: ModelConfig, threads: int) -> None:
 
 
 def train_into(out: Path, training: ModelTraining[Result], threads: int, console: Console | None) -> Result:
-    """Train a model, from its last checkpoint if there is one, and write it to `out`.
+    """Train a model, from its last checkpoint if there is one, and write it to `out`; measure it where it is done.
 
     Raises:
-        UsageError: `out` holds another model, or `<out>.partial` another training run.
-        WorkError: the loss is no longer a number, or a file cannot be written.
+        UsageError: `out` or `<out>.partial` holds another training run, or another process is at work there.
+        WorkError: the loss or a weight is no longer a number (the last checkpoint stays), or a file cannot be written.
         KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last whole step was written before.
     """
     partial, console = partial_of(out), console or Console(stderr=True)
-    with training_loop.threads(threads):
+    identity = {"config": json.dumps(asdict(training.config)), **training.data}
+    with locked(out), training_loop.threads(threads):
         torch.manual_seed(training.config.seed)
         model = training.build()
-        _fit(model, training, partial, console)
+        if out.exists():
+            _check_finished(out, identity)
+            console.print(f"{out} is trained already; it is measured again.", markup=False, highlight=False)
+            model = type(model).from_pretrained(out, config=model.config)
+        else:
+            _fit(model, training, identity, partial, console)
         model.eval()
         with phase("measuring the model", console):
             result = training.measure(model)
-    finished = partial / "finished"
-    _write_model(finished, model, training)
-    with disk_errors(out):
-        name, text = training.page(result)
-        (finished / name).write_text(text, encoding="utf-8")
-        if (partial / "series").exists():  # copied: a kill before the rename must not lose it
-            shutil.copytree(partial / "series", finished / "series")
-        _publish(finished, out)
+        if not out.exists():
+            _publish(out, model, training, identity, result)
+        shutil.rmtree(partial, ignore_errors=True)
     return result
 
 
-def _fit(model: PreTrainedModel, training: ModelTraining[Result], partial: Path, console: Console) -> None:
+def _check_finished(out: Path, identity: dict[str, str]) -> None:
+    """Refuse a folder that another training run wrote."""
+    there = folder_purpose(out / IDENTITY, identity)
+    if there == identity:
+        return
+    said = []
+    if isinstance(there, dict) and "config" in there:
+        old, now = json.loads(there["config"]), json.loads(identity["config"])
+        said = [
+            f"{name} {old.get(name)} there, {now[name]} now" for name in now if old.get(name) != now[name]
+        ]
+    raise UsageError(
+        f"{out} holds another training run ({'; '.join(said) or 'of another text'}); give another folder or remove it."
+    )
+
+
+def _fit(
+    model: PreTrainedModel,
+    training: ModelTraining[Result],
+    identity: dict[str, str],
+    partial: Path,
+    console: Console,
+) -> None:
     config, checkpoint = training.config, partial / CHECKPOINT
-    identity = {"config": json.dumps(asdict(config)), **training.data}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -137,7 +162,7 @@ def _fit(model: PreTrainedModel, training: ModelTraining[Result], partial: Path,
     # A folder that does not say what it is of has to have a checkpoint, which has just been judged by its own notes.
     unknown = f"{partial} does not say which training run it holds; remove it to start over."
     refusal = None if checkpoint.exists() else unknown
-    if folder_purpose(partial / "identity.json", identity, refusal) != identity:
+    if folder_purpose(partial / IDENTITY, identity, refusal) != identity:
         raise another_training_run(partial)
 
     def keep(step: int) -> None:
@@ -164,8 +189,7 @@ def _fit(model: PreTrainedModel, training: ModelTraining[Result], partial: Path,
         for step, value in steps:
             loss = value.item()
             progress.update(task, description=f"training, loss {loss:.3f}")
-            if not math.isfinite(loss):
-                raise WorkError(f"The loss was {loss} at step {step - 1}; lower the learning rate.")
+            _check_loss(loss, step - 1)
             keep(step)
             due = step % config.checkpoint_every == 0 or step == config.steps
             stop = pressed()  # asked once: what is pressed later is for the next step
@@ -177,6 +201,13 @@ def _fit(model: PreTrainedModel, training: ModelTraining[Result], partial: Path,
             progress.advance(task)  # what is shown and saved after a step is a part of it
             if stop:
                 raise KeyboardInterrupt
+    with torch.no_grad():  # no step has seen what the last update did
+        _check_loss(training.loss(model.eval(), config.steps).item(), config.steps)
+
+
+def _check_loss(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise WorkError(f"The loss was {loss} at step {step}; lower the learning rate.")
 
 
 @contextmanager
@@ -196,26 +227,21 @@ def _write_model(folder: Path, model: PreTrainedModel, training: ModelTraining[R
         training.tokenizer.save_pretrained(temporary)
 
 
-def _publish(finished: Path, out: Path) -> None:
-    """Give the finished folder its name, and forget the training run: last of all its checkpoint.
-
-    Raises:
-        UsageError: `out` is there, with another model in it.
-    """
-    if out.exists():
-        new, old = (folder / "model.safetensors" for folder in (finished, out))
-        if not old.is_file() or not filecmp.cmp(new, old, shallow=False):
-            raise _exists(out)
-    else:
-        os.replace(finished, out)
+def _publish(
+    out: Path,
+    model: PreTrainedModel,
+    training: ModelTraining[Result],
+    identity: dict[str, str],
+    result: Result,
+) -> None:
+    """Write the finished folder beside `out`, and give it its name."""
     partial = partial_of(out)
-    for path in partial.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != CHECKPOINT:
-            path.unlink()
-    shutil.rmtree(partial)
-
-
-def _exists(out: Path) -> UsageError:
-    return UsageError(f"{out} exists; give another folder or remove it.")
+    finished = partial / "finished"
+    _write_model(finished, model, training)
+    with disk_errors(out):
+        name, text = training.page(result)
+        (finished / name).write_text(text, encoding="utf-8")
+        folder_purpose(finished / IDENTITY, identity)
+        if (partial / "series").exists():  # copied: a kill before the rename must not lose it
+            shutil.copytree(partial / "series", finished / "series")
+        os.replace(finished, out)

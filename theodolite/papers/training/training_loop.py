@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.files import disk_errors, write_atomically
 
@@ -103,8 +103,10 @@ def save_checkpoint(
     """Write weights, both moments and `others` to one file, whole or not at all.
 
     Raises:
-        WorkError: it cannot be written.
+        WorkError: a weight is no longer a finite number, or the file cannot be written; what was saved before stays.
     """
+    if not all(parameter.isfinite().all() for _, parameter in trained_parameters(model)):
+        raise WorkError("The weights are no longer finite numbers; lower the learning rate.")
     tensors = dict(others or {})
     for name, parameter in trained_parameters(model):
         state = optimizer.state[parameter]  # empty before the first update
