@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 import gradio as gr
 
-from theodolite.errors import TheodoliteError
+from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore import panel_html, panels
 from theodolite.explore.panels import Selection, Switches
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
@@ -82,6 +82,13 @@ class _Settings:
 
     @classmethod
     def of(cls, ids: Sequence[int], head: str, measure: str, log: bool, hide: bool, window: int) -> _Settings:
+        """From the controls.
+
+        Raises:
+            UsageError: no prompt was read yet, as after the server was started anew under an open page.
+        """
+        if not ids:
+            raise UsageError("no prompt has been run yet: run one first")
         where, _, column = measure.partition(":")
         selection = Selection(*panels.parse_head(head), (where, column))
         return cls(tuple(ids), selection, Switches(log, hide), int(window or 1))
@@ -204,6 +211,9 @@ def _wire(
         yield from (_query(settings), *_quick(subjects, settings))
 
     def parts(*values: Any) -> Iterator[Any]:
+        if not values[0]:  # whatever came before has said why there is no prompt
+            yield from (gr.skip() for _ in slow_panels)
+            return
         yield from _slow(subjects, _Settings.of(*values))
 
     def maps(*values: Any) -> Iterator[Any]:

@@ -38,6 +38,9 @@ from theodolite.system.wording import counted
 MOST_TOKENS = 512
 """A prompt's attention is drawn whole: 512² numbers are a megabyte and a half on their way to the page."""
 
+MOST_CHARACTERS = 64 * MOST_TOKENS
+"""Of a prompt: what is longer has too many tokens, and counting those of a whole book would take minutes."""
+
 PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference")
 
 KEPT_PROMPTS, KEPT_LAYERS = 2, 4
@@ -142,6 +145,11 @@ def ids_of_text(models: Sequence[OpenModel], prompt: str, names: Sequence[str] =
     """As `prompt_ids`; `names`: of the models."""
     if not prompt.strip():
         raise UsageError("the prompt is empty: type some text, or pick a prompt")
+    if len(prompt) > MOST_CHARACTERS:
+        raise UsageError(
+            f"the prompt is {len(prompt):,} characters long: at most {MOST_CHARACTERS:,}, and {MOST_TOKENS} tokens, "
+            "can be shown"
+        )
     text = prompt.encode("utf-8", "replace").decode()
     first, *others = (_ids(model, text) for model in models)
     if any(ids != first for ids in others):
