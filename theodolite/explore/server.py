@@ -18,8 +18,9 @@ from plotly.offline import get_plotlyjs
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from theodolite.errors import UsageError
-from theodolite.explore.page import build, theme
+from theodolite.explore.page import build
 from theodolite.explore.subject import Subject
+from theodolite.explore.theme import theme
 from theodolite.report.page import static_text, themes
 
 HOST = "127.0.0.1"
