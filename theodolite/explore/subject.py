@@ -16,6 +16,7 @@ import torch
 
 from theodolite.comparison.audit import SHAPE
 from theodolite.corpus.sampling import LEAST_LENGTH
+from theodolite.corpus.special_tokens import refuse_growth
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore.view import (
     HeadView,
@@ -171,6 +172,7 @@ _DIFFERENT = (
 def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: it takes no prompt")
+    refuse_growth(model.required_tokenizer(), text)
     ids = tuple(model.required_tokenizer()(text, add_special_tokens=True, verbose=False)["input_ids"])
     if not model.has_tokens(torch.tensor(ids, dtype=torch.int64)):
         raise UsageError(
