@@ -35,7 +35,7 @@ from theodolite.papers.training import training_loop
 from theodolite.papers.training.models import ModelConfig, TaskModelConfig
 from theodolite.papers.training.training_loop import BETAS, CHECKPOINT, CLIP, another_training_run
 from theodolite.system.checksums import CorruptFile, read_notes
-from theodolite.system.files import disk_errors, folder_purpose, folder_written_atomically
+from theodolite.system.files import check_target, disk_errors, folder_purpose, folder_written_atomically
 from theodolite.system.interrupt import STOPPING, interruptible
 
 NOT_SIZES = ("seed", "weight_decay", "dropout", "no_op", "schedule", "positions", "bfloat16", "series")
@@ -81,6 +81,7 @@ def check_training(out: Path, config: ModelConfig, threads: int) -> None:
         UsageError: such a number; or `out` exists, and its checkpoint is not of the last step, or not there.
     """
     training_loop.check_numbers(config.seed, threads)
+    check_target(out)
     if out.exists():
         try:
             finished = out.is_dir() and int(read_notes(partial_of(out) / CHECKPOINT)["step"]) == config.steps
