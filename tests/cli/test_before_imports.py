@@ -33,6 +33,19 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["survey", "--length", "3"], "contexts of 3 tokens are too short: use --length 4 or more"),
         (["survey", "--contexts", "0"], "above 0"),
         (["survey", "--out", taken], "exists and is no run"),
+        *((["survey", "--out", out], says) for out, says in _places(tmp_path)),
+        *(
+            ([*command, "--out", out], says)
+            for command in (["trace"], ["spectra"], ["prune"])
+            for out, says in _places(tmp_path)[1:]
+        ),
+        (["compare", "embedded", "embedded", "--out", str(tmp_path / "caf\udce9")], "is no name in UTF-8"),
+        (["evaluate", "--out", "x" * 250], "is longer than 200 bytes"),
+        *(
+            ([*command, "--seed", str(seed)], says)
+            for command in (["survey"], ["trace"], ["evaluate"], ["prune", "--out", str(tmp_path / "p")])
+            for seed, says in ((-1, "is negative"), (1 << 63, "is too large"), (1 << 70, "is too large"))
+        ),
         (["trace", "gpt2", "--dtype", "float7"], "unknown dtype float7"),
         (["trace", "--corpus", none], "no file or folder"),
         (["spectra", none], "no checkpoint at"),
@@ -59,3 +72,20 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         assert status == 2, (call, stderr)
         assert says in " ".join(stderr.split()), (call, stderr)
         assert not heavy, call
+
+
+def _places(folder: Path) -> list[tuple[str, str]]:
+    """Where nothing can be written, and what is said of it."""
+    (folder / "dangling").unlink(missing_ok=True)
+    (folder / "dangling").symlink_to(folder / "nothing")
+    return [
+        ("/", "is no name of its own"),
+        (".", "is no name of its own"),
+        ("", "is no name of its own"),
+        (str(folder / ".."), "is no name of its own"),
+        (str(folder / ("x" * 250)), "is longer than 200 bytes"),
+        (str(folder / ("x" * 300)), "File name too long"),
+        (str(folder / "caf\udce9"), "caf\\udce9' is no name in UTF-8"),
+        (str(folder / "dangling"), "is a link to nothing"),
+        (str(folder / "dangling" / "below"), "is a link to nothing"),
+    ]

@@ -7,6 +7,8 @@ import importlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -475,3 +477,21 @@ def test_ctrl_c_after_the_passes_ends_in_a_line_and_no_pass_is_made_again(
     assert call(*words)[0] == 0
     assert (out / "report" / "index.html").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "text.txt"]
+
+
+def test_a_terminal_that_cannot_write_greek_gets_escapes(checkpoint, text, tmp_path):
+    """Oracle: the same tables written as UTF-8."""
+    command = [sys.executable, "-m", "theodolite", "survey", str(checkpoint("gpt2")), "--corpus", str(text)]
+    command += ["--length", "16", "--contexts", "4", "--out", str(tmp_path / "run")]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    table = subprocess.run(command, capture_output=True, env=ascii_only)
+    assert table.returncode == 0, table.stderr
+    assert rb"\u" in table.stdout
+    one, other = (
+        subprocess.run(
+            [*command, "--json"], capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding}
+        )
+        for encoding in ("ascii", "utf-8")
+    )
+    assert one.stdout.isascii()
+    assert json.loads(one.stdout) == json.loads(other.stdout)

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
@@ -485,3 +485,48 @@ def test_what_has_no_labels_is_not_balanced(tmp_path: Path, plain: PreTrainedTok
     (tmp_path / "a.txt").write_text("abc")
     with pytest.raises(UsageError, match=r"holds no table \(\.jsonl \.parquet\): leave out --label-column"):
         make_corpus(tmp_path / "a.txt", plain, 8, columns=Columns(label="x"))
+
+
+def test_a_long_text_is_read_until_there_is_enough(plain, monkeypatch):
+    """Oracle: a text of just the rows that may be read gives the same contexts."""
+    monkeypatch.setattr(module, "READ_TOKENS", 400)
+    rows = [f"{number:06d} " * 4 for number in range(100)]
+    read: list[int] = []
+
+    def texts(count):
+        for number, row in enumerate(rows[:count]):
+            read.append(number)
+            yield row
+
+    def corpus(count, contexts, **more):
+        monkeypatch.setattr(module, "read_path", lambda *_: (module.Document(t) for t in texts(count)))
+        read.clear()
+        return Corpus.from_path("t.jsonl", plain, 7, contexts, **more)
+
+    stopped = corpus(100, 3)
+    tokens = stopped.selection["tokens_read"]
+    assert 400 <= tokens < 450
+    assert len(read) < 30
+    enough = corpus(len(read) - 1, 3)  # the last one is looked at, and left
+    assert enough.selection == {}
+    assert torch.equal(stopped.contexts, enough.contexts)
+    # More contexts than that many tokens give, all of them, and a number of each label: read to the end.
+    for contexts in (100, None):
+        assert corpus(100, contexts).selection == {}
+        assert len(read) == 100
+
+
+def test_a_normaliser_that_multiplies_a_text_is_refused_before_it_does(plain):
+    plain.backend_tokenizer.normalizer = normalizers.Replace(Regex("[a-z]"), "x" * 3000)
+    with pytest.raises(UsageError, match="normaliser makes more than 32 characters of one"):
+        Corpus.from_texts(["some text " * 10_000], plain, 8)
+    # Oracle: Unicode; this ligature has the longest of its compatibility forms.
+    plain.backend_tokenizer.normalizer = normalizers.NFKC()
+    assert len(Corpus.from_texts(["\ufdfa" * 100], plain, 8).contexts)
+
+
+def test_random_tokens_where_every_token_is_marked_special(plain):
+    plain.add_special_tokens({"additional_special_tokens": list(plain.get_vocab())})
+    drawn = Corpus.random_tokens(plain, 16, 8).contexts
+    assert len(drawn.unique()) > 1
+    assert set(drawn.unique().tolist()) <= set(plain.get_vocab().values())

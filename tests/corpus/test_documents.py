@@ -207,3 +207,22 @@ def test_rows_with_labels_or_without_a_leading_title_stay_rows() -> None:
     assert list(joined_articles([])) == []
     endless = joined_articles(Document(str(number)) for number in itertools.count())
     assert [next(iter(endless)).text for _ in range(3)] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("damage", ["footer", "pages", "half"])
+def test_a_damaged_parquet_file_is_said_to_be_none(tmp_path: Path, damage: str) -> None:
+    """Not that its permissions are wrong, whichever of its errors pyarrow raises."""
+    path = tmp_path / "t.parquet"
+    pd.DataFrame({"text": ["some words"] * 200}).to_parquet(path)
+    data = bytearray(path.read_bytes())
+    if damage == "footer":
+        data = bytearray(b"PAR1" + bytes(500) + b"PAR1")
+    elif damage == "pages":
+        data[10:40] = bytes(byte ^ 0xFF for byte in data[10:40])
+    else:
+        del data[len(data) // 2 :]
+    path.write_bytes(data)
+    with pytest.raises(
+        UsageError, match=r"t\.parquet is not a Parquet file that can be read \(.*\); write it anew"
+    ):
+        list(read_path(path))

@@ -137,9 +137,22 @@ def test_products_are_seen_whatever_the_function():
     x, w, b = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     seen = []
     with tapped_products(lambda inputs, matrix: seen.append((inputs, matrix))):
-        results = [functional.linear(x, w), x @ w.T, torch.mm(x, w.T), torch.addmm(b, x, w.T) - b]
+        results = [
+            functional.linear(x, w),
+            functional.linear(x, weight=w),
+            functional.linear(weight=w, input=x),
+            x @ w.T,
+            x.matmul(other=w.T),
+            x.mm(mat2=w.T),
+            torch.matmul(x, other=w.T),
+            torch.matmul(input=x, other=w.T),
+            torch.mm(x, w.T),
+            torch.mm(x, mat2=w.T),
+            torch.addmm(b, x, w.T) - b,
+            torch.addmm(b, mat1=x, mat2=w.T) - b,
+        ]
         torch.matmul(x, b[:4])  # with a vector: no matrix
-    assert len(seen) == 4
+    assert len(seen) == len(results)
     for (inputs, matrix), result in zip(seen, results, strict=True):
         assert inputs is x
         assert matrix.data_ptr() == w.data_ptr()

@@ -356,3 +356,19 @@ def test_who_has_the_model_may_measure_it_and_others_wait(opened):
         assert thread.is_alive()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_pass_that_was_made_in_inference_mode_goes_on_outside_of_it(opened):
+    """Oracle: passes that were made outside of it."""
+    model = opened("gpt2")
+    totals = []
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            total, part = (SurveyPass(model, CORPUS, 0, 2) for _ in range(2))
+        total.read(0, 4)
+        part.read(4, 6)
+        total.merge(part.state())
+        total.restore(total.state())
+        totals.append(total.state())
+    assert totals[0].keys() == totals[1].keys()
+    assert all(torch.equal(totals[0][name], totals[1][name]) for name in totals[0])

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests import checkpoints
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import open_model, verification
+from theodolite.models import open_model, open_weights, verification
 
 FACTS = {
     "gpt2": (True, "learned", 128),
@@ -319,3 +319,63 @@ def test_a_model_shows_itself_in_a_line(opened):
     assert repr(model) == f"OpenModel({model.id}: gpt2, 3 layers × 4 heads × width 32, float32 on cpu)"
     with model.intervention("ablated"):
         assert repr(model).endswith("on cpu, ablated)")
+
+
+def _edited(folder: Path, **changes: object) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize("opening", [open_model, open_weights])
+def test_fewer_positions_than_the_sequence_of_verification(tmp_path, opening):
+    """Oracle: a model with more positions, of which it keeps the first."""
+    folder = checkpoints.write("gpt2", tmp_path / "whole")
+    few = _edited(shutil.copytree(folder, tmp_path / "few"), n_positions=9)
+    tensors = load_file(few / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("wpe.weight"))
+    save_file(tensors | {name: tensors[name][:9].clone()}, few / "model.safetensors", {"format": "pt"})
+    model = opening(few)
+    assert model.longest == 9
+    assert torch.equal(model.head_weights(1).w_q, opening(folder).head_weights(1).w_q)
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_in_which_tokens_see_nothing_is_refused(tmp_path, window):
+    folder = _edited(checkpoints.write("mistral", tmp_path / "m"), sliding_window=window)
+    with pytest.raises(
+        UsageError, match=rf"sliding_window = {window}; use a number above 0, or null for none"
+    ):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("opening", [open_model, open_weights])
+@pytest.mark.filterwarnings("ignore")
+def test_an_unknown_kind_of_rope_is_named_beside_those_that_are_known(tmp_path, opening):
+    folder = checkpoints.write("llama3", tmp_path / "m")
+    _edited(folder, rope_parameters={"rope_type": "magic", "rope_theta": 10_000.0})
+    with pytest.raises(UsageError, match=r"rope_type = 'magic'; transformers .* knows default, .*llama3"):
+        opening(folder)
+
+
+def test_what_overflows_in_half_precision_is_told_to_use_more(tmp_path):
+    folder = checkpoints.write("gpt2", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("0.attn.c_attn.weight"))
+    save_file(tensors | {name: tensors[name] * 1e7}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        WorkError, match=r"c_attn\.weight holds infinite values in float16: try --dtype float32"
+    ):
+        open_model(folder, dtype="float16")
+    assert open_model(folder).hf.dtype == torch.float32
+    good = torch.ones(1, 4, 8, dtype=torch.float16)
+    for bad in (torch.inf, torch.nan):
+        with pytest.raises(
+            WorkError, match=r"layer 0: its attention outputs hold NaN or .*: try --dtype float32"
+        ):
+            verification.check_recomputed("layer 0", good * bad, good, [1.0])
+
+
+def test_a_device_without_numbers_is_refused(checkpoint):
+    with pytest.raises(UsageError, match="cannot use device meta, which holds no numbers: use --device cpu"):
+        open_model(checkpoint("gpt2"), device="meta")

@@ -24,6 +24,7 @@ from theodolite.cli.options import (
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
+from theodolite.system.files import check_target
 from theodolite.system.interrupt import interruptible
 from theodolite.system.run_folders import is_run
 
@@ -84,6 +85,7 @@ def compare_command(
         if len(models) < 2:
             raise UsageError("one model cannot be compared: give two or more")
         folder = out or Path("runs") / f"{short_name(models[0])}-against-{short_name(models[1])}"
+        check_target(folder / "report")
         runs = [is_run(model) for model in models]
         if any(runs) and not all(runs):
             other = models[runs.index(False)]

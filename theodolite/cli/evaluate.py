@@ -18,6 +18,7 @@ from rich.console import Console
 from theodolite.cli.options import AsJson, Opening, Text
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
 from theodolite.system import embedded
+from theodolite.system.files import check_target
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def evaluate_command(
 
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
         opening.check(*names)
+        check_target(out)
         reads = text.corpus is not None or not (task or tasks)
         read = text if text.corpus is not None else replace(text, corpus=HELD_OUT)
         if reads:

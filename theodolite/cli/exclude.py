@@ -10,6 +10,7 @@ from rich.console import Console
 
 from theodolite.cli.screen import one_line_errors, screen
 from theodolite.errors import UsageError
+from theodolite.system.files import check_target
 from theodolite.system.run_folders import check_run
 
 
@@ -30,6 +31,7 @@ def exclude_command(
     """
     with one_line_errors():
         check_run(run)
+        check_target(out)
 
         from theodolite.passes.run import Run
         from theodolite.sinks.exclusions import Exclusions

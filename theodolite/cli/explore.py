@@ -72,27 +72,31 @@ def explore_command(
         opening.check(*names)
         text.check()
 
-        from theodolite.explore.telemetry import disable_telemetry
+        from theodolite.explore.telemetry import disable_telemetry, temporary_folder
 
         disable_telemetry()
-        from theodolite.explore.server import application, listen, serve
-        from theodolite.explore.subject import check_pair
+        with temporary_folder():
+            from theodolite.explore.server import application, listen, serve
+            from theodolite.explore.subject import check_pair
 
-        with listen(port) as listening:
-            opened = [opening.open(name) for name in names]
-            called = _display_names(opened)
-            check_pair(list(zip(called, opened, strict=True)))
+            with listen(port) as listening:
+                opened = [opening.open(name) for name in names]
+                called = _display_names(opened)
+                check_pair(list(zip(called, opened, strict=True)))
 
-            def surveyed(each: OpenModel) -> Run:
-                from theodolite.passes.survey import survey_heads
+                def surveyed(each: OpenModel) -> Run:
+                    from theodolite.passes.survey import survey_heads
 
-                corpus = text.read(each)
-                with interruptible(say_stopping) as stopped, bars(stopped, of=short_name(each.id)) as show:
-                    return survey_heads(each, corpus, seed=text.seed, show_progress=show)
+                    corpus = text.read(each)
+                    with (
+                        interruptible(say_stopping) as stopped,
+                        bars(stopped, of=short_name(each.id)) as show,
+                    ):
+                        return survey_heads(each, corpus, seed=text.seed, show_progress=show)
 
-            surveys = list(map(_loaded, opened, runs)) if runs else list(map(surveyed, opened))
-            app = application(_subjects(called, opened, surveys))
-            serve(app, listening, lambda address: _say(address, browser))
+                surveys = list(map(_loaded, opened, runs)) if runs else list(map(surveyed, opened))
+                app = application(_subjects(called, opened, surveys))
+                serve(app, listening, lambda address: _say(address, browser))
 
 
 def _display_names(opened: list[OpenModel]) -> list[str]:

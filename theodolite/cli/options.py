@@ -242,8 +242,6 @@ class Text:
         from theodolite.corpus.sampling import Choice, check_length
         from theodolite.corpus.spec import check_spec
 
-        if self.seed < 0:
-            raise UsageError(f"seed {self.seed} is negative: use --seed 0 or more")
         if self.length is not None:
             check_length(self.length)
         Choice(self.contexts, self.seed, self.per_label).check()
@@ -269,6 +267,8 @@ class Text:
             corpus = make_corpus(
                 self.corpus, tokenizer, length, contexts, self.seed, self.columns, self.per_label
             )
+        if "tokens_read" in corpus.selection:
+            say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")
         if self.per_label is not None:
             say_dimly(_labels_line(corpus))
         return corpus

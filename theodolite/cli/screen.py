@@ -5,10 +5,13 @@ No command is here, and nothing heavy is imported.
 
 from __future__ import annotations
 
+import codecs
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 
 import typer
 from rich.console import Console
@@ -28,6 +31,19 @@ from theodolite.system.interrupt import STOPPING, ended_as_by_ctrl_c
 screen = Console(stderr=True)
 _tracebacks = False
 _SMALLER = "use a smaller --batch or --length, or --dtype bfloat16"
+
+
+def escape_unwritable() -> None:
+    """From now on what a terminal's encoding lacks is written as JSON writes it (`\\u03c1`), and ends no command."""
+    codecs.register_error("as_json", _as_json)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="as_json")
+
+
+def _as_json(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def show_tracebacks(wanted: bool) -> None:

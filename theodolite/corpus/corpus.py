@@ -30,13 +30,14 @@ from theodolite.corpus.documents import (
     stdlib_sources,
 )
 from theodolite.corpus.hub_dataset import streamed_documents
-from theodolite.corpus.sampling import Choice, Sample, check_length, choose
+from theodolite.corpus.sampling import READ_AHEAD, Choice, Sample, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, RANDOM
-from theodolite.corpus.special_tokens import SpecialTokens, Tokenizer, frame_of
+from theodolite.corpus.special_tokens import SpecialTokens, Tokenizer, frame_of, refuse_growth
 from theodolite.errors import UsageError
 
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
 BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
+READ_TOKENS = 1 << 22  # of a text that has given enough contexts; some 16 MB, read in seconds
 STREAMED_CONTEXTS = 256  # of endless sources (random tokens, streamed datasets) when no number is given
 
 
@@ -52,13 +53,15 @@ class Corpus:
     nothing.
 
     Sampling. When fewer contexts are asked for than there are, a seeded sample without replacement is kept,
-    in reading order; when more, all that there are. With `per_label`, it is exactly so many contexts of each label:
-    labels that have fewer are left out, and so are contexts without a label; `contexts` is the maximum still, and of
-    more labels than it has room for, a seeded sample is kept.
+    in reading order; when more, all that there are. A long text is read until it gave `READ_TOKENS` tokens and
+    `sampling.READ_AHEAD` times the contexts asked for, which the sample is of. With `per_label`, it is exactly so many
+    contexts of each label: labels that have fewer are left out, and so are contexts without a label; `contexts` is the
+    maximum still, and of more labels than it has room for, a seeded sample is kept.
 
     `labels` indexes `label_names`; −1 says that a context has no label. `selection` says, for the provenance, what
     was asked of labels: `label_column`, `label_rows`, `per_label`, and then `labels_too_short` and
-    `labels_not_drawn`, how many were left out for either reason; empty where nothing was.
+    `labels_not_drawn`, how many were left out for either reason; empty where nothing was. `tokens_read` is there where
+    a text was not read to its end.
     """
 
     name: str
@@ -238,8 +241,9 @@ def _drawable(
         return np.arange(vocabulary), SpecialTokens([], [], [])
     # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
     marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
-    special = {*vocabulary.all_special_ids, *marked}
-    ids = np.array(sorted(set(vocabulary.get_vocab().values()) - special), dtype=np.int64)
+    named, every = set(vocabulary.all_special_ids), set(vocabulary.get_vocab().values())
+    ordinary = every - named - set(marked) or every - named or every  # some mark all of their tokens
+    ids = np.array(sorted(ordinary), dtype=np.int64)
     return ids if below is None else ids[ids < below], frame_of(vocabulary, length)
 
 
@@ -251,8 +255,13 @@ class _Cutter:
     body: int  # tokens of a context without those around it
     between: list[int]
     packs: bool = True  # short documents of a label together; not where every document has a label of its own
+    enough: int | None = (
+        None  # contexts after which a text is read no further than `READ_TOKENS`; None: it is
+    )
     longest: int = 0
     cuts: int = 0
+    tokens: int = 0
+    stopped: bool = False
     short: dict[str | None, list[int]] = field(default_factory=dict)
 
     def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, list[int]]]:
@@ -260,6 +269,10 @@ class _Cutter:
             pending: list[int] = []
             full = False
             for ids in _encode(self.tokenizer, document.text):
+                if self.enough is not None and self.cuts >= self.enough and self.tokens >= READ_TOKENS:
+                    self.stopped = True
+                    return
+                self.tokens += len(ids)
                 pending += ids
                 whole = len(pending) // self.body * self.body
                 for begin in range(0, whole, self.body):
@@ -294,7 +307,10 @@ def _build(
     choice.check()
     frame = frame_of(tokenizer, length)
     around = len(frame.before) + len(frame.after)
-    cutter = _Cutter(tokenizer, length - around, frame.between, packs=not choice.rows)
+    enough = None
+    if choice.contexts is not None and choice.per_label is None:
+        enough = READ_AHEAD * choice.contexts
+    cutter = _Cutter(tokenizer, length - around, frame.between, packs=not choice.rows, enough=enough)
     sample = choose(cutter.cut(documents), choice)
     if not sample.bodies:
         raise _nothing_chosen(name, length, choice, sample, cutter, around)
@@ -303,6 +319,8 @@ def _build(
     index = {label: position for position, label in enumerate(names)}
     labels = torch.tensor([-1 if label is None else index[label] for label, _ in sample.bodies])
     selection = selection or {}
+    if cutter.stopped:
+        selection |= {"tokens_read": cutter.tokens}
     if choice.per_label is not None:
         selection |= {
             "per_label": choice.per_label,
@@ -348,6 +366,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
             breaks = [match.start() for match in re.finditer(r"(?<=\S)\s", text[end - BREAK_WINDOW : end])]
             end += breaks[-1] - BREAK_WINDOW if breaks else 0
         chunk = text[begin:end].encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
+        refuse_growth(tokenizer, chunk)
         # verbose=False: a document is longer than the model, which is why it is cut.
         yield list(tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"])
         begin = end

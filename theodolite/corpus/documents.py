@@ -361,7 +361,9 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
             for number, row in enumerate(rows, start=1):
                 if document := document_of_row(row, columns, str(path), number):
                     yield document
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise  # of the disk; those of the decoder have no number
         why = first_line(error)
         raise UsageError(f"{path} is not a Parquet file that can be read ({why}); write it anew.") from None
 

@@ -14,6 +14,8 @@ from theodolite.errors import UsageError
 LEAST_LENGTH = 4
 """Tokens that a context or a prompt must have to be measured, position 0 included."""
 
+SEEDS = 1 << 63
+
 READ_AHEAD = 4  # a stream is read until it gave this many times the contexts (or labels) asked for
 LABELS_READ_AHEAD = 128  # and, where labels are few or rare, this many times the contexts
 
@@ -38,7 +40,8 @@ class Choice:
     streamed: bool = False
 
     def check(self) -> None:
-        """Raise `UsageError` where nothing could be kept."""
+        """Raise `UsageError` where nothing could be kept, or the seed is none."""
+        check_seed(self.seed)
         if self.contexts is not None and self.contexts < 1:
             raise UsageError(f"{self.contexts} contexts were asked for: use a number (--contexts) above 0")
         if self.per_label is not None and self.per_label < 1:
@@ -144,6 +147,14 @@ def _by_label(
         if complete == enough:
             break
     yield from reservoirs.items()
+
+
+def check_seed(seed: int) -> None:
+    """Raise `UsageError` where it is not from 0 to 2⁶³ − 1, which every generator takes."""
+    if seed < 0:
+        raise UsageError(f"seed {seed} is negative: use --seed 0 or more")
+    if seed >= SEEDS:
+        raise UsageError(f"seed {seed} is too large: use --seed {SEEDS - 1} or less")
 
 
 def check_length(length: int) -> None:

@@ -10,12 +10,11 @@ from urllib.parse import urlencode
 
 import gradio as gr
 
-from theodolite.errors import TheodoliteError
+from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore import panel_html, panels
 from theodolite.explore.panels import Selection, Switches
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
 from theodolite.report.data import opening_head
-from theodolite.report.style import DARK_NEUTRAL, NEUTRAL
 from theodolite.system.wording import head_name
 
 FIRST_MEASURE = "prompt:entropy"
@@ -82,6 +81,13 @@ class _Settings:
 
     @classmethod
     def of(cls, ids: Sequence[int], head: str, measure: str, log: bool, hide: bool, window: int) -> _Settings:
+        """From the controls.
+
+        Raises:
+            UsageError: no prompt was read yet, as after the server was started anew under an open page.
+        """
+        if not ids:
+            raise UsageError("no prompt has been run yet: run one first")
         where, _, column = measure.partition(":")
         selection = Selection(*panels.parse_head(head), (where, column))
         return cls(tuple(ids), selection, Switches(log, hide), int(window or 1))
@@ -204,6 +210,9 @@ def _wire(
         yield from (_query(settings), *_quick(subjects, settings))
 
     def parts(*values: Any) -> Iterator[Any]:
+        if not values[0]:  # whatever came before has said why there is no prompt
+            yield from (gr.skip() for _ in slow_panels)
+            return
         yield from _slow(subjects, _Settings.of(*values))
 
     def maps(*values: Any) -> Iterator[Any]:
@@ -363,38 +372,4 @@ def _figure(label: str, *, kind: str = "", picks: bool = False, **more: Any) -> 
         js_on_load=_START.replace("{what}", "figure"),
         apply_default_css=False,
         **more,
-    )
-
-
-def theme() -> gr.themes.Base:
-    """The report's paper and ink; fonts are the system's own, so that none is fetched."""
-    font = gr.themes.Font("sans-serif")
-    base = gr.themes.Base(
-        primary_hue=gr.themes.colors.sky,
-        neutral_hue=gr.themes.colors.stone,
-        font=[font],
-        font_mono=[gr.themes.Font("monospace")],
-    )
-    return base.set(
-        body_background_fill=NEUTRAL,
-        body_background_fill_dark=DARK_NEUTRAL,
-        button_primary_background_fill="#0b5d82",
-        button_primary_background_fill_hover="#0a4d6c",
-        button_primary_text_color="#ffffff",
-        button_primary_background_fill_dark="#7cc0e0",
-        button_primary_background_fill_hover_dark="#9bd0ea",
-        button_primary_text_color_dark="#15191f",
-        block_background_fill="transparent",
-        block_background_fill_dark="transparent",
-        block_border_width="0px",
-        block_border_width_dark="0px",
-        block_shadow="none",
-        block_info_text_color="#646a73",
-        block_info_text_color_dark="#9aa2ad",
-        block_label_background_fill="transparent",
-        input_background_fill="#ffffff",
-        input_background_fill_dark="#1c222a",
-        input_border_width="1px",
-        input_border_color="#d5d1c6",
-        input_border_color_dark="#2c333d",
     )

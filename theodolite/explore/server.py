@@ -1,4 +1,7 @@
-"""Serves the page on this machine only, with nothing fetched from anywhere else: the browser is told to refuse it."""
+"""Serves the page on this machine only, with nothing fetched from anywhere else: the browser is told to refuse it.
+
+Only the page itself is answered: nothing from another origin, and of what gradio offers besides only what it needs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from plotly.offline import get_plotlyjs
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from theodolite.errors import UsageError
-from theodolite.explore.page import build, theme
+from theodolite.explore.page import build
 from theodolite.explore.subject import Subject
+from theodolite.explore.theme import theme
 from theodolite.report.page import static_text, themes
 
 HOST = "127.0.0.1"
@@ -28,6 +32,14 @@ POLICY = (
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; form-action 'self'"
 )
 """gradio and Plotly make scripts and styles of their own on the page; nothing may come from another host."""
+
+POSTED = ("/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset")
+"""Where the page posts to. What else gradio takes in (uploads of files, calls by name) has no use here."""
+
+NOT_SERVED = frozenset(
+    ["/docs", "/redoc", "/openapi.json", "/gradio_api/openapi.json", "/gradio_api/deep_link"]
+)
+"""Descriptions for programs, and copies of a session that gradio would keep on disk."""
 
 _HEAD = "".join(f'<script src="/explore/{name}"></script>' for name in ("plotly.js", "page.js"))
 
@@ -60,15 +72,16 @@ def listen(port: int | None) -> socket.socket:
 
 def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
     """The page with its scripts, as a web application."""
-    app = fastapi.FastAPI(openapi_url=None)
+    app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     # A page elsewhere must not reach this one under a name of its own.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
 
     @app.middleware("http")
-    async def refuse_other_hosts(
+    async def only_the_page(
         request: fastapi.Request, call_next: Callable[[fastapi.Request], Awaitable[fastapi.Response]]
     ) -> fastapi.Response:
-        response = await call_next(request)
+        refusal = _refusal(request)
+        response = refusal or await call_next(request)
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["Referrer-Policy"] = "no-referrer"
         return response
@@ -103,6 +116,17 @@ def serve(app: fastapi.FastAPI, listening: socket.socket, started: Callable[[str
     config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="on")
     with contextlib.suppress(KeyboardInterrupt):
         Server(config).run(sockets=[listening])
+
+
+def _refusal(request: fastapi.Request) -> fastapi.Response | None:
+    """The answer to what the page does not ask for; None where the request is its own, or a program's like it."""
+    origin, path = request.headers.get("origin"), request.url.path.rstrip("/")
+    if origin not in (None, f"http://{request.headers.get('host')}"):
+        return fastapi.Response("only the page itself may ask", 403)
+    reads = request.method in ("GET", "HEAD")
+    if path in NOT_SERVED or not (reads or path in POSTED):
+        return fastapi.Response("this is not served", 404)
+    return None
 
 
 def _script(text: str) -> Callable[[], fastapi.Response]:

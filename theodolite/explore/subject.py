@@ -16,6 +16,7 @@ import torch
 
 from theodolite.comparison.audit import SHAPE
 from theodolite.corpus.sampling import LEAST_LENGTH
+from theodolite.corpus.special_tokens import refuse_growth
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore.view import (
     HeadView,
@@ -37,6 +38,9 @@ from theodolite.system.wording import counted
 
 MOST_TOKENS = 512
 """A prompt's attention is drawn whole: 512² numbers are a megabyte and a half on their way to the page."""
+
+MOST_CHARACTERS = 64 * MOST_TOKENS
+"""Of a prompt: what is longer has too many tokens, and counting those of a whole book would take minutes."""
 
 PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference")
 
@@ -142,6 +146,11 @@ def ids_of_text(models: Sequence[OpenModel], prompt: str, names: Sequence[str] =
     """As `prompt_ids`; `names`: of the models."""
     if not prompt.strip():
         raise UsageError("the prompt is empty: type some text, or pick a prompt")
+    if len(prompt) > MOST_CHARACTERS:
+        raise UsageError(
+            f"the prompt is {len(prompt):,} characters long: at most {MOST_CHARACTERS:,}, and {MOST_TOKENS} tokens, "
+            "can be shown"
+        )
     text = prompt.encode("utf-8", "replace").decode()
     first, *others = (_ids(model, text) for model in models)
     if any(ids != first for ids in others):
@@ -163,6 +172,7 @@ _DIFFERENT = (
 def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: it takes no prompt")
+    refuse_growth(model.required_tokenizer(), text)
     ids = tuple(model.required_tokenizer()(text, add_special_tokens=True, verbose=False)["input_ids"])
     if not model.has_tokens(torch.tensor(ids, dtype=torch.int64)):
         raise UsageError(

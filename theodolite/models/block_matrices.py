@@ -170,15 +170,15 @@ def one_expert_at_a_time(model: PreTrainedModel) -> Iterator[None]:
         model.set_experts_implementation(before)
 
 
-# function → where the inputs and the matrix are among its arguments, and whether the matrix is (outputs, inputs)
-_PRODUCTS: dict[Any, tuple[int, int, bool]] = {
-    functional.linear: (0, 1, True),
-    torch.addmm: (1, 2, False),
-    torch.matmul: (0, 1, False),
-    torch.mm: (0, 1, False),
-    Tensor.matmul: (0, 1, False),
-    Tensor.mm: (0, 1, False),
-    Tensor.__matmul__: (0, 1, False),
+# function → its inputs and its matrix among its arguments (place and name), and whether the matrix is (outputs, inputs)
+_PRODUCTS: dict[Any, tuple[tuple[int, str], tuple[int, str], bool]] = {
+    functional.linear: ((0, "input"), (1, "weight"), True),
+    torch.addmm: ((1, "mat1"), (2, "mat2"), False),
+    torch.matmul: ((0, "input"), (1, "other"), False),
+    torch.mm: ((0, "input"), (1, "mat2"), False),
+    Tensor.matmul: ((0, "self"), (1, "other"), False),
+    Tensor.mm: ((0, "self"), (1, "mat2"), False),
+    Tensor.__matmul__: ((0, "self"), (1, "other"), False),
 }
 
 
@@ -190,11 +190,13 @@ class _ProductTap(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func in _PRODUCTS:
-            inputs, matrix, outputs_first = _PRODUCTS[func]
-            if args[matrix].ndim == 2:
-                self._on_product(args[inputs], args[matrix] if outputs_first else args[matrix].T)
-        return func(*args, **(kwargs or {}))
+            *places, outputs_first = _PRODUCTS[func]
+            inputs, matrix = (args[at] if at < len(args) else kwargs[name] for at, name in places)
+            if matrix.ndim == 2:
+                self._on_product(inputs, matrix if outputs_first else matrix.T)
+        return func(*args, **kwargs)
 
 
 def _expert_outputs(model: OpenModel) -> dict[int, int]:

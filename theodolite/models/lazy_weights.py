@@ -295,7 +295,7 @@ class _Reader:
 
     def _verify(self, layer: int) -> None:
         model, module, name = self.shards.model, self.structure.attention[layer], self.structure.names[layer]
-        shape = (1, VERIFIED_LENGTH, first_tensor(*self.calls[layer]).shape[-1])
+        shape = first_tensor(*self.own_calls[layer]).shape
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.shards.dtype)
         with without_interventions(), torch.inference_mode():
             own = _output(module, call_with_hidden(self.own_calls[layer], hidden))

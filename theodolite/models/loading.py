@@ -22,6 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
@@ -45,6 +46,9 @@ LOADING_ERRORS = (
     StrictDataclassError,
 )
 
+
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+"""How `transformers` can turn queries and keys."""
 
 MOST_LABELS = 10**7
 
@@ -113,6 +117,12 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
     for what in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if (size := getattr(text, what, 1)) is not None and isinstance(size, int) and size < 1:
             raise UsageError(f"cannot open {source}: its config.json says {what} = {size}")
+    for rope in _rope_parameters(text):
+        if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
+            raise UsageError(
+                f"cannot open {source}: its config.json says rope_type = {kind!r}; transformers "
+                f"{transformers.__version__} knows {', '.join(ROPE_TYPES)}"
+            )
     folder, layers = Path(source).expanduser(), getattr(text, "num_hidden_layers", 0)
     if not folder.is_dir() or not isinstance(layers, int):
         return
@@ -129,6 +139,15 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
         raise UsageError(
             f"cannot open {source}: its config.json says {layers} layers, its files hold {held} tensors"
         )
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Of all layers, or of each kind of layers."""
+    given = getattr(config, "rope_parameters", None)
+    of_kinds = (
+        [value for value in given.values() if isinstance(value, dict)] if isinstance(given, dict) else []
+    )
+    return of_kinds or ([given] if isinstance(given, dict) else [])
 
 
 def config_of(source: str | Path, revision: str | None) -> Any:
@@ -273,6 +292,10 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
         total = parameter.sum(dtype=torch.promote_types(parameter.dtype, torch.float32))
         if not torch.isfinite(total) and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
+            if kind == "infinite" and parameter.dtype == torch.float16:
+                raise WorkError(
+                    f"tensor {prefix}{name} holds infinite values in float16: try --dtype float32"
+                )
             raise WorkError(
                 f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"
             )

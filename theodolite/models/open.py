@@ -223,11 +223,7 @@ class OpenModel:
     @functools.cached_property
     def longest(self) -> int | None:
         """Tokens that the model has positions for, or None where it sets no limit (ALiBi)."""
-        for name, module in self.hf.named_modules():
-            if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
-                return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
-        limit = getattr(self.hf.config, "max_position_embeddings", None)
-        return int(limit) if isinstance(limit, int) and limit > 0 else None
+        return _longest(self.hf)
 
     @measures
     def head_weights(self, layer: int) -> HeadWeights:
@@ -330,12 +326,19 @@ def verified_parts(model: PreTrainedModel) -> tuple[Structure, list[Call], Seque
     """What `OpenModel.of` takes of a model in evaluation mode, from small inputs.
 
     Raises:
-        UsageError: an unsupported family.
+        UsageError: an unsupported family, or a window in which tokens see nothing.
         WorkError: the tapped attention is not the model's own.
     """
     structure = find_structure(model, small_input(model, 1))
     calls = capture_calls(model, structure, small_input(model, 1))
     inputs = verify_attention(model, structure, small_input(model, VERIFIED_LENGTH))
+    for name, of_layer in zip(structure.names, inputs, strict=True):
+        if of_layer.mask is not None and not bool(of_layer.mask.any(dim=-1).all()):
+            window = getattr(model.config.get_text_config(), "sliding_window", None)
+            raise UsageError(
+                f"some tokens of {name} see no token, not even themselves: its config.json says sliding_window = "
+                f"{window}; use a number above 0, or null for none"
+            )
     return structure, calls, inputs
 
 
@@ -346,11 +349,23 @@ def _device(device: str | torch.device | None) -> torch.device:
         torch.empty(0, device=usable, dtype=torch.float64)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UsageError(f"cannot use device {device}: {first_line(error)}") from error
+    if usable.type == "meta":
+        raise UsageError("cannot use device meta, which holds no numbers: use --device cpu")
     return usable
+
+
+def _longest(model: PreTrainedModel) -> int | None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return int(limit) if isinstance(limit, int) and limit > 0 else None
 
 
 def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
     """A small valid input: `length` seeded token ids, (1, length), or an image of noise, (1, channels, height, width).
+
+    Fewer ids where the model has positions for fewer.
 
     Raises:
         UsageError: the model reads something else.
@@ -366,7 +381,7 @@ def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
         )
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-    ids = torch.randint(vocabulary, (1, length), generator=generator)
+    ids = torch.randint(vocabulary, (1, min(length, _longest(model) or length)), generator=generator)
     return {"input_ids": ids.to(device_of(model)), "use_cache": False}
 
 

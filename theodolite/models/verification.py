@@ -78,8 +78,11 @@ def check_recomputed(
         largest: bounds of the logits of this layer and of those before it, whose errors travel on.
 
     Raises:
-        WorkError: they differ by more than rounding.
+        WorkError: they differ by more than rounding, or are NaN or infinite.
     """
+    if not (torch.isfinite(own).all() and torch.isfinite(recomputed).all()):
+        wider = "float64" if own.dtype == torch.float32 else "float32"
+        raise WorkError(f"{where}: its attention outputs hold NaN or infinite values: try --dtype {wider}")
     scale = own.abs().max().clamp_min(1e-30)
     error = float((recomputed - own).abs().max() / scale)
     # Some families (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.sampling import check_length
+from theodolite.corpus.sampling import check_length, check_seed
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -48,6 +48,7 @@ class CorpusPass(Hooks):
 
     @measures
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
+        check_seed(seed)
         self.model = model
         self.corpus = corpus
         self.seed = seed

@@ -24,7 +24,13 @@ from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
 from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.display import view_of
-from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
+from theodolite.system.files import (
+    check_target,
+    disk_errors,
+    folder_written_atomically,
+    write_atomically,
+    write_text,
+)
 from theodolite.system.run_folders import check_out, differences, provenance_at
 
 SCHEMA_VERSION = 4
@@ -196,6 +202,7 @@ class Workspace:
     def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any] | None = None) -> None:
         self.out = out
         self.corpus = corpus
+        check_target(out)
         self.folder = out.with_name(out.name + ".partial")
         self.fingerprint = fingerprint
         self._file = self.folder / "progress.safetensors"

@@ -18,6 +18,37 @@ TEMPORARY = ".writing"
 """Suffix of a file or folder that is not complete yet."""
 
 
+MOST_BYTES = 200
+"""Of the name of what is written: file systems take 255, and what is unfinished or locked has a suffix."""
+
+
+def check_target(target: Path | None) -> None:
+    """Refuse a place where nothing can be written, before anything is computed for it; None is no place.
+
+    Raises:
+        UsageError: it is not the name of something new, too long, not UTF-8, or behind a link to nothing.
+    """
+    if target is None:
+        return
+    name = (target.name or str(target)).encode("utf-8", "backslashreplace").decode()
+    shown = f"'{name if len(name) <= 60 else name[:60] + '…'}'"
+    if target.name in ("", ".."):
+        raise UsageError(f"{shown} is no name of its own: choose an --out such as runs/NAME")
+    try:
+        str(target).encode()
+        broken = next((p for p in (target, *target.parents) if p.is_symlink() and not p.exists()), None)
+        too_long = len(os.fsencode(target.name)) > MOST_BYTES
+        target.exists()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{shown} is no name in UTF-8: choose another --out") from error
+    except OSError as error:
+        raise UsageError(f"{shown} cannot be written ({error.strerror}): choose another --out") from error
+    if too_long:
+        raise UsageError(f"{shown} is longer than {MOST_BYTES} bytes: choose a shorter --out")
+    if broken:
+        raise UsageError(f"{broken} is a link to nothing: remove it, or choose another --out")
+
+
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` write to a temporary name, then rename: a file at `path` is always complete.
 

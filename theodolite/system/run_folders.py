@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from theodolite.errors import UsageError
+from theodolite.system.files import check_target
 
 RUN = "run.json"
 
@@ -72,8 +73,9 @@ def check_out(out: Path | None) -> None:
     """Refuse to write a run where something else lies.
 
     Raises:
-        UsageError: something else lies there.
+        UsageError: something else lies there, or nothing can (`files.check_target`).
     """
+    check_target(out)
     if out is not None and out.exists() and not is_run(out) and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out} exists and is no run: choose another --out")
 

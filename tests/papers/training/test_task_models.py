@@ -253,6 +253,7 @@ def test_what_cannot_be_trained_is_said_in_a_line(
         ({"seed": -1}, "^seed is -1; it must be from 0 to 4294967295.$"),
         ({"seed": 1 << 32}, "^seed is 4294967296; it must be from 0 to 4294967295.$"),
         ({"threads": 0}, "^threads is 0; it must be positive.$"),
+        ({"threads": 100_000}, "^threads is 100000; it must be 1024 at most.$"),
     ],
 )
 def test_an_impossible_seed_or_number_of_threads_is_said_in_a_line(

@@ -19,7 +19,7 @@ from theodolite.papers.training.embedded_training import train_embedded_model
 from theodolite.papers.training.model_folder import partial_of
 from theodolite.papers.training.models import NO_OPS, EmbeddedConfig, NoOp
 from theodolite.papers.training.training_loop import check_numbers
-from theodolite.system.files import disk_errors, folder_purpose, write_text
+from theodolite.system.files import check_target, disk_errors, folder_purpose, write_text
 from theodolite.system.locks import locked
 
 DEFAULT = EmbeddedConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)
@@ -90,6 +90,7 @@ def train_no_op_models(
 
 def _claim(out: Path, config: EmbeddedConfig) -> None:
     """Write into the folder how its models are trained, unless it says the same already."""
+    check_target(out / CLAIM)
     claim = {name: value for name, value in asdict(config).items() if name not in ("seed", "no_op")}
     something_else = f"{out} holds something else; choose another folder."
     existing = folder_purpose(out / CLAIM, claim, something_else)

@@ -34,7 +34,7 @@ from theodolite.models.loading import hide_progress_bars
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
 from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
 from theodolite.papers.training.training_loop import threads as using
-from theodolite.system.files import disk_errors, folder_purpose
+from theodolite.system.files import check_target, disk_errors, folder_purpose
 from theodolite.system.interrupt import ENDING, STOPPING, handling, interruptible
 from theodolite.train.penalty import Gradient
 
@@ -127,6 +127,7 @@ def train_grid(
 
 def _claim(job: Job) -> None:
     """Write into the folder how its training runs are made, unless it says the same already."""
+    check_target(job.folder / CLAIM)
     claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
     if folder_purpose(job.folder / CLAIM, claim) != claim:
         raise UsageError(f"{job.folder} holds a grid of another recipe or device; choose another folder.")

@@ -33,7 +33,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.papers.training import training_loop
 from theodolite.papers.training.models import ModelConfig, TaskModelConfig
 from theodolite.papers.training.training_loop import BETAS, CHECKPOINT, CLIP, another_training_run
-from theodolite.system.files import disk_errors, folder_purpose, folder_written_atomically
+from theodolite.system.files import check_target, disk_errors, folder_purpose, folder_written_atomically
 from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.locks import locked
 
@@ -85,6 +85,7 @@ def check_training(out: Path, config: ModelConfig, threads: int) -> None:
         UsageError: such a number or folder.
     """
     training_loop.check_numbers(config.seed, threads)
+    check_target(out)
     if out.exists() and not (out / IDENTITY).is_file():
         raise UsageError(f"{out} exists; give another folder or remove it.")
     if not 0 < config.learning_rate <= LARGEST_RATE:

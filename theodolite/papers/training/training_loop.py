@@ -25,6 +25,7 @@ CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
 FINAL_RATE = 0.1  # of the peak learning rate, where a cosine ends
 SEEDS = 1 << 32  # a step's generator takes seed · 2³² + step, below 2⁶⁴
+MOST_THREADS = 1024  # far more end a process without a word
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -151,12 +152,14 @@ def check_numbers(seed: int, threads: int = 1) -> None:
     """Refuse what no training run can use.
 
     Raises:
-        UsageError: `seed` is not from 0 to 2³² − 1, or `threads` is not positive.
+        UsageError: `seed` is not from 0 to 2³² − 1, or `threads` is not positive or more than `MOST_THREADS`.
     """
     if not 0 <= seed < SEEDS:
         raise UsageError(f"seed is {seed}; it must be from 0 to {SEEDS - 1}.")
     if threads <= 0:
         raise UsageError(f"threads is {threads}; it must be positive.")
+    if threads > MOST_THREADS:
+        raise UsageError(f"threads is {threads}; it must be {MOST_THREADS} at most.")
 
 
 @contextmanager
