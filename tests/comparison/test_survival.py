@@ -80,6 +80,7 @@ def test_what_is_left():
     )
     assert part(["survived"] * 3 + ["lost"], by_chance=2.0).left == pytest.approx((3 - 2) / (4 - 2))
     assert part(["survived", "lost", "lost"], by_chance=2.0).left == 0  # worse than chance
+    assert part(["survived", "lost"], by_chance=2.0).left == 0  # by chance all of them would
     assert part(["survived", "new"]).left == 1
     assert part(["lost"]).left == 0
     assert np.isnan(part(["new", "undecided"]).left)

@@ -85,7 +85,8 @@ class Survival:
         survived, lost = (float(weight[self.table["status"] == status].sum()) for status in (SURVIVED, LOST))
         if survived == 0 or lost == 0:
             return math.nan if survived == lost else float(survived > 0)
-        return max(0.0, (survived - self.by_chance) / (survived + lost - self.by_chance))
+        beyond = survived - self.by_chance
+        return beyond / (beyond + lost) if beyond > 0 else 0.0
 
     @property
     def answer(self) -> Answer:
