@@ -1,9 +1,12 @@
 """Folders that are whole or not there, and folders that remember what they are for."""
 
+import json
+import math
+
 import pytest
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.files import folder_purpose, folder_written_atomically
+from theodolite.system.files import folder_purpose, folder_written_atomically, json_text
 
 
 def _write(folder, text, *, replace=False, fail=False):
@@ -65,3 +68,17 @@ def test_a_folder_with_something_else_is_refused(tmp_path):
     with pytest.raises(UsageError, match="it holds something else"):
         folder_purpose(tmp_path / "photo" / "grid.json", {}, "it holds something else")
     assert folder_purpose(path, {}) == {}
+
+
+def test_json_has_no_numbers_that_are_none():
+    """Oracle: Python's own reader, told to refuse the words that are no JSON."""
+
+    def refuse(word: str) -> float:
+        raise AssertionError(word)
+
+    text = json_text({"a": [1.5, math.nan, (math.inf, {"b": -math.inf})], "n": True, "ä": None})
+    assert json.loads(text, parse_constant=refuse) == {
+        "a": [1.5, None, [None, {"b": None}]],
+        "n": True,
+        "ä": None,
+    }

@@ -5,7 +5,6 @@ Heavy imports happen inside the functions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from theodolite.cli.options import (
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.experiment_names import named
+from theodolite.system.files import json_text
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def reproduce_command(
         from theodolite.papers.command import list_as_json, list_experiments, run_experiments
 
         if name is None:
-            print(json.dumps(list_as_json(), ensure_ascii=False)) if as_json else list_experiments(Console())
+            print(json_text(list_as_json())) if as_json else list_experiments(Console())
             return
         experiments, focus = find(name), Focus(prompt, layer, head)
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from theodolite.cli.options import with_option_groups
 from theodolite.cli.screen import one_line_errors, screen
+from theodolite.system.files import json_text
 
 training = typer.Typer(
     help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
@@ -243,4 +244,4 @@ def _say(lines: list[str], out: Path, as_json: bool) -> None:
     records = (
         json.loads((out / name).read_text(encoding="utf-8")) for name in RECORDS if (out / name).is_file()
     )
-    print(json.dumps({"folder": str(out), "said": lines, "training": next(records, None)}, indent=2))
+    print(json_text({"folder": str(out), "said": lines, "training": next(records, None)}, 2))

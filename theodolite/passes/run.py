@@ -10,7 +10,6 @@ here is ever pickled. This module measures nothing and draws nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from theodolite.system.files import (
     check_target,
     disk_errors,
     folder_written_atomically,
+    json_text,
     write_atomically,
     write_text,
 )
@@ -140,7 +140,7 @@ class Run:
                 table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
             write_checked(temporary / "arrays.safetensors", self.arrays)
             sums = {f"{name}.parquet": _sha256(temporary / f"{name}.parquet") for name in TABLES}
-            text = json.dumps(self.provenance | {CHECKSUMS: sums}, indent=2, ensure_ascii=False)
+            text = json_text(self.provenance | {CHECKSUMS: sums}, 2)
             (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
             # safetensors writes files that only their owner can read; a run is made to be shared.
             shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")

@@ -35,7 +35,13 @@ from theodolite.models.factored import (
 from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
 from theodolite.sinks.interventions import Factors
-from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
+from theodolite.system.files import (
+    disk_errors,
+    folder_written_atomically,
+    json_text,
+    write_atomically,
+    write_text,
+)
 from theodolite.system.locks import locked
 from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
 from theodolite.system.run_folders import differences
@@ -239,7 +245,7 @@ class UnfinishedPruning:
             self._write_weights(temporary, model, pruned, form)
             pruned = _with_bytes(temporary, model, pruned, form)
             pruned.table.to_parquet(temporary / TABLE, index=False)
-            text = json.dumps(pruned.provenance, indent=2, ensure_ascii=False)
+            text = json_text(pruned.provenance, 2)
             (temporary / SETTINGS).write_text(text + "\n", encoding="utf-8")
             for path in temporary.glob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(temporary / SETTINGS, path)

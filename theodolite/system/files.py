@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -64,6 +65,19 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         raise
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """As JSON, with null for NaN and infinities, for which JSON has no word."""
+    return json.dumps(_with_nulls(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nulls(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text atomically."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -118,7 +132,7 @@ def folder_purpose(path: Path, purpose: dict[str, Any], refusal: str | None = No
             raise UsageError(refusal)
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(purpose, indent=2) + "\n")
+            write_text(path, json_text(purpose, 2) + "\n")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

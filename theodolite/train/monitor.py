@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.files import disk_errors, write_text
+from theodolite.system.files import disk_errors, json_text, write_text
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
 from theodolite.train.ranks import Ranks
@@ -353,11 +353,7 @@ def monitor_batch(
 
 
 def _line(row: dict[str, Any]) -> str:
-    numbers = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
-    return json.dumps(numbers) + "\n"
+    return json_text(row) + "\n"
 
 
 def _row(line: str) -> dict[str, Any] | None:

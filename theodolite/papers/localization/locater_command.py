@@ -72,7 +72,7 @@ def train_locater(
     for name, summary in summaries.items():
         if name in names:
             perplexity = math.exp(summary["held_out_loss"])
-            error = perplexity * summary["held_out_loss_se"]
+            error = perplexity * (summary["held_out_loss_se"] or math.nan)  # null: one window
             lines.append(
                 f"{name}: step {summary['step']}, held-out perplexity {perplexity:.2f} (± {error:.2f} over contexts)"
             )

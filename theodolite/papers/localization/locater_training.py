@@ -33,7 +33,7 @@ from theodolite.papers.training.training_loop import (
     save_checkpoint,
     updates,
 )
-from theodolite.system.files import disk_errors, folder_purpose, write_atomically, write_text
+from theodolite.system.files import disk_errors, folder_purpose, json_text, write_atomically, write_text
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 
@@ -204,7 +204,7 @@ class LocaterTraining:
         with disk_errors(self.folder):
             as_opt(self.model).save_pretrained(self.folder / "model")
             tokenizer.save_pretrained(self.folder / "model")
-            write_text(place, json.dumps(summary, indent=2) + "\n")
+            write_text(place, json_text(summary, 2) + "\n")
 
     def save(self) -> None:
         """Write the checkpoint, and what was measured as tables; each file whole or not at all.

@@ -208,7 +208,7 @@ def _fit(
 
 def _check_loss(loss: float, step: int) -> None:
     if not math.isfinite(loss):
-        raise WorkError(f"The loss was {loss} at step {step}; lower the learning rate.")
+        raise WorkError(f"The loss was {loss} at step {step}; train with a lower rate into another folder.")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ same bytes on the same machine, number of threads and package versions, also whe
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from theodolite.papers.training.model_folder import ModelTraining, check_training, train_into
 from theodolite.papers.training.models import TaskModelConfig, task_model
 from theodolite.papers.training.tasks import Task
+from theodolite.system.files import json_text
 
 SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
 """Steps whose weights a series keeps, and the last: about even on a logarithmic scale."""
@@ -73,7 +73,7 @@ def train_task_model(
         loss=loss,
         progress=lambda model, loss: f"training loss {loss:.4f}; {task.quick_score(model)}",
         measure=measure,
-        page=lambda result: ("training.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n"),
+        page=lambda result: ("training.json", json_text(result, 2) + "\n"),
         series=(*SERIES, config.steps) if config.series else (),
     )
     return train_into(out, run, threads, console)

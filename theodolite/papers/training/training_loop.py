@@ -107,7 +107,9 @@ def save_checkpoint(
         WorkError: a weight is no longer a finite number, or the file cannot be written; what was saved before stays.
     """
     if not all(parameter.isfinite().all() for _, parameter in trained_parameters(model)):
-        raise WorkError("The weights are no longer finite numbers; lower the learning rate.")
+        raise WorkError(
+            "The weights are no longer finite numbers; train with a lower rate into another folder."
+        )
     tensors = dict(others or {})
     for name, parameter in trained_parameters(model):
         state = optimizer.state[parameter]  # empty before the first update
