@@ -23,10 +23,13 @@ print(json.dumps(said))
 def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "taken").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
     none, text, taken = (str(tmp_path / name) for name in ("none", "text.txt", "taken"))
     calls = [
         (["survey", none], "no checkpoint at"),
         (["survey", str(tmp_path)], "is no checkpoint"),
+        (["survey", str(tmp_path / "run")], "is a run folder, so give the model"),
         (["survey", "--corpus", none], "no file or folder"),
         (["survey", "--corpus", "random", "--per-label", "3"], "has no labels"),
         (["survey", "--corpus", text, "--label-rows"], "holds no table"),

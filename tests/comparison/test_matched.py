@@ -17,6 +17,7 @@ from theodolite.comparison import compare, matched_heads
 from theodolite.comparison.heads import ROLES
 from theodolite.comparison.matched import matches
 from theodolite.comparison.survival import LOST, SURVIVED
+from theodolite.errors import UsageError
 from theodolite.judging import HOLDS
 
 TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
@@ -114,3 +115,29 @@ def test_runs_of_different_widths_are_matched(pair):
     audit = compare(run, other)
     assert [part.name for part in audit.parts] == ["matched heads"]
     assert audit.answer == HOLDS
+
+
+def test_contexts_of_another_length_are_refused(pair):
+    """Sinks, roles and entropies depend on it, and no hash of tokens tells models of two shapes apart by it."""
+    run = pair().run
+    provenance = run.provenance | {
+        "model": run.provenance["model"] | {"width": 7},
+        "corpus": run.provenance["corpus"] | {"length": 2 * run.provenance["corpus"]["length"]},
+    }
+    with pytest.raises(UsageError, match="give all the same --length"):
+        compare(run, replace(run, provenance=provenance), names=("one", "other"))
+
+
+def test_models_that_would_read_contexts_of_two_lengths_are_refused_before_they_are_read(tmp_path):
+    """Without --length each would read as many tokens as it has positions for."""
+    first, second = checkpoints.write("gpt2", tmp_path / "first"), tmp_path / "second"
+    config = transformers.GPT2Config.from_pretrained(first, n_layer=2, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(second)
+    checkpoints.byte_tokenizer().save_pretrained(second)
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(TEXT)
+    options = ("--corpus", text, "--contexts", 8, "--out", out)
+    shown = CliRunner().invoke(app, [str(a) for a in ("compare", first, second, *options)])
+    assert shown.exit_code == 2
+    assert "first 128 and second 32" in shown.stderr.replace("\n", " ")
+    assert not list(out.glob("*/run.json"))

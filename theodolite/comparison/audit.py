@@ -199,6 +199,7 @@ def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], writte
         raise UsageError(
             f"{names[1]} and {names[0]} did not read the same text: survey both with one --corpus"
         )
+    check_lengths({name: each["corpus"]["length"] for name, each in zip(names, (first, second), strict=True)})
     for noun, verb, companions in (("trace", "is", traces), ("outputs", "are", written)):
         for name, survey, run in zip(names, surveys, companions, strict=False):
             if _model_and_edits(survey) != _model_and_edits(run):
@@ -209,6 +210,16 @@ def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], writte
                 raise UsageError(
                     f"{name}: its {noun} {verb} of another text than the survey: make the {noun} again"
                 )
+
+
+def check_lengths(lengths: Mapping[str, int]) -> None:
+    """Refuse models, by name, whose contexts differ in length: what heads do depends on it."""
+    if len(set(lengths.values())) > 1:
+        each = listed([f"{name} {length}" for name, length in lengths.items()], 4)
+        raise UsageError(
+            f"models are compared on contexts of one length, and these differ (tokens per context: {each}): give all "
+            f"the same --length, {min(lengths.values())} or less"
+        )
 
 
 def _model_and_edits(run: Run) -> tuple[object, object]:

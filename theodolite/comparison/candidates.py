@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from theodolite.comparison.audit import SHAPE
+from theodolite.comparison.audit import SHAPE, check_lengths
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
@@ -152,15 +152,18 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
         focus: the head and prompt to trace. layer: whose heads may be.
 
     Raises:
-        UsageError: a text that a model cannot read; no such layer, head, rank or low-rank term; a prompt that a model
-            cannot read.
+        UsageError: a text that a model cannot read; contexts of several lengths; no such layer, head, rank or
+            low-rank term; a prompt that a model cannot read.
     """
 
     shapes: list[tuple[object, str]] = []
+    lengths: dict[str, int] = {}
 
     def check_one(candidate: Candidate, model: OpenModel) -> None:
         described = describe_model(model)["model"]
-        shapes.append(([described[key] for key in SHAPE], work.read(model).sha256))
+        corpus = work.read(model)
+        shapes.append(([described[key] for key in SHAPE], corpus.sha256))
+        lengths[candidate.name] = corpus.contexts.shape[1]
         if layer is not None:
             model.check_place(layer)
         if focus.layer is not None and focus.head is not None:
@@ -170,6 +173,7 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
             pass
 
     _for_each(candidates, work.opened, check_one)
+    check_lengths(lengths)
     if shapes[0] not in shapes[1:] and (focus.prompt, focus.layer, focus.head) != (None, None, None):
         raise UsageError(
             "models that differ in shape or tokenizer have no head in common to show on a prompt: leave out --prompt, "

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from theodolite.errors import UsageError, first_line
+from theodolite.system.run_folders import is_run
 
 INDEX = "model.safetensors.index.json"
 """Which file each tensor is in, where there are several (as `transformers` has it)."""
@@ -19,7 +20,12 @@ def local_folder(source: str | Path) -> Path | None:
             raise UsageError(f"no checkpoint at {source}: give a folder with config.json, or a hub name")
         return None
     if not folder.is_dir() or not (folder / "config.json").is_file():
-        raise UsageError(f"{source} is no checkpoint: theodolite needs a folder with config.json in it")
+        what = (
+            "it is a run folder, so give the model"
+            if is_run(folder)
+            else "theodolite needs a folder with config.json in it"
+        )
+        raise UsageError(f"{source} is no checkpoint: {what}")
     refuse_index(folder)
     if not weight_files(folder):
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
