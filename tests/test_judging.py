@@ -215,6 +215,14 @@ def test_more_than_half_of_the_layers_decide(values, errors, expected):
     assert verdict.answer == expected
 
 
+def test_layers_that_rest_on_one_thing_or_have_no_number_decide_nothing():
+    one = Estimates(np.array([1.0, 2.0]), np.array([0.1, 0.1]), 1, "seeds")
+    assert judge("a claim", "a number", one, LOW).answer == UNTESTABLE
+    infinite = Estimates(np.array([math.inf, 1.0]))
+    verdict = judge("a claim", "a number", infinite, LOW)
+    assert (verdict.answer, "in 1 of 1 layers" in verdict.evidence) == (HOLDS, True)
+
+
 def test_every_published_row_would_hold_by_its_own_criteria():
     """Oracle: the paper says of its own tables that the claims hold."""
     for rows in published.RANK.values():

@@ -221,9 +221,11 @@ def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criteri
 
 
 def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion) -> Verdict:
-    values, errors = layers.values, layers.errors
+    values, errors = np.where(np.isfinite(layers.values), layers.values, np.nan), layers.errors
     if not np.isfinite(values).any():
         return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
+    if layers.n == 1 and errors is not None:
+        return Verdict(claim, UNTESTABLE, f"{what}; {criterion}; an interval needs two {layers.of} or more")
     holds, fails = criterion.decided(values, layers.margins)
     meeting, failing, total = int(holds.sum()), int(fails.sum()), int(np.isfinite(values).sum())
     spread = f"from {number(np.nanmin(values))} to {number(np.nanmax(values))}"

@@ -67,7 +67,7 @@ def readme(group: str, found: dict[str, Any]) -> str:
         "",
         SOURCES[group],
         "",
-        f"Verdicts are of the embedded model, {model['id']} ({model['parameters']:,} parameters), on "
+        f"Verdicts are of the embedded model ({model['parameters']:,} parameters), on "
         f"{corpus['contexts']} contexts of {corpus['length']} tokens of {corpus['name']}, seed {made['seed']}, "
         f"theodolite {versions['theodolite']}, torch {versions['torch']}, transformers {versions['transformers']}. "
         f"[Every claim with its evidence](../../../docs/gallery-{group}.md) is of a run of its own; the "
