@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,12 @@ def _work(files: list[Path], threads: int, work: Callable[..., Any], args: tuple
     for descriptor, file in enumerate(files, start=1):
         with open(file, "w") as opened:
             os.dup2(opened.fileno(), descriptor)
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # ignored, where the tests run in the background
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     torch.set_num_threads(threads)  # their number changes last bits
     work(*args)
 

@@ -33,10 +33,13 @@ def test_a_batch_of_nothing_is_refused(opened, corpus, batch):
     ],
 )
 def test_a_corpus_that_does_not_fit_is_refused(opened, length, top, message):
-    corpus = Corpus.random_tokens(top, length, 3)
-    corpus.contexts[0, 0] = top - 1
-    with pytest.raises(UsageError, match=message):
+    def read() -> None:
+        corpus = Corpus.random_tokens(top, length, 3)
+        corpus.contexts[0, 0] = top - 1
         survey(opened("gpt2"), corpus)
+
+    with pytest.raises(UsageError, match=message):
+        read()
 
 
 def test_hidden_states_that_overflow_are_reported(tmp_path):

@@ -38,7 +38,8 @@ def escape_unwritable() -> None:
     codecs.register_error("as_json", _as_json)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="as_json")
+            with suppress(OSError):  # opened as a file, and a terminal or nothing by now
+                stream.reconfigure(errors="as_json")
 
 
 def _as_json(error: UnicodeError) -> tuple[str, int]:

@@ -181,11 +181,11 @@ def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.D
             raise CorruptFile(f"{path.name}: its bytes are not those that were written")
         file.seek(0)
         table = pd.read_parquet(file, page_checksum_verification=True)
-    for column, most in (("layer", model["layers"] + 1), ("head", model["heads"])):
-        if column not in table or not len(table):
+    for column, of, last in (("layer", "layers", 0), ("head", "heads", -1)):  # residual layers are one more
+        if column not in table or not len(table) or of not in model:
             continue
         values = table[column]
-        if not pd.api.types.is_integer_dtype(values) or not values.between(0, most - 1).all():
+        if not pd.api.types.is_integer_dtype(values) or not values.between(0, model[of] + last).all():
             raise CorruptFile(f"{path.name}: the model has no such {column} as in its column {column}")
     return table
 

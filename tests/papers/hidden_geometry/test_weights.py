@@ -46,7 +46,7 @@ def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
         return HeadWeights(w_q, w_k, w_k, empty, empty, empty, 0.25, "projection")
 
     return SimpleNamespace(
-        sha256=run.provenance["model"]["sha256"],
+        weights=lambda: SimpleNamespace(sha256=run.provenance["model"]["sha256"]),
         id="planted",
         layers=2,
         heads=3,
