@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,6 +36,13 @@ GPU_TESTS_ON = os.environ.get("THEODOLITE_GPU_TESTS_ON", "")
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    and threading.current_thread() is threading.main_thread()
+):
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # as a shell leaves it, which runs tests in the background
 
 
 @pytest.fixture(scope="session")

@@ -293,9 +293,10 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
     return [results[number] for number in range(len(works))]
 
 
-def test_two_threads_measure_one_model(opened, clean):
+def test_threads_measure_one_model(opened, clean):
+    """Without an intervention among them: while one is open, it is so for all threads, and runs say so."""
     model = opened("llama3")
-    names = ("survey", "survey", "trace", "outliers", "edited", "forward")
+    names = ("survey", "survey", "trace", "outliers", "constituents", "forward")
     expected = [clean("llama3", name) for name in names]
     for _ in range(3):
         assert same(in_threads(*(lambda name=name: ENTRIES[name](model) for name in names)), expected)
