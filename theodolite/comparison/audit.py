@@ -42,7 +42,7 @@ SHAPE = {
     "width": "dimensions of the residual stream",
     "vocabulary": "tokens in the vocabulary",
 }
-"""What two models have in common whose heads are the same ones: key in the provenance → name in messages."""
+"""What two models have in common whose heads are the same ones: of `OpenModel` and provenance → name in messages."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -23,7 +23,6 @@ from theodolite.models import OpenModel
 from theodolite.models.factored import is_factored
 from theodolite.models.prompts import Focus, prompt_or_shipped
 from theodolite.models.token_texts import token_texts
-from theodolite.passes.provenance import describe_model
 from theodolite.passes.run import Run
 from theodolite.prune.checkpoint import SETTINGS, Pruned
 from theodolite.sinks.interventions import Factors, without_low_rank
@@ -160,9 +159,8 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
     lengths: dict[str, int] = {}
 
     def check_one(candidate: Candidate, model: OpenModel) -> None:
-        described = describe_model(model)["model"]
         corpus = work.read(model)
-        shapes.append(([described[key] for key in SHAPE], corpus.sha256))
+        shapes.append(([getattr(model, key) for key in SHAPE], corpus.sha256))
         lengths[candidate.name] = corpus.contexts.shape[1]
         if layer is not None:
             model.check_place(layer)

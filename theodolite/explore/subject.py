@@ -32,7 +32,6 @@ from theodolite.explore.view import (
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
 from theodolite.models.prompts import shipped_prompt
-from theodolite.passes.provenance import describe_model
 from theodolite.passes.run import Run
 from theodolite.system.wording import counted
 
@@ -193,7 +192,7 @@ def check_pair(subjects: Sequence[tuple[str, OpenModel]]) -> None:
     ids = _ids(model, text)
     for other_name, other in others:
         for key, noun in SHAPE.items():
-            first, second = (describe_model(each)["model"][key] for each in (model, other))
+            first, second = getattr(model, key), getattr(other, key)
             if first != second:
                 raise UsageError(
                     f"{other_name} has {second} {noun}, {name} {first}: only models of one shape can be shown side by "
