@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,8 @@ class Run:
                 table: pd.DataFrame = getattr(self, name)
                 table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
             write_checked(temporary / "arrays.safetensors", self.arrays)
-            sums = {f"{name}.parquet": _sha256(temporary / f"{name}.parquet") for name in TABLES}
+            files = [f"{name}.parquet" for name in TABLES]
+            sums = {name: hashlib.sha256((temporary / name).read_bytes()).hexdigest() for name in files}
             text = json_text(self.provenance | {CHECKSUMS: sums}, 2)
             (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
             # safetensors writes files that only their owner can read; a run is made to be shared.
@@ -166,21 +168,16 @@ class Run:
         return files
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
     """A table that is what was written; of an older run without checksums, one whose layers and heads there are.
 
     Raises:
         CorruptFile: it is another.
     """
-    with path.open("rb") as file:  # a folder by that name would be taken for a table in parts
-        if path.name in sums and sums[path.name] != hashlib.sha256(file.read()).hexdigest():
-            raise CorruptFile(f"{path.name}: its bytes are not those that were written")
-        file.seek(0)
-        table = pd.read_parquet(file, page_checksum_verification=True)
+    written = path.read_bytes()  # a folder by that name would be taken for a table in parts
+    if path.name in sums and sums[path.name] != hashlib.sha256(written).hexdigest():
+        raise CorruptFile(f"{path.name}: its bytes are not those that were written")
+    table = pd.read_parquet(BytesIO(written), page_checksum_verification=True)
     for column, of, last in (("layer", "layers", 0), ("head", "heads", -1)):  # residual layers are one more
         if column not in table or not len(table) or of not in model:
             continue
