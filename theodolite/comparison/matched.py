@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -19,6 +18,9 @@ from theodolite.report.data import Floats, column, entropy_share
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
 NAME = "matched heads"
+
+ENTROPY = "entropy_share"
+"""Of a head: its entropy over the maximum."""
 
 SHUFFLES = 20
 """Of what the other model's heads do, for what a matching finds by chance."""
@@ -74,25 +76,20 @@ def matched_heads(reference: Run, other: Run) -> Survival:
 
 def _what_heads_do(reference: Run, other: Run) -> tuple[list[str], Floats, Floats]:
     """What both runs have of scores, entropy share and propagation: its names (K), (N, K) and (M, K)."""
-    readers: dict[str, Callable[[Run], Floats | None]] = {"entropy_share": entropy_share}
-    for name in (*(role.column for role in ROLES), "propagation"):
-        readers[name] = partial(_of_heads, name=name)
     names, columns = [], []
-    for name, read in readers.items():
-        first, second = read(reference), read(other)
+    for name in (ENTROPY, *(role.column for role in ROLES), "propagation"):
+        first, second = (
+            entropy_share(run) if name == ENTROPY else column(run.heads, name) for run in (reference, other)
+        )
         if first is not None and second is not None:
             names.append(name)
             columns.append((first, second))
-    if "entropy_share" not in names:
+    if ENTROPY not in names:
         raise UsageError(
             "heads are matched by their entropy too, which one of these runs lacks: survey it again"
         )
     both = (np.nan_to_num(np.stack(side, axis=1)) for side in zip(*columns, strict=True))
     return names, *both
-
-
-def _of_heads(run: Run, name: str) -> Floats | None:
-    return column(run.heads, name)
 
 
 def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +100,7 @@ def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
 
 def _does_the_same(names: list[str], first: Floats, second: Floats) -> Flags:
     """(N, M): whether each head of the other model does what each of the reference does."""
-    entropy = names.index("entropy_share")
+    entropy = names.index(ENTROPY)
     one, two = first[:, None, entropy], second[None, :, entropy]
     same: Flags = (np.abs(one - two) <= TENTH) & (range_of(one) == range_of(two))
     for role in ROLES:

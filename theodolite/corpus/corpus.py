@@ -255,9 +255,7 @@ class _Cutter:
     body: int  # tokens of a context without those around it
     between: list[int]
     packs: bool = True  # short documents of a label together; not where every document has a label of its own
-    enough: int | None = (
-        None  # contexts after which a text is read no further than `READ_TOKENS`; None: it is
-    )
+    enough: int | None = None  # contexts after which no more than `READ_TOKENS` are read; None: all are
     longest: int = 0
     cuts: int = 0
     tokens: int = 0
