@@ -34,7 +34,7 @@ $(VENV)/developers: $(VENV)/package
 demo: $(VENV)/package
 	$(BIN)/theodolite survey --out $(RUN)
 
-# Something of each feature, in about six minutes on two cores: without the tests marked slow, and without checked shapes.
+# Something of each feature, in four to six minutes on two cores: without the tests marked slow, and without checked shapes.
 test: $(VENV)/developers
 	$(PYTEST) -m 'not slow'
 

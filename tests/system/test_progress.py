@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from theodolite.system.progress import Progress
+from theodolite.system.progress import Progress, shown
 
 
 def watched(stop_at: int | None = None) -> tuple[Progress, list[tuple[object, ...]]]:
@@ -45,3 +45,10 @@ def test_what_stops_a_report_saves_nothing():
     with pytest.raises(KeyboardInterrupt):
         progress.report(3)
     assert calls == [("show", 3, 4)]
+
+
+def test_items_are_shown_as_they_are_done():
+    calls: list[tuple[object, ...]] = []
+    for item in shown("ab", "letters", lambda *what: calls.append(what)):
+        calls.append((item,))
+    assert calls == [("letters", 0, 2), ("a",), ("letters", 1, 2), ("b",), ("letters", 2, 2)]

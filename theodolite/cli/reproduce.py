@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,7 @@ from theodolite.cli.options import (
     say_where,
     short_name,
 )
-from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
+from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.experiment_names import named
 from theodolite.system.files import json_text
@@ -102,7 +103,12 @@ def reproduce_command(
         request = _Request(name, model, text, other, out, opening, stopped)
         study, pages = _study(request, experiments, focus)
         page = run_experiments(
-            experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
+            experiments,
+            study,
+            pages,
+            screen if as_json else Console(),
+            as_json=as_json,
+            bars=partial(bars, stopped, kept=False),
         )
         if page is not None:
             say_where(page, as_json)
@@ -134,16 +140,11 @@ class _Request:
     def opened(self) -> OpenModel:
         return self.opening.open(self.model)
 
-    def survey(self, model: OpenModel, corpus: Corpus, folder: Path | None) -> Run:
+    def survey(self, model: OpenModel, corpus: Corpus, folder: Path) -> Run:
         from theodolite.passes.survey import survey
 
         with bars(self.stopped, of=short_name(corpus.name)) as show:
             return survey(model, corpus, folder, seed=self.text.seed, show_progress=show)
-
-    def say(self, line: str) -> None:
-        if self.stopped():
-            raise KeyboardInterrupt
-        say_dimly(line)
 
 
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
@@ -158,18 +159,18 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
     if request.model is not None and provenance:
         refuse_unread(f"{name} of a folder of training runs reads no other text or model", request.unread())
         folder = Path(request.model)
-        return Study(provenance(folder), say=request.say), request.out or folder / "reproduce"
+        return Study(provenance(folder)), request.out or folder / "reproduce"
     if command is not None:
         raise UsageError(f"{name} is read from training runs: pass the folder that `{command}` wrote")
     if need_no_model(experiments):
         refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
         pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]
-        return Study(of_nothing(seed), say=request.say), pages
+        return Study(of_nothing(seed)), pages
     if on_prompts(experiments):
         refuse_unread(f"{name} reads its prompt and no text", request.text.given())
         model = request.opened()
         pages = (request.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
-        return Study(of_model(model, seed), model, focus=focus, say=request.say), pages
+        return Study(of_model(model, seed), model, focus=focus), pages
     return _surveyed(request, focus)
 
 
@@ -193,5 +194,5 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
     if not (folder / "report" / "index.html").is_file():
         write_report(run, folder / "report")
     pages = folder / "reproduce"
-    study = Study(run, model, read, second, folder=pages, survey=request.survey, focus=focus, say=request.say)
+    study = Study(run, model, read, second, folder=pages, focus=focus)
     return study, pages

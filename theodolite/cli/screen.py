@@ -115,11 +115,12 @@ def progress(title: str, unit: str, stopped: Callable[[], bool]) -> Iterator[Cal
 
 @contextmanager
 def bars(
-    stopped: Callable[[], bool], *, of: str = "", unit: str = ""
+    stopped: Callable[[], bool], *, of: str = "", unit: str = "", kept: bool = True
 ) -> Iterator[Callable[[str, int, int], None]]:
     """Progress bars, called with (task, done, total), one under the other in order of appearance.
 
-    Each title begins with `of`. A call raises KeyboardInterrupt once `stopped()` is true.
+    Each title begins with `of`. At the end they stay where they are `kept`. A call raises KeyboardInterrupt once
+    `stopped()` is true.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -128,7 +129,7 @@ def bars(
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    display = Progress(*columns, console=screen)
+    display = Progress(*columns, console=screen, transient=not kept)
     begun: dict[str, tuple[TaskID, float, int]] = {}  # bar, start time, steps done before
 
     def show(what: str, done: int, total: int) -> None:

@@ -34,9 +34,10 @@ from theodolite.passes.corpus_pass import (
 )
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
-from theodolite.passes.stages import ShowStage, Stage, States, run_into
+from theodolite.passes.stages import Stage, States, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
 from theodolite.report.data import evenly
+from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted, head_name, number, percent, with_error
 
 NAME = "head outputs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from theodolite.papers.catalogue import ALIASES, EXPERIMENTS
 from theodolite.papers.experiment import Experiment, Study
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
+from theodolite.system.progress import ShowStage
 
 _COLOURS = {"✓": "green", "◐": "yellow", "✗": "red", "–": "dim"}
 
@@ -60,7 +62,7 @@ def run_experiments(
     console: Console,
     *,
     as_json: bool,
-    stopped: Callable[[], bool] = lambda: False,
+    bars: Callable[[], AbstractContextManager[ShowStage]],
 ) -> Path | None:
     """Make, write and show each experiment, and return the page to open: its own, or the index of several.
 
@@ -72,17 +74,17 @@ def run_experiments(
     Raises:
         UsageError: none of them could be made.
         WorkError: the pages cannot be written.
-        KeyboardInterrupt: `stopped` said so between two of them.
+        KeyboardInterrupt: the bars said so.
     """
     results: list[dict[str, Any]] = []
     shown_verdicts: set[Verdict] = set()
     reasons: list[str] = []
     page: Path | None = None
-    for experiment in experiments:
-        if stopped():
-            raise KeyboardInterrupt
+    for number, experiment in enumerate(experiments):
         try:
-            outcome = study.outcome(experiment)
+            with bars() as study.show:  # gone before anything is printed
+                study.show(experiment.name, number, len(experiments))
+                outcome = study.outcome(experiment)
         except UsageError as error:
             if len(experiments) == 1:
                 raise

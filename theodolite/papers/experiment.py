@@ -20,8 +20,8 @@ from theodolite.passes.run import SCHEMA_VERSION, Run
 from theodolite.passes.survey import survey
 from theodolite.report.data import array, column
 from theodolite.report.outcome import Heading, Outcome
+from theodolite.system.progress import ShowStage
 
-Survey = Callable[[OpenModel, Corpus, Path | None], Run]
 Result = TypeVar("Result")
 
 
@@ -66,9 +66,8 @@ class Study:
         other: Corpus | None = None,
         *,
         folder: Path | None = None,
-        survey: Survey = survey,
         focus: Focus | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        show: ShowStage = lambda what, done, total: None,
     ) -> None:
         """Hold a run against a paper.
 
@@ -78,9 +77,8 @@ class Study:
             corpus: the text of the run, where it is at hand.
             other: a second text, for robustness; None: random tokens.
             folder: where surveys of other texts are kept and looked for; None: in memory.
-            survey: how a further text is surveyed.
             focus: the prompt and the head of the experiments that have one.
-            say: what an experiment that works for minutes tells of its progress.
+            show: told how far the work is; it may raise to stop.
 
         Raises:
             UsageError: the model is not that of the run.
@@ -88,7 +86,7 @@ class Study:
         self._run = run if isinstance(run, Run) else None
         self.provenance: dict[str, Any] = run.provenance if isinstance(run, Run) else run
         self.model, self.corpus, self.other = model, corpus, other
-        self.folder, self.survey, self.say = folder, survey, say
+        self.folder, self.show = folder, show
         self.focus = focus or Focus()
         self._outcomes: dict[str, Outcome] = {}
         self._runs: dict[str, Run] = {}
@@ -182,6 +180,14 @@ class Study:
             place = None if self.folder is None else self.folder / name
             self._runs[corpus.sha256] = self.survey(self.require_model(), corpus, place)
         return self._runs[corpus.sha256]
+
+    def survey(self, model: OpenModel, corpus: Corpus, place: Path | None) -> Run:
+        """The survey of a further model or text, into a folder or in memory."""
+
+        def show(what: str, done: int, total: int) -> None:
+            self.show(f"{Path(place or corpus.name).name}: {what}", done, total)
+
+        return survey(model, corpus, place, seed=self.provenance["seed"], show_progress=show)
 
     def _require(self, need: str, name: str) -> None:
         kind, _, what = need.partition(".")

@@ -42,12 +42,12 @@ from theodolite.passes.ray_workers import (
     unpacked,
 )
 from theodolite.passes.run import Run
-from theodolite.passes.stages import ShowStage, Stage, run_into
+from theodolite.passes.stages import Stage, run_into
 from theodolite.passes.survey import LATER, TITLES, given, survey_facts, survey_fingerprint
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.tabulate import tabulate
 from theodolite.system import embedded
-from theodolite.system.progress import Progress
+from theodolite.system.progress import Progress, ShowStage
 
 SHARDS = 256
 """At most, beside the first, however long the corpus: the driver merges so many states. A death costs 1/256 at most."""

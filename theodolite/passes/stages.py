@@ -18,12 +18,9 @@ from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run, Workspace
 from theodolite.system.locks import locked
-from theodolite.system.progress import Progress
+from theodolite.system.progress import Progress, ShowStage
 
 Made = TypeVar("Made")
-
-ShowStage = Callable[[str, int, int], None]
-"""Told (what is being done, steps done, steps in all); it may raise to stop, and what is whole is saved then."""
 
 TABLES_TITLE = "making tables"
 """What is said after the passes, while no model is seen any more."""

@@ -24,11 +24,11 @@ from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
-from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_into
+from theodolite.passes.stages import Pass, Stage, States, run_into
 from theodolite.passes.survey_pass import HeadsPass, SurveyPass, choose_sample
 from theodolite.passes.tabulate import survey_means, tabulate, trailing_tokens
 from theodolite.passes.weights_pass import WeightsPass
-from theodolite.system.progress import Progress
+from theodolite.system.progress import Progress, ShowStage
 
 TITLES = {
     "corpus": "reading contexts",

@@ -27,6 +27,7 @@ from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
+from theodolite.system.progress import ShowStage, shown
 
 CONTEXTS = 64
 """Contexts at most: every ablation reads them again."""
@@ -96,7 +97,7 @@ def ablation_test(
     direction: Float[Tensor, " width"],
     *,
     rank: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> pd.DataFrame:
     """Ablate one head that has sinks, and measure what changes.
 
@@ -113,7 +114,7 @@ def ablation_test(
         layer, head: which.
         direction: of the tag, in the residual stream, such as a row of `tag_direction`.
         rank: of the part taken from W_Q, W_K, W_V; None: the head width over eight, at least 1.
-        say: told of progress.
+        show_progress: told (what is being done, ablations done, ablations in all); it may raise to stop.
 
     Returns:
         A row for each `ablation` and `measure`: `untouched`, `change` and `change_se`, `control` and `control_se` (the
@@ -141,8 +142,8 @@ def ablation_test(
         return {name: value - untouched[name] for name, value in effects(ablate).items()}
 
     rows = []
-    for ablation in _ablations(model, layer, head, direction, rank, groups, ids.shape[1]):
-        say(ablation.name)
+    ablations = _ablations(model, layer, head, direction, rank, groups, ids.shape[1])
+    for ablation in shown(ablations, "ablations", show_progress):
         change = change_under(ablation.ablate)
         controls = [change_under(functools.partial(ablation.control, seed)) for seed in range(CONTROLS)]
         for name, value in untouched.items():

@@ -39,7 +39,8 @@ from theodolite.passes.corpus_pass import (
     check_fit,
     refuse_nonfinite_stream,
 )
-from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_stages
+from theodolite.passes.stages import Pass, Stage, States, run_stages
+from theodolite.system.progress import ShowStage
 from theodolite.theory.outliers import (
     LayerBaseline,
     Thresholds,

@@ -37,8 +37,9 @@ from theodolite.passes.corpus_pass import (
 )
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
-from theodolite.passes.stages import ShowStage, Stage, States, run_into
+from theodolite.passes.stages import Stage, States, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
+from theodolite.system.progress import ShowStage
 
 Rows = tuple[Tensor, Tensor]
 """Of the sums by sink and by head."""

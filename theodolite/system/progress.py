@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 ShowProgress = Callable[[int, int], None]
 """Called with (done, total); it may raise to stop the work."""
+
+ShowStage = Callable[[str, int, int], None]
+"""Told (what is being done, steps done, steps in all); it may raise to stop, and what is whole is saved then."""
+
+
+def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
+    """The items, one after the other, and how many of them are done."""
+    for done, item in enumerate(items):
+        show(what, done, len(items))
+        yield item
+    show(what, len(items), len(items))
 
 
 class Progress:

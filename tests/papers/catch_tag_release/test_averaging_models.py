@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -196,11 +197,15 @@ def test_the_trainings_are_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(averaging, "train_averaging", partial(train_averaging, steps=10))
     monkeypatch.setattr(averaging, "RECIPES", {kind: 2 for kind in averaging.RECIPES})
     monkeypatch.setattr(averaging, "HELD_OUT_SEQUENCES", 100)
-    progress: list[str] = []
-    first, again = (Study(of_nothing(), say=progress.append).outcome(averaging.averaging) for _ in range(2))
+    progress: list[tuple[str, int, int]] = []
+
+    def show(*what: Any) -> None:
+        progress.append(what)
+
+    first, again = (Study(of_nothing(), show=show).outcome(averaging.averaging) for _ in range(2))
     table = first.tables["models"]
     assert len(table) == 12
-    assert len(progress) == 12
+    assert progress == [("training", done, 6) for done in range(7)] * 2
     pd.testing.assert_frame_equal(first.tables["models"], again.tables["models"])
     figures = {exhibit.key: exhibit.figure for exhibit in first.exhibits}
     dotted = figures.keys() & set(table)

@@ -55,7 +55,7 @@ def shown(table: pd.DataFrame) -> Outcome:
 
 def test_every_model_and_method_answers_the_same_prompts(folder):
     assert [place.name for place in models_in(folder)] == ["few-0", "few-1"]
-    table = shots_table(folder, lambda line: None)
+    table = shots_table(folder)
     assert len(table) == 2 * 5 * 6
     dense_rows = table[(table["folder"] == "few-1") & (table["model"] == DENSE)]
     direct = few_shot_accuracy(open_model(folder / "few-1"), prompts=60, seed=shots.PROMPT_SEED)

@@ -61,7 +61,7 @@ def test_sinks_read_off_matrices_are_those_of_the_tracer():
 
 
 def test_every_model_is_measured(folder):
-    table = no_op_table(folder, lambda line: None)
+    table = no_op_table(folder)
     assert list(zip(table["seed"], table["escape"], strict=True)) == [(s, e) for s in (0, 1) for e in NO_OPS]
     none = table[table["escape"] == "none"]
     assert (none["escaped"] == 0).all()

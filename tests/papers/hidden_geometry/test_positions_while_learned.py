@@ -16,7 +16,7 @@ from theodolite.corpus.named import addition_corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
-from theodolite.papers import EXPERIMENTS, Study
+from theodolite.papers import EXPERIMENTS, Study, experiment
 from theodolite.papers.hidden_geometry import positions_while_learned as training
 from theodolite.papers.hidden_geometry.addition_check import binomial_error, is_adder, why_not_an_adder
 from theodolite.papers.hidden_geometry.positions_while_learned import (
@@ -136,11 +136,12 @@ def test_a_series_is_surveyed_step_by_step_and_kept(run, adder, few, tmp_path, m
     monkeypatch.setattr(training, "SURVEYED_CONTEXTS", 4)
     calls = []
 
-    def counted(model, text, place):
+    def counted(model, text, place, **options):
         calls.append((len(text.contexts), place))
-        return survey(model, text, place)
+        return survey(model, text, place, **options)
 
-    outcome = Study(_of(run, adder), adder, few, folder=tmp_path, survey=counted).outcome(SERIES)
+    monkeypatch.setattr(experiment, "survey", counted)
+    outcome = Study(_of(run, adder), adder, few, folder=tmp_path).outcome(SERIES)
     assert [contexts for contexts, _ in calls] == [4] * 3
     assert all((place / "run.json").is_file() for _, place in calls)
     table = outcome.tables["steps"]

@@ -98,7 +98,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Characters:
 
 def test_tables_are_whole_and_the_same_again(task):
     """Oracle: numbers of rows by hand; that the same call gives the same tables is determinism alone."""
-    calls: list[tuple[str, int]] = []
+    calls: list[tuple[str, int, int]] = []
 
     def tables() -> dict[str, pd.DataFrame]:
         return compare_learning_rates(
@@ -111,7 +111,7 @@ def test_tables_are_whole_and_the_same_again(task):
         )
 
     first, second = tables(), tables()
-    assert calls[:2] == [(TWO[0][0], 3), (TWO[1][0], 3)]
+    assert calls[:3] == [("training", done, 2) for done in (0, 1, 2)]
     assert len(first["runs"]) == 2
     assert len(first["losses"]) == 2 * 24
     assert first["looks"]["step"].tolist() == [0, 8, 16, 24] * 2

@@ -41,6 +41,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import averaging as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
+from theodolite.system.progress import shown
 from theodolite.system.wording import counted, listed, number, percent, with_error
 from theodolite.theory.averaging import mean_after
 from theodolite.theory.singular import stable_rank
@@ -92,8 +93,7 @@ RANK_ONE = Criterion(
 def averaging(study: Study, outcome: Outcome) -> None:
     first = study.provenance["seed"]
     trained = []
-    for index, (recipe, count) in enumerate(RECIPES.items(), 1):
-        study.say(f"training runs {index} of {len(RECIPES)}: {recipe.name}, {counted(count, 'seed')}")
+    for recipe, count in shown([*RECIPES.items()], "training", study.show):
         trained.append(train_averaging(recipe, range(first, first + count)))
     models = outcome.tables["models"] = pd.concat(map(measured, trained), ignore_index=True)
     read_levels(outcome, models)

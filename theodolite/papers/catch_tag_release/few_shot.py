@@ -29,6 +29,7 @@ from theodolite.report.drawing import few_shot as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.trace import corpus_of_ids
+from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, number, percent
 
 COMMAND = "theodolite train few-shot"
@@ -48,7 +49,7 @@ WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with 
 SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of accuracy (ours)")
 
 
-def shots_table(folder: Path, say: Any) -> pd.DataFrame:
+def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
     """One row per model, sparsity, method and number of examples: accuracy with its binomial standard error.
 
     The dense model stands at every sparsity.
@@ -59,12 +60,11 @@ def shots_table(folder: Path, say: Any) -> pd.DataFrame:
     for model_folder in models_in(folder):
         dense = open_model(model_folder, device="cpu")
         seed = json.loads((model_folder / "training.json").read_text(encoding="utf-8"))["seed"]
-        say(f"{model_folder.name}: dense")
         answers = few_shot_answers(dense, prompts=PROMPTS, seed=PROMPT_SEED)
         for sparsity in SPARSITIES:
             rows += _rows(DENSE, model_folder.name, seed, sparsity, answers)
-            for method, name in METHODS.items():
-                say(f"{model_folder.name}: {name}, {percent(sparsity)}")
+            what = f"{model_folder.name}: pruning {percent(sparsity)}"
+            for method, name in shown([*METHODS.items()], what, show):
                 model = copy.deepcopy(dense)
                 prune_model(model, calibration, method, sparsity)
                 pruned_answers = few_shot_answers(model, prompts=PROMPTS, seed=PROMPT_SEED)
@@ -100,7 +100,7 @@ def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
 def figure_3(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/figure3 is read from a folder of training runs"
     training = study.require_training("few_shot", purpose, COMMAND)
-    show_accuracy(outcome, shots_table(Path(training["folder"]), study.say))
+    show_accuracy(outcome, shots_table(Path(training["folder"]), study.show))
     outcome.runs["trainings"] = training
 
 

@@ -34,6 +34,7 @@ from theodolite.report.drawing import sinks as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.trace import trace_sinks
+from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, number
 
 COMMAND = "theodolite train escape"
@@ -137,19 +138,15 @@ def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
     }
 
 
-def no_op_table(folder: Path, say: Any) -> pd.DataFrame:
+def no_op_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
     """One row per model: no-op option (column `escape`), seed and the `MEASURES`."""
     rows = []
-    for seed in seeds_of(folder):
-        for no_op in NO_OPS:
-            model_folder = place_of(folder, no_op, seed)
-            say(f"measuring {model_folder.name}")
-            model = open_model(model_folder, device="cpu")
-            tokenizer: Any = model.tokenizer
-            corpus = Corpus.from_path(
-                held_out_of(folder, seed), tokenizer, model.longest or 0, CONTEXTS, seed
-            )
-            rows.append({"escape": no_op, "seed": seed, **measured(model, corpus)})
+    models = [(seed, no_op) for seed in seeds_of(folder) for no_op in NO_OPS]
+    for seed, no_op in shown(models, "measuring models", show):
+        model = open_model(place_of(folder, no_op, seed), device="cpu")
+        tokenizer: Any = model.tokenizer
+        corpus = Corpus.from_path(held_out_of(folder, seed), tokenizer, model.longest or 0, CONTEXTS, seed)
+        rows.append({"escape": no_op, "seed": seed, **measured(model, corpus)})
     return pd.DataFrame(rows)
 
 
@@ -170,7 +167,7 @@ def seeds_of(folder: Path) -> list[int]:
 def no_op_option(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/escape is read from a folder of training runs"
     training = study.require_training("escapes", purpose, COMMAND)
-    compare_no_ops(outcome, no_op_table(Path(training["folder"]), study.say))
+    compare_no_ops(outcome, no_op_table(Path(training["folder"]), study.show))
     outcome.runs["trainings"] = training
 
 

@@ -231,7 +231,6 @@ def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
     def on_prompt(study: Study, outcome: Outcome) -> None:
         model, focus = study.require_model(), study.focus
         ids = prompt_or_shipped(model, focus.prompt, prompt)
-        study.say("tracing the prompt")
         trace = trace_prompt(model, ids, focus.layer, focus.head)
         show_prompt(outcome, trace, token_texts(model, ids), chosen=focus.layer is None)
 

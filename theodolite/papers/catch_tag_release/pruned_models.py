@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -172,10 +173,16 @@ def pruned(
 ) -> tuple[OpenModel, Pruned]:
     """A copy of the model, pruned."""
     model = copy.deepcopy(study.require_model())
-    study.say(f"pruning by {METHODS[method]}, {sparsity:.0%}")
-    return model, prune_model(
-        model, calibration, method, sparsity, rank_ratio=rank_ratio, iterations=ITERATIONS
+    report = prune_model(
+        model,
+        calibration,
+        method,
+        sparsity,
+        rank_ratio=rank_ratio,
+        iterations=ITERATIONS,
+        show_progress=partial(study.show, f"pruning by {METHODS[method]}, {sparsity:.0%}"),
     )
+    return model, report
 
 
 def pruned_measures(study: Study, method: str, prompt: Prompt | None = None) -> ModelSinks:

@@ -112,8 +112,8 @@ def sweep(study: Study, outcome: Outcome) -> None:
 def tagging_layers(study: Study) -> list[int]:
     """The third of the layers (at least one) whose heads tag most: caught share times η², summed over their sinks."""
     calibration, _ = halves(study)
-    study.say("tracing sinks: which layers tag")
-    traces = trace_sinks(study.require_model(), calibration).traces.fillna({"tagged": 0.0})
+    trace = trace_sinks(study.require_model(), calibration, show_progress=study.show)
+    traces = trace.traces.fillna({"tagged": 0.0})
     by_layer = traces.groupby("layer")["tagged"].sum().sort_values(ascending=False, kind="stable")
     most = max(1, study.require_model().layers // 3)
     return sorted(int(layer) for layer in by_layer[by_layer > 0].index[:most])

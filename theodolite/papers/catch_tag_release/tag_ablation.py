@@ -12,7 +12,6 @@ from theodolite.judging import Criterion, Estimate
 from theodolite.papers.catch_tag_release.traced_sinks import trace_of
 from theodolite.papers.experiment import Study, experiment
 from theodolite.report.drawing import sinks as drawing
-from theodolite.report.drawing.sinks import sink_name
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.ablation import (
@@ -54,7 +53,6 @@ def _chosen_tag(study: Study) -> tuple[int, int, torch.Tensor]:
             "that head writes no tag in this text: choose another --layer and --head, or another text"
         )
     row = traces.index[0]
-    study.say(f"ablating {sink_name(traces.loc[row])}")
     direction = run.arrays["tag_direction"][row]
     return int(traces.loc[row, "layer"]), int(traces.loc[row, "head"]), direction
 
@@ -72,7 +70,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
     layer, head, direction = _chosen_tag(study)
     corpus = study.corpus
     assert corpus is not None  # or there would be no trace
-    table = ablation_test(study.require_model(), corpus, layer, head, direction, say=study.say)
+    table = ablation_test(study.require_model(), corpus, layer, head, direction, show_progress=study.show)
     last = f"η² in layer {study.require_model().layers}"
     measures = [LOSS_CAUGHT, LOSS_OTHERS, HEAD_SINKS, LATER_SINKS, last]
     name = head_name(layer, head)

@@ -61,8 +61,9 @@ def trace_of(study: Study) -> Run:
     if corpus is None:
         raise UsageError("sinks are traced through a text: pass it together with the run")
     folder = None if study.folder is None else study.folder / "trace"
-    study.say("tracing every sink through the model")
-    return study.cached("trace", lambda: trace_sinks(study.require_model(), corpus, folder))
+    return study.cached(
+        "trace", lambda: trace_sinks(study.require_model(), corpus, folder, show_progress=study.show)
+    )
 
 
 def show_trace(outcome: Outcome, run: Run) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from theodolite.papers.training.models import gpt2
 from theodolite.papers.training.tasks import Characters
 from theodolite.papers.training.training_loop import BETAS, LearningRate, updates
+from theodolite.system.progress import ShowStage, shown
 from theodolite.train.monitor import CONTEXTS, GeometryMonitor, GeometryWarning
 
 HEALTHY = "healthy"
@@ -72,7 +73,7 @@ def compare_learning_rates(
     seeds: Sequence[int] = SEEDS,
     steps: int = STEPS,
     every: int = EVERY,
-    show_progress: Callable[[str, int], None] = lambda pace, seed: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> dict[str, pd.DataFrame]:
     """Train at every learning rate with every seed, and compare.
 
@@ -80,7 +81,7 @@ def compare_learning_rates(
         task: the characters, in contexts of `LENGTH`.
         learning_rates: by name, `HEALTHY` among them.
         seeds, steps, every: of each training run; `every` is the monitor's interval in steps.
-        show_progress: called with the name of the learning rate and the seed before each training run.
+        show_progress: told (what is being done, training runs done, training runs in all); it may raise to stop.
 
     Returns:
         runs: one row per training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
@@ -91,10 +92,9 @@ def compare_learning_rates(
         alarms: pace, seed, step, kind, layer, head, value, slope.
     """
     trained: dict[tuple[str, int], dict[str, pd.DataFrame]] = {}
-    for seed in seeds:
-        for pace, rate in learning_rates.items():
-            show_progress(pace, seed)
-            trained[pace, seed] = train_with_monitor(task, rate, seed, steps, every)
+    places = [(pace, seed) for seed in seeds for pace in learning_rates]
+    for pace, seed in shown(places, "training", show_progress):
+        trained[pace, seed] = train_with_monitor(task, learning_rates[pace], seed, steps, every)
     losses = {place: tables["losses"]["loss"].to_numpy() for place, tables in trained.items()}
     signs = LossThresholds.beyond([losses[HEALTHY, seed] for seed in seeds])
     runs = [

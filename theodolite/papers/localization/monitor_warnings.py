@@ -75,13 +75,10 @@ def judge_warnings(outcome: Outcome, runs: pd.DataFrame) -> None:
 def monitor(study: Study, outcome: Outcome) -> None:
     text = "\n\n".join(document.text for document in python_topics())
     seeds = [study.provenance["seed"] + seed for seed in SEEDS]
-    numbers = iter(range(1, len(seeds) * len(LEARNING_RATES) + 1))
     comparison = compare_learning_rates(
         Characters.of_text(text, LENGTH),
         seeds=seeds,
-        show_progress=lambda name, seed: study.say(
-            f"training run {next(numbers)} of {len(seeds) * len(LEARNING_RATES)}: {name}, seed {seed}"
-        ),
+        show_progress=study.show,
     )
     runs = comparison["runs"]
     for pace, rows in runs.groupby("pace", sort=False):
