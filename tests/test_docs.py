@@ -212,6 +212,11 @@ def test_every_family_of_the_tests_has_a_name():
     assert set(families.NAMES) == {*checkpoints.FAMILIES, *pruned.MORE}
 
 
+def test_the_gallery_is_what_the_committed_results_say():
+    for path, page in gallery.pages().items():
+        assert page == path.read_text(), "run python -m tools.gallery"
+
+
 def test_every_experiment_is_in_the_gallery():
     pages = {group: gallery.page_of(group).read_text() for group in gallery.GROUPS}
     text = "".join(pages.values())

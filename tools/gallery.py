@@ -1,8 +1,9 @@
 """The gallery, docs/gallery*.md, from folders of `theodolite reproduce`: `python -m tools.gallery FOLDER …`.
 
-One page per paper, and an index. Everything on them is read from the `result.json` and the pages below the folders:
-verdicts with their numbers, what was measured on what, and the picture. Where several folders have an experiment, the
-last one is shown. An experiment that none of them has is named with what it takes.
+One page per paper, and an index. What the folders have is taken into docs/results/gallery (each `result.json` without
+its tables) and docs/images/gallery; where several have an experiment, the last one. The pages are made of what is
+there: verdicts with their numbers, what was measured on what, and the picture. An experiment that was never taken in is
+named with what it takes. Without a folder, only the pages are written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from theodolite.report.outcome_page import KINDS, RESULT, SOURCES
 from theodolite.system import embedded
 
 DOCS = Path(__file__).parent.parent / "docs"
-INDEX, PICTURES = DOCS / "gallery.md", DOCS / "images" / "gallery"
+INDEX, PICTURES, RESULTS = DOCS / "gallery.md", DOCS / "images" / "gallery", DOCS / "results" / "gallery"
 ANSWERS = (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)
 GROUPS = {"geometry": "Position and context", "localization": "Localization", "sinks": "Sinks"}
 
@@ -67,20 +68,50 @@ def training_of(name: str) -> tuple[str, str] | None:
     return TRAININGS.get(where)
 
 
-def results(folders: list[Path]) -> dict[str, tuple[dict[str, Any], Path]]:
+def new_results(folders: list[Path]) -> dict[str, tuple[dict[str, Any], Path]]:
     """Name → (result, folder) of every experiment below the folders, at any depth of two."""
     found: dict[str, tuple[dict[str, Any], Path]] = {}
     for folder in folders:
         for path in sorted([*folder.glob(f"*/{RESULT}"), *folder.glob(f"reproduce/*/{RESULT}")]):
             loaded = json.loads(path.read_text(encoding="utf-8"))
-            if loaded["name"] in EXPERIMENTS or loaded["name"] in ALIASES:
+            if (loaded["name"] in EXPERIMENTS or loaded["name"] in ALIASES) and not _repeats(loaded["name"]):
                 found[loaded["name"]] = loaded, path.parent
     return found
 
 
+def kept(result: dict[str, Any]) -> dict[str, Any]:
+    """What of a result is taken in: no tables, and of what it was made of what the pages say."""
+    provenance = {"seed": result["provenance"]["seed"], "versions": result["provenance"]["versions"]}
+    for of, told in {"model": ("id", "sha256"), "corpus": ("name", "length", "contexts", "sha256")}.items():
+        if of in result["provenance"]:
+            provenance[of] = {entry: result["provenance"][of].get(entry) for entry in told}
+    parts = ("name", "title", "paper", "readings", "verdicts")
+    return {part: result[part] for part in parts} | {"provenance": provenance}
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """Name → what was taken in."""
+    loaded = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json")))
+    return {result["name"]: result for result in loaded}
+
+
+def pictures() -> dict[str, str]:
+    """Name of the picture without its ending → with it."""
+    return {path.stem: path.name for path in sorted(PICTURES.iterdir())}
+
+
+def _file(name: str) -> str:
+    return name.replace("/", "-")
+
+
+def _repeats(name: str) -> bool:
+    """Whether it is a page of claims, which repeats those of the others."""
+    return name.endswith("/claims")
+
+
 def names() -> list[str]:
-    """Every experiment that has a place in the gallery; pages of claims repeat the others."""
-    return [name for name in EXPERIMENTS if not name.endswith("/claims")]
+    """Every experiment that has a place in the gallery."""
+    return [name for name in EXPERIMENTS if not _repeats(name)]
 
 
 def page_of(group: str) -> Path:
@@ -88,9 +119,10 @@ def page_of(group: str) -> Path:
     return DOCS / f"gallery-{group}.md"
 
 
-def pages(found: dict[str, tuple[dict[str, Any], Path]], pictures: dict[str, str]) -> dict[Path, str]:
+def pages() -> dict[Path, str]:
     """The index, and the page of every paper."""
-    versions = next(iter(found.values()))[0]["provenance"]["versions"]
+    found, drawn = results(), pictures()
+    versions = next(iter(found.values()))["provenance"]["versions"]
     of_group = {
         group: [n for n in [*names(), *sorted(set(found) & set(ALIASES))] if n.startswith(group)]
         for group in GROUPS
@@ -119,7 +151,8 @@ def pages(found: dict[str, tuple[dict[str, Any], Path]], pictures: dict[str, str
         lines = [f"# Reproductions: {GROUPS[group]}", "", "<!-- written by tools/gallery.py -->", ""]
         lines += [f"{SOURCES[group]} [All papers, and how a claim is judged](gallery.md).", "", made]
         for name in members:
-            lines += ["", *(_entry(name, *found[name], pictures) if name in found else _missing(name))]
+            entry = _entry(name, found[name], drawn.get(_file(name))) if name in found else _missing(name)
+            lines += ["", *entry]
         made_pages[page_of(group)] = "\n".join(lines) + "\n"
     return made_pages
 
@@ -128,17 +161,17 @@ def _overview(of_group: dict[str, list[str]], found: dict[str, Any]) -> list[str
     rows = ["| | " + " | ".join(ANSWERS) + " |", "| --- |" + " ---: |" * len(ANSWERS)]
     for group, members in of_group.items():
         counted = Counter(
-            verdict["answer"] for name in members if name in found for verdict in found[name][0]["verdicts"]
+            verdict["answer"] for name in members if name in found for verdict in found[name]["verdicts"]
         )
         title = f"[{GROUPS[group]}]({page_of(group).name})"
         rows.append(f"| {title} | " + " | ".join(str(counted[answer]) for answer in ANSWERS) + " |")
     return rows
 
 
-def _entry(name: str, result: dict[str, Any], folder: Path, pictures: dict[str, str]) -> list[str]:
+def _entry(name: str, result: dict[str, Any], picture: str | None) -> list[str]:
     lines = [f"## {name}", "", f"**{_plain(result['title'])}.** {_plain(result['paper'])}."]
-    if name in pictures:
-        lines += ["", f"![{_plain(result['title'])}](images/gallery/{pictures[name]})"]
+    if picture is not None:
+        lines += ["", f"![{_plain(result['title'])}](images/gallery/{picture})"]
     lines += ["", *_verdicts(result), "", *_commands(name, result)]
     return lines
 
@@ -227,23 +260,21 @@ def _plain(text: str) -> str:
 
 
 def main(folders: list[str]) -> None:
-    """Write pages and pictures."""
+    """Take in what the folders have, and write the pages."""
     from tools.chromium import browser, write_first_figure
 
-    found = results([Path(folder) for folder in folders])
-    if not found:
+    found = new_results([Path(folder) for folder in folders])
+    if folders and not found:
         raise SystemExit("give folders that `theodolite reproduce` wrote")
-    for old in PICTURES.glob("*"):
-        old.unlink()
-    pictures: dict[str, str] = {}
-    with browser() as chromium:
-        for name, (_, folder) in found.items():
-            drawn = None
-            if not name.endswith("/claims"):
-                drawn = write_first_figure(chromium, folder / "index.html", PICTURES / name.replace("/", "-"))
-            if drawn is not None:
-                pictures[name] = drawn.name
-    for path, text in pages(found, pictures).items():
+    if found:
+        with browser() as chromium:
+            for name, (result, folder) in found.items():
+                for old in PICTURES.glob(f"{_file(name)}.*"):
+                    old.unlink()
+                write_first_figure(chromium, folder / "index.html", PICTURES / _file(name))
+                text = json.dumps(kept(result), indent=1, ensure_ascii=False)
+                (RESULTS / f"{_file(name)}.json").write_text(text + "\n", encoding="utf-8")
+    for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
 
 

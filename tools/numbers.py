@@ -4,7 +4,7 @@ A measured number is a decimal, a percentage, one beside ±, a count out of a co
 many “times”, or alone in the cell of a table. docs/results/prose.json has those of `PAGES`, paragraph by paragraph and
 row by row in the order of reading, each with its source, which is one of
 
-- an experiment of the gallery (`geometry/table1`), whose evidence there has the number;
+- an experiment of the gallery (`geometry/table1`), whose evidence or readings have the number;
 - a file of docs/results (`theory`), with values out of a `result.json` and what made them;
 - a name in docs/results/recorded.json: a run that was not kept, so that nothing but the page has the number;
 - a name in docs/results/not-measured.json: settings, criteria, published figures and the like.
@@ -104,12 +104,14 @@ def agrees(printed: str, source: list[str | float]) -> bool:
 
 @cache
 def gallery() -> dict[str, list[str | float]]:
-    """Experiment → the numbers of the evidence that the gallery prints for it, criteria left out."""
+    """Experiment → the numbers of its evidence, criteria left out, and of its readings."""
     found: dict[str, list[str | float]] = {}
-    for page in sorted((ROOT / "docs").glob("gallery-*.md")):
-        for section in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.M)[1:]:
-            evidence = ";".join(re.findall(r"<small>(.*?)</small>", section))
-            found[section.split()[0]] = NUMBER.findall(re.sub(r"criterion: [^;]*", "", evidence))
+    for path in sorted((RESULTS / "gallery").glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        evidence = (re.sub(r"criterion: [^;]*", "", verdict["evidence"]) for verdict in result["verdicts"])
+        found[result["name"]] = NUMBER.findall(
+            "; ".join([*evidence, *(r["here"] for r in result["readings"])])
+        )
     return found
 
 
