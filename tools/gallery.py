@@ -119,9 +119,8 @@ def page_of(group: str) -> Path:
     return DOCS / f"gallery-{group}.md"
 
 
-def pages() -> dict[Path, str]:
-    """The index, and the page of every paper."""
-    found, drawn = results(), pictures()
+def pages(found: dict[str, dict[str, Any]], drawn: dict[str, str]) -> dict[Path, str]:
+    """The index, and the page of every paper, of results and pictures by name."""
     versions = next(iter(found.values()))["provenance"]["versions"]
     of_group = {
         group: [n for n in [*names(), *sorted(set(found) & set(ALIASES))] if n.startswith(group)]
@@ -274,7 +273,7 @@ def main(folders: list[str]) -> None:
                 write_first_figure(chromium, folder / "index.html", PICTURES / _file(name))
                 text = json.dumps(kept(result), indent=1, ensure_ascii=False)
                 (RESULTS / f"{_file(name)}.json").write_text(text + "\n", encoding="utf-8")
-    for path, text in pages().items():
+    for path, text in pages(results(), pictures()).items():
         path.write_text(text, encoding="utf-8")
 
 

@@ -1,12 +1,10 @@
-"""The README.md of each paper's folder, from a `reproduce` of the embedded model: `python -m tools.paper_readmes RUN`.
+"""The README.md of each paper's folder: `python -m tools.paper_readmes`.
 
-Names, their order, commands and what is smaller than published are the declarations'; answers are from the
-`result.json` files below the folder.
+Names, their order, commands and what is smaller than published are the declarations'; answers are the gallery's.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,7 @@ def verdicts(name: str, found: dict[str, Any]) -> str:
         return f"those of `{ALIASES[name].of}`"
     if name not in found:
         return "needs training" if training_of(name) else "not made"
-    counts = Counter(verdict["answer"] for verdict in found[name][0]["verdicts"])
+    counts = Counter(verdict["answer"] for verdict in found[name]["verdicts"])
     return (
         ", ".join(f"{answer} {counts[answer]}" for answer in ANSWERS if counts[answer])
         or "none: numbers only"
@@ -56,9 +54,6 @@ def verdicts(name: str, found: dict[str, Any]) -> str:
 
 def readme(group: str, found: dict[str, Any]) -> str:
     """The whole page."""
-    made = next(result["provenance"] for result, _ in found.values() if result["provenance"].get("corpus"))
-    model, corpus, versions = made["model"], made["corpus"], made["versions"]
-    options = f"--length {corpus['length']} --contexts {corpus['contexts']}"
     trained = dict.fromkeys(command for name in names(group) if (command := training_of(name)))
     lines = [
         f"# {GROUPS[group]}",
@@ -67,15 +62,12 @@ def readme(group: str, found: dict[str, Any]) -> str:
         "",
         SOURCES[group],
         "",
-        f"Verdicts are of the embedded model ({model['parameters']:,} parameters), on "
-        f"{corpus['contexts']} contexts of {corpus['length']} tokens of {corpus['name']}, seed {made['seed']}, "
-        f"theodolite {versions['theodolite']}, torch {versions['torch']}, transformers {versions['transformers']}. "
-        f"[Every claim with its evidence](../../../docs/gallery-{group}.md) is of a run of its own; the "
-        f"[findings](../../../docs/findings-{group}.md) say what came of it, and the "
-        f"[errata](../../../docs/errata-{group}.md) which formulas do not hold as printed. All at once:",
+        f"Verdicts are those of [the gallery](../../../docs/gallery-{group}.md), which has every claim with its "
+        f"evidence, and what it was made of; the [findings](../../../docs/findings-{group}.md) say what came of it, "
+        f"and the [errata](../../../docs/errata-{group}.md) which formulas do not hold as printed. All at once:",
         "",
         "```bash",
-        f"theodolite reproduce {group} {options}",
+        f"theodolite reproduce {group} --length 128 --contexts 256",
         *(command for command, _ in trained),
         "```",
         "",
@@ -89,14 +81,6 @@ def readme(group: str, found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(folder: str) -> None:
-    """Write all of them."""
-    found = results([Path(folder)])
-    if not found:
-        raise SystemExit("give the folder of a run of which `theodolite reproduce` made the experiments")
-    for group in GROUPS:
-        place(group).write_text(readme(group, found), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for paper in GROUPS:
+        place(paper).write_text(readme(paper, results()), encoding="utf-8")
