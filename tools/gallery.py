@@ -74,7 +74,7 @@ def new_results(folders: list[Path]) -> dict[str, tuple[dict[str, Any], Path]]:
     for folder in folders:
         for path in sorted([*folder.glob(f"*/{RESULT}"), *folder.glob(f"reproduce/*/{RESULT}")]):
             loaded = json.loads(path.read_text(encoding="utf-8"))
-            if (loaded["name"] in EXPERIMENTS or loaded["name"] in ALIASES) and not _repeats(loaded["name"]):
+            if (loaded["name"] in EXPERIMENTS or loaded["name"] in ALIASES) and not repeats(loaded["name"]):
                 found[loaded["name"]] = loaded, path.parent
     return found
 
@@ -104,14 +104,14 @@ def _file(name: str) -> str:
     return name.replace("/", "-")
 
 
-def _repeats(name: str) -> bool:
+def repeats(name: str) -> bool:
     """Whether it is a page of claims, which repeats those of the others."""
     return name.endswith("/claims")
 
 
 def names() -> list[str]:
     """Every experiment that has a place in the gallery."""
-    return [name for name in EXPERIMENTS if not _repeats(name)]
+    return [name for name in EXPERIMENTS if not repeats(name)]
 
 
 def page_of(group: str) -> Path:

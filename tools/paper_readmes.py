@@ -12,7 +12,7 @@ from typing import Any
 from theodolite.judging import reading_order
 from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import SOURCES
-from tools.gallery import ANSWERS, GROUPS, folder_of, results, training_of
+from tools.gallery import ANSWERS, GROUPS, folder_of, repeats, results, training_of
 
 PAPERS = Path(__file__).parent.parent / "theodolite" / "papers"
 COLUMNS = ("name", "shows", "command", "smaller than published", "verdicts")
@@ -43,6 +43,8 @@ def verdicts(name: str, found: dict[str, Any]) -> str:
     """`holds 3, fails 1`."""
     if name in ALIASES:
         return f"those of `{ALIASES[name].of}`"
+    if repeats(name):
+        return "those of the others"
     if name not in found:
         return "needs training" if training_of(name) else "not made"
     counts = Counter(verdict["answer"] for verdict in found[name]["verdicts"])
