@@ -20,9 +20,7 @@ from theodolite.judging import (
     Verdict,
     all_hold,
     combined,
-    harmless,
     judge,
-    reading_order,
     unless_explained,
 )
 from theodolite.papers.catch_tag_release import few_shot as shots
@@ -31,6 +29,8 @@ from theodolite.papers.catch_tag_release import pruning_sweep as compression_swe
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.report import published
 from theodolite.report.data import mean_over_layers
+from theodolite.system.experiment_names import reading_order
+from theodolite.system.wording import harmless
 
 MANY = 10_000
 """Things that an error rests on: as many as make Student's t a normal one."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from theodolite.system.wording import counted, number, visible, with_error
+from theodolite.system.wording import counted, number, with_error
 
 Floats = npt.NDArray[np.float64]
 
@@ -173,26 +173,6 @@ def independent(verdicts: Sequence[Verdict]) -> list[Verdict]:
     return first
 
 
-def harmless(text: str, limit: int | None = None) -> str:
-    """A sentence that may quote names from files, its control and direction characters made visible."""
-    return visible(
-        text.replace("\u00a0", " "), limit
-    )  # non-breaking spaces that theodolite puts between a number and its unit
-
-
-def reading_order(name: str) -> tuple[str, bool, str, int]:
-    """A key that sorts names as one reads them: tables, figures in the order of their numbers, then the rest."""
-    group, _, short_name = name.rpartition("/")
-    kind = short_name.rstrip("0123456789")
-    is_numbered = kind in ("table", "figure")
-    return (
-        group,
-        not is_numbered,
-        {"table": "", "figure": " "}.get(kind, short_name),
-        int(short_name[len(kind) :] or 0),
-    )
-
-
 def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion) -> Verdict:
     """Compare a number with its criterion, or one a layer, more than half of which must then meet it.
 
@@ -279,8 +259,3 @@ def combined(answers: Iterable[Answer]) -> Answer:
     if len(decided) > 1:
         return IN_PART
     return next(iter(decided), UNDECIDED if UNDECIDED in answers else UNTESTABLE)
-
-
-def bracketed(mean: float, deviation: float, digits: int = 3) -> str:
-    """`11.4 (1.86)`: mean and standard deviation over layers, as in Table 1."""
-    return f"{number(mean, digits)} ({number(deviation, digits)})" if math.isfinite(mean) else number(mean)

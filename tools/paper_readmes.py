@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from theodolite.judging import reading_order
 from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import SOURCES
+from theodolite.system.experiment_names import reading_order
 from tools.gallery import ANSWERS, GROUPS, folder_of, repeats, results, training_of
 
 PAPERS = Path(__file__).parent.parent / "theodolite" / "papers"

@@ -19,14 +19,14 @@ from theodolite.comparison.candidates import Work, candidates_of, check, measure
 from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import LOW_RANK_CLAIM, experiment_of, outcome
 from theodolite.errors import UsageError
-from theodolite.judging import UNTESTABLE, harmless
+from theodolite.judging import UNTESTABLE
 from theodolite.models.prompts import Focus
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.run_folders import is_run
-from theodolite.system.wording import percent
+from theodolite.system.wording import harmless, percent
 
 SCHEMA_VERSION = 2
 FILE = "comparison.json"

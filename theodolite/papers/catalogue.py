@@ -9,7 +9,6 @@ from typing import Any
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import reading_order
 from theodolite.models import OpenModel
 from theodolite.models.prompts import Focus
 from theodolite.papers.catch_tag_release import (
@@ -52,7 +51,7 @@ from theodolite.papers.localization import (
 )
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome
-from theodolite.system.experiment_names import PUBLISHED_ELSEWHERE, named
+from theodolite.system.experiment_names import PUBLISHED_ELSEWHERE, named, reading_order
 
 
 @dataclass(frozen=True)

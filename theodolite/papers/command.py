@@ -14,12 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from theodolite.errors import UsageError
-from theodolite.judging import Verdict, harmless
+from theodolite.judging import Verdict
 from theodolite.papers.catalogue import ALIASES, EXPERIMENTS
 from theodolite.papers.experiment import Experiment, Study
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
 from theodolite.system.progress import ShowStage
+from theodolite.system.wording import harmless
 
 _COLOURS = {"✓": "green", "◐": "yellow", "✗": "red", "–": "dim"}
 

@@ -15,24 +15,15 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from theodolite.judging import (
-    FAILS,
-    HOLDS,
-    IN_PART,
-    UNDECIDED,
-    UNTESTABLE,
-    Verdict,
-    harmless,
-    independent,
-    reading_order,
-)
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent
 from theodolite.report import content
 from theodolite.report.data import records
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered
+from theodolite.system.experiment_names import reading_order
 from theodolite.system.files import disk_errors, folder_written_atomically, write_text
-from theodolite.system.wording import visible
+from theodolite.system.wording import harmless, visible
 
 RESULT = "result.json"
 SOURCES = {

@@ -99,3 +99,16 @@ def _nearest(pattern: str) -> str:
         or [short[key] for key in difflib.get_close_matches(pattern.rsplit("/", 1)[-1], short, 3, 0.6)]
     )
     return f"did you mean {', '.join(near)}?" if near else "`theodolite reproduce` lists them all"
+
+
+def reading_order(name: str) -> tuple[str, bool, str, int]:
+    """A key that sorts names as one reads them: tables, figures in the order of their numbers, then the rest."""
+    group, _, short_name = name.rpartition("/")
+    kind = short_name.rstrip("0123456789")
+    is_numbered = kind in ("table", "figure")
+    return (
+        group,
+        not is_numbered,
+        {"table": "", "figure": " "}.get(kind, short_name),
+        int(short_name[len(kind) :] or 0),
+    )

@@ -145,3 +145,15 @@ def counted(amount: int, noun: str) -> str:
 
 def _superscript(exponent: int) -> str:
     return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def harmless(text: str, limit: int | None = None) -> str:
+    """A sentence that may quote names from files, its control and direction characters made visible."""
+    return visible(
+        text.replace("\u00a0", " "), limit
+    )  # between a number and its unit, where theodolite puts them
+
+
+def bracketed(mean: float, deviation: float, digits: int = 3) -> str:
+    """`11.4 (1.86)`: mean and standard deviation over layers, as in Table 1."""
+    return f"{number(mean, digits)} ({number(deviation, digits)})" if math.isfinite(mean) else number(mean)

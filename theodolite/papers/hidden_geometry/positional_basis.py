@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.judging import Estimates, bracketed
+from theodolite.judging import Estimates
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import (
@@ -35,7 +35,7 @@ from theodolite.report.drawing import geometry
 from theodolite.report.exhibit import by_layer
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome
-from theodolite.system.wording import number, percent, with_error
+from theodolite.system.wording import bracketed, number, percent, with_error
 
 _BASIS = "arrays.positional_basis"
 
