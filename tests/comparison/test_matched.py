@@ -71,6 +71,16 @@ def test_a_head_without_a_partner_is_lost(pair):
     assert "2 heads of the other model without a partner" in back.sentence
 
 
+def test_a_head_whose_entropy_is_not_known_does_not_survive(pair):
+    """Nor is it taken for a collapsed one, whose entropy is 0."""
+    run = pair().run
+    unknown = run.heads.assign(entropy=run.heads["entropy"].where(run.heads.index > 0))
+    part = matched_heads(replace(run, heads=unknown), run)
+    assert part.table.loc[0, "status"] == LOST
+    assert np.isnan(part.table.loc[0, "entropy_share_before"])
+    assert (part.table.loc[1:, "status"] == SURVIVED).sum() >= len(run.heads) - 2
+
+
 def test_a_role_that_is_gone_is_lost(pair):
     """The planted model has a first-token sink and later ones by construction."""
     run = pair().run

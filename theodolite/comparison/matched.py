@@ -75,7 +75,7 @@ def matched_heads(reference: Run, other: Run) -> Survival:
 
 
 def _what_heads_do(reference: Run, other: Run) -> tuple[list[str], Floats, Floats]:
-    """What both runs have of scores, entropy share and propagation: its names (K), (N, K) and (M, K)."""
+    """What both runs have of scores, entropy share and propagation: its names (K), (N, K) and (M, K); NaN: unknown."""
     names, columns = [], []
     for name in (ENTROPY, *(role.column for role in ROLES), "propagation"):
         first, second = (
@@ -88,18 +88,20 @@ def _what_heads_do(reference: Run, other: Run) -> tuple[list[str], Floats, Float
         raise UsageError(
             "heads are matched by their entropy too, which one of these runs lacks: survey it again"
         )
-    both = (np.nan_to_num(np.stack(side, axis=1)) for side in zip(*columns, strict=True))
-    return names, *both
+    first, second = (np.stack(side, axis=1) for side in zip(*columns, strict=True))
+    return names, first, second
 
 
 def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
-    """Places in `first`, ascending, and of their partners in `second`."""
-    places, partners = linear_sum_assignment(cdist(first, second, "sqeuclidean"))
+    """Places in `first`, ascending, and of their partners in `second`; what was not measured counts as 0."""
+    places, partners = linear_sum_assignment(
+        cdist(np.nan_to_num(first), np.nan_to_num(second), "sqeuclidean")
+    )
     return places, partners
 
 
 def _does_the_same(names: list[str], first: Floats, second: Floats) -> Flags:
-    """(N, M): whether each head of the other model does what each of the reference does."""
+    """(N, M): whether each head of the other model does what each of the reference does; not where it is unknown."""
     entropy = names.index(ENTROPY)
     one, two = first[:, None, entropy], second[None, :, entropy]
     same: Flags = (np.abs(one - two) <= TENTH) & (range_of(one) == range_of(two))
