@@ -530,3 +530,20 @@ def test_random_tokens_where_every_token_is_marked_special(plain):
     drawn = Corpus.random_tokens(plain, 16, 8).contexts
     assert len(drawn.unique()) > 1
     assert set(drawn.unique().tolist()) <= set(plain.get_vocab().values())
+
+
+def test_the_tokens_read_so_far_are_told_and_reading_may_be_stopped(tokenizer, tmp_path):
+    """Oracle: the tokenizer's own count of the whole text."""
+    text = "the theodolite stands on its tripod " * 4000
+    (tmp_path / "text.txt").write_text(text)
+    told: list[int] = []
+    Corpus.from_path(tmp_path / "text.txt", tokenizer, 16, show_tokens=told.append)
+    assert told == sorted(told)
+    assert len(told) > 1
+    assert told[-1] == len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def stop(tokens: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Corpus.from_path(tmp_path / "text.txt", tokenizer, 16, show_tokens=stop)

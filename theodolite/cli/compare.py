@@ -135,7 +135,7 @@ class _Passes:
         return self.opening.open(source)
 
     def read(self, model: OpenModel) -> Corpus:
-        return self.text.read(model)
+        return self.text.read(model, self.stopped)
 
     def measured(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> tuple[Run, Run, Run]:
         from theodolite.comparison.outputs import read_outputs

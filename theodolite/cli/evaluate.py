@@ -95,7 +95,7 @@ def evaluate_command(
         for name in names:
             model = opening.open(name)
             described.append(describe_model(model)["model"])
-            corpus = read.read(model) if reads else None
+            corpus = read.read(model, stopped) if reads else None
             scores += evaluate(model, corpus, asked, answers, partial(progress, stopped=stopped), stopped)
             del model  # before the next one is opened
         _finish(scores, {"versions": versions(), "models": described}, as_json)

@@ -87,11 +87,11 @@ def explore_command(
                 def surveyed(each: OpenModel) -> Run:
                     from theodolite.passes.survey import survey_heads
 
-                    corpus = text.read(each)
                     with (
                         interruptible(say_stopping) as stopped,
                         bars(stopped, of=short_name(each.id)) as show,
                     ):
+                        corpus = text.read(each, stopped)
                         return survey_heads(each, corpus, seed=text.seed, show_progress=show)
 
                 surveys = list(map(_loaded, opened, runs)) if runs else list(map(surveyed, opened))

@@ -247,11 +247,12 @@ class Text:
         Choice(self.contexts, self.seed, self.per_label).check()
         check_spec(self.corpus, self.columns, self.per_label)
 
-    def read(self, model: OpenModel) -> Corpus:
+    def read(self, model: OpenModel, stopped: Callable[[], bool]) -> Corpus:
         """Read the text for this model, saying so on the screen.
 
         Raises:
             UsageError: the model has no tokenizer, or the text gives no context.
+            KeyboardInterrupt: `stopped()` is true.
         """
         from theodolite.corpus.named import make_corpus
 
@@ -263,9 +264,22 @@ class Text:
         contexts = self.contexts
         if contexts is None and not every:
             contexts = max(self.default_contexts, self.per_label or 0)
-        with screen.status("reading the text"):
+        with screen.status("reading the text") as status:
+
+            def show(tokens: int) -> None:
+                if stopped():
+                    raise KeyboardInterrupt
+                status.update(f"reading the text: {tokens:,} tokens")
+
             corpus = make_corpus(
-                self.corpus, tokenizer, length, contexts, self.seed, self.columns, self.per_label
+                self.corpus,
+                tokenizer,
+                length,
+                contexts,
+                self.seed,
+                self.columns,
+                self.per_label,
+                show_tokens=show,
             )
         if "tokens_read" in corpus.selection:
             say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")

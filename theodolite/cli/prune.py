@@ -108,7 +108,7 @@ def prune_command(
         from theodolite.report.pruned_model import page_at, write_page
 
         opened = opening.open(model)
-        corpus = text.read(opened)
+        corpus = text.read(opened, stopped)
         with bars(stopped) as show:
 
             def show_progress(done: int, total: int) -> None:

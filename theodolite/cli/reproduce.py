@@ -182,10 +182,10 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
     model = request.opened()
     if focus.layer is not None or focus.head is not None:
         model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
-    read = request.text.read(model)
+    read = request.text.read(model, request.stopped)
     length = read.contexts.shape[1]
     second = (
-        replace(_with_corpus(request.text, request.other), length=length).read(model)
+        replace(_with_corpus(request.text, request.other), length=length).read(model, request.stopped)
         if request.other
         else None
     )

@@ -126,7 +126,7 @@ def _survey_one(
     from theodolite.report.page import write_report
 
     opened = opening.open(model)
-    corpus = text.read(opened)
+    corpus = text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
     with bars(stopped, of=of) as show:
         if ray is None:

@@ -42,7 +42,7 @@ def trace_command(
         from theodolite.sinks.trace import trace_sinks
 
         opened = opening.open(model)
-        corpus = text.read(opened)
+        corpus = text.read(opened, stopped)
         folder = out or default_folder(opened, corpus, "-stretches" if stretches else "-sinks")
         with bars(stopped) as show:
             run = trace_sinks(opened, corpus, folder, stretches=stretches, batch=batch, show_progress=show)

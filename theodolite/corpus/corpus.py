@@ -34,6 +34,7 @@ from theodolite.corpus.sampling import READ_AHEAD, Choice, Sample, check_length,
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, RANDOM
 from theodolite.corpus.special_tokens import SpecialTokens, Tokenizer, frame_of, refuse_growth
 from theodolite.errors import UsageError
+from theodolite.system.progress import ShowTokens
 
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
 BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
@@ -94,6 +95,7 @@ class Corpus:
         label_column: str | None = None,
         label_rows: bool = False,
         per_label: int | None = None,
+        show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
         """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`documents.read_path`: labels, errors).
 
@@ -103,11 +105,15 @@ class Corpus:
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
         article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
         out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document.
+
+        `show_tokens` is told how many tokens were read so far; it may raise to stop.
         """
         columns = Columns(text_column, label_column, label_rows)
         choice = Choice(contexts, seed, per_label, label_rows)
         documents = read_path(path, columns)
-        return _build(cls, printable(path), documents, tokenizer, length, choice, columns.described())
+        return _build(
+            cls, printable(path), documents, tokenizer, length, choice, columns.described(), show_tokens
+        )
 
     @classmethod
     def from_texts(
@@ -146,6 +152,7 @@ class Corpus:
         label_column: str | None = None,
         label_rows: bool = False,
         per_label: int | None = None,
+        show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
         """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.
 
@@ -158,7 +165,7 @@ class Corpus:
         columns = Columns(text_column, label_column, label_rows)
         choice = Choice(contexts, seed, per_label, label_rows, streamed=True)
         documents = streamed_documents(name, config, split, columns)
-        return _build(cls, name, documents, tokenizer, length, choice, columns.described())
+        return _build(cls, name, documents, tokenizer, length, choice, columns.described(), show_tokens)
 
     @classmethod
     def python_docs(
@@ -256,6 +263,7 @@ class _Cutter:
     between: list[int]
     packs: bool = True  # short documents of a label together; not where every document has a label of its own
     enough: int | None = None  # contexts after which no more than `READ_TOKENS` are read; None: all are
+    show_tokens: ShowTokens = lambda tokens: None
     longest: int = 0
     cuts: int = 0
     tokens: int = 0
@@ -271,6 +279,7 @@ class _Cutter:
                     self.stopped = True
                     return
                 self.tokens += len(ids)
+                self.show_tokens(self.tokens)
                 pending += ids
                 whole = len(pending) // self.body * self.body
                 for begin in range(0, whole, self.body):
@@ -299,6 +308,7 @@ def _build(
     length: int,
     choice: Choice,
     selection: dict[str, Any] | None = None,
+    show_tokens: ShowTokens = lambda tokens: None,
 ) -> Corpus:
     """Tokenize, cut, choose; `selection` is what is known of it beforehand."""
     check_length(length)
@@ -308,7 +318,14 @@ def _build(
     enough = None
     if choice.contexts is not None and choice.per_label is None:
         enough = READ_AHEAD * choice.contexts
-    cutter = _Cutter(tokenizer, length - around, frame.between, packs=not choice.rows, enough=enough)
+    cutter = _Cutter(
+        tokenizer,
+        length - around,
+        frame.between,
+        packs=not choice.rows,
+        enough=enough,
+        show_tokens=show_tokens,
+    )
     sample = choose(cutter.cut(documents), choice)
     if not sample.bodies:
         raise _nothing_chosen(name, length, choice, sample, cutter, around)

@@ -14,6 +14,7 @@ from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.spec import CODE, DOCS, FEW_SHOT, HELD_OUT, RANDOM, check_spec, dataset_of
 from theodolite.corpus.special_tokens import Tokenizer
 from theodolite.errors import UsageError
+from theodolite.system.progress import ShowTokens
 
 DRAWN_AT_ONCE = 1000
 
@@ -26,6 +27,7 @@ def make_corpus(
     seed: int = 0,
     columns: Columns = TEXT_COLUMN,
     per_label: int | None = None,
+    show_tokens: ShowTokens = lambda tokens: None,
 ) -> Corpus:
     """The corpus that `spec` names: a path, or one of these.
 
@@ -33,7 +35,8 @@ def make_corpus(
     `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`.
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
-    `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label` as in `Corpus`.
+    `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label` and
+    `show_tokens` as in `Corpus`.
     """
     check_spec(spec, columns, per_label)
     name = DOCS if spec is None else str(spec)
@@ -56,9 +59,18 @@ def make_corpus(
     if dataset is not None:
         of, config, split = dataset
         return Corpus.from_dataset(
-            of, tokenizer, length, some, config or None, split or "train", columns.text, seed, *labels
+            of,
+            tokenizer,
+            length,
+            some,
+            config or None,
+            split or "train",
+            columns.text,
+            seed,
+            *labels,
+            show_tokens,
         )
-    return Corpus.from_path(name, tokenizer, length, contexts, seed, columns.text, *labels)
+    return Corpus.from_path(name, tokenizer, length, contexts, seed, columns.text, *labels, show_tokens)
 
 
 def addition_corpus(

@@ -13,6 +13,9 @@ ShowProgress = Callable[[int, int], None]
 ShowStage = Callable[[str, int, int], None]
 """Told (what is being done, steps done, steps in all); it may raise to stop, and what is whole is saved then."""
 
+ShowTokens = Callable[[int], None]
+"""Told how many tokens of a text were read so far, where nobody knows how many there are; it may raise to stop."""
+
 
 def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
     """The items, one after the other, and how many of them are done."""
