@@ -316,7 +316,7 @@ def test_make_corpus_dispatches(
 ) -> None:
     asked: list[tuple] = []
     monkeypatch.setattr(Corpus, "python_docs", lambda *arguments: asked.append(arguments))
-    monkeypatch.setattr(Corpus, "from_dataset", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(Corpus, "from_dataset", lambda *arguments, show_tokens: asked.append(arguments))
     make_corpus(None, plain, 8)
     make_corpus("docs", plain, 8, 5, 1)
     make_corpus("hf:wikitext:wikitext-2-raw-v1:test", plain, 8, 5, 1, Columns("body"))
@@ -532,9 +532,9 @@ def test_random_tokens_where_every_token_is_marked_special(plain):
     assert set(drawn.unique().tolist()) <= set(plain.get_vocab().values())
 
 
-def test_the_tokens_read_so_far_are_told_and_reading_may_be_stopped(tokenizer, tmp_path):
+def test_the_tokens_read_so_far_are_told_and_reading_may_be_stopped(tmp_path):
     """Oracle: the tokenizer's own count of the whole text."""
-    text = "the theodolite stands on its tripod " * 4000
+    tokenizer, text = byte_tokenizer(), "the theodolite stands on its tripod " * 4000
     (tmp_path / "text.txt").write_text(text)
     told: list[int] = []
     Corpus.from_path(tmp_path / "text.txt", tokenizer, 16, show_tokens=told.append)

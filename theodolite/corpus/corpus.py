@@ -95,6 +95,7 @@ class Corpus:
         label_column: str | None = None,
         label_rows: bool = False,
         per_label: int | None = None,
+        *,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
         """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`documents.read_path`: labels, errors).
@@ -152,6 +153,7 @@ class Corpus:
         label_column: str | None = None,
         label_rows: bool = False,
         per_label: int | None = None,
+        *,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
         """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.

@@ -27,6 +27,7 @@ def make_corpus(
     seed: int = 0,
     columns: Columns = TEXT_COLUMN,
     per_label: int | None = None,
+    *,
     show_tokens: ShowTokens = lambda tokens: None,
 ) -> Corpus:
     """The corpus that `spec` names: a path, or one of these.
@@ -68,9 +69,11 @@ def make_corpus(
             columns.text,
             seed,
             *labels,
-            show_tokens,
+            show_tokens=show_tokens,
         )
-    return Corpus.from_path(name, tokenizer, length, contexts, seed, columns.text, *labels, show_tokens)
+    return Corpus.from_path(
+        name, tokenizer, length, contexts, seed, columns.text, *labels, show_tokens=show_tokens
+    )
 
 
 def addition_corpus(
