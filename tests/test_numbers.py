@@ -6,7 +6,7 @@ import pytest
 
 from tools import numbers
 
-DEBT = 357
+DEBT = 187
 """Numbers in the prose that only the page has: the run was not kept. `python -m tools.numbers` says of which runs."""
 
 
