@@ -547,3 +547,26 @@ def test_the_tokens_read_so_far_are_told_and_reading_may_be_stopped(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         Corpus.from_path(tmp_path / "text.txt", tokenizer, 16, show_tokens=stop)
+
+
+def test_token_ids_are_a_corpus_as_they_are():
+    """Oracle: the corpus that the same ids give as text, by its hash and labels."""
+    tokenizer = byte_tokenizer()
+    corpus = Corpus.from_texts(["abcdefgh", "12345678"], tokenizer, 8, labels=["letters", "digits"])
+    same = Corpus.from_ids(corpus.contexts.int(), ["letters", "digits"])
+    assert (same.sha256, same.label_names, same.labels.tolist()) == (
+        corpus.sha256,
+        corpus.label_names,
+        [0, 1],
+    )
+    assert Corpus.from_ids(corpus.contexts[0]).contexts.tolist() == [corpus.contexts[0].tolist()]
+    assert Corpus.from_ids(corpus.contexts).labels.tolist() == [-1, -1]
+    for wrong in (
+        torch.rand(2, 8),
+        torch.zeros(2, 0, dtype=torch.int64),
+        torch.zeros(1, 2, 3, dtype=torch.int64),
+    ):
+        with pytest.raises(UsageError, match="give whole numbers"):
+            Corpus.from_ids(wrong)
+    with pytest.raises(UsageError, match="2 contexts and 1 labels"):
+        Corpus.from_ids(corpus.contexts, ["letters"])

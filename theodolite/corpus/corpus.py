@@ -226,6 +226,36 @@ class Corpus:
         rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
         return cls(RANDOM, rows, torch.full((contexts,), -1), [], seed)
 
+    @classmethod
+    def from_ids(
+        cls, ids: Int[Tensor, "contexts length"], labels: Sequence[str] | None = None, seed: int = 0
+    ) -> Corpus:
+        """Token ids in memory, a context a row, each with its label (None: no labels); no tokenizer is needed.
+
+        Args:
+            ids: whole numbers (contexts, length); a single context may be (length).
+            labels: one a context. seed: recorded; nothing is drawn.
+
+        Raises:
+            UsageError: they are no such ids, or there are more or fewer labels.
+        """
+        if ids.ndim == 1:
+            ids = ids.unsqueeze(0)
+        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if ids.ndim != 2 or not ids.numel() or not whole:
+            raise UsageError(
+                f"token ids of shape {tuple(ids.shape)}: give whole numbers (contexts, positions)"
+            )
+        if labels is not None and len(labels) != len(ids):
+            raise UsageError(
+                f"There are {len(ids)} contexts and {len(labels)} labels; give each context one label."
+            )
+        names = list(dict.fromkeys(labels or []))
+        places = (
+            torch.tensor([names.index(label) for label in labels]) if labels else torch.full((len(ids),), -1)
+        )
+        return cls("token ids", ids.cpu().long(), places, names, seed)
+
 
 def repeated_random_tokens(
     vocabulary: int | Tokenizer, length: int, contexts: int, seed: int, *, below: int | None = None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from theodolite.accumulate.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
+from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError, WorkError
 from theodolite.explore import panel_html
@@ -33,7 +34,6 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.report.data import Floats
-from theodolite.sinks.trace import corpus_of_ids
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import head_name, shown_token, visible
 
@@ -128,7 +128,7 @@ def view_head(
         WorkError: attention became NaN or infinite.
     """
     ids = torch.tensor(ids_of_text([model], text)) if isinstance(text, str) else torch.as_tensor(text)
-    check_fit(model, corpus_of_ids(ids), least_contexts=1)
+    check_fit(model, Corpus.from_ids(ids), least_contexts=1)
     if ids.ndim != 1 or len(ids) > MOST_TOKENS:
         raise UsageError(
             f"token ids of shape {tuple(ids.shape)}: give those of one prompt, {MOST_TOKENS} at most"

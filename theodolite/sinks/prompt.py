@@ -14,13 +14,14 @@ from torch import Tensor
 from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.summary import least_queries
+from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import check_fit
-from theodolite.sinks.trace import corpus_of_ids, trace_sinks
+from theodolite.sinks.trace import trace_sinks
 
 UNCAUGHT = -1
 LEFT_OUT = -2
@@ -93,7 +94,7 @@ def trace_prompt(
     Raises:
         UsageError: no such layer or head, a prompt that the model cannot read, or one on which no head has a sink.
     """
-    check_fit(model, corpus_of_ids(ids), least_contexts=1)
+    check_fit(model, Corpus.from_ids(ids), least_contexts=1)
     if layer is None or head is None:
         layer, head = _strongest(model, ids)
     model.check_place(layer, head)

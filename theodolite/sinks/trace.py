@@ -22,7 +22,6 @@ from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured,
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
-from theodolite.errors import UsageError
 from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -189,7 +188,7 @@ def trace_sinks(
         WorkError: a layer has no fixed output weights, hidden states became NaN or infinite, or the disk refused.
     """
     if isinstance(corpus, Tensor):
-        corpus = corpus_of_ids(corpus)
+        corpus = Corpus.from_ids(corpus)
     check_fit(model, corpus, least_contexts=1)
     model.check_weights()
     batch = batch_of(corpus, batch)
@@ -256,17 +255,3 @@ def trace_tables(states: States, provenance: dict[str, Any], text: Callable[[int
         provenance=provenance | {"wall_seconds": states.seconds},
         traces=table,
     )
-
-
-def corpus_of_ids(ids: Tensor) -> Corpus:
-    """Token ids (contexts, positions) or (positions) as a corpus.
-
-    Raises:
-        UsageError: they are none.
-    """
-    if ids.ndim == 1:
-        ids = ids.unsqueeze(0)
-    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if ids.ndim != 2 or not ids.numel() or not whole:
-        raise UsageError(f"token ids of shape {tuple(ids.shape)}: give whole numbers (contexts, positions)")
-    return Corpus("token ids", ids.cpu().long(), torch.full((len(ids),), -1), [], 0)

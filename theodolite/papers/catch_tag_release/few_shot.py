@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, NAME, RULES
 from theodolite.evaluate.few_shot import PROMPTS, few_shot_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
@@ -28,7 +29,6 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import few_shot as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
-from theodolite.sinks.trace import corpus_of_ids
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, number, percent
 
@@ -55,7 +55,7 @@ def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) 
     The dense model stands at every sparsity.
     """
     prompts = RULES.draw(CALIBRATION, np.random.default_rng([PROMPT_SEED, CORPUS_STREAM]))
-    calibration = corpus_of_ids(torch.from_numpy(prompts.ids))
+    calibration = Corpus.from_ids(torch.from_numpy(prompts.ids))
     rows: list[dict[str, Any]] = []
     for model_folder in models_in(folder):
         dense = open_model(model_folder, device="cpu")
