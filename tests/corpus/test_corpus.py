@@ -20,7 +20,7 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 from tests.checkpoints import byte_tokenizer
 from theodolite.corpus import corpus as module
-from theodolite.corpus import hub_dataset
+from theodolite.corpus import cutting, hub_dataset
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.documents import Columns
 from theodolite.corpus.named import make_corpus
@@ -116,8 +116,8 @@ def test_slow_tokenizers_are_framed_too_and_short_texts_joined_by_the_separator(
 def test_pieces_give_the_tokens_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, plain: PreTrainedTokenizerFast, kind: str
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK", 40)
-    monkeypatch.setattr(module, "BREAK_WINDOW", 20)
+    monkeypatch.setattr(cutting, "CHUNK", 40)
+    monkeypatch.setattr(cutting, "BREAK_WINDOW", 20)
     random = np.random.default_rng(0)
     text = "".join(random.choice(["a", "b", " ", "\n", "  "], size=400, p=[0.4, 0.3, 0.1, 0.1, 0.1]))
     tokenizer = plain if kind == "bytes" else words_with_merges()
@@ -155,7 +155,7 @@ def test_a_line_without_end_is_read_in_bounded_pieces(plain: PreTrainedTokenizer
     corpus = Corpus.from_texts([text], Counting(), 100)
     assert corpus.contexts.shape == (2000, 100)
     assert (corpus.contexts == ord("x")).all()
-    assert longest == module.CHUNK
+    assert longest == cutting.CHUNK
 
 
 def test_no_warning_about_long_sequences(
@@ -489,7 +489,7 @@ def test_what_has_no_labels_is_not_balanced(tmp_path: Path, plain: PreTrainedTok
 
 def test_a_long_text_is_read_until_there_is_enough(plain, monkeypatch):
     """Oracle: a text of just the rows that may be read gives the same contexts."""
-    monkeypatch.setattr(module, "READ_TOKENS", 400)
+    monkeypatch.setattr(cutting, "READ_TOKENS", 400)
     rows = [f"{number:06d} " * 4 for number in range(100)]
     read: list[int] = []
 

@@ -97,9 +97,9 @@ def test_a_line_of_megabytes_takes_a_few_times_its_size(words: str, tmp_path: Pa
     # The rest of the text is not tokenized twice: a few contexts are enough to see what reading costs.
     code = (
         "import sys, resource, itertools; from pathlib import Path; from theodolite.corpus.documents import read_path; "
-        "from theodolite.corpus.corpus import _encode; from tests.checkpoints import byte_tokenizer; "
+        "from theodolite.corpus.cutting import encode; from tests.checkpoints import byte_tokenizer; "
         "tokenizer = byte_tokenizer(); "
-        "[list(itertools.islice(_encode(tokenizer, d.text), 50)) for d in read_path(sys.argv[1])]; "
+        "[list(itertools.islice(encode(tokenizer, d.text), 50)) for d in read_path(sys.argv[1])]; "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
     )
     peaks = [

@@ -8,8 +8,7 @@ that behaves like those of `transformers`.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from theodolite.corpus.cutting import Cutter
 from theodolite.corpus.documents import (
     HELD_OUT_TOPICS,
     Columns,
@@ -32,13 +32,10 @@ from theodolite.corpus.documents import (
 from theodolite.corpus.hub_dataset import streamed_documents
 from theodolite.corpus.sampling import READ_AHEAD, Choice, Sample, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, RANDOM
-from theodolite.corpus.special_tokens import SpecialTokens, Tokenizer, frame_of, refuse_growth
+from theodolite.corpus.special_tokens import SpecialTokens, Tokenizer, frame_of
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
-CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
-BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
-READ_TOKENS = 1 << 22  # of a text that has given enough contexts; some 16 MB, read in seconds
 STREAMED_CONTEXTS = 256  # of endless sources (random tokens, streamed datasets) when no number is given
 
 
@@ -286,52 +283,6 @@ def _drawable(
     return ids if below is None else ids[ids < below], frame_of(vocabulary, length)
 
 
-@dataclass
-class _Cutter:
-    """Cuts documents into the bodies of contexts, and remembers the longest text that did not fill one."""
-
-    tokenizer: Tokenizer
-    body: int  # tokens of a context without those around it
-    between: list[int]
-    packs: bool = True  # short documents of a label together; not where every document has a label of its own
-    enough: int | None = None  # contexts after which no more than `READ_TOKENS` are read; None: all are
-    show_tokens: ShowTokens = lambda tokens: None
-    longest: int = 0
-    cuts: int = 0
-    tokens: int = 0
-    stopped: bool = False
-    short: dict[str | None, list[int]] = field(default_factory=dict)
-
-    def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, list[int]]]:
-        for document in documents:
-            pending: list[int] = []
-            full = False
-            for ids in _encode(self.tokenizer, document.text):
-                if self.enough is not None and self.cuts >= self.enough and self.tokens >= READ_TOKENS:
-                    self.stopped = True
-                    return
-                self.tokens += len(ids)
-                self.show_tokens(self.tokens)
-                pending += ids
-                whole = len(pending) // self.body * self.body
-                for begin in range(0, whole, self.body):
-                    self.cuts += 1
-                    yield document.label, pending[begin : begin + self.body]
-                pending, full = pending[whole:], full or whole > 0
-            if full or not pending:
-                continue
-            if not self.packs:
-                self.longest = max(self.longest, len(pending))
-                continue
-            packed = self.short.setdefault(document.label, [])
-            packed += self.between + pending if packed else pending
-            self.longest = max(self.longest, len(packed))
-            if len(packed) >= self.body:
-                self.cuts += 1
-                yield document.label, packed[: self.body]
-                self.short[document.label] = packed[self.body :]
-
-
 def _build(
     kind: type[Corpus],
     name: str,
@@ -350,7 +301,7 @@ def _build(
     enough = None
     if choice.contexts is not None and choice.per_label is None:
         enough = READ_AHEAD * choice.contexts
-    cutter = _Cutter(
+    cutter = Cutter(
         tokenizer,
         length - around,
         frame.between,
@@ -379,7 +330,7 @@ def _build(
 
 
 def _nothing_chosen(
-    name: str, length: int, choice: Choice, sample: Sample, cutter: _Cutter, around: int
+    name: str, length: int, choice: Choice, sample: Sample, cutter: Cutter, around: int
 ) -> UsageError:
     """Why no context was chosen, and what to do."""
     if cutter.cuts and sample.too_short:
@@ -398,22 +349,3 @@ def _nothing_chosen(
         f"{name} is shorter than one context of {length} tokens: its longest text has "
         f"{cutter.longest + around}; use a smaller --length or a longer text."
     )
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """Token ids of `text`, in chunks of at most `CHUNK` characters.
-
-    Chunks end before white space where there is some: there the tokenizers that split words before merging
-    (byte-level BPE, WordPiece) give the same ids as for the whole text. Others may differ by one token per chunk.
-    """
-    begin = 0
-    while begin < len(text):
-        end = begin + CHUNK
-        if end < len(text):
-            breaks = [match.start() for match in re.finditer(r"(?<=\S)\s", text[end - BREAK_WINDOW : end])]
-            end += breaks[-1] - BREAK_WINDOW if breaks else 0
-        chunk = text[begin:end].encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
-        refuse_growth(tokenizer, chunk)
-        # verbose=False: a document is longer than the model, which is why it is cut.
-        yield list(tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"])
-        begin = end
