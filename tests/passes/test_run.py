@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -21,6 +22,14 @@ def small_run() -> Run:
     tables = {name: pd.DataFrame({"layer": [0, 1], "value": [1.5, float("nan")]}) for name in TABLES}
     provenance = {"schema_version": 2, "model": {"id": "m", "layers": 1, "heads": 1}, "fingerprint": {"a": 1}}
     return Run(**tables, arrays={"x": torch.arange(6.0).view(2, 3).T}, provenance=provenance)
+
+
+def older(folder: Path, *without: str, **changed: object) -> None:
+    """Make run.json one of an older version, which had no such entries."""
+    provenance = json.loads((folder / "run.json").read_text()) | changed
+    for name in without:
+        del provenance[name]
+    (folder / "run.json").write_text(json.dumps(provenance))
 
 
 def test_what_is_saved_is_loaded(tmp_path):
@@ -62,6 +71,39 @@ def test_missing_damaged_and_newer_runs(tmp_path):
         Run.load(folder)
 
 
+EDITS = {
+    "a number": lambda told: told["fingerprint"].update(a=2),
+    "a size": lambda told: told["model"].update(layers=10**9),
+    "an older schema": lambda told: told.update(schema_version=1),
+    "an entry more": lambda told: told.update(counts={"tokens": 1}),
+    "an entry less": lambda told: told.pop("fingerprint"),
+    "the checksum of a table": lambda told: told["checksums"].update({"heads.parquet": "0"}),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_run_json_is_refused(edit, tmp_path):
+    """Oracle: the edit. What says the same in another order and on other lines is the same."""
+    folder = small_run().save(tmp_path / "run").folder
+    told = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(dict(reversed(told.items()))))
+    assert Run.load(folder).heads.equals(small_run().heads)
+    EDITS[edit](told)
+    (folder / "run.json").write_text(json.dumps(told, indent=2))
+    with pytest.raises(
+        UsageError, match=r"run is damaged \(run\.json was changed after .*: run the survey again"
+    ):
+        Run.load(folder)
+
+
+def test_arrays_of_another_run_are_refused(tmp_path):
+    folder = small_run().save(tmp_path / "run").folder
+    other = replace(small_run(), arrays={"x": torch.zeros(3, 2)}).save(tmp_path / "other").folder
+    (folder / "arrays.safetensors").write_bytes((other / "arrays.safetensors").read_bytes())
+    with pytest.raises(UsageError, match=r"arrays\.safetensors: its bytes are not those that were written"):
+        Run.load(folder)
+
+
 def test_a_run_of_schema_1_has_no_constituents(tmp_path):
     """Runs of version 0.1 stay readable: the tables that they lack are empty."""
     folder = small_run().save(tmp_path / "run").folder
@@ -69,8 +111,7 @@ def test_a_run_of_schema_1_has_no_constituents(tmp_path):
         (folder / f"{name}.parquet").unlink()
     with pytest.raises(UsageError, match="incomplete or damaged"):
         Run.load(folder)
-    provenance = json.loads((folder / "run.json").read_text()) | {"schema_version": 1}
-    (folder / "run.json").write_text(json.dumps(provenance))
+    older(folder, "sha256", schema_version=1)
     loaded = Run.load(folder)
     assert loaded.constituents.empty
     assert loaded.attribution.empty
@@ -79,8 +120,7 @@ def test_a_run_of_schema_1_has_no_constituents(tmp_path):
 
 def test_a_run_of_schema_1_is_not_made_anew_without_a_word(tmp_path):
     folder = small_run().save(tmp_path / "run").folder
-    provenance = json.loads((folder / "run.json").read_text()) | {"schema_version": 1}
-    (folder / "run.json").write_text(json.dumps(provenance))
+    older(folder, "sha256", schema_version=1)
     with pytest.raises(UsageError, match="of an older theodolite \\(schema 1, now 4\\)"):
         Workspace(folder, {"a": 1}).finished()
 
@@ -149,9 +189,7 @@ def test_a_table_that_was_written_over_is_named(tmp_path):
     other.to_parquet(folder / "heads.parquet")
     with pytest.raises(UsageError, match=r"heads\.parquet: its bytes are not those that were written"):
         Run.load(folder)
-    provenance = json.loads((folder / "run.json").read_text())
-    del provenance["checksums"]
-    (folder / "run.json").write_text(json.dumps(provenance))
+    older(folder, "sha256", "checksums")
     assert Run.load(folder).heads.equals(other)
     for wrong in ([0, 10**9], [-1, 0], [0.5, 1.0], ["0", "1"]):
         pd.DataFrame({"layer": wrong, "value": [2.5, 3.5]}).to_parquet(folder / "heads.parquet")

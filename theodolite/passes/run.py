@@ -22,22 +22,23 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
-from theodolite.system.checksums import CorruptFile, read_checked, write_checked
+from theodolite.system.checksums import CorruptFile, read_checked, write_checked, write_json_checked
 from theodolite.system.display import view_of
 from theodolite.system.files import (
     check_target,
     disk_errors,
     folder_written_atomically,
-    json_text,
     write_atomically,
     write_text,
 )
-from theodolite.system.run_folders import check_out, differences, provenance_at
+from theodolite.system.run_folders import RUN, check_out, differences, provenance_at
 
 SCHEMA_VERSION = 4
 
 CHECKSUMS = "checksums"
-"""Of `run.json`: the SHA-256 of each table's file; absent from older runs."""
+"""Of `run.json`: the SHA-256 of each table's file, and that of the arrays; absent from older runs."""
+
+ARRAYS = "arrays.safetensors"
 
 TABLES_SINCE = {
     "layers": 1,
@@ -120,7 +121,7 @@ class Run:
                 for name, since in TABLES_SINCE.items()
                 if since <= version
             }
-            arrays, _ = read_checked(folder / "arrays.safetensors")
+            arrays = _read_arrays(folder / ARRAYS, sums)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
         return cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
@@ -139,13 +140,12 @@ class Run:
             for name in TABLES:
                 table: pd.DataFrame = getattr(self, name)
                 table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
-            write_checked(temporary / "arrays.safetensors", self.arrays)
             files = [f"{name}.parquet" for name in TABLES]
             sums = {name: hashlib.sha256((temporary / name).read_bytes()).hexdigest() for name in files}
-            text = json_text(self.provenance | {CHECKSUMS: sums}, 2)
-            (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
+            sums[ARRAYS] = write_checked(temporary / ARRAYS, self.arrays)
+            write_json_checked(temporary / RUN, self.provenance | {CHECKSUMS: sums})
             # safetensors writes files that only their owner can read; a run is made to be shared.
-            shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")
+            shutil.copymode(temporary / RUN, temporary / ARRAYS)
         return replace(self, folder=folder)
 
     def write_csv(self, folder: str | Path) -> list[Path]:
@@ -185,6 +185,18 @@ def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.D
         if not pd.api.types.is_integer_dtype(values) or not values.between(0, model[of] + last).all():
             raise CorruptFile(f"{path.name}: the model has no such {column} as in its column {column}")
     return table
+
+
+def _read_arrays(path: Path, sums: dict[str, str]) -> dict[str, Tensor]:
+    """The arrays that were written.
+
+    Raises:
+        CorruptFile: they are others.
+    """
+    try:
+        return read_checked(path, sums.get(path.name))[0]
+    except CorruptFile as error:
+        raise CorruptFile(f"{path.name}: {error}") from error
 
 
 class Workspace:

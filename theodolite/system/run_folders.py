@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from theodolite.errors import UsageError
+from theodolite.system.checksums import CorruptFile, read_json_checked
 from theodolite.system.files import check_target
 
 RUN = "run.json"
@@ -51,13 +51,15 @@ def provenance_at(folder: str | Path, newest: float = math.inf) -> dict[str, Any
     """The provenance of a run folder, with its `schema_version`, at most `newest`, and its `model`.
 
     Raises:
-        UsageError: no run there, a damaged one, or one of a newer schema.
+        UsageError: no run there, one that was damaged or changed, or one of a newer schema.
     """
     check_run(folder)
     try:
-        provenance = json.loads((Path(folder) / RUN).read_text(encoding="utf-8"))
+        provenance = read_json_checked(Path(folder) / RUN)
         version = int(provenance["schema_version"])
-    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+    except CorruptFile as error:
+        raise UsageError(f"{folder} is damaged ({error}): run the survey again") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
     if version > newest:
         raise UsageError(
@@ -65,8 +67,7 @@ def provenance_at(folder: str | Path, newest: float = math.inf) -> dict[str, Any
         )
     if version < 1 or not isinstance(provenance.get("model"), dict):
         raise UsageError(f"{folder}/run.json is damaged: run the survey again")
-    result: dict[str, Any] = provenance
-    return result
+    return provenance
 
 
 def check_out(out: Path | None) -> None:
