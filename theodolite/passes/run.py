@@ -22,7 +22,14 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
-from theodolite.system.checksums import CorruptFile, read_checked, write_checked, write_json_checked
+from theodolite.system.checksums import (
+    CHECKSUMS,
+    CorruptFile,
+    read_bytes_checked,
+    read_checked,
+    write_checked,
+    write_json_checked,
+)
 from theodolite.system.display import view_of
 from theodolite.system.files import (
     check_target,
@@ -34,9 +41,6 @@ from theodolite.system.files import (
 from theodolite.system.run_folders import RUN, check_out, differences, provenance_at
 
 SCHEMA_VERSION = 4
-
-CHECKSUMS = "checksums"
-"""Of `run.json`: the SHA-256 of each table's file, and that of the arrays; absent from older runs."""
 
 ARRAYS = "arrays.safetensors"
 
@@ -174,9 +178,7 @@ def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.D
     Raises:
         CorruptFile: it is another.
     """
-    written = path.read_bytes()  # a folder by that name would be taken for a table in parts
-    if path.name in sums and sums[path.name] != hashlib.sha256(written).hexdigest():
-        raise CorruptFile(f"{path.name}: its bytes are not those that were written")
+    written = read_bytes_checked(path, sums)  # a folder by that name would be taken for a table in parts
     table = pd.read_parquet(BytesIO(written), page_checksum_verification=True)
     for column, of, last in (("layer", "layers", 0), ("head", "heads", -1)):  # residual layers are one more
         if column not in table or not len(table) or of not in model:

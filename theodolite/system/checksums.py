@@ -32,6 +32,10 @@ SHA256 = "sha256"
 """The entry of a JSON file that is the checksum of all others."""
 
 
+CHECKSUMS = "checksums"
+"""The entry of a JSON file that has the checksums of files beside it, by their names."""
+
+
 class CorruptFile(ValueError):
     """A file is corrupt; the message says how."""
 
@@ -121,10 +125,23 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
-def write_json_checked(path: Path, values: Mapping[str, Any]) -> None:
+def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
+    """A file's bytes, if they are those of its checksum. A file that has none is taken as it is.
+
+    Raises:
+        OSError: it cannot be read.
+        CorruptFile: it has changed since.
+    """
+    written = path.read_bytes()
+    if path.name in checksums and checksums[path.name] != hashlib.sha256(written).hexdigest():
+        raise CorruptFile(f"{path.name}: its bytes are not those that were written")
+    return written
+
+
+def write_json_checked(path: Path, values: Mapping[str, Any], indent: int | None = 2) -> None:
     """Write values that JSON can hold, atomically, with a checksum of their own; NaN becomes null."""
     written: dict[str, Any] = json.loads(json_text(dict(values)))
-    write_text(path, json_text(written | {SHA256: json_digest(written)}, 2) + "\n")
+    write_text(path, json_text(written | {SHA256: json_digest(written)}, indent) + "\n")
 
 
 def read_json_checked(path: Path) -> dict[str, Any]:
