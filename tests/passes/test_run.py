@@ -19,7 +19,8 @@ from theodolite.system.locks import locked
 
 
 def small_run() -> Run:
-    tables = {name: pd.DataFrame({"layer": [0, 1], "value": [1.5, float("nan")]}) for name in TABLES}
+    table = pd.DataFrame({"layer": [0, 1], "value": [1.5, float("nan")]})
+    tables = {name: pd.DataFrame() for name in TABLES} | {"layers": table, "heads": table.assign(head=[0, 0])}
     provenance = {"schema_version": 2, "model": {"id": "m", "layers": 1, "heads": 1}, "fingerprint": {"a": 1}}
     return Run(**tables, arrays={"x": torch.arange(6.0).view(2, 3).T}, provenance=provenance)
 
@@ -185,15 +186,43 @@ def test_a_run_describes_itself_in_a_line():
 def test_a_table_that_was_written_over_is_named(tmp_path):
     """By its checksum; without one, as in older runs, by layers that the model does not have."""
     folder = small_run().save(tmp_path / "run").folder
-    other = pd.DataFrame({"layer": [0, 1], "value": [2.5, 3.5]})
+    other = pd.DataFrame({"layer": [0, 1], "value": [2.5, 3.5], "head": [0, 0]})
     other.to_parquet(folder / "heads.parquet")
     with pytest.raises(UsageError, match=r"heads\.parquet: its bytes are not those that were written"):
         Run.load(folder)
     older(folder, "sha256", "checksums")
     assert Run.load(folder).heads.equals(other)
     for wrong in ([0, 10**9], [-1, 0], [0.5, 1.0], ["0", "1"]):
-        pd.DataFrame({"layer": wrong, "value": [2.5, 3.5]}).to_parquet(folder / "heads.parquet")
+        other.assign(layer=wrong).to_parquet(folder / "heads.parquet")
         with pytest.raises(
             UsageError, match=r"heads\.parquet: the model has no such layer as in its column layer"
         ):
+            Run.load(folder)
+
+
+FAULTS = {
+    "it has no column head": lambda table: table.drop(columns="head"),
+    "its column value holds str": lambda table: table.assign(value="x"),
+    "its column value holds object": lambda table: table.assign(value=[[1], [2]]),
+    "its column regime holds int64": lambda table: table.assign(regime=1),
+    "the model has no such head": lambda table: table.assign(head=10**9),
+    "it has no heads": lambda table: table.iloc[:0],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_table_of_another_program_is_refused_by_its_columns(fault, tmp_path):
+    """Its checksum is right. Oracle: what was put into it."""
+    run = small_run()
+    folder = replace(run, heads=FAULTS[fault](run.heads)).save(tmp_path / "run").folder
+    with pytest.raises(UsageError, match=rf"{fault}.*: run the survey again"):
+        Run.load(folder)
+
+
+@pytest.mark.parametrize("entry", ["corpus", "fingerprint", "checksums", "counts"])
+def test_provenance_of_another_type_is_refused(entry, tmp_path):
+    folder = small_run().save(tmp_path / "run").folder
+    for value in (7, "three", [1]):
+        older(folder, **{"sha256": None, entry: value})
+        with pytest.raises(UsageError, match=r"run\.json is damaged: run the survey again"):
             Run.load(folder)

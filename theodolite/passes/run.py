@@ -22,6 +22,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
+from theodolite.passes.table_columns import fault_of
 from theodolite.system.checksums import (
     CHECKSUMS,
     CorruptFile,
@@ -118,7 +119,7 @@ class Run:
         folder = Path(folder)
         provenance = provenance_at(folder, SCHEMA_VERSION)
         version = int(provenance["schema_version"])
-        sums = provenance.pop(CHECKSUMS, {})
+        sums = provenance.pop(CHECKSUMS, None) or {}
         try:
             tables = {
                 name: _read_table(folder / f"{name}.parquet", sums, provenance["model"])
@@ -128,7 +129,10 @@ class Run:
             arrays = _read_arrays(folder / ARRAYS, sums)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
-        return cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
+        run = cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
+        if run.heads.empty and not (run.is_trace or run.is_outputs):
+            raise UsageError(f"{folder} is incomplete or damaged (it has no heads): run the survey again")
+        return run
 
     def save(self, folder: str | Path) -> Run:
         """Write to `folder`, which must not exist yet, and return the run as it is on disk.
@@ -173,19 +177,15 @@ class Run:
 
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
-    """A table that is what was written; of an older run without checksums, one whose layers and heads there are.
+    """A table that is what was written, and has columns of the right types, with layers and heads that there are.
 
     Raises:
         CorruptFile: it is another.
     """
     written = read_bytes_checked(path, sums)  # a folder by that name would be taken for a table in parts
     table = pd.read_parquet(BytesIO(written), page_checksum_verification=True)
-    for column, of, last in (("layer", "layers", 0), ("head", "heads", -1)):  # residual layers are one more
-        if column not in table or not len(table) or of not in model:
-            continue
-        values = table[column]
-        if not pd.api.types.is_integer_dtype(values) or not values.between(0, model[of] + last).all():
-            raise CorruptFile(f"{path.name}: the model has no such {column} as in its column {column}")
+    if fault := fault_of(path.stem, table, model):
+        raise CorruptFile(f"{path.name}: {fault}")
     return table
 
 

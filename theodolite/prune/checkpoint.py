@@ -100,7 +100,7 @@ class Pruned:
             raise UsageError(f"no pruned checkpoint at {folder}: give a folder that `theodolite prune` wrote")
         try:
             provenance = read_json_checked(folder / SETTINGS)
-            sums = provenance.pop(CHECKSUMS, {})
+            sums = provenance.pop(CHECKSUMS, None) or {}
             table = pd.read_parquet(BytesIO(read_bytes_checked(folder / TABLE, sums)))
             low_rank = _read_low_rank(folder / LOW_RANK, sums.get(LOW_RANK))
             layers = int(provenance["model"]["layers"])

@@ -65,9 +65,24 @@ def provenance_at(folder: str | Path, newest: float = math.inf) -> dict[str, Any
         raise UsageError(
             f"{folder} has schema {version}, this theodolite reads up to {newest}: upgrade theodolite"
         )
-    if version < 1 or not isinstance(provenance.get("model"), dict):
+    if version < 1 or not _is_provenance(provenance):
         raise UsageError(f"{folder}/run.json is damaged: run the survey again")
     return provenance
+
+
+def _is_provenance(values: dict[str, Any]) -> bool:
+    """Whether what every reader takes for granted is there, and of its type."""
+    model, corpus = values.get("model"), values.get("corpus") or {}
+    groups = (
+        model,
+        corpus,
+        *(values.get(name) or {} for name in ("fingerprint", "versions", "checksums", "counts")),
+    )
+    if not all(isinstance(group, dict) for group in groups):
+        return False
+    sizes = [model.get(name, 0) for name in ("layers", "heads")]  # type: ignore[union-attr]
+    sizes += [corpus.get(name) for name in ("contexts", "length")] if corpus else []
+    return all(type(size) is int and size >= 0 for size in sizes)
 
 
 def check_out(out: Path | None) -> None:
