@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -18,9 +19,18 @@ from theodolite.system.locks import locked
 
 
 def small_run() -> Run:
-    tables = {name: pd.DataFrame({"layer": [0, 1], "value": [1.5, float("nan")]}) for name in TABLES}
+    table = pd.DataFrame({"layer": [0, 1], "value": [1.5, float("nan")]})
+    tables = {name: pd.DataFrame() for name in TABLES} | {"layers": table, "heads": table.assign(head=[0, 0])}
     provenance = {"schema_version": 2, "model": {"id": "m", "layers": 1, "heads": 1}, "fingerprint": {"a": 1}}
     return Run(**tables, arrays={"x": torch.arange(6.0).view(2, 3).T}, provenance=provenance)
+
+
+def older(folder: Path, *without: str, **changed: object) -> None:
+    """Make run.json one of an older version, which had no such entries."""
+    provenance = json.loads((folder / "run.json").read_text()) | changed
+    for name in without:
+        del provenance[name]
+    (folder / "run.json").write_text(json.dumps(provenance))
 
 
 def test_what_is_saved_is_loaded(tmp_path):
@@ -62,6 +72,39 @@ def test_missing_damaged_and_newer_runs(tmp_path):
         Run.load(folder)
 
 
+EDITS = {
+    "a number": lambda told: told["fingerprint"].update(a=2),
+    "a size": lambda told: told["model"].update(layers=10**9),
+    "an older schema": lambda told: told.update(schema_version=1),
+    "an entry more": lambda told: told.update(counts={"tokens": 1}),
+    "an entry less": lambda told: told.pop("fingerprint"),
+    "the checksum of a table": lambda told: told["checksums"].update({"heads.parquet": "0"}),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_run_json_is_refused(edit, tmp_path):
+    """Oracle: the edit. What says the same in another order and on other lines is the same."""
+    folder = small_run().save(tmp_path / "run").folder
+    told = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(dict(reversed(told.items()))))
+    assert Run.load(folder).heads.equals(small_run().heads)
+    EDITS[edit](told)
+    (folder / "run.json").write_text(json.dumps(told, indent=2))
+    with pytest.raises(
+        UsageError, match=r"run is damaged \(run\.json was changed after .*: run the survey again"
+    ):
+        Run.load(folder)
+
+
+def test_arrays_of_another_run_are_refused(tmp_path):
+    folder = small_run().save(tmp_path / "run").folder
+    other = replace(small_run(), arrays={"x": torch.zeros(3, 2)}).save(tmp_path / "other").folder
+    (folder / "arrays.safetensors").write_bytes((other / "arrays.safetensors").read_bytes())
+    with pytest.raises(UsageError, match=r"arrays\.safetensors: its bytes are not those that were written"):
+        Run.load(folder)
+
+
 def test_a_run_of_schema_1_has_no_constituents(tmp_path):
     """Runs of version 0.1 stay readable: the tables that they lack are empty."""
     folder = small_run().save(tmp_path / "run").folder
@@ -69,8 +112,7 @@ def test_a_run_of_schema_1_has_no_constituents(tmp_path):
         (folder / f"{name}.parquet").unlink()
     with pytest.raises(UsageError, match="incomplete or damaged"):
         Run.load(folder)
-    provenance = json.loads((folder / "run.json").read_text()) | {"schema_version": 1}
-    (folder / "run.json").write_text(json.dumps(provenance))
+    older(folder, "sha256", schema_version=1)
     loaded = Run.load(folder)
     assert loaded.constituents.empty
     assert loaded.attribution.empty
@@ -79,8 +121,7 @@ def test_a_run_of_schema_1_has_no_constituents(tmp_path):
 
 def test_a_run_of_schema_1_is_not_made_anew_without_a_word(tmp_path):
     folder = small_run().save(tmp_path / "run").folder
-    provenance = json.loads((folder / "run.json").read_text()) | {"schema_version": 1}
-    (folder / "run.json").write_text(json.dumps(provenance))
+    older(folder, "sha256", schema_version=1)
     with pytest.raises(UsageError, match="of an older theodolite \\(schema 1, now 4\\)"):
         Workspace(folder, {"a": 1}).finished()
 
@@ -145,17 +186,43 @@ def test_a_run_describes_itself_in_a_line():
 def test_a_table_that_was_written_over_is_named(tmp_path):
     """By its checksum; without one, as in older runs, by layers that the model does not have."""
     folder = small_run().save(tmp_path / "run").folder
-    other = pd.DataFrame({"layer": [0, 1], "value": [2.5, 3.5]})
+    other = pd.DataFrame({"layer": [0, 1], "value": [2.5, 3.5], "head": [0, 0]})
     other.to_parquet(folder / "heads.parquet")
     with pytest.raises(UsageError, match=r"heads\.parquet: its bytes are not those that were written"):
         Run.load(folder)
-    provenance = json.loads((folder / "run.json").read_text())
-    del provenance["checksums"]
-    (folder / "run.json").write_text(json.dumps(provenance))
+    older(folder, "sha256", "checksums")
     assert Run.load(folder).heads.equals(other)
     for wrong in ([0, 10**9], [-1, 0], [0.5, 1.0], ["0", "1"]):
-        pd.DataFrame({"layer": wrong, "value": [2.5, 3.5]}).to_parquet(folder / "heads.parquet")
+        other.assign(layer=wrong).to_parquet(folder / "heads.parquet")
         with pytest.raises(
             UsageError, match=r"heads\.parquet: the model has no such layer as in its column layer"
         ):
+            Run.load(folder)
+
+
+FAULTS = {
+    "it has no column head": lambda table: table.drop(columns="head"),
+    "its column value holds str": lambda table: table.assign(value="x"),
+    "its column value holds object": lambda table: table.assign(value=[[1], [2]]),
+    "its column regime holds int64": lambda table: table.assign(regime=1),
+    "the model has no such head": lambda table: table.assign(head=10**9),
+    "it has no heads": lambda table: table.iloc[:0],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_table_of_another_program_is_refused_by_its_columns(fault, tmp_path):
+    """Its checksum is right. Oracle: what was put into it."""
+    run = small_run()
+    folder = replace(run, heads=FAULTS[fault](run.heads)).save(tmp_path / "run").folder
+    with pytest.raises(UsageError, match=rf"{fault}.*: run the survey again"):
+        Run.load(folder)
+
+
+@pytest.mark.parametrize("entry", ["corpus", "fingerprint", "checksums", "counts"])
+def test_provenance_of_another_type_is_refused(entry, tmp_path):
+    folder = small_run().save(tmp_path / "run").folder
+    for value in (7, "three", [1]):
+        older(folder, **{"sha256": None, entry: value})
+        with pytest.raises(UsageError, match=r"run\.json is damaged: run the survey again"):
             Run.load(folder)

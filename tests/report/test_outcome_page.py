@@ -134,6 +134,7 @@ def test_the_index_lists_what_is_there_and_passes_over_what_is_damaged(run, tmp_
     index = write_index(tmp_path)
     assert index is not None
     links = [element["href"] for element in Reader(index.read_text()).named("a")]
+    assert "result.json is damaged there: geometry-broken." in index.read_text()
     assert links == ["geometry-table1/index.html", "geometry-figure3/index.html"]
     for link in links:
         assert (tmp_path / str(link)).is_file()

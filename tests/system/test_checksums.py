@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 from theodolite.passes.run import Workspace
-from theodolite.system.checksums import CorruptFile, read_checked, read_notes, write_checked
+from theodolite.system.checksums import (
+    LONGEST_HEADERS,
+    CorruptFile,
+    check_headers,
+    read_checked,
+    read_json_checked,
+    read_notes,
+    write_checked,
+    write_json_checked,
+)
 
 TENSORS = {
     "numbers": torch.arange(12.0).view(3, 4).T,
@@ -36,15 +46,14 @@ def test_every_changed_byte_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "a"
     write_checked(path, TENSORS, {"step": 3})
     whole = path.read_bytes()
-    notes_at = whole.index(b"notes"), whole.index(b"sha256") - 4
     for place in range(0, len(whole)):
-        if notes_at[0] <= place < notes_at[1]:
-            continue  # notes are not under the checksum; their readers check them
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         try:
-            tensors, _ = read_checked(path)
+            tensors, notes = read_checked(path)
         except CorruptFile:
             continue
+        # A changed name of an entry of the header is that of a file without that checksum.
+        assert notes == {"step": 3} or b"sealed" not in path.read_bytes(), place
         assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items()), place
     for cut in (0, 7, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
@@ -79,3 +88,40 @@ def test_what_is_read_lies_where_torch_would_put_it(tmp_path: Path) -> None:
         read, _ = read_checked(tmp_path / "file")
         assert all(torch.equal(read[name], tensors[name]) for name in tensors)
         assert [tensor.data_ptr() % 64 for tensor in read.values()] == [0, 0]
+
+
+def test_a_header_far_too_long_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """Oracle: the first eight bytes; what they announce is not there to be parsed."""
+    path = tmp_path / "a"
+    for length in (LONGEST_HEADERS + 1, 2**60):
+        path.write_bytes(struct.pack("<Q", length) + b" " * 100)
+        with pytest.raises(CorruptFile, match=r"a: its header would have [\d,]+ bytes"):
+            read_checked(path)
+    half = struct.pack("<Q", LONGEST_HEADERS // 2 + 1)
+    for name in ("b", "c"):
+        (tmp_path / name).write_bytes(half)
+    check_headers([tmp_path / "b"])
+    with pytest.raises(CorruptFile, match="c: its header"):
+        check_headers([tmp_path / "b", tmp_path / "c"])
+
+
+def test_every_changed_character_of_a_json_file_is_seen(tmp_path: Path) -> None:
+    """Oracle: what the file says, as JSON."""
+    path = tmp_path / "a.json"
+    write_json_checked(path, {"counts": {"of": 3, "nothing": float("nan")}, "name": "ä", "each": [1.5, None]})
+    whole = path.read_bytes()
+    values = read_json_checked(path)
+    assert values == {"counts": {"of": 3, "nothing": None}, "name": "ä", "each": [1.5, None]}
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            read = read_json_checked(path)
+        except CorruptFile:
+            continue
+        assert read == values or b'"sha256"' not in path.read_bytes(), place
+    path.write_text('{"older": 1}')
+    assert read_json_checked(path) == {"older": 1}
+    for text in ("", "[]", "7", "{", '{"a":' * 100_000, '{"sha256": 7}'):
+        path.write_text(text)
+        with pytest.raises(CorruptFile):
+            read_json_checked(path)

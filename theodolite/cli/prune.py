@@ -157,6 +157,7 @@ def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
     """Show the result or print it as JSON, and say where the checkpoint and the report are."""
     from theodolite.papers.command import show_outcome
     from theodolite.report.pruned_model import PRUNING, pruned_outcome
+    from theodolite.system.checksums import read_json_checked
 
     left = pruned.provenance["pruning"]["left_dense"]
     if left:
@@ -167,8 +168,8 @@ def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
             highlight=False,
         )
     if as_json:
-        result = page.with_name("result.json").read_text(encoding="utf-8")
-        print(json.dumps(json.loads(result), ensure_ascii=False, allow_nan=False))
+        result = read_json_checked(page.with_name("result.json"))
+        print(json.dumps(result, ensure_ascii=False, allow_nan=False))
     else:
         console = Console(soft_wrap=True)
         show_outcome(PRUNING, pruned_outcome(pruned), console)

@@ -16,7 +16,8 @@ import numpy as np
 
 from theodolite.errors import UsageError
 from theodolite.evaluate.scores import Score
-from theodolite.system.files import disk_errors, write_text
+from theodolite.system.checksums import CorruptFile, read_json_checked, write_json_checked
+from theodolite.system.files import disk_errors
 
 SCHEMA_VERSION = 1
 
@@ -30,7 +31,11 @@ class AnswersFile:
         if path is not None and path.exists():
             try:
                 self._scores = _read(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except CorruptFile as error:
+                raise UsageError(
+                    f"{path} is not an evaluation file ({error}): choose another --out or remove it"
+                ) from error
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UsageError(
                     f"{path} is not an evaluation file: choose another --out or remove it"
                 ) from error
@@ -54,14 +59,14 @@ class AnswersFile:
             {"key": json.loads(name), "scores": [_as_json(score) for score in scores]}
             for name, scores in sorted(self._scores.items())
         ]
-        text = json.dumps({"schema_version": SCHEMA_VERSION, "measured": rows}, ensure_ascii=False)
+        answers = {"schema_version": SCHEMA_VERSION, "measured": rows}
         with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, text + "\n")
+            write_json_checked(self._path, answers, indent=None)
 
 
 def _read(path: Path) -> dict[str, list[Score]]:
-    read = json.loads(path.read_text(encoding="utf-8"))
+    read = read_json_checked(path)
     if read["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema {read['schema_version']}")
     return {

@@ -22,22 +22,28 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
-from theodolite.system.checksums import CorruptFile, read_checked, write_checked
+from theodolite.passes.table_columns import fault_of
+from theodolite.system.checksums import (
+    CHECKSUMS,
+    CorruptFile,
+    read_bytes_checked,
+    read_checked,
+    write_checked,
+    write_json_checked,
+)
 from theodolite.system.display import view_of
 from theodolite.system.files import (
     check_target,
     disk_errors,
     folder_written_atomically,
-    json_text,
     write_atomically,
     write_text,
 )
-from theodolite.system.run_folders import check_out, differences, provenance_at
+from theodolite.system.run_folders import RUN, check_out, differences, provenance_at
 
 SCHEMA_VERSION = 4
 
-CHECKSUMS = "checksums"
-"""Of `run.json`: the SHA-256 of each table's file; absent from older runs."""
+ARRAYS = "arrays.safetensors"
 
 TABLES_SINCE = {
     "layers": 1,
@@ -113,17 +119,20 @@ class Run:
         folder = Path(folder)
         provenance = provenance_at(folder, SCHEMA_VERSION)
         version = int(provenance["schema_version"])
-        sums = provenance.pop(CHECKSUMS, {})
+        sums = provenance.pop(CHECKSUMS, None) or {}
         try:
             tables = {
                 name: _read_table(folder / f"{name}.parquet", sums, provenance["model"])
                 for name, since in TABLES_SINCE.items()
                 if since <= version
             }
-            arrays, _ = read_checked(folder / "arrays.safetensors")
+            arrays = _read_arrays(folder / ARRAYS, sums)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
-        return cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
+        run = cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
+        if run.heads.empty and not (run.is_trace or run.is_outputs):
+            raise UsageError(f"{folder} is incomplete or damaged (it has no heads): run the survey again")
+        return run
 
     def save(self, folder: str | Path) -> Run:
         """Write to `folder`, which must not exist yet, and return the run as it is on disk.
@@ -139,13 +148,12 @@ class Run:
             for name in TABLES:
                 table: pd.DataFrame = getattr(self, name)
                 table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
-            write_checked(temporary / "arrays.safetensors", self.arrays)
             files = [f"{name}.parquet" for name in TABLES]
             sums = {name: hashlib.sha256((temporary / name).read_bytes()).hexdigest() for name in files}
-            text = json_text(self.provenance | {CHECKSUMS: sums}, 2)
-            (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
+            sums[ARRAYS] = write_checked(temporary / ARRAYS, self.arrays)
+            write_json_checked(temporary / RUN, self.provenance | {CHECKSUMS: sums})
             # safetensors writes files that only their owner can read; a run is made to be shared.
-            shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")
+            shutil.copymode(temporary / RUN, temporary / ARRAYS)
         return replace(self, folder=folder)
 
     def write_csv(self, folder: str | Path) -> list[Path]:
@@ -169,22 +177,28 @@ class Run:
 
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
-    """A table that is what was written; of an older run without checksums, one whose layers and heads there are.
+    """A table that is what was written, and has columns of the right types, with layers and heads that there are.
 
     Raises:
         CorruptFile: it is another.
     """
-    written = path.read_bytes()  # a folder by that name would be taken for a table in parts
-    if path.name in sums and sums[path.name] != hashlib.sha256(written).hexdigest():
-        raise CorruptFile(f"{path.name}: its bytes are not those that were written")
+    written = read_bytes_checked(path, sums)  # a folder by that name would be taken for a table in parts
     table = pd.read_parquet(BytesIO(written), page_checksum_verification=True)
-    for column, of, last in (("layer", "layers", 0), ("head", "heads", -1)):  # residual layers are one more
-        if column not in table or not len(table) or of not in model:
-            continue
-        values = table[column]
-        if not pd.api.types.is_integer_dtype(values) or not values.between(0, model[of] + last).all():
-            raise CorruptFile(f"{path.name}: the model has no such {column} as in its column {column}")
+    if fault := fault_of(path.stem, table, model):
+        raise CorruptFile(f"{path.name}: {fault}")
     return table
+
+
+def _read_arrays(path: Path, sums: dict[str, str]) -> dict[str, Tensor]:
+    """The arrays that were written.
+
+    Raises:
+        CorruptFile: they are others.
+    """
+    try:
+        return read_checked(path, sums.get(path.name))[0]
+    except CorruptFile as error:
+        raise CorruptFile(f"{path.name}: {error}") from error
 
 
 class Workspace:

@@ -8,17 +8,18 @@ matrices that `transformers` opens, or factored, in the format of `models/factor
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import safetensors
-from safetensors.torch import load_file, save_file
+import pyarrow
 from torch import Tensor
 
 from theodolite.errors import UsageError
@@ -35,13 +36,15 @@ from theodolite.models.factored import (
 from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
 from theodolite.sinks.interventions import Factors
-from theodolite.system.files import (
-    disk_errors,
-    folder_written_atomically,
-    json_text,
-    write_atomically,
-    write_text,
+from theodolite.system.checksums import (
+    CHECKSUMS,
+    read_bytes_checked,
+    read_checked,
+    read_json_checked,
+    write_checked,
+    write_json_checked,
 )
+from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 from theodolite.system.locks import locked
 from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
 from theodolite.system.run_folders import differences
@@ -96,18 +99,13 @@ class Pruned:
         if not (folder / SETTINGS).is_file():
             raise UsageError(f"no pruned checkpoint at {folder}: give a folder that `theodolite prune` wrote")
         try:
-            provenance = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-            table = pd.read_parquet(folder / TABLE)
-            tensors = load_file(folder / LOW_RANK) if (folder / LOW_RANK).is_file() else {}
+            provenance = read_json_checked(folder / SETTINGS)
+            sums = provenance.pop(CHECKSUMS, None) or {}
+            table = pd.read_parquet(BytesIO(read_bytes_checked(folder / TABLE, sums)))
+            low_rank = _read_low_rank(folder / LOW_RANK, sums.get(LOW_RANK))
             layers = int(provenance["model"]["layers"])
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): prune again") from error
-        sides = {tuple(name.rsplit("/", 1)): factor for name, factor in tensors.items()}
-        low_rank = {
-            (int(name.partition("/")[0]), name.partition("/")[2]): (left, sides[name, "right"])
-            for (name, side), left in sides.items()
-            if side == "left"
-        }
         for layer in range(layers if is_factored(folder) else 0):
             low_rank |= low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
         return cls(table, provenance, low_rank, folder)
@@ -193,9 +191,9 @@ class UnfinishedPruning:
     def _check_written(self) -> None:
         """Refuse an `OUT` that is not of this same pruning."""
         try:
-            provenance = json.loads((self.out / SETTINGS).read_text(encoding="utf-8"))
+            provenance = read_json_checked(self.out / SETTINGS)
             there = _options(provenance["fingerprint"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             raise exists_already(self.out) from None
         now = _options(self._fingerprint)
         if there != now:
@@ -242,22 +240,24 @@ class UnfinishedPruning:
     def finish(self, model: OpenModel, pruned: Pruned, form: str, write_extras: WriteExtras) -> Pruned:
         """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
         with folder_written_atomically(self.out) as temporary, without_progress_bars():
-            self._write_weights(temporary, model, pruned, form)
+            sums = self._write_weights(temporary, model, pruned, form)
             pruned = _with_bytes(temporary, model, pruned, form)
             pruned.table.to_parquet(temporary / TABLE, index=False)
-            text = json_text(pruned.provenance, 2)
-            (temporary / SETTINGS).write_text(text + "\n", encoding="utf-8")
+            sums[TABLE] = hashlib.sha256((temporary / TABLE).read_bytes()).hexdigest()
+            write_json_checked(temporary / SETTINGS, pruned.provenance | {CHECKSUMS: sums})
             for path in temporary.glob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(temporary / SETTINGS, path)
             write_extras(pruned, temporary)
         shutil.rmtree(self._workspace.folder, ignore_errors=True)
         return replace(pruned, folder=self.out)
 
-    def _write_weights(self, folder: Path, model: OpenModel, pruned: Pruned, form: str) -> None:
+    def _write_weights(self, folder: Path, model: OpenModel, pruned: Pruned, form: str) -> dict[str, str]:
+        """Weights and tokenizer; the checksum of the low-rank parts, by the name of their file."""
+        sums = {}
         if form == "merged":
             model.hf.save_pretrained(folder)
             if pruned.low_rank:
-                save_file(_by_name(pruned.low_rank), folder / LOW_RANK)
+                sums[LOW_RANK] = write_checked(folder / LOW_RANK, _by_name(pruned.low_rank))
         else:
             config = copy.deepcopy(model.hf.config)
             config.architectures = [type(model.hf).__name__]
@@ -269,6 +269,7 @@ class UnfinishedPruning:
                 shutil.copyfile(self._block(layer), folder / BLOCK.format(layer))
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
+        return sums
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)
@@ -284,6 +285,23 @@ def _by_name(low_rank: LowRank) -> dict[str, Tensor]:
         f"{layer}/{name}/{side}": factor.contiguous()
         for (layer, name), factors in low_rank.items()
         for side, factor in zip(("left", "right"), factors, strict=True)
+    }
+
+
+def _read_low_rank(path: Path, sha256: str | None) -> LowRank:
+    """What a merged checkpoint has of them; a method without any writes no file.
+
+    Raises:
+        ValueError, KeyError: the file is missing, damaged or another one.
+    """
+    if sha256 is None and not path.is_file():
+        return {}
+    tensors, _ = read_checked(path, sha256)
+    sides = {tuple(name.rsplit("/", 1)): factor for name, factor in tensors.items()}
+    return {
+        (int(name.partition("/")[0]), name.partition("/")[2]): (left, sides[name, "right"])
+        for (name, side), left in sides.items()
+        if side == "left"
     }
 
 

@@ -7,7 +7,6 @@ same outcome gives the same bytes. A folder is written under a temporary name an
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from theodolite.report.data import records
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered
+from theodolite.system.checksums import read_json_checked, write_json_checked
 from theodolite.system.experiment_names import reading_order
 from theodolite.system.files import disk_errors, folder_written_atomically, write_text
 from theodolite.system.wording import harmless, visible
@@ -89,12 +89,11 @@ def write_outcome(
     root = Path(root)
     folder = folder_of(experiment.name, root, provenance.get("asked"))
     page = render(experiment, outcome, provenance)
-    text = json.dumps(result(experiment, outcome, provenance), indent=2, ensure_ascii=False, allow_nan=False)
     with folder_written_atomically(folder, replace=True) as temporary:
         if not (root / PLOTLY).is_file():
             write_text(root / PLOTLY, get_plotlyjs())
         (temporary / "index.html").write_text(page, encoding="utf-8")
-        (temporary / RESULT).write_text(text + "\n", encoding="utf-8")
+        write_json_checked(temporary / RESULT, result(experiment, outcome, provenance))
         for name, table in outcome.tables.items():
             table.to_parquet(temporary / f"table-{name}.parquet", index=False)
     return folder / "index.html"
@@ -134,11 +133,15 @@ def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
 def write_index(root: str | Path) -> Path | None:
     """Write `root`/index.html, which links every outcome below it with its verdicts; None where there is none.
 
+    One whose file is damaged is named instead.
+
     Raises:
         WorkError: it cannot be written.
     """
     root = Path(root)
-    entries = [entry for path in sorted(root.glob(f"*/{RESULT}")) if (entry := _entry(path)) is not None]
+    paths = sorted(root.glob(f"*/{RESULT}"))
+    read = {path.parent.name: _entry(path) for path in paths}
+    entries = [entry for entry in read.values() if entry is not None]
     if not entries:
         return None
     entries.sort(key=lambda entry: reading_order(entry["name"]))
@@ -146,6 +149,7 @@ def write_index(root: str | Path) -> Path | None:
     has_report = root.name != "report" and (root / report).is_file()
     values = {
         "entries": entries,
+        "damaged": [visible(name, 80) for name, entry in read.items() if entry is None],
         "model": entries[0]["model"],
         "report": report if has_report else "",
     }
@@ -158,7 +162,7 @@ def write_index(root: str | Path) -> Path | None:
 def _entry(path: Path) -> dict[str, Any] | None:
     """What the index says of an outcome; None where its file is not one of ours, or is damaged."""
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = read_json_checked(path)
         asked = _described(loaded["provenance"].get("asked") or {})
         return {
             "name": str(loaded["name"]),
@@ -167,7 +171,7 @@ def _entry(path: Path) -> dict[str, Any] | None:
             "link": f"{path.parent.name}/index.html",
             "verdicts": [_shown(Verdict(**verdict)) for verdict in loaded["verdicts"]],
         }
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from theodolite.errors import UsageError, first_line
+from theodolite.system.checksums import CorruptFile, check_headers
 from theodolite.system.run_folders import is_run
 
 INDEX = "model.safetensors.index.json"
@@ -42,12 +43,17 @@ def weight_files(folder: Path) -> list[Path]:
     """The weights of a checkpoint, in order of their names.
 
     Raises:
-        UsageError: what has such a name is a pipe, a device or a folder, and reading it might never end.
+        UsageError: what has such a name is a pipe, a device or a folder, and reading it might never end; or they list
+            more tensors than any model has, and reading that alone would.
     """
     files = sorted(folder.glob("*.safetensors"))
     no_file = next((path for path in files if not path.is_file()), None)
     if no_file:
         raise UsageError(f"{no_file} is no file: a checkpoint's weights are files of its folder")
+    try:
+        check_headers(files)
+    except (OSError, CorruptFile) as error:
+        raise UsageError(f"cannot open {folder}: {first_line(error)}") from error
     return files
 
 

@@ -1,19 +1,23 @@
-"""Files of tensors that say whether they are still what was written: safetensors, with a checksum in the header.
+"""Files that say whether they are still what was written: safetensors with a checksum in the header, JSON with its own.
 
 A disk may return other bytes than it was given, and a file may be cut or overwritten; what is read then is refused
-rather than measured. Nothing here knows what the tensors mean.
+rather than measured. Nothing here knows what the tensors or the numbers mean.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors
+
+from theodolite.errors import first_line
+from theodolite.system.files import json_text, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,30 +25,48 @@ if TYPE_CHECKING:
 HEADER = "sealed"
 """The one entry of the header: safetensors writes several in any order, and the same run is to be the same bytes."""
 
+LONGEST_HEADERS = 1 << 26
+"""Of a checkpoint, in bytes: 500,000 tensors, four times as many as any model has, with 128 bytes for each."""
+
+SHA256 = "sha256"
+"""The entry of a JSON file that is the checksum of all others."""
+
+
+CHECKSUMS = "checksums"
+"""The entry of a JSON file that has the checksums of files beside it, by their names."""
+
 
 class CorruptFile(ValueError):
     """A file is corrupt; the message says how."""
 
 
-def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> None:
-    """Write tensors, and notes that JSON can hold."""
+def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> str:
+    """Write tensors, and notes that JSON can hold; the checksum of the tensors."""
     from safetensors.torch import save_file
 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    entry = {"notes": dict(notes or {}), "sha256": digest(whole)}
+    written: dict[str, Any] = json.loads(json.dumps(dict(notes or {})))
+    sha256 = digest(whole)
+    entry = {"notes": written, "sha256": sha256, "notes_sha256": json_digest(written)}
     save_file(whole, path, {HEADER: json.dumps(entry)})
+    return sha256
 
 
-def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `write_checked` wrote: tensors and notes. Files without a checksum are taken as they are.
+
+    Args:
+        path: the file.
+        sha256: what `write_checked` returned, where it is known: another file of the same kind is then refused, too.
 
     Raises:
         CorruptFile: it has changed since.
     """
-    with _opened(path) as (file, notes, sha256):
+    with _opened(path) as (file, notes, in_header):
         # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    if sha256 is not None and sha256 != digest(tensors):
+    known = [each for each in (in_header, sha256) if each is not None]
+    if known and known != [digest(tensors)] * len(known):
         raise CorruptFile("its bytes are not those that were written")
     return tensors, notes
 
@@ -53,7 +75,7 @@ def read_notes(path: Path) -> dict[str, Any]:
     """The notes alone, without reading the tensors.
 
     Raises:
-        CorruptFile: the file cannot be read.
+        CorruptFile: the file cannot be read, or the notes have changed since they were written.
     """
     with _opened(path) as (_, notes, _sha256):
         return notes
@@ -62,12 +84,34 @@ def read_notes(path: Path) -> dict[str, Any]:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str | None]]:
     try:
+        check_headers([path])
         with safetensors.safe_open(path, "pt") as file:
             header = file.metadata() or {}
             entry: Any = json.loads(header[HEADER]) if HEADER in header else {"notes": header, "sha256": None}
-            yield file, entry["notes"], entry["sha256"]
-    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise CorruptFile(str(error)) from error
+            notes = entry["notes"]
+            if "notes_sha256" in entry and entry["notes_sha256"] != json_digest(notes):
+                raise CorruptFile("its notes are not those that were written")
+            yield file, notes, entry["sha256"]
+    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise error if isinstance(error, CorruptFile) else CorruptFile(str(error)) from error
+
+
+def check_headers(paths: Iterable[Path]) -> None:
+    """Refuse safetensors files that list far more tensors than any model has, before the lists are read.
+
+    Raises:
+        OSError: one cannot be read.
+        CorruptFile: their headers together are longer than `LONGEST_HEADERS`.
+    """
+    total = 0
+    for path in paths:
+        with path.open("rb") as file:
+            length = file.read(8)
+        total += struct.unpack("<Q", length)[0] if len(length) == 8 else 0
+        if total > LONGEST_HEADERS:
+            raise CorruptFile(
+                f"{path.name}: its header would have {total:,} bytes, which no list of tensors has"
+            )
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -79,3 +123,44 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()
+
+
+def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
+    """A file's bytes, if they are those of its checksum. A file that has none is taken as it is.
+
+    Raises:
+        OSError: it cannot be read.
+        CorruptFile: it has changed since.
+    """
+    written = path.read_bytes()
+    if path.name in checksums and checksums[path.name] != hashlib.sha256(written).hexdigest():
+        raise CorruptFile(f"{path.name}: its bytes are not those that were written")
+    return written
+
+
+def write_json_checked(path: Path, values: Mapping[str, Any], indent: int | None = 2) -> None:
+    """Write values that JSON can hold, atomically, with a checksum of their own; NaN becomes null."""
+    written: dict[str, Any] = json.loads(json_text(dict(values)))
+    write_text(path, json_text(written | {SHA256: json_digest(written)}, indent) + "\n")
+
+
+def read_json_checked(path: Path) -> dict[str, Any]:
+    """What `write_json_checked` wrote. Files without a checksum are taken as they are.
+
+    Raises:
+        CorruptFile: it cannot be read, or has changed since.
+    """
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        sha256 = values.pop(SHA256, None)
+        changed = sha256 is not None and sha256 != json_digest(values)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFile(f"{path.name}: {first_line(error)}") from error
+    if changed:
+        raise CorruptFile(f"{path.name} was changed after it had been written")
+    return values
+
+
+def json_digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of what JSON says, however its keys are ordered and its lines are broken."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -135,7 +135,7 @@ def folder_purpose(path: Path, purpose: dict[str, Any], refusal: str | None = No
             write_text(path, json_text(purpose, 2) + "\n")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         return None
 
 

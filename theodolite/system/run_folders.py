@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from theodolite.errors import UsageError
+from theodolite.system.checksums import CorruptFile, read_json_checked
 from theodolite.system.files import check_target
 
 RUN = "run.json"
@@ -51,22 +51,38 @@ def provenance_at(folder: str | Path, newest: float = math.inf) -> dict[str, Any
     """The provenance of a run folder, with its `schema_version`, at most `newest`, and its `model`.
 
     Raises:
-        UsageError: no run there, a damaged one, or one of a newer schema.
+        UsageError: no run there, one that was damaged or changed, or one of a newer schema.
     """
     check_run(folder)
     try:
-        provenance = json.loads((Path(folder) / RUN).read_text(encoding="utf-8"))
+        provenance = read_json_checked(Path(folder) / RUN)
         version = int(provenance["schema_version"])
-    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+    except CorruptFile as error:
+        raise UsageError(f"{folder} is damaged ({error}): run the survey again") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
     if version > newest:
         raise UsageError(
             f"{folder} has schema {version}, this theodolite reads up to {newest}: upgrade theodolite"
         )
-    if version < 1 or not isinstance(provenance.get("model"), dict):
+    if version < 1 or not _is_provenance(provenance):
         raise UsageError(f"{folder}/run.json is damaged: run the survey again")
-    result: dict[str, Any] = provenance
-    return result
+    return provenance
+
+
+def _is_provenance(values: dict[str, Any]) -> bool:
+    """Whether what every reader takes for granted is there, and of its type."""
+    model, corpus = values.get("model"), values.get("corpus") or {}
+    groups = (
+        model,
+        corpus,
+        *(values.get(name) or {} for name in ("fingerprint", "versions", "checksums", "counts")),
+    )
+    if not all(isinstance(group, dict) for group in groups):
+        return False
+    sizes = [model.get(name, 0) for name in ("layers", "heads")]  # type: ignore[union-attr]
+    sizes += [corpus.get(name) for name in ("contexts", "length")] if corpus else []
+    return all(type(size) is int and size >= 0 for size in sizes)
 
 
 def check_out(out: Path | None) -> None:

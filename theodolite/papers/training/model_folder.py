@@ -11,10 +11,10 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from rich.console import Console
@@ -30,9 +30,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.models.loading import LOADING_ERRORS, first_line, refuse_nonfinite_weights
 from theodolite.papers.training import training_loop
 from theodolite.papers.training.models import ModelConfig, TaskModelConfig
 from theodolite.papers.training.training_loop import BETAS, CHECKPOINT, CLIP, another_training_run
+from theodolite.system.checksums import check_headers
 from theodolite.system.files import check_target, disk_errors, folder_purpose, folder_written_atomically
 from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.locks import locked
@@ -117,7 +119,7 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
         if out.exists():
             _check_finished(out, identity)
             console.print(f"{out} is trained already; it is measured again.", markup=False, highlight=False)
-            model = type(model).from_pretrained(out, config=model.config)
+            model = _finished_model(out, model)
         else:
             _fit(model, training, identity, partial, console)
         model.eval()
@@ -135,7 +137,7 @@ def _check_finished(out: Path, identity: dict[str, str]) -> None:
     if there == identity:
         return
     said = []
-    if isinstance(there, dict) and "config" in there:
+    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):  # it may say anything
         old, now = json.loads(there["config"]), json.loads(identity["config"])
         said = [
             f"{name} {old.get(name)} there, {now[name]} now" for name in now if old.get(name) != now[name]
@@ -143,6 +145,27 @@ def _check_finished(out: Path, identity: dict[str, str]) -> None:
     raise UsageError(
         f"{out} holds another training run ({'; '.join(said) or 'of another text'}); give another folder or remove it."
     )
+
+
+def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """The trained model in the place of the untrained one, all of whose weights are there.
+
+    Raises:
+        UsageError: they are damaged.
+    """
+    advice = "give another folder or remove it."
+    architecture: Any = type(model)
+    try:
+        check_headers(out.glob("*.safetensors"))
+        trained, info = architecture.from_pretrained(out, config=model.config, output_loading_info=True)
+        refuse_nonfinite_weights(trained)
+    except (*LOADING_ERRORS, WorkError) as error:
+        raise UsageError(f"{out} is damaged ({first_line(error)}); {advice}") from error
+    lacking = sorted(info["missing_keys"])
+    if lacking:
+        raise UsageError(f"{out} is damaged ({lacking[0]} is missing); {advice}")
+    finished: PreTrainedModel = trained
+    return finished
 
 
 def _fit(
