@@ -1,6 +1,6 @@
 """kill -9 at random moments: does the same command then give the bytes of one that was never stopped?
 
-`python -m benchmarks.kills --kills 100 --seed 0` takes every command that can be gone on with (survey, trace, prune,
+`python -m tests.chaos.kills --kills 100 --seed 0` takes every command that can be gone on with (survey, trace, prune,
 and the trainings), on tiny models and texts. Each is first run whole, and timed. Then, in turns, it is started anew,
 killed at a moment drawn evenly from that time, started again, killed again (`IN_A_ROW` times at most), and let end.
 All bytes of its folder must be those of the whole run, but for the wall time (`without_times`), and nothing may lie
