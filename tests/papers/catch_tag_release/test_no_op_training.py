@@ -85,5 +85,7 @@ def test_another_text_or_an_unknown_no_op_is_refused(folder):
         train_no_op_models(folder.parent, seeds=1, sources=sources(), config=SMALL, console=quiet())
     with pytest.raises(UsageError, match="no_op is 'door'; choose none, off-by-one, learned"):
         embedded_model(replace(SMALL, no_op="door"))
+    with pytest.raises(UsageError, match="is no name of its own"):
+        train_no_op_models("", seeds=1, sources=sources(), config=SMALL, console=quiet())
     with pytest.raises(UsageError, match="seeds is 0"):
         train_no_op_models(folder, seeds=0, sources=sources(), config=SMALL, console=quiet())

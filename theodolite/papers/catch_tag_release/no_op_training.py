@@ -68,6 +68,7 @@ def train_no_op_models(
     if seeds < 1:
         raise UsageError(f"seeds is {seeds}; it must be positive.")
     check_numbers(seeds - 1, threads)
+    check_target(out)
     texts = python_sources() if sources is None else sources
     with locked(out):
         _claim(out, config)
@@ -90,7 +91,6 @@ def train_no_op_models(
 
 def _claim(out: Path, config: EmbeddedConfig) -> None:
     """Write into the folder how its models are trained, unless it says the same already."""
-    check_target(out / CLAIM)
     claim = {name: value for name, value in asdict(config).items() if name not in ("seed", "no_op")}
     something_else = f"{out} holds something else; choose another folder."
     existing = folder_purpose(out / CLAIM, claim, something_else)
