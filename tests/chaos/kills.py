@@ -180,6 +180,8 @@ def judge(
 
 def ended_badly(place: Path, status: int, said: str) -> str:
     """What is wrong with a run that a signal asked to end: it ends with one line of error, or it was done."""
+    if not any(place.iterdir()):
+        return ""  # before the command has begun, Python answers
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
     if status and (status < 0 or len(lines) != 1 or "Traceback" in said):
         return f"status {status}: {said}"
