@@ -267,9 +267,8 @@ def connected(address: str) -> Iterator[None]:
         return
     try:
         _refuse_silence(address)
-        with (
-            starting_others()
-        ):  # at Ray's own handler, SIGTERM would end a survey before its progress is saved
+        # At Ray's own handler, SIGTERM would end a survey before its progress is saved.
+        with starting_others():
             ray.init(address=address, **quiet)
     except (
         Exception
