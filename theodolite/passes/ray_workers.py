@@ -267,7 +267,7 @@ def connected(address: str) -> Iterator[None]:
         return
     try:
         _refuse_silence(address)
-        # At Ray's own handler, SIGTERM would end a survey before its progress is saved.
+        # At Ray's own handler, SIGTERM would end the process in the middle of a step.
         with starting_others():
             ray.init(address=address, **quiet)
     except (
