@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
+from transformers.initialization import no_tie_weights
 
 from tests.chaos.entries import CORPUS, ENTRIES, IDS, same
 from tests.chaos.states import STATES, in_threads, seen
 from theodolite.errors import UsageError
+from theodolite.models import open_model
 from theodolite.models.guard import between_passes, guarded
+from theodolite.models.lazy_weights import open_weights
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.sinks.interventions import attention_knockout
@@ -137,6 +141,27 @@ def test_two_threads_measure_two_models_while_the_default_dtype_is_another(opene
         for _ in range(3):
             ours = in_threads(*(lambda name=name: survey(opened(name), CORPUS) for name in names))
             assert same(ours, expected)
+
+
+def test_a_model_is_made_while_no_other_is(checkpoint, monkeypatch):
+    """While transformers makes one, it ties no weights of any, in no thread. Oracle: the model opened alone."""
+    alone, begun = open_weights(checkpoint("bert")), threading.Event()
+    path = checkpoint("gpt2")
+    load = GPT2LMHeadModel.from_pretrained
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        with no_tie_weights():
+            begun.set()
+            time.sleep(0.5)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "from_pretrained", slowly)
+    thread = threading.Thread(target=lambda: open_model(path))
+    thread.start()
+    assert begun.wait(60)
+    beside = open_weights(checkpoint("bert"))
+    thread.join()
+    assert len(list(beside.hf.parameters())) == len(list(alone.hf.parameters()))
 
 
 def test_an_intervention_begins_between_passes(opened):

@@ -24,6 +24,10 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
+MAKING = threading.RLock()
+"""Held while a model is made: transformers then changes its classes, for all threads (no ties, no first weights)."""
+
+
 def measures(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """A function that computes numbers with a model is `guarded` while it runs.
 
