@@ -78,6 +78,8 @@ def train_no_op_models(
             for no_op in NO_OPS:
                 folder = place_of(out, no_op, seed)
                 if folder.exists() and not partial_of(folder).exists():
+                    # Left where the process was killed after the model had its name.
+                    folder.with_name(folder.name + ".lock").unlink(missing_ok=True)
                     continue
                 console.print(f"{folder.name}: training", highlight=False)
                 settings = replace(config, no_op=no_op, seed=seed)
