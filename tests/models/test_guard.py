@@ -17,7 +17,8 @@ from transformers import GPT2LMHeadModel
 from transformers.initialization import no_tie_weights
 
 from tests.chaos.entries import CORPUS, ENTRIES, IDS, same
-from tests.chaos.states import STATES, in_threads, seen
+from tests.chaos.settings import STATES, seen
+from tests.chaos.states import in_threads
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.guard import between_passes, guarded
