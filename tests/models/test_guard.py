@@ -7,190 +7,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
+from transformers.initialization import no_tie_weights
 
-from tests import checkpoints
-from theodolite.comparison.outputs import read_outputs
-from theodolite.corpus.corpus import Corpus
+from tests.chaos.entries import CORPUS, ENTRIES, IDS, same
+from tests.chaos.settings import STATES, seen
+from tests.chaos.states import in_threads
 from theodolite.errors import UsageError
-from theodolite.evaluate.perplexity import perplexity
-from theodolite.explore.one_head import view_head
-from theodolite.explore.view import catch_layer, head_tags, head_view, read_prompt, split_logits
-from theodolite.logits.constituents import constituents
-from theodolite.models import OpenModel, open_model
+from theodolite.models import open_model
 from theodolite.models.guard import between_passes, guarded
 from theodolite.models.lazy_weights import open_weights
-from theodolite.passes.survey import spectra, survey, survey_heads
+from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
-from theodolite.passes.walk_pass import read_walk
-from theodolite.prune.model import prune_model
-from theodolite.sinks.ablation import ablation_test
-from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
-from theodolite.sinks.outliers import find_outliers
-from theodolite.sinks.prompt import trace_prompt
-from theodolite.sinks.trace import trace_sinks
+from theodolite.sinks.interventions import attention_knockout
 
 FAMILIES = ("gpt2", "llama3")
-CORPUS = Corpus.random_tokens(checkpoints.byte_tokenizer(), 32, 6)
-IDS = CORPUS.contexts
-DIRECTION = torch.randn(32, generator=torch.Generator().manual_seed(0))
-
-
-def explored(model: OpenModel) -> list[Any]:
-    read = read_prompt(model, IDS[0])
-    caught = catch_layer(read.layers[1].inputs, read.trailing)
-    view = head_view(read.tokens, read.layers[1].inputs, caught, 1, 0, read.trailing)
-    split = split_logits(model, read, 1, survey(model, CORPUS))
-    return [read.measured, view, split, head_tags(model, read, caught, view)]
-
-
-def edited(model: OpenModel) -> list[Any]:
-    outputs = []
-    for edit in (
-        ablate_direction(model, 1, 0, DIRECTION, control=3),
-        attention_knockout(model, 1, 0, [0]),
-        *([without_low_rank(model, 1, 2, control=1)] if model.id.endswith("gpt2") else []),
-    ):
-        with edit:
-            outputs.append(model.forward(IDS))
-    return outputs
-
-
-def ablated(model: OpenModel) -> Any:
-    traces = trace_sinks(model, CORPUS, stretches=True).traces
-    place = (int(traces["layer"][0]), int(traces["head"][0])) if len(traces) else (0, 0)
-    try:
-        return ablation_test(model, CORPUS, *place, DIRECTION)
-    except UsageError as error:  # no head of a random GPT-2 has a sink
-        return str(error)
-
-
-def pruned(model: OpenModel) -> list[Any]:
-    copy = open_model(model.id)
-    return [prune_model(copy, CORPUS, "oats", 0.5, iterations=2), copy.hf.state_dict()]
-
-
-def merged(model: OpenModel) -> Any:
-    first, second = (SurveyPass(model, CORPUS, 0, 2) for _ in range(2))
-    first.read(0, 2)
-    second.sketches.look_along(first.state()["sketches.directions"])
-    second.read(2, 6)
-    with torch.inference_mode(False):
-        first.merge(second.state())
-    return first.state()
-
-
-ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
-    "survey": lambda model: survey(model, CORPUS),
-    "heads": lambda model: survey_heads(model, CORPUS),
-    "spectra": spectra,
-    "spectra, lazily": lambda model: spectra(open_weights(model.id)),
-    "merged": merged,
-    "trace": lambda model: trace_sinks(model, CORPUS, stretches=True),
-    "prompt": lambda model: trace_prompt(model, IDS[0], 1, 1),
-    "outliers": lambda model: find_outliers(model, CORPUS),
-    "ablation": ablated,
-    "edited": edited,
-    "constituents": lambda model: constituents(model, IDS, 1),
-    "outputs": lambda model: read_outputs(model, CORPUS),
-    "perplexity": lambda model: perplexity(model, CORPUS),
-    "walk": lambda model: read_walk(model, CORPUS, 0).input_state,
-    "pruned": pruned,
-    "explored": explored,
-    "head": lambda model: view_head(model, IDS[0], 1, 1).view,
-    "opened": lambda model: open_model(model.id).hf.state_dict(),
-    "forward": lambda model: [model.forward(IDS), model.logits(IDS)],
-    "weights": lambda model: [model.head_weights(1), model.output_weights(1)],
-}
-
-
-@contextmanager
-def training(model: OpenModel) -> Iterator[None]:
-    model.hf.train()
-    model.structure.blocks[1].eval()  # frozen on purpose
-    before = [module.training for module in model.hf.modules()]
-    yield
-    assert [module.training for module in model.hf.modules()] == before
-    model.hf.eval()
-
-
-@contextmanager
-def set_to(read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> Iterator[None]:
-    before = read()
-    write(value)
-    try:
-        now = read()
-        yield
-        assert read() == now
-    finally:
-        write(before)
-
-
-@contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
-    try:
-        yield
-        assert torch.get_default_device().type == "meta"
-    finally:
-        torch.set_default_device(None)  # "cpu" would be a mode that stays
-
-
-STATES: dict[str, Callable[[OpenModel], AbstractContextManager[Any]]] = {
-    "autocast": lambda model: torch.autocast("cpu", torch.bfloat16),
-    "training": training,
-    "bfloat16": lambda model: set_to(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
-    "float64": lambda model: set_to(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "meta": lambda model: default_device(),
-    "with meta": lambda model: torch.device("meta"),
-    "inference": lambda model: torch.inference_mode(),
-    "no gradients": lambda model: torch.no_grad(),
-    "gradients": lambda model: torch.enable_grad(),
-    "rounded products": lambda model: set_to(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
-    ),
-    "numpy": lambda model: set_to(
-        np.geterr, lambda value: np.seterr(**value), dict.fromkeys(np.geterr(), "raise")
-    ),
-}
-TOGETHER = ("autocast", "training", "bfloat16", "meta", "inference", "rounded products", "numpy")
-
-
-def seen() -> tuple[Any, ...]:
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-        torch.get_float32_matmul_precision(),
-        np.geterr(),
-    )
-
-
-def same(ours: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return ours.dtype == expected.dtype and torch.equal(ours.nan_to_num(7.0), expected.nan_to_num(7.0))
-    if isinstance(expected, np.ndarray):
-        return np.array_equal(ours, expected, equal_nan=expected.dtype.kind == "f")
-    if isinstance(expected, pd.DataFrame):
-        return bool(ours.equals(expected))
-    if isinstance(expected, dict):
-        return ours.keys() == expected.keys() and all(
-            same(ours[key], value) for key, value in expected.items() if "seconds" not in str(key)
-        )
-    if isinstance(expected, list | tuple):
-        return len(ours) == len(expected) and all(map(same, ours, expected))
-    if hasattr(expected, "__dict__") and not isinstance(expected, torch.nn.Module | OpenModel):
-        return same(vars(ours), vars(expected))
-    return ours is expected or bool(ours == expected) or isinstance(expected, torch.nn.Module)
+TOGETHER = (
+    "autocast",
+    "training",
+    "bfloat16",
+    "meta",
+    "inference",
+    "rounded products",
+    "numpy",
+    "no attention",
+)
+DECIDING = ("autocast", "dtype", "device", "products", "numpy", "attention")
+"""What of `seen` decides numbers."""
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +61,9 @@ def test_all_states_at_once_change_no_number(entry, family, opened, clean):
     with ExitStack() as states:
         for state in TOGETHER:
             states.enter_context(STATES[state](model))
-        before = seen()
+        before = seen(model)
         ours = ENTRIES[entry](model)
-        assert seen() == before
+        assert seen(model) == before
     assert same(ours, expected)
 
 
@@ -222,9 +71,9 @@ def test_all_states_at_once_change_no_number(entry, family, opened, clean):
 def test_each_state_changes_no_survey_and_stays(state, opened, clean):
     model, expected = opened("gpt2"), clean("gpt2", "survey")
     with STATES[state](model):
-        before = seen()
+        before = seen(model)
         ours = survey(model, CORPUS)
-        assert seen() == before
+        assert seen(model) == before
     assert same(ours, expected)
 
 
@@ -239,7 +88,7 @@ def test_what_a_model_sees(opened):
             states.enter_context(STATES[state](opened("llama3")))
         opened("llama3").logits(IDS)
     (inside,) = seen_inside
-    assert inside[:3] + inside[5:] == at_start[:3] + at_start[5:]
+    assert [inside[name] for name in DECIDING] == [at_start[name] for name in DECIDING]
 
 
 def test_the_other_way_to_round_products_is_kept_too():
@@ -276,23 +125,6 @@ def test_states_are_as_they_were_after_an_error(opened):
         assert seen() == before
 
 
-def in_threads(*works: Callable[[], Any]) -> list[Any]:
-    """What each gives, begun at the same moment."""
-    results: dict[int, Any] = {}
-    begin = threading.Barrier(len(works))
-
-    def run(number: int) -> None:
-        begin.wait()
-        results[number] = works[number]()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    return [results[number] for number in range(len(works))]
-
-
 def test_threads_measure_one_model(opened, clean):
     """Without an intervention among them: while one is open, it is so for all threads, and runs say so."""
     model = opened("llama3")
@@ -310,6 +142,27 @@ def test_two_threads_measure_two_models_while_the_default_dtype_is_another(opene
         for _ in range(3):
             ours = in_threads(*(lambda name=name: survey(opened(name), CORPUS) for name in names))
             assert same(ours, expected)
+
+
+def test_a_model_is_made_while_no_other_is(checkpoint, monkeypatch):
+    """While transformers makes one, it ties no weights of any, in no thread. Oracle: the model opened alone."""
+    alone, begun = open_weights(checkpoint("bert")), threading.Event()
+    path = checkpoint("gpt2")
+    load = GPT2LMHeadModel.from_pretrained
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        with no_tie_weights():
+            begun.set()
+            time.sleep(0.5)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "from_pretrained", slowly)
+    thread = threading.Thread(target=lambda: open_model(path))
+    thread.start()
+    assert begun.wait(60)
+    beside = open_weights(checkpoint("bert"))
+    thread.join()
+    assert len(list(beside.hf.parameters())) == len(list(alone.hf.parameters()))
 
 
 def test_an_intervention_begins_between_passes(opened):

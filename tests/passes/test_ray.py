@@ -377,8 +377,11 @@ main()
 
 
 @pytest.mark.slow
-def test_the_command_stops_at_ctrl_c_and_goes_on(cluster, checkpoint, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_command_stops_at_a_signal_and_goes_on(number, cluster, checkpoint, tmp_path):
     """Ctrl-C reaches every process of a terminal's group; here it comes to a cluster that the command has started.
+
+    SIGTERM reaches the command alone, as from a scheduler; the SIGHUP of a closed terminal reaches all of them.
 
     The same command without workers goes on from what they left, and ends with the tables of one process.
     """
@@ -407,9 +410,9 @@ def test_the_command_stops_at_ctrl_c_and_goes_on(cluster, checkpoint, tmp_path):
     listening = [one for child in started for one in child.net_connections() if one.status == "LISTEN"]
     assert listening
     assert {one.laddr.ip.removeprefix("::ffff:") for one in listening if one.laddr} == {"127.0.0.1"}
-    os.killpg(process.pid, signal.SIGINT)
+    (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, stderr
     assert stderr.rstrip().endswith("error: interrupted; rerun the command to resume")
     assert "Traceback" not in stderr
     assert not psutil.wait_procs(started, timeout=30)[1]

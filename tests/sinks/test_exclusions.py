@@ -208,4 +208,6 @@ def test_refusals(tmp_path):
     with pytest.raises(UsageError, match="upgrade theodolite"):
         Exclusions.load(tmp_path / "newer.json")
     with pytest.raises(WorkError, match="cannot write"):
-        Exclusions.of(SURVEYED).save(tmp_path / "no" / "exclusions.json")
+        Exclusions.of(SURVEYED).save(tmp_path / "other.json" / "exclusions.json")
+    Exclusions.of(SURVEYED).save(tmp_path / "new" / "exclusions.json")
+    assert Exclusions.load(tmp_path / "new" / "exclusions.json") == Exclusions.of(SURVEYED)

@@ -21,7 +21,7 @@ from theodolite.cli.prune import prune_command
 from theodolite.cli.report import report_command
 from theodolite.cli.reproduce import reproduce_command
 from theodolite.cli.runs import runs_command
-from theodolite.cli.screen import escape_unwritable, show_tracebacks
+from theodolite.cli.screen import escape_unwritable, refuse_lost_folder, show_tracebacks
 from theodolite.cli.spectra import spectra_command
 from theodolite.cli.survey import survey_command
 from theodolite.cli.trace import trace_command
@@ -76,4 +76,5 @@ app.command("explain")(explain_command)
 def main() -> None:
     """The entry point of the `theodolite` command."""
     escape_unwritable()
+    refuse_lost_folder()
     app(prog_name="theodolite")

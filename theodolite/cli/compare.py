@@ -85,7 +85,7 @@ def compare_command(
         if len(models) < 2:
             raise UsageError("one model cannot be compared: give two or more")
         folder = out or Path("runs") / f"{short_name(models[0])}-against-{short_name(models[1])}"
-        check_target(folder / "report")
+        check_target(folder)
         runs = [is_run(model) for model in models]
         if any(runs) and not all(runs):
             other = models[runs.index(False)]

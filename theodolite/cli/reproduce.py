@@ -28,7 +28,7 @@ from theodolite.cli.options import (
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.experiment_names import named
-from theodolite.system.files import json_text
+from theodolite.system.files import check_target, json_text
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def reproduce_command(
     with one_line_errors(), interruptible(say_stopping) as stopped:
         if name is not None:
             named(name)
+            check_target(out)
             if model is not None and not Path(model).is_dir():  # a folder may be one of training runs
                 opening.check(model)
             text.check()

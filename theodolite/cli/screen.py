@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from rich.progress import (
 )
 
 from theodolite.cli.error_pages import section_of
-from theodolite.errors import TheodoliteError, first_line
+from theodolite.errors import TheodoliteError, UsageError, first_line
 from theodolite.system.interrupt import STOPPING, ended_as_by_ctrl_c
 
 screen = Console(stderr=True)
@@ -45,6 +46,15 @@ def escape_unwritable() -> None:
 def _as_json(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def refuse_lost_folder() -> None:
+    """End where the current folder was removed: libraries underneath would end the process without a word of ours."""
+    try:
+        os.getcwd()
+    except OSError:
+        _say_error("the current folder is no more: change to another one")
+        raise SystemExit(UsageError.exit_status) from None
 
 
 def show_tracebacks(wanted: bool) -> None:

@@ -29,6 +29,7 @@ from theodolite.cli.options import (
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.allocator import keep_pages
+from theodolite.system.files import check_target
 from theodolite.system.interrupt import interruptible
 from theodolite.system.run_folders import UNTRAINED, check_out
 from theodolite.system.wording import visible
@@ -77,6 +78,7 @@ def survey_command(
             opening = replace(opening, device="cpu")
         opening.check(*(models or ()))
         text.check()
+        check_target(out)
         if models is None or len(models) < 2:
             check_out(out)
         survey_one = functools.partial(

@@ -221,7 +221,7 @@ class Corpus:
         ids, frame = _drawable(vocabulary, length, below)
         body = length - len(frame.before) - len(frame.after)
         rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
-        return cls(RANDOM, rows, torch.full((contexts,), -1), [], seed)
+        return cls(RANDOM, rows, torch.full((contexts,), -1, device="cpu"), [], seed)
 
     @classmethod
     def from_ids(
@@ -315,7 +315,7 @@ def _build(
     rows = [[*frame.before, *body, *frame.after] for _, body in sample.bodies]
     names = list(dict.fromkeys(label for label, _ in sample.bodies if label is not None))
     index = {label: position for position, label in enumerate(names)}
-    labels = torch.tensor([-1 if label is None else index[label] for label, _ in sample.bodies])
+    labels = torch.tensor([-1 if label is None else index[label] for label, _ in sample.bodies], device="cpu")
     selection = selection or {}
     if cutter.stopped:
         selection |= {"tokens_read": cutter.tokens}

@@ -109,7 +109,7 @@ def addition_corpus(
                 "addition problems need a tokenizer with one token per character, as `theodolite train` makes"
             )
     ids = torch.from_numpy(np.array(rows[:contexts], dtype=np.int64))
-    return Corpus(corpus_name(digits), ids, torch.full((contexts,), -1), [], seed)
+    return Corpus(corpus_name(digits), ids, torch.full((contexts,), -1, device="cpu"), [], seed)
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
@@ -122,4 +122,4 @@ def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int 
     ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
     if not 4 <= length <= ids.shape[1]:
         raise UsageError(f"these prompts have {ids.shape[1]} tokens; use a --length from 4 to {ids.shape[1]}")
-    return Corpus(FEW_SHOT, ids[:, :length].clone(), torch.full((contexts,), -1), [], seed)
+    return Corpus(FEW_SHOT, ids[:, :length].clone(), torch.full((contexts,), -1, device="cpu"), [], seed)

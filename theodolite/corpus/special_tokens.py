@@ -100,4 +100,4 @@ def trailing_special_tokens(tokenizer: Any, ids: Int[Tensor, "contexts length"])
     except UsageError:
         return 0
     ends = ids[:, ids.shape[1] - len(after) :].cpu()
-    return len(after) if after and bool((ends == torch.tensor(after)).all()) else 0
+    return len(after) if after and bool((ends == torch.tensor(after, device="cpu")).all()) else 0

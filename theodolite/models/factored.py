@@ -27,6 +27,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from theodolite.errors import WorkError
+from theodolite.models.guard import MAKING
 from theodolite.system.checksums import read_checked, write_checked
 
 DENSE = "dense.safetensors"
@@ -221,7 +222,7 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
         dense = load_file(folder / DENSE)
     except (OSError, safetensors.SafetensorError) as error:
         raise WorkError(f"{folder / DENSE} is damaged: {error}") from error
-    with no_init_weights():
+    with MAKING, no_init_weights():
         model = architecture._from_config(config)
     loaded = model.load_state_dict(dense, strict=False, assign=True)
     if loaded.unexpected_keys:

@@ -1,8 +1,9 @@
 """A pass has its model to itself, and computes as if nothing had been set elsewhere.
 
-Mixed precision, dropout, defaults of dtype and device and rounded products decide numbers. While a model is measured,
-all of these are as PyTorch and NumPy have them at the start of a process; afterwards they are as they were. Other
-threads wait: hooks and interventions hold for whoever calls the model. Nothing is measured here.
+Mixed precision, dropout, defaults of dtype and device, rounded products and kernels of attention that are switched off
+decide numbers. While a model is measured, all of these are as PyTorch and NumPy have them at the start of a process;
+afterwards they are as they were. Other threads wait: hooks and interventions hold for whoever calls the model. Nothing
+is measured here.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from torch import nn
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+
+MAKING = threading.RLock()
+"""Held while a model is made: transformers then changes its classes, for all threads (no ties, no first weights)."""
 
 
 def measures(function: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -79,7 +84,8 @@ def known_state(model: nn.Module | None = None, *, leave_inference: bool = True)
     """While open, PyTorch and NumPy compute as they do at the start of a process, without gradients.
 
     Autocast is off, what is made is float32 on the CPU unless something else is asked for, products are not rounded,
-    and NumPy's errors are its own. Dtype and precision are of the whole process; the rest is of this thread.
+    every kernel of attention may be chosen, and NumPy's errors are its own. Dtype, precision and kernels are of the
+    whole process; the rest is of this thread.
 
     Args:
         model: also of the devices where it lies.
@@ -165,6 +171,7 @@ class _OfTheProcess:
             if self._users == 1:
                 self._undo.enter_context(_default_dtype())
                 self._undo.enter_context(_exact_products())
+                self._undo.enter_context(_every_attention_kernel())
         try:
             yield
         finally:
@@ -215,3 +222,21 @@ def _exact_by_backend(backend: Any) -> Iterator[None]:
         yield
     finally:
         backend.fp32_precision = "none" if before == everywhere else before  # then inherited
+
+
+KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+"""Of `scaled_dot_product_attention`; which is chosen decides last bits."""
+
+
+@contextmanager
+def _every_attention_kernel() -> Iterator[None]:
+    """None is switched off, as `torch.nn.attention.sdpa_kernel` does on every device, whatever the flags are called."""
+    flags: Any = torch.backends.cuda
+    switched_off = [kernel for kernel in KERNELS if not getattr(flags, f"{kernel}_sdp_enabled")()]
+    for kernel in switched_off:
+        getattr(flags, f"enable_{kernel}_sdp")(True)
+    try:
+        yield
+    finally:
+        for kernel in switched_off:
+            getattr(flags, f"enable_{kernel}_sdp")(False)

@@ -28,6 +28,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.factored import is_factored, load_factored
+from theodolite.models.guard import MAKING
 from theodolite.models.quantised import FLOATS, kind_of_name, refuse_quantised_files
 from theodolite.system.checkpoint_folders import refuse_index, weight_files
 
@@ -178,7 +179,7 @@ def on_meta(
     Raises:
         UsageError: the config asks for more numbers than the files of the checkpoint have bits.
     """
-    with without_progress_bars(), torch.device("meta"):
+    with MAKING, without_progress_bars(), torch.device("meta"):
         make = AutoModel.from_config if architecture is None else architecture._from_config
         model: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
     folder = Path(source).expanduser()
@@ -225,17 +226,18 @@ def load(
             device_map is not None
         ):  # what is offloaded in another form than the checkpoint's (most experts) goes there
             scratch = stack.enter_context(TemporaryDirectory(prefix="theodolite-offload-"))
-        model, info = (architecture or AutoModel).from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            device_map=device_map,
-            offload_folder=scratch,
-            revision=revision,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with MAKING:
+            model, info = (architecture or AutoModel).from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                device_map=device_map,
+                offload_folder=scratch,
+                revision=revision,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
         weakref.finalize(model, stack.pop_all().close)
     if not folder.is_dir():  # they lie in the cache now
         cached = Path(str(cached_file(source, CONFIG_NAME, revision=revision))).parent

@@ -17,6 +17,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from theodolite.models.guard import MAKING
+
 
 def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
     """A model that is on the meta device, as `from_pretrained` has it before it loads a tensor; it is changed."""
@@ -27,7 +29,8 @@ def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-    model.initialize_weights()
+    with MAKING:
+        model.initialize_weights()
     return model.eval().requires_grad_(False)
 
 

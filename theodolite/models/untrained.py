@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
-from theodolite.models.guard import measures
+from theodolite.models.guard import MAKING, measures
 from theodolite.models.open import OpenModel, verified_parts
 
 
@@ -28,7 +28,7 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
         raise UsageError(
             f"{model.id} has no config that says how its weights begin: it has no untrained baseline"
         )
-    with torch.random.fork_rng():
+    with MAKING, torch.random.fork_rng():
         torch.manual_seed(seed)
         made = type(model.hf)(copy.deepcopy(model.hf.config))
     hf = made.to(device=model.device, dtype=model.hf.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]

@@ -28,6 +28,7 @@ from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.passes.survey import later_pass
 from theodolite.passes.survey_pass import SurveyPass
+from theodolite.system.interrupt import starting_others
 from theodolite.system.progress import Progress
 
 LOCAL = "local"
@@ -266,7 +267,9 @@ def connected(address: str) -> Iterator[None]:
         return
     try:
         _refuse_silence(address)
-        ray.init(address=address, **quiet)
+        # At Ray's own handler, SIGTERM would end the process in the middle of a step.
+        with starting_others():
+            ray.init(address=address, **quiet)
     except (
         Exception
     ) as error:  # Ray's own are of many kinds: a node that starts too slowly is a bare Exception

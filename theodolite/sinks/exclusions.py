@@ -133,7 +133,7 @@ class Exclusions:
         return sorted(dimensions)
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file, at once or not at all.
+        """Write the JSON file, at once or not at all, and the folders above it.
 
         Raises:
             WorkError: it cannot be written.
@@ -146,6 +146,7 @@ class Exclusions:
             "rules": rules,
         }
         with disk_errors(Path(path)):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_text(Path(path), json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @classmethod

@@ -107,12 +107,12 @@ class GeometryReader:
             )
         self.ranks = ranks or Ranks()
         self.ids = checked_ids(unwrapped, self.ranks.from_first(lambda: ids))
-        with evaluation_mode(unwrapped):
-            self.model = _opened(unwrapped, self.ids)
         contexts = self.ranks.share(self.ids)
         self._counts = len(contexts) > 0
-        # Those without a context of their own read another's, for the shapes.
-        self._tokens = Tokens.of(contexts if self._counts else self.ids[:1], self.model.device)
+        with evaluation_mode(unwrapped):
+            self.model = _opened(unwrapped, self.ids)
+            # Those without a context of their own read another's, for the shapes.
+            self._tokens = Tokens.of(contexts if self._counts else self.ids[:1], self.model.device)
 
     def look(self, step: int = 0, spectra: bool = True) -> Geometry:
         """Measure now.
@@ -125,9 +125,9 @@ class GeometryReader:
             WorkError: hidden states are NaN or infinite; the layer is named.
         """
         started = time.perf_counter()
-        accumulators = _GeometryHooks(self.model, self._tokens, spectra)
         error = None
         with evaluation_mode(self.model.hf):
+            accumulators = _GeometryHooks(self.model, self._tokens, spectra)
             try:
                 with hooked(self.model, accumulators):
                     self.model.forward(self._tokens.ids)

@@ -68,9 +68,11 @@ def test_contexts_begin_with_the_end_of_text_token(folder):
 
 def test_models_that_are_there_are_left_and_others_added(folder):
     before = place_of(folder, "learned", 0).stat().st_mtime_ns
+    (folder / "learned-0.lock").touch()  # as a kill leaves it
     lines = train_no_op_models(folder, seeds=2, sources=sources(), config=SMALL, threads=1, console=quiet())
     assert [line.split(":")[0] for line in lines] == [f"{no_op}-1" for no_op in NO_OPS]
     assert place_of(folder, "learned", 0).stat().st_mtime_ns == before
+    assert not list(folder.glob("*.lock"))
     assert held_out_of(folder, 1).exists()
 
 
@@ -85,5 +87,7 @@ def test_another_text_or_an_unknown_no_op_is_refused(folder):
         train_no_op_models(folder.parent, seeds=1, sources=sources(), config=SMALL, console=quiet())
     with pytest.raises(UsageError, match="no_op is 'door'; choose none, off-by-one, learned"):
         embedded_model(replace(SMALL, no_op="door"))
+    with pytest.raises(UsageError, match="is no name of its own"):
+        train_no_op_models("", seeds=1, sources=sources(), config=SMALL, console=quiet())
     with pytest.raises(UsageError, match="seeds is 0"):
         train_no_op_models(folder, seeds=0, sources=sources(), config=SMALL, console=quiet())

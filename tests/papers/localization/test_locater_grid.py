@@ -136,7 +136,7 @@ def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path
     assert step_of(tmp_path / "g/points" / SETTINGS[1].name) == 2
 
 
-def test_refuses_another_grid(files: TextFiles, tmp_path: Path) -> None:
+def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the messages."""
     job = Job(tmp_path / "g", RECIPE, 1, "cpu")
     with pytest.raises(UsageError, match="holds no grid"):
@@ -150,6 +150,10 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least one"):
         train_grid(replace(job, steps=0), SETTINGS[:1], files, console())
     (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UsageError, match="is no name of its own"):
+        train_grid(replace(job, folder=Path(".")), SETTINGS[:1], files, console())
+    assert list(Path(".").iterdir()) == []
     (tmp_path / "empty/grid.json").write_text(json.dumps({}))
     with pytest.raises(UsageError, match="no saved training run"):
         read_grid(tmp_path / "empty")

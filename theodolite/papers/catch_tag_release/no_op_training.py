@@ -68,6 +68,7 @@ def train_no_op_models(
     if seeds < 1:
         raise UsageError(f"seeds is {seeds}; it must be positive.")
     check_numbers(seeds - 1, threads)
+    check_target(out)
     texts = python_sources() if sources is None else sources
     with locked(out):
         _claim(out, config)
@@ -77,6 +78,8 @@ def train_no_op_models(
             for no_op in NO_OPS:
                 folder = place_of(out, no_op, seed)
                 if folder.exists() and not partial_of(folder).exists():
+                    # Left where the process was killed after the model had its name.
+                    folder.with_name(folder.name + ".lock").unlink(missing_ok=True)
                     continue
                 console.print(f"{folder.name}: training", highlight=False)
                 settings = replace(config, no_op=no_op, seed=seed)
@@ -90,7 +93,6 @@ def train_no_op_models(
 
 def _claim(out: Path, config: EmbeddedConfig) -> None:
     """Write into the folder how its models are trained, unless it says the same already."""
-    check_target(out / CLAIM)
     claim = {name: value for name, value in asdict(config).items() if name not in ("seed", "no_op")}
     something_else = f"{out} holds something else; choose another folder."
     existing = folder_purpose(out / CLAIM, claim, something_else)

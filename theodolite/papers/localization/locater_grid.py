@@ -103,6 +103,7 @@ def train_grid(
             raise UsageError(f"there is nothing to train: give at least one {what}.")
     for setting in settings:
         setting.check()
+    check_target(job.folder)
     with disk_errors(job.folder):
         job.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(job.folder / "lock"):
@@ -127,7 +128,6 @@ def train_grid(
 
 def _claim(job: Job) -> None:
     """Write into the folder how its training runs are made, unless it says the same already."""
-    check_target(job.folder / CLAIM)
     claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
     if folder_purpose(job.folder / CLAIM, claim) != claim:
         raise UsageError(f"{job.folder} holds a grid of another recipe or device; choose another folder.")

@@ -213,7 +213,7 @@ def _fit(
         for step, value in steps:
             loss = value.item()
             progress.update(task, description=f"training, loss {loss:.3f}")
-            _check_loss(loss, step - 1)
+            _check_loss(loss, step - 1, partial)
             keep(step)
             due = step % config.checkpoint_every == 0 or step == config.steps
             stop = pressed()  # asked once: what is pressed later is for the next step
@@ -226,12 +226,12 @@ def _fit(
             if stop:
                 raise KeyboardInterrupt
     with torch.no_grad():  # no step has seen what the last update did
-        _check_loss(training.loss(model.eval(), config.steps).item(), config.steps)
+        _check_loss(training.loss(model.eval(), config.steps).item(), config.steps, partial)
 
 
-def _check_loss(loss: float, step: int) -> None:
+def _check_loss(loss: float, step: int, folder: Path) -> None:
     if not math.isfinite(loss):
-        raise WorkError(f"The loss was {loss} at step {step}; train with a lower rate into another folder.")
+        raise WorkError(f"The loss was {loss} at step {step}: remove {folder}, and train with a lower rate.")
 
 
 @contextmanager

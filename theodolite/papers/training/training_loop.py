@@ -108,7 +108,7 @@ def save_checkpoint(
     """
     if not all(parameter.isfinite().all() for _, parameter in trained_parameters(model)):
         raise WorkError(
-            "The weights are no longer finite numbers; train with a lower rate into another folder."
+            f"The weights are no longer finite numbers: remove {path.parent}, and train with a lower rate."
         )
     tensors = dict(others or {})
     for name, parameter in trained_parameters(model):

@@ -1,0 +1,205 @@
+"""The calls that measure a model, on tiny ones: the tests of states and of threads make them under all conditions."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from tests import checkpoints
+from theodolite.comparison.outputs import read_outputs
+from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.named import make_corpus
+from theodolite.errors import UsageError
+from theodolite.evaluate.few_shot import few_shot_answers
+from theodolite.evaluate.harness import harness
+from theodolite.evaluate.perplexity import perplexity
+from theodolite.explore.one_head import view_head
+from theodolite.explore.view import catch_layer, head_tags, head_view, read_prompt, split_logits
+from theodolite.logits.constituents import constituents
+from theodolite.models import OpenModel, open_model
+from theodolite.models.lazy_weights import open_weights
+from theodolite.passes.survey import spectra, survey, survey_heads
+from theodolite.passes.survey_pass import SurveyPass
+from theodolite.passes.walk_pass import read_walk
+from theodolite.prune.model import prune_model
+from theodolite.sinks.ablation import ablation_test
+from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
+from theodolite.sinks.outliers import find_outliers
+from theodolite.sinks.prompt import trace_prompt
+from theodolite.sinks.trace import trace_sinks
+from theodolite.train.geometry import GeometryReader
+
+CORPUS = Corpus.random_tokens(checkpoints.byte_tokenizer(), 32, 6)
+IDS = CORPUS.contexts
+DIRECTION = torch.randn(32, generator=torch.Generator().manual_seed(0))
+
+
+def explored(model: OpenModel) -> list[Any]:
+    read = read_prompt(model, IDS[0])
+    caught = catch_layer(read.layers[1].inputs, read.trailing)
+    view = head_view(read.tokens, read.layers[1].inputs, caught, 1, 0, read.trailing)
+    split = split_logits(model, read, 1, survey(model, CORPUS))
+    return [read.measured, view, split, head_tags(model, read, caught, view)]
+
+
+def edited(model: OpenModel) -> list[Any]:
+    outputs = []
+    for edit in (
+        ablate_direction(model, 1, 0, DIRECTION, control=3),
+        attention_knockout(model, 1, 0, [0]),
+        *([without_low_rank(model, 1, 2, control=1)] if model.id.endswith("gpt2") else []),
+    ):
+        with edit:
+            outputs.append(model.forward(IDS))
+    return outputs
+
+
+def ablated(model: OpenModel) -> Any:
+    traces = trace_sinks(model, CORPUS, stretches=True).traces
+    place = (int(traces["layer"][0]), int(traces["head"][0])) if len(traces) else (0, 0)
+    try:
+        return ablation_test(model, CORPUS, *place, DIRECTION)
+    except UsageError as error:  # no head of a random GPT-2 has a sink
+        return str(error)
+
+
+def pruned(model: OpenModel) -> list[Any]:
+    copy = open_model(model.id)
+    return [prune_model(copy, CORPUS, "oats", 0.5, iterations=2), copy.hf.state_dict()]
+
+
+def merged(model: OpenModel) -> Any:
+    first, second = (SurveyPass(model, CORPUS, 0, 2) for _ in range(2))
+    first.read(0, 2)
+    second.sketches.look_along(first.state()["sketches.directions"])
+    second.read(2, 6)
+    with torch.inference_mode(False):
+        first.merge(second.state())
+    return first.state()
+
+
+def looked(model: OpenModel) -> list[Any]:
+    """What the monitor of a training sees."""
+    look = GeometryReader(model.hf, IDS).look()
+    return [look.heads, look.layers]
+
+
+@functools.cache
+def tasks() -> Path:
+    """A folder with a task of lm-eval, whose data are cached where it is; None where lm-eval is not installed."""
+    import datasets.config
+
+    from tests.evaluate.test_harness import DEV, TEST, YAML, write
+
+    folder = Path(tempfile.mkdtemp(prefix="chaos-tasks-"))
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    write(folder / "dev.jsonl", DEV)
+    write(folder / "sums.jsonl", TEST[:4])
+    (folder / "sums.yaml").write_text(YAML.format(name="sums", test="sums.jsonl"))
+    return folder
+
+
+def cut(model: OpenModel) -> list[Any]:
+    """Every way to make a corpus; the model lends its tokenizer only."""
+    tokenizer: Any = model.tokenizer
+    texts = ["A text that is read, and cut. " * 9, "Another."]
+    return [
+        Corpus.random_tokens(tokenizer, 16, 3),
+        Corpus.from_texts(texts, tokenizer, 16, labels=["first", "second"]),
+        Corpus.python_docs(tokenizer, 64, 4, held_out=True),
+        *(make_corpus(name, tokenizer, 16, 3) for name in ("addition", "few-shot")),
+    ]
+
+
+ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
+    "survey": lambda model: survey(model, CORPUS),
+    "heads": lambda model: survey_heads(model, CORPUS),
+    "spectra": spectra,
+    "spectra, lazily": lambda model: spectra(open_weights(model.id)),
+    "merged": merged,
+    "trace": lambda model: trace_sinks(model, CORPUS, stretches=True),
+    "prompt": lambda model: trace_prompt(model, IDS[0], 1, 1),
+    "outliers": lambda model: find_outliers(model, CORPUS),
+    "ablation": ablated,
+    "edited": edited,
+    "constituents": lambda model: constituents(model, IDS, 1),
+    "outputs": lambda model: read_outputs(model, CORPUS),
+    "perplexity": lambda model: perplexity(model, CORPUS),
+    "walk": lambda model: read_walk(model, CORPUS, 0).input_state,
+    "pruned": pruned,
+    "explored": explored,
+    "head": lambda model: view_head(model, IDS[0], 1, 1).view,
+    "opened": lambda model: open_model(model.id).hf.state_dict(),
+    "forward": lambda model: [model.forward(IDS), model.logits(IDS)],
+    "weights": lambda model: [model.head_weights(1), model.output_weights(1)],
+    "few-shot": lambda model: few_shot_answers(model, prompts=8),
+    "monitor": looked,
+    "corpora": cut,
+}
+if importlib.util.find_spec("lm_eval"):
+    ENTRIES["harness"] = lambda model: harness(model, ["sums"], [1], folder=tasks(), batch=2)
+
+
+def same(ours: Any, expected: Any) -> bool:
+    """Whether two results have the same numbers, bit for bit."""
+    return not difference(ours, expected)
+
+
+def difference(ours: Any, expected: Any, tolerance: float = 0.0) -> str:
+    """Where two results have other numbers, "" if nowhere: bit for bit, or in terms of an array's largest number."""
+    if isinstance(expected, torch.Tensor):
+        if ours.dtype != expected.dtype:
+            return f" is of {ours.dtype}"
+        ours, expected = ours.detach().numpy(), expected.detach().numpy()
+    if isinstance(expected, pd.Series):
+        ours, expected = ours.to_numpy(), expected.to_numpy()
+    if isinstance(expected, np.ndarray):
+        return _other_numbers(ours, expected, tolerance)
+    if isinstance(expected, pd.DataFrame):
+        expected, ours = dict(expected), dict(ours)
+    elif hasattr(expected, "__dict__") and not isinstance(expected, torch.nn.Module | OpenModel):
+        expected, ours = vars(expected), vars(ours)
+    if isinstance(expected, dict):
+        if ours.keys() != expected.keys():
+            return f" has {', '.join(map(str, ours))}"
+        # Where other numbers are expected, how rounded they are is another number, too.
+        left_out = ("seconds", "rounding") if tolerance else ("seconds",)
+        pairs = [
+            (key, ours[key], value)
+            for key, value in expected.items()
+            if not any(word in str(key) for word in left_out)
+        ]
+    elif isinstance(expected, list | tuple):
+        if len(ours) != len(expected):
+            return f" has {len(ours)} parts"
+        pairs = [(number, ours[number], value) for number, value in enumerate(expected)]
+    elif isinstance(expected, float):
+        return _other_numbers(np.array([ours]), np.array([expected]), tolerance)
+    else:
+        alike = ours is expected or isinstance(expected, torch.nn.Module) or bool(ours == expected)
+        return "" if alike else f" is {str(ours)[:60]}, not {str(expected)[:60]}"
+    parts = ((key, difference(mine, other, tolerance)) for key, mine, other in pairs)
+    return next((f"/{key}{said}" for key, said in parts if said), "")
+
+
+def _other_numbers(ours: np.ndarray, expected: np.ndarray, tolerance: float) -> str:
+    if ours.shape != expected.shape or ours.dtype != expected.dtype:
+        return f" has shape {ours.shape} and {ours.dtype}, not {expected.shape} and {expected.dtype}"
+    if expected.dtype.kind != "f":
+        return "" if np.array_equal(ours, expected) else f" is {ours.ravel()[:9]}, not {expected.ravel()[:9]}"
+    if np.array_equal(ours, expected, equal_nan=True):
+        return ""
+    finite = expected[np.isfinite(expected)]
+    scale = float(np.abs(finite).max(initial=0.0))
+    if np.allclose(ours, expected, rtol=0, atol=tolerance * scale, equal_nan=True):
+        return ""
+    with np.errstate(all="ignore"):
+        return f" is off by {np.nanmax(np.abs(ours - expected)):.1e} (the largest is {scale:.1e})"
