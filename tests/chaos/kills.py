@@ -134,7 +134,7 @@ def of_stage(stage: Stage, place: Path, random: np.random.Generator, share: floa
         moment_of_it = random.uniform(0.1, 1.0) * seconds
         status, said = stopped(stage, place, moment_of_it, number)
         what = f"{signal.Signals(number).name} at {moment_of_it:.3f} s"
-        if wrong := ended_badly(place, status, said):
+        if wrong := ended_badly(place, expected, status, said):
             yield Trial(KIND, what, stage.name, UNFORESEEN, wrong)
             continue
         yield judged(what, *again(stage, place))
@@ -178,10 +178,10 @@ def judge(
     return RIGHT, ""
 
 
-def ended_badly(place: Path, status: int, said: str) -> str:
+def ended_badly(place: Path, expected: dict[str, bytes], status: int, said: str) -> str:
     """What is wrong with a run that a signal asked to end: it ends with one line of error, or it was done."""
-    if not any(place.iterdir()):
-        return ""  # before the command has begun, Python answers
+    if not any(place.iterdir()) or contents(place) == expected:
+        return ""  # before the command has begun, and after its end, Python answers
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
     if status and (status < 0 or len(lines) != 1 or "Traceback" in said):
         return f"status {status}: {said}"
