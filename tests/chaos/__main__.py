@@ -36,7 +36,9 @@ def main(kinds: list[str], seed: int, share: float) -> int:
     for kind, found in counts(tried).items():
         print(f"{kind:8} " + "  ".join(f"{number:5} {answer}" for answer, number in found.items()))
     if share == 1.0 and set(kinds) == set(KINDS):
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        )
         write_counts(tried, RESULT, seed, commit.stdout.strip())
     return int(any(trial.answer in BAD for trial in tried))
 

@@ -48,7 +48,9 @@ def told(trials: Iterable[Trial], progress: Any) -> Iterator[Trial]:
     """The trials, each bad one printed when it happens; a dot for every other."""
     for trial in trials:
         if trial.answer in BAD:
-            print(f"\n{trial.answer}: {trial.kind}, {trial.command}, {trial.what}: {trial.said}", file=progress)
+            print(
+                f"\n{trial.answer}: {trial.kind}, {trial.command}, {trial.what}: {trial.said}", file=progress
+            )
         else:
             print(".", end="", file=progress, flush=True)
         yield trial
