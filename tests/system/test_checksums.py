@@ -125,3 +125,15 @@ def test_every_changed_character_of_a_json_file_is_seen(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(CorruptFile):
             read_json_checked(path)
+
+
+def test_the_checksum_of_json_does_not_depend_on_how_long_the_work_took(tmp_path: Path) -> None:
+    texts = []
+    for seconds in (1.5, 2.5):
+        write_json_checked(tmp_path / "run.json", {"a": 1, "of": [{"wall_seconds": seconds}]})
+        assert read_json_checked(tmp_path / "run.json")["of"] == [{"wall_seconds": seconds}]
+        texts.append((tmp_path / "run.json").read_text().replace(str(seconds), ""))
+    assert texts[0] == texts[1]
+    (tmp_path / "run.json").write_text(texts[0].replace('"a": 1', '"a": 2').replace(": \n", ": 3\n"))
+    with pytest.raises(CorruptFile, match="was changed"):
+        read_json_checked(tmp_path / "run.json")

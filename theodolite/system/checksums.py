@@ -32,6 +32,9 @@ SHA256 = "sha256"
 """The entry of a JSON file that is the checksum of all others."""
 
 
+SECONDS = "wall_seconds"
+"""The entry of provenance that says how long the work took."""
+
 CHECKSUMS = "checksums"
 """The entry of a JSON file that has the checksums of files beside it, by their names."""
 
@@ -139,9 +142,12 @@ def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
 
 
 def write_json_checked(path: Path, values: Mapping[str, Any], indent: int | None = 2) -> None:
-    """Write values that JSON can hold, atomically, with a checksum of their own; NaN becomes null."""
+    """Write values that JSON can hold, atomically, with a checksum of their own; NaN becomes null.
+
+    How long the work took is not in the checksum, so that the same work gives the same one.
+    """
     written: dict[str, Any] = json.loads(json_text(dict(values)))
-    write_text(path, json_text(written | {SHA256: json_digest(written)}, indent) + "\n")
+    write_text(path, json_text(written | {SHA256: json_digest(_timeless(written))}, indent) + "\n")
 
 
 def read_json_checked(path: Path) -> dict[str, Any]:
@@ -153,12 +159,18 @@ def read_json_checked(path: Path) -> dict[str, Any]:
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         sha256 = values.pop(SHA256, None)
-        changed = sha256 is not None and sha256 != json_digest(values)
+        changed = sha256 is not None and sha256 != json_digest(_timeless(values))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFile(f"{path.name}: {first_line(error)}") from error
     if changed:
         raise CorruptFile(f"{path.name} was changed after it had been written")
     return values
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _timeless(each) for key, each in value.items() if key != SECONDS}
+    return [_timeless(each) for each in value] if isinstance(value, list) else value
 
 
 def json_digest(values: Mapping[str, Any]) -> str:
