@@ -66,7 +66,8 @@ def _flip(path: Path, draw: random.Random) -> None:
 
 def _zeros(path: Path, draw: random.Random) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 16] = bytes(16)
+    begin = next(place for place in range(len(data) // 2, len(data)) if data[place])
+    data[begin : begin + 16] = bytes(len(data[begin : begin + 16]))
     path.write_bytes(data)
 
 

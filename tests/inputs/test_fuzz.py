@@ -68,17 +68,20 @@ NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 @given(st.lists(st.tuples(CELLS, NUMBERS), max_size=5), CELLS, NUMBERS)
 def test_tables_come_back_as_they_were(rows: list[tuple[str, float]], name: str, value: float) -> None:
     table = pd.DataFrame(rows, columns=["token", "share"]).astype({"token": object, "share": float})
+    table = table.assign(context=0, position=0)
+    tables = dict.fromkeys(TABLES, pd.DataFrame())
+    tables |= {"examples": table, "heads": pd.DataFrame({"layer": [0], "head": [0], "entropy": [value]})}
     provenance = {"schema_version": 3, "model": {"id": name, "layers": 1, "heads": 1}, "seed": value}
-    run = Run(**dict.fromkeys(TABLES, table), arrays={"x": torch.tensor([value])}, provenance=provenance)
+    run = Run(**tables, arrays={"x": torch.tensor([value])}, provenance=provenance)
     with tempfile.TemporaryDirectory() as place:
         loaded = Run.load(run.save(Path(place) / "run").folder)
-    for kept in TABLES:
-        got = getattr(loaded, kept)
-        assert got["token"].tolist() == table["token"].tolist()
-        assert got["share"].to_numpy().tobytes() == table["share"].to_numpy().tobytes() or bool(
-            table["share"].isna().any()
-        )
-        assert got["share"].isna().tolist() == table["share"].isna().tolist()
+    got = loaded.examples
+    assert got["token"].tolist() == table["token"].tolist()
+    assert got["share"].to_numpy().tobytes() == table["share"].to_numpy().tobytes() or bool(
+        table["share"].isna().any()
+    )
+    assert got["share"].isna().tolist() == table["share"].isna().tolist()
+    assert loaded.heads["entropy"].isna().tolist() == [value != value]
     assert loaded.provenance["model"]["id"] == name
     assert loaded.arrays["x"].numpy().tobytes() == run.arrays["x"].numpy().tobytes()
 

@@ -16,15 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Int
-from safetensors import safe_open
-from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 
 from theodolite.corpus.documents import Document
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, first_line
 from theodolite.papers.training.embedded_text import Source, train_tokenizer
 from theodolite.papers.training.tasks import read_text
+from theodolite.system.checksums import read_checked, write_checked
 from theodolite.system.files import disk_errors, write_atomically
 
 END_OF_LINE, UNKNOWN = "</s>", "<unk>"
@@ -125,9 +124,9 @@ def kept_text(folder: Path, files: TextFiles) -> GridText:
                 "tokens_per_word": text.tokens_per_word,
                 "tokenizer": text.tokenizer.to_str(),
             }
-            metadata = {"text": json.dumps(facts)}  # one entry: safetensors keeps no order of several
+            notes = {"text": json.dumps(facts)}
             tensors = {"train": text.train, "held_out": text.held_out}
-            write_atomically(place, lambda path: save_file(tensors, path, metadata=metadata))
+            write_atomically(place, lambda path: write_checked(path, tensors, notes))
     text = load_text(folder)
     if text.sha256 != files.sha256():
         raise UsageError(f"{folder} holds a grid of another text or vocabulary; choose another folder.")
@@ -135,16 +134,23 @@ def kept_text(folder: Path, files: TextFiles) -> GridText:
 
 
 def load_text(folder: Path) -> GridText:
-    """The text that a grid's folder keeps."""
-    with safe_open(folder / "text.safetensors", framework="pt") as file:
-        facts = json.loads(file.metadata()["text"])
+    """The text that a grid's folder keeps.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    place = folder / "text.safetensors"
+    try:
+        tensors, notes = read_checked(place)
+        facts = json.loads(notes["text"])
+        tokenizer = Tokenizer.from_str(facts["tokenizer"])
         return GridText(
-            Tokenizer.from_str(facts["tokenizer"]),
-            file.get_tensor("train"),
-            file.get_tensor("held_out"),
-            facts["tokens_per_word"],
-            facts["sha256"],
+            tokenizer, tensors["train"], tensors["held_out"], facts["tokens_per_word"], facts["sha256"]
         )
+    except Exception as error:  # of the tokenizer, which has no class of its own
+        raise UsageError(
+            f"{place} is damaged ({first_line(error)}); remove {folder} to start over."
+        ) from error
 
 
 def word_tokenizer(text: str) -> Tokenizer:

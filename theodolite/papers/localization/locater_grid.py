@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow
 import torch
 from filelock import FileLock, Timeout
 from jaxtyping import Float
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import Tensor
 
-from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.models.loading import hide_progress_bars
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
 from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
 from theodolite.papers.training.training_loop import threads as using
+from theodolite.system.checksums import read_checked
 from theodolite.system.files import check_target, disk_errors, folder_purpose
 from theodolite.system.interrupt import ENDING, STOPPING, handling, interruptible
 from theodolite.train.penalty import Gradient
@@ -261,12 +262,12 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
     """How a grid's training runs are made, and all of them, in the order of their names; also while they are running.
 
     Raises:
-        UsageError: the folder holds no grid, or none that has been measured.
+        UsageError: the folder holds no grid, or none that has been measured; a training run of it is damaged.
     """
     folder = Path(folder)
     try:
         recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
     places = sorted((folder / RUN_FOLDERS).glob("*"))
     # The last file of the first save.
@@ -277,9 +278,18 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
 
 
 def _grid_run(folder: Path) -> GridRun:
+    try:
+        return _read_grid_run(folder)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, pyarrow.ArrowException) as error:
+        raise UsageError(
+            f"{folder} is damaged ({first_line(error)}); remove it and train it again."
+        ) from error
+
+
+def _read_grid_run(folder: Path) -> GridRun:
     setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
     summary = folder / "summary.json"
-    curves = load_file(folder / "propagation.safetensors")
+    curves, _ = read_checked(folder / "propagation.safetensors")
     return GridRun(
         setting,
         pd.read_parquet(folder / "losses.parquet"),

@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +32,7 @@ from theodolite.papers.training.training_loop import (
     save_checkpoint,
     updates,
 )
+from theodolite.system.checksums import write_checked
 from theodolite.system.files import disk_errors, folder_purpose, json_text, write_atomically, write_text
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
@@ -222,7 +222,9 @@ class LocaterTraining:
             )
             write_atomically(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
             curves = {name: self.history[name] for name in ("steps", "propagation")}
-            write_atomically(self.folder / "propagation.safetensors", lambda path: save_file(curves, path))
+            write_atomically(
+                self.folder / "propagation.safetensors", lambda path: write_checked(path, curves)
+            )
         # Last: a training run killed before this resumes from an older one, and writes all of them again.
         save_checkpoint(self._checkpoint, self.model, self.optimizer, {"step": str(self.step)}, tensors)
 
