@@ -15,6 +15,7 @@ from torch import nn
 from tests import checkpoints
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model, open_weights, verification
+from theodolite.models.structure import NoAttention
 
 FACTS = {
     "gpt2": (True, "learned", 128),
@@ -160,20 +161,26 @@ def test_shared_layers_are_refused(tmp_path):
     _refused(tmp_path, UsageError, "AlbertForMaskedLM calls an attention module more than once a pass")
 
 
-def test_blocks_without_attention_are_refused(tmp_path):
+def test_blocks_without_attention_are_layers_without_heads(tmp_path):
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     config = Lfm2Config(
         vocab_size=30,
         hidden_size=16,
         intermediate_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
+        layer_types=["conv", "full_attention", "conv"],
     )
     Lfm2ForCausalLM(config).save_pretrained(tmp_path)
-    _refused(tmp_path, UsageError, "Lfm2ForCausalLM has blocks without attention")
+    model = open_model(tmp_path)
+    assert (model.layers, model.heads_of, model.attending) == (3, (0, 2, 0), (1,))
+    assert list(model.structure.blocks) == list(model.hf.model.layers)
+    with pytest.raises(NoAttention, match=r"layer 2 \(model.layers.2\) does not attend, so it has no heads"):
+        model.head_weights(2)
+    with pytest.raises(UsageError, match=r"layer 0 .* does not attend"):
+        model.check_place(0, 1)
 
 
 def test_blocks_that_are_lists_of_layers(tmp_path):

@@ -75,6 +75,9 @@ class _Stopped(Exception):
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments with which a model calls an attention module."""
 
+Calls = dict[int, Call]
+"""Those of each layer that attends."""
+
 
 class NotAffine(WorkError):
     """A layer's queries or keys are no affine function of its input."""
@@ -85,24 +88,25 @@ def no_head_matrix(model_id: str) -> UsageError:
     return UsageError(f"{model_id}: queries and keys are no affine function of their input in any layer")
 
 
-def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Call]:
+def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> Calls:
     """How the model calls each layer's attention module on `sample` (one token at position 0) under the tap."""
     with tapped(model, lambda _, inputs: attend(inputs)):
         return capture_current_calls(model, structure, sample)
 
 
-def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Call]:
+def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> Calls:
     """The same by the attention implementation that the model has now."""
     calls: dict[nn.Module, Call] = {}
+    attention = {layer: structure.attention_at(layer) for layer in structure.attending}
     hooks = [
         module.register_forward_pre_hook(
             lambda m, a, k: calls.setdefault(m, (a, k)) and None, with_kwargs=True
         )
-        for module in structure.attention
+        for module in attention.values()
     ]
     with removed_on_leaving(hooks), without_interventions(), torch.inference_mode():
         backbone(model)(**sample)
-    return [calls[module] for module in structure.attention]
+    return {layer: calls[module] for layer, module in attention.items()}
 
 
 def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, call: Call) -> HeadWeights:
@@ -112,13 +116,14 @@ def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, 
         NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
     """
     with without_interventions(), tapped(model, stop_at_tap), torch.inference_mode():
-        module = copy_in_dtype(structure.attention[layer], torch.float64)
+        attention = structure.attention_at(layer)
+        module = copy_in_dtype(attention, torch.float64)
         width = first_tensor(*call).shape[-1]
         for projection in (EXACT, BEFORE_NORM):
             weights = _affine_weights(module, call, width, projection)
             if weights is not None:
                 return weights
-            if module is structure.attention[layer]:
+            if module is attention:
                 break  # no copy, so its norms must stay
             for name in norms_of_queries_and_keys(module, call):
                 module.set_submodule(name, nn.Identity())
@@ -174,8 +179,9 @@ def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
-            outputs[name] = output
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                outputs[name] = output
 
         return hook
 
@@ -218,14 +224,14 @@ def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInp
 
 def call_with_hidden(call: Call, hidden: Tensor) -> Call:
     """The arguments of `call` with `hidden` (batch, positions, d) for the hidden states, in its device and dtype."""
+    entered = first_tensor(*call)
+
+    def replaced(value: Any) -> Any:
+        # By identity: CTRL hands the same one over for values, keys and queries.
+        return hidden if value is entered else _to_dtype(value, hidden)
+
     args, kwargs = call
-    floats = lambda value: _to_dtype(value, hidden)  # noqa: E731
-    args, kwargs = tuple(map(floats, args)), {name: floats(value) for name, value in kwargs.items()}
-    if "hidden_states" in kwargs:
-        kwargs["hidden_states"] = hidden
-    else:
-        args = (hidden, *args[1:])
-    return args, kwargs
+    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
 
 def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
@@ -239,6 +245,14 @@ def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
         module(*args, **kwargs)
     except _Stopped as stopped:
         return stopped.inputs
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        # What else it is called with (embeddings of the tokens, say) fits the model's own hidden states only.
+        reason = str(error).partition("\n")[0]
+        raise NotAffine(
+            f"{type(module).__name__} takes no hidden states but the model's own: {reason}"
+        ) from error
     raise WorkError(f"{type(module).__name__} did not reach its attention function")
 
 

@@ -51,8 +51,9 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 
     handles = [structure.blocks[0].register_forward_pre_hook(entering(hooks.stream, 0), with_kwargs=True)]
     for layer, (block, attention) in enumerate(zip(structure.blocks, structure.attention, strict=True)):
-        enter = entering(hooks.attention_input, layer)
-        handles.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
+        if attention is not None:
+            enter = entering(hooks.attention_input, layer)
+            handles.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(block.register_forward_hook(leaving(layer + 1)))
     tap = tapped(model.hf, lambda module, inputs: hooks.attention(structure.layer_of(module), inputs))
     with removed_on_leaving(handles), tap:

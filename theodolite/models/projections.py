@@ -25,6 +25,7 @@ from theodolite.models.doors.transformers import tapped
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
     Call,
+    Calls,
     copy_in_dtype,
     norms_inside,
     norms_of_queries_and_keys,
@@ -134,7 +135,7 @@ class Projections:
 def find_projections(
     model: PreTrainedModel,
     structure: Structure,
-    calls: list[Call],
+    calls: Calls,
     layers: list[int],
     purpose: Purpose = "penalty",
 ) -> list[Projections]:
@@ -228,7 +229,7 @@ def refuse_replaced_weights(model: PreTrainedModel, participle: str) -> None:
 
 
 def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Projections:
-    attention = structure.attention[layer]
+    attention = structure.attention_at(layer)
     if any(p.is_meta for p in attention.parameters()):
         raise UsageError(
             f"layer {layer}: the weights of {structure.names[layer]} are offloaded; move the model to one device"

@@ -103,7 +103,7 @@ class _LayerVisitor:
         structure = self.model.structure
         hooks = []
         for layer in sorted(self.layers):
-            block, attention = structure.blocks[layer], structure.attention[layer]
+            block, attention = structure.blocks[layer], structure.attention_at(layer)
             hooks.append(block.register_forward_pre_hook(self._enter_block(block), with_kwargs=True))
             inside = set(attention.modules()) | {block}
             for module in block.modules():

@@ -115,7 +115,7 @@ def ablate_direction(
     edit_name = _described(
         "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries
     )
-    with model.intervention(edit_name, intervened(model.hf, model.structure.attention[layer], intervene)):
+    with model.intervention(edit_name, intervened(model.hf, model.structure.attention_at(layer), intervene)):
         yield AblatedDirection(unit, along, share)
 
 
@@ -149,7 +149,7 @@ def attention_knockout(
             have, no sink column, or a sliding window's cache, which drops keys (`generate` with use_cache=False).
     """
     model.check_place(layer, 0 if head is None else head)
-    heads = list(range(model.heads)) if head is None else [head]
+    heads = list(range(model.heads_of[layer])) if head is None else [head]
     with guarded(model.hf):
         chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
 
@@ -160,7 +160,7 @@ def attention_knockout(
         output = answer(hide_keys(inputs, hidden, heads, sink_column))
         return restore_blind_queries(inputs, hidden, heads, output)
 
-    attention = model.structure.attention[layer]
+    attention = model.structure.attention_at(layer)
     edit_name = _described(
         "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
     )
