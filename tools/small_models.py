@@ -76,6 +76,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "mask_token_id": 4, "pad_token_id": 1},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
+    "lfm2": {"layer_types": _CONV_THEN_ATTENTION},
     "lfm2_moe": {"layer_types": _CONV_THEN_ATTENTION},
     "dots3_note": {"text_config": _DOTS3},
     "dots3_note_text": _DOTS3,

@@ -16,6 +16,7 @@ from tests import checkpoints
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model, open_weights, verification
 from theodolite.models.structure import NoAttention
+from tools import small_models
 
 FACTS = {
     "gpt2": (True, "learned", 128),
@@ -146,19 +147,27 @@ def test_encoder_decoders_are_refused(tmp_path):
     _refused(tmp_path, UsageError, "T5ForConditionalGeneration is an encoder-decoder")
 
 
-def test_shared_layers_are_refused(tmp_path):
-    from transformers import AlbertConfig, AlbertForMaskedLM
+def test_blocks_that_attend_twice_are_refused(tmp_path):
+    """The difference of two softmaxes is no attention with weights of its own."""
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-    config = AlbertConfig(
+    config = DiffLlamaConfig(
         vocab_size=30,
-        embedding_size=8,
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
+        num_key_value_heads=2,
         intermediate_size=16,
     )
-    AlbertForMaskedLM(config).save_pretrained(tmp_path)
-    _refused(tmp_path, UsageError, "AlbertForMaskedLM calls an attention module more than once a pass")
+    DiffLlamaForCausalLM(config).save_pretrained(tmp_path)
+    _refused(tmp_path, UsageError, "DiffLlamaForCausalLM has a block that attends twice")
+
+
+def test_several_streams_are_refused(tmp_path):
+    """Gemma 3n passes four on from block to block."""
+    case = next(case for case in small_models.cases() if case.name == "gemma3n_text")
+    small_models.build(case).save_pretrained(tmp_path)
+    _refused(tmp_path, UsageError, "Gemma3nForCausalLM has no one residual stream")
 
 
 def test_blocks_without_attention_are_layers_without_heads(tmp_path):

@@ -23,6 +23,7 @@ from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
+from theodolite.models.structure import Turns
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import Decomposition, decompose_around
 
@@ -80,9 +81,10 @@ class PatternPass:
         """One forward pass; what it has found is whole when all layers are."""
         progress.checkpoint(progress.done)
         if self.patterns and not progress.done:
+            turns = Turns(self.model.structure.attention)
 
             def score(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-                layer = self.model.structure.layer_of(module)
+                layer = turns.take(module)
                 self._scores[layer, :, : inputs.query.shape[1]] = pattern_scores(inputs, self.patterns)
                 progress.report(layer + 1)
                 return attend(inputs)

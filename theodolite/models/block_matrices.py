@@ -101,9 +101,11 @@ def block_matrices(model: OpenModel) -> list[list[Matrix]]:
     W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole.
 
     Raises:
-        UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules.
+        UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules or layers.
     """
     refuse_replaced_weights(model.hf, "pruned")
+    if model.structure.shared:
+        raise UsageError(f"{model.id}: several layers share one block, which is not pruned")
     names = {module: name for name, module in model.hf.named_modules()}
     calls = capture_calls(model.hf, model.structure, small_input(model.hf, 1))
     experts = _expert_outputs(model)

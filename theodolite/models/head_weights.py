@@ -25,7 +25,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.doors.transformers import tapped, without_interventions
 from theodolite.models.quantised import refuse_quantised_modules
-from theodolite.models.structure import Structure, backbone, first_tensor, removed_on_leaving
+from theodolite.models.structure import Structure, Turns, backbone, first_tensor, removed_on_leaving
 
 ROWS = 1024
 """Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
@@ -96,17 +96,16 @@ def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str
 
 def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> Calls:
     """The same by the attention implementation that the model has now."""
-    calls: dict[nn.Module, Call] = {}
-    attention = {layer: structure.attention_at(layer) for layer in structure.attending}
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda m, a, k: calls.setdefault(m, (a, k)) and None, with_kwargs=True
-        )
-        for module in attention.values()
-    ]
+    calls: Calls = {}
+    turns = Turns(structure.attention)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(turns.take(module), (args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in turns]
     with removed_on_leaving(hooks), without_interventions(), torch.inference_mode():
         backbone(model)(**sample)
-    return {layer: calls[module] for layer, module in attention.items()}
+    return calls
 
 
 def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, call: Call) -> HeadWeights:
@@ -125,7 +124,7 @@ def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, 
                 return weights
             if module is attention:
                 break  # no copy, so its norms must stay
-            for name in norms_of_queries_and_keys(module, call):
+            for name in norms_at_tap(module, call):
                 module.set_submodule(name, nn.Identity())
     raise NotAffine(
         f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
@@ -170,8 +169,8 @@ def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
     return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))
 
 
-def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
-    """Names of the norms whose output is what the tap gets as queries or keys, up to order and scale.
+def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
+    """Names of the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
 
     A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read. It needs
     `tapped(…, stop_at_tap)` to be open.
@@ -190,7 +189,7 @@ def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
     row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with removed_on_leaving(hooks):
         inputs = run_until_tap(module, call, as_sequences(row, module))
-    tapped_values = [_sorted_values(inputs.query), _sorted_values(inputs.key)]
+    tapped_values = [_sorted_values(tensor) for tensor in (inputs.query, inputs.key, inputs.value)]
     return [
         name
         for name, output in outputs.items()

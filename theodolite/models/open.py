@@ -290,6 +290,18 @@ class OpenModel:
         self.structure.attention_at(layer)  # names a layer that has none
         return self._calls[layer]
 
+    def attention_alone(self, layer: int) -> nn.Module:
+        """The attention module of one layer, to change what it does.
+
+        Raises:
+            UsageError: other layers share it (ALBERT).
+        """
+        if self.structure.shared:
+            raise UsageError(
+                f"{self.id}: several layers share one attention module, so none can be changed alone"
+            )
+        return self.structure.attention_at(layer)
+
     def check_weights(self) -> None:
         """Raise `WorkError` where the weights of its attention are numbers only to a quantiser: before a pass."""
         structure = self.structure

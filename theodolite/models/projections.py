@@ -27,8 +27,8 @@ from theodolite.models.head_weights import (
     Call,
     Calls,
     copy_in_dtype,
+    norms_at_tap,
     norms_inside,
-    norms_of_queries_and_keys,
     run_until_tap,
     stop_at_tap,
 )
@@ -236,7 +236,7 @@ def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Pro
         )
     module = copy_in_dtype(attention, torch.float64).eval()
     if purpose == "replacement":
-        for name in norms_of_queries_and_keys(module, call):
+        for name in norms_at_tap(module, call):
             module.set_submodule(name, nn.Identity())
     projections = _locate_all(_MarkedCopy(module, call))
     agree = [] if projections is None else _verify(module, call, projections)

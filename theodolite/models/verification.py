@@ -123,7 +123,8 @@ def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dic
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append(first_output(output).detach().clone())
 
-    hooks = [structure.attention_at(layer).register_forward_hook(keep) for layer in structure.attending]
+    modules = {structure.attention_at(layer) for layer in structure.attending}
+    hooks = [module.register_forward_hook(keep) for module in modules]
     with removed_on_leaving(hooks), torch.inference_mode():
         backbone(model)(**sample)
     return outputs
