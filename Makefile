@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 # What is used is compiled as it is first imported; all of it would take longer than the rest.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all test-gpu lint types docs bench bench-gpu clean
+.PHONY: demo test test-all test-gpu lint types docs families bench bench-gpu clean
 .DEFAULT_GOAL := demo
 
 # Two stamps: the package, which is all that the demo needs, and what its developers use. Each is made again when the
@@ -58,6 +58,11 @@ types: $(VENV)/developers
 # Never with --quiet: it takes the warnings away that --strict counts.
 docs: $(VENV)/developers
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Every text family of transformers, small: writes docs/results/families.json and docs/families.md.
+families: $(VENV)/developers
+	$(BIN)/python -m tools.measured_families
+	$(BIN)/python -m tools.families
 
 bench: $(VENV)/developers
 	$(BIN)/python -m benchmarks.spectra

@@ -15,6 +15,8 @@ from torch import nn
 from tests import checkpoints
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model, open_weights, verification
+from theodolite.models.structure import NoAttention
+from tools import small_models
 
 FACTS = {
     "gpt2": (True, "learned", 128),
@@ -145,35 +147,49 @@ def test_encoder_decoders_are_refused(tmp_path):
     _refused(tmp_path, UsageError, "T5ForConditionalGeneration is an encoder-decoder")
 
 
-def test_shared_layers_are_refused(tmp_path):
-    from transformers import AlbertConfig, AlbertForMaskedLM
+def test_blocks_that_attend_twice_are_refused(tmp_path):
+    """The difference of two softmaxes is no attention with weights of its own."""
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-    config = AlbertConfig(
+    config = DiffLlamaConfig(
         vocab_size=30,
-        embedding_size=8,
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
+        num_key_value_heads=2,
         intermediate_size=16,
     )
-    AlbertForMaskedLM(config).save_pretrained(tmp_path)
-    _refused(tmp_path, UsageError, "AlbertForMaskedLM calls an attention module more than once a pass")
+    DiffLlamaForCausalLM(config).save_pretrained(tmp_path)
+    _refused(tmp_path, UsageError, "DiffLlamaForCausalLM has a block that attends twice")
 
 
-def test_blocks_without_attention_are_refused(tmp_path):
+def test_several_streams_are_refused(tmp_path):
+    """Gemma 3n passes four on from block to block."""
+    case = next(case for case in small_models.cases() if case.name == "gemma3n_text")
+    small_models.build(case).save_pretrained(tmp_path)
+    _refused(tmp_path, UsageError, "Gemma3nForCausalLM has no one residual stream")
+
+
+def test_blocks_without_attention_are_layers_without_heads(tmp_path):
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     config = Lfm2Config(
         vocab_size=30,
         hidden_size=16,
         intermediate_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
+        layer_types=["conv", "full_attention", "conv"],
     )
     Lfm2ForCausalLM(config).save_pretrained(tmp_path)
-    _refused(tmp_path, UsageError, "Lfm2ForCausalLM has blocks without attention")
+    model = open_model(tmp_path)
+    assert (model.layers, model.heads_of, model.attending) == (3, (0, 2, 0), (1,))
+    assert list(model.structure.blocks) == list(model.hf.model.layers)
+    with pytest.raises(NoAttention, match=r"layer 2 \(model.layers.2\) does not attend, so it has no heads"):
+        model.head_weights(2)
+    with pytest.raises(UsageError, match=r"layer 0 .* does not attend"):
+        model.check_place(0, 1)
 
 
 def test_blocks_that_are_lists_of_layers(tmp_path):

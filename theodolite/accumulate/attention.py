@@ -73,7 +73,8 @@ class AttentionStatistics(LayerSums):
     example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows (layer, head, token, is
     first, contexts, sinks, sum of their positions): a token may be a sink at several positions of a context.
 
-    `trailing` is how many special tokens stand behind the text of every context (`trailing_special_tokens`).
+    `trailing` is how many special tokens stand behind the text of every context (`trailing_special_tokens`). A layer
+    with fewer heads than H has the first rows; one that does not attend is never updated, and its contexts stay 0.
     """
 
     def __init__(self, layers: int, heads: int, length: int, examples: int, trailing: int = 0) -> None:
@@ -82,6 +83,7 @@ class AttentionStatistics(LayerSums):
         by_head += ["sink_last"] if trailing else []
         shapes: dict[str, tuple[int, ...]] = {"contexts": (), "repeated": ()}
         shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
+        self._of_heads = frozenset((*by_position, *by_head))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
         shapes |= {"gram_norm": (), "visible_keys": (length,)}
         super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys"))
@@ -115,6 +117,13 @@ class AttentionStatistics(LayerSums):
         self.add("repeated", layer, torch.tensor(float(tokens.repeated), dtype=torch.float64, device=device))
         return output
 
+    def add(self, name: str, layer: int, value: Tensor, group: int | None = None) -> None:
+        """Add `value`, whose heads may be fewer than those of another layer."""
+        if name in self._of_heads:
+            self.at(name, layer, value.device)[: len(value)] += value
+        else:
+            super().add(name, layer, value, group)
+
     def _between(self, layer: int, contexts: Tensor, entropy: Float[Tensor, "heads positions"]) -> None:
         """Before more contexts are added: what the distance of the two means adds to the spread.
 
@@ -122,7 +131,7 @@ class AttentionStatistics(LayerSums):
         few digits of a small spread, and other ones in every order.
         """
         contexts_before = self.at("contexts", layer, entropy.device)
-        sums_before = self.at("entropy", layer, entropy.device)
+        sums_before = self.at("entropy", layer, entropy.device)[: len(entropy)]
         mean_before = sums_before.mean(dim=-1) / contexts_before.clamp_min(1)
         difference = entropy.mean(dim=-1) / contexts.clamp_min(1) - mean_before
         weight = contexts_before * contexts / (contexts_before + contexts).clamp_min(1)

@@ -35,7 +35,7 @@ from theodolite.passes.corpus_pass import (
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Stage, States, run_into
-from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
+from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass, widest_output_weights
 from theodolite.report.data import evenly
 from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted, head_name, number, percent, with_error
@@ -112,8 +112,10 @@ class OutputsPass(CorpusPass):
         output = attend(inputs)
         chosen = ((self._context >= self._first) & (self._context < self._last)).nonzero().squeeze(1)
         rows = output[self._context[chosen] - self._first, self._position[chosen]].double()
-        weights = self._weights[layer].to(rows.device)
-        self._written[layer][:, chosen] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
+        heads, width = rows.shape[1:]  # of other layers they may be more, or wider
+        weights = self._weights[layer, :heads, :width].to(rows.device)
+        written = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
+        self._written[layer, :heads][:, chosen] = written
         return output
 
     def forward(self, ids: Tensor) -> None:
@@ -172,7 +174,8 @@ def read_outputs(
 
     def weights(states: States) -> LayersPass:
         return LayersPass(
-            range(model.layers), lambda layer: {"directed": (model.output_weights(layer) @ directions)[None]}
+            range(model.layers),
+            lambda layer: {"directed": (widest_output_weights(model, layer) @ directions)[None]},
         )
 
     def tables(states: States) -> Run:

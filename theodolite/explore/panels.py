@@ -64,8 +64,7 @@ def parse_head(name: str) -> tuple[int, int]:
 
 def heads_of(subjects: Sequence[Subject]) -> list[str]:
     """The names of all heads."""
-    model = subjects[0].model
-    return [head_name(layer, head) for layer in range(model.layers) for head in range(model.heads)]
+    return [head_name(layer, head) for layer, head in subjects[0].model.places]
 
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:

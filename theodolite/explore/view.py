@@ -43,14 +43,14 @@ class PromptPass:
         ids: of the tokens (T).
         tokens: their text.
         trailing: how many of the last ones are special tokens that the tokenizer puts behind a text.
-        layers: what entered every layer, and its queries, keys and values.
+        layers: what entered each layer that attends, and its queries, keys and values.
         measured: a run whose heads table has what can be measured of every head on this prompt alone.
     """
 
     ids: Int[Tensor, " positions"]
     tokens: tuple[str, ...]
     trailing: int
-    layers: tuple[LayerPass, ...]
+    layers: dict[int, LayerPass]
     measured: Run
 
 
@@ -126,11 +126,12 @@ def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
         WorkError: hidden states became NaN or infinite.
     """
     layers: list[LayerPass] = []
-    visit_layers(model, ids[None], range(model.layers), layers.append)
+    visit_layers(model, ids[None], list(model.attending), layers.append)
     refuse_not_finite(layers)
     trailing = trailing_special_tokens(model.tokenizer, ids[None])
     measured = _measured(model, ids, layers, trailing)
-    return PromptPass(ids, tuple(token_texts(model, ids)), trailing, tuple(layers), measured)
+    by_layer = {layer_pass.layer: layer_pass for layer_pass in layers}
+    return PromptPass(ids, tuple(token_texts(model, ids)), trailing, by_layer, measured)
 
 
 def refuse_not_finite(layers: Sequence[LayerPass]) -> None:
@@ -149,16 +150,15 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
     with torch.inference_mode():
         for layer_pass in layers:
             statistics.update(layer_pass.layer, layer_pass.inputs, tokens, first_context=0)
-    state, heads = statistics.state(), range(model.heads)
-    head_names = {
-        "layer": [layer_pass.layer for layer_pass in layers for _ in heads],
-        "head": [head for _ in layers for head in heads],
-    }
-    columns = head_columns(state)
+    state = statistics.state()
+    columns = pd.DataFrame(head_columns(state))
     del columns["entropy_se"]  # of one context there is none
+    rows = [layer * model.heads + head for layer, head in model.places]
+    head_names = pd.DataFrame(model.places, columns=["layer", "head"])
+    heads = pd.concat([head_names, columns.iloc[rows].reset_index(drop=True)], axis=1)
     empty = pd.DataFrame()
     arrays = {"visible_keys": state["visible_keys"]}
-    return Run(empty, pd.DataFrame(head_names | columns), empty, empty, empty, arrays, {})
+    return Run(empty, heads, empty, empty, empty, arrays, {})
 
 
 @measures

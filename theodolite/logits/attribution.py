@@ -23,6 +23,7 @@ from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
+from theodolite.models.structure import Turns
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import Decomposition, decompose_around
 
@@ -55,7 +56,7 @@ class PatternPass:
     one less. "induction" is mean attention from the second copy to the token after the first, "previous" from
     all but the first position to the one before, "same" from the second copy to the same token of the first.
 
-    State: scores (L, patterns, H), NaN where there is no room for two copies of two tokens.
+    State: scores (L, patterns, H), NaN where there is no room for two copies of two tokens, and of heads that are not.
     """
 
     def __init__(self, model: OpenModel, length: int, seed: int) -> None:
@@ -80,10 +81,11 @@ class PatternPass:
         """One forward pass; what it has found is whole when all layers are."""
         progress.checkpoint(progress.done)
         if self.patterns and not progress.done:
+            turns = Turns(self.model.structure.attention)
 
             def score(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-                layer = self.model.structure.layer_of(module)
-                self._scores[layer] = pattern_scores(inputs, self.patterns)
+                layer = turns.take(module)
+                self._scores[layer, :, : inputs.query.shape[1]] = pattern_scores(inputs, self.patterns)
                 progress.report(layer + 1)
                 return attend(inputs)
 
@@ -119,7 +121,7 @@ class AttributionPass:
         self.mean = mean
         self.pos = pos
         self.ids, self.patterns = repeated_patterns(model, min(pos.shape[1], LONGEST), CONTEXTS, seed)
-        self.chosen = _choose(scores) if self.patterns and not scores.isnan().any() else {}
+        self.chosen = _choose(scores) if self.patterns else {}
         self.total = 1 + max(self.chosen, default=0)
         self.notes: dict[str, Any] = {"refused": {}}
         self._rows: list[list[float]] = []
@@ -181,9 +183,11 @@ def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
     chosen: Chosen = {}
     heads = scores.shape[-1]
     for pattern in range(scores.shape[1]):
-        ordered = scores[:, pattern].flatten().sort(descending=True, stable=True)
+        known = scores[:, pattern].flatten().nan_to_num(-torch.inf)  # last: heads that a layer does not have
+        ordered = known.sort(descending=True, stable=True)
         strong = int((ordered.values >= STRONG).sum())
-        for flat in ordered.indices[: max(BEST, min(strong, MOST))].tolist():
+        count = min(max(BEST, min(strong, MOST)), int(known.isfinite().sum()))
+        for flat in ordered.indices[:count].tolist():
             chosen.setdefault(flat // heads, []).append((flat % heads, pattern))
     return chosen
 

@@ -37,7 +37,8 @@ class SharesPass:
 
     State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
     of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are; normed (L, T, d), μ + pos behind
-    the norm in front of the layer's heads, as it is without one. Notes: `refused`, layer → why it could not be split.
+    the norm in front of the layer's heads, as it is without one. Of layers that do not attend, zeros. Notes: `refused`,
+    layer → why it could not be split, and `heads`, how many each layer has.
 
     Args:
         model, contexts: of which `sample_of` takes some.
@@ -60,7 +61,7 @@ class SharesPass:
         sample = sample_of(contexts, seed)
         self.batches = sample.split(max(1, TOKENS_A_PASS // sample.shape[1]))
         self.total = len(self.batches) * model.layers
-        self.notes: dict[str, Any] = {"refused": {}}
+        self.notes: dict[str, Any] = {"refused": {}, "heads": list(model.heads_of)}
         rows = (model.layers, len(sample), model.heads)
         sizes = {
             "products": (*rows, len(PARTS), len(PARTS)),
@@ -69,17 +70,16 @@ class SharesPass:
             "low_frequency": (*rows, len(CUTOFFS)),
         }
         self._state: State = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
-        self._normed: list[Tensor] = []
+        self._state["normed"] = torch.zeros(model.layers, *pos.shape[1:], dtype=model.hf.dtype)
 
     def state(self) -> State:
         """All tensors."""
-        return self._state | {"normed": torch.stack(self._normed) if self._normed else torch.empty(0)}
+        return self._state
 
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
         for name, values in self._state.items():
             values.copy_(state[name])
-        self._normed = list(state["normed"])
 
     @measures
     def run(self, progress: Progress) -> None:
@@ -93,16 +93,17 @@ class SharesPass:
                 self._take(layer_pass, slice(first, first + len(layer_pass.stream)))
                 progress.report(number * layers + layer_pass.layer + 1)
 
-            visit_layers(self.model, self.batches[number], range(layers), visit)
+            visit_layers(self.model, self.batches[number], list(self.model.attending), visit)
         progress.checkpoint(self.total)
 
     def _take(self, layer_pass: LayerPass, rows: slice) -> None:
         layer, state = layer_pass.layer, self._state
         end = self.pos.shape[1] - self.trailing
         query, key = (t[:, :, 1:end] for t in (layer_pass.inputs.query, layer_pass.inputs.key))
-        state["low_frequency"][layer, rows] = qk_low_frequency(query, key).cpu()
+        heads = slice(query.shape[1])
+        state["low_frequency"][layer, rows, heads] = qk_low_frequency(query, key).cpu()
         if rows.start == 0:
-            self._normed.append(_behind_norm(layer_pass, self.mean[layer] + self.pos[layer]))
+            state["normed"][layer] = _behind_norm(layer_pass, self.mean[layer] + self.pos[layer])
         parts = decompose_around(layer_pass.stream, self.mean[layer], self.pos[layer])
         try:
             split = split_queries_and_keys(
@@ -113,7 +114,7 @@ class SharesPass:
             return
         sums = share_sums(split.query, split.key, split.inputs, self.trailing)
         for name in ("products", "additive", "total"):
-            state[name][layer, rows] = getattr(sums, name)
+            state[name][layer, rows, heads] = getattr(sums, name)
 
 
 def shares_tables(state: State, notes: dict[str, Any]) -> tuple[pd.DataFrame, dict[str, list[float]]]:
@@ -131,7 +132,7 @@ def shares_tables(state: State, notes: dict[str, Any]) -> tuple[pd.DataFrame, di
             empty = torch.full_like(sums.products[0], torch.nan)
             values = head_shares(empty, empty[:, 0, 0])
         else:
-            rows += _share_rows(layer, sums)
+            rows += _share_rows(layer, sums, notes["heads"][layer])
             values = head_shares(*sums.shares())
         lowest = state["low_frequency"][layer].mean(dim=0).T
         values |= {f"qk_low_frequency_{k}": r for k, r in zip(CUTOFFS, lowest, strict=True)}
@@ -145,11 +146,11 @@ def _behind_norm(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) 
     return (rows if layer_pass.norm is None else layer_pass.norm(rows.unsqueeze(0))[0]).cpu()
 
 
-def _share_rows(layer: int, sums: ShareSums) -> list[dict[str, Any]]:
+def _share_rows(layer: int, sums: ShareSums, heads: int) -> list[dict[str, Any]]:
     shares, additive = sums.shares()
     errors, additive_errors = sums.standard_errors()
     rows: list[dict[str, Any]] = []
-    for head in range(len(shares)):
+    for head in range(heads):
         place = {"layer": layer, "head": head}
         for a, query in enumerate(PARTS):
             for b, key in enumerate(PARTS):

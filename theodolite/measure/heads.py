@@ -69,7 +69,7 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
     `contexts` and `share`: in which the token is a sink at one position or more; `position`: the mean over all of them.
     """
     rows = attention["sink_tokens"]
-    contexts = float(attention["contexts"][0])
+    contexts = float(attention["contexts"].max())  # 0 of a layer that does not attend
     table = pd.DataFrame(
         {
             "layer": rows[:, 0].numpy(),

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from theodolite.errors import UsageError
 from theodolite.models.guard import measures
-from theodolite.models.head_weights import Call, capture_calls
+from theodolite.models.head_weights import Calls, capture_calls
 from theodolite.models.open import OpenModel, small_input
 from theodolite.models.projections import Projection, find_projections, refuse_replaced_weights
 from theodolite.models.structure import backbone
@@ -101,9 +101,11 @@ def block_matrices(model: OpenModel) -> list[list[Matrix]]:
     W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole.
 
     Raises:
-        UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules.
+        UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules or layers.
     """
     refuse_replaced_weights(model.hf, "pruned")
+    if model.structure.shared:
+        raise UsageError(f"{model.id}: several layers share one block, which is not pruned")
     names = {module: name for name, module in model.hf.named_modules()}
     calls = capture_calls(model.hf, model.structure, small_input(model.hf, 1))
     experts = _expert_outputs(model)
@@ -216,11 +218,13 @@ def _expert_outputs(model: OpenModel) -> dict[int, int]:
     return outputs
 
 
-def _projections(model: OpenModel, calls: list[Call], layer: int) -> dict[str, Projection]:
-    """Where W_q, W_k and W_v of a layer are, or nothing where they are not entries of one matrix each."""
+def _projections(model: OpenModel, calls: Calls, layer: int) -> dict[str, Projection]:
+    """Where W_q, W_k and W_v of a layer are, or nothing where it has none that are entries of one matrix each."""
     for name, parameter in model.structure.blocks[layer].named_parameters():
         if parameter.is_meta:
             raise UsageError(f"layer {layer}: {name} is offloaded; move the model to one device")
+    if layer not in calls:
+        return {}
     try:
         (of_layer,) = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")
     except UsageError:

@@ -7,7 +7,9 @@ become adds up. Gain, centring and β are found by calling the norm, so that no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -71,6 +73,18 @@ class FrozenNorm(nn.Module):
         return x - x.mean(dim=-1, keepdim=True) if self.centred else x
 
 
+class _InTurn(nn.Module):
+    """One module after the other, call by call: a norm of queries and keys alike (Llama 4) is another one for each."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._next = itertools.cycle(modules).__next__
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the module gives whose turn it is."""
+        return self._next()(x)
+
+
 class FrozenAttention:
     """Queries and keys of an attention module as an affine function of its input, for one call of it.
 
@@ -100,16 +114,19 @@ class FrozenAttention:
             self._freeze(norms, entered)
 
     def _freeze(self, norms: dict[nn.Module, str], entered: Tensor) -> None:
-        calls: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
-        def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            calls[norm] = (args[0], output)
+        def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+            if len(args) != 1 or not isinstance(output, Tensor):
+                raise WorkError(f"{type(norm).__name__} is no norm of one tensor")
+            calls.setdefault(norm, []).append((args[0], output))
 
         with removed_on_leaving([norm.register_forward_hook(keep) for norm in norms]):
             self(entered)
-        for norm, (inputs, output) in calls.items():
-            frozen = FrozenNorm.verified(norm, inputs, output, type(norm).__name__, EXACT)
-            self._module.set_submodule(norms[norm], frozen)
+        for norm, of_norm in calls.items():
+            name = type(norm).__name__
+            frozen = [FrozenNorm.verified(norm, inputs, output, name, EXACT) for inputs, output in of_norm]
+            self._module.set_submodule(norms[norm], frozen[0] if len(frozen) == 1 else _InTurn(frozen))
 
     def __call__(self, hidden: Float[Tensor, "batch positions width"]) -> AttentionInputs:
         """What arrives at the tap, while `tapped(…, stop_at_tap)` is open."""

@@ -25,7 +25,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.doors.transformers import tapped, without_interventions
 from theodolite.models.quantised import refuse_quantised_modules
-from theodolite.models.structure import Structure, backbone, first_tensor, removed_on_leaving
+from theodolite.models.structure import Structure, Turns, backbone, first_tensor, removed_on_leaving
 
 ROWS = 1024
 """Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
@@ -75,6 +75,9 @@ class _Stopped(Exception):
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments with which a model calls an attention module."""
 
+Calls = dict[int, Call]
+"""Those of each layer that attends."""
+
 
 class NotAffine(WorkError):
     """A layer's queries or keys are no affine function of its input."""
@@ -85,24 +88,24 @@ def no_head_matrix(model_id: str) -> UsageError:
     return UsageError(f"{model_id}: queries and keys are no affine function of their input in any layer")
 
 
-def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Call]:
+def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> Calls:
     """How the model calls each layer's attention module on `sample` (one token at position 0) under the tap."""
     with tapped(model, lambda _, inputs: attend(inputs)):
         return capture_current_calls(model, structure, sample)
 
 
-def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Call]:
+def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> Calls:
     """The same by the attention implementation that the model has now."""
-    calls: dict[nn.Module, Call] = {}
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda m, a, k: calls.setdefault(m, (a, k)) and None, with_kwargs=True
-        )
-        for module in structure.attention
-    ]
+    calls: Calls = {}
+    turns = Turns(structure.attention)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(turns.take(module), (args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in turns]
     with removed_on_leaving(hooks), without_interventions(), torch.inference_mode():
         backbone(model)(**sample)
-    return [calls[module] for module in structure.attention]
+    return calls
 
 
 def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, call: Call) -> HeadWeights:
@@ -112,15 +115,16 @@ def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, 
         NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
     """
     with without_interventions(), tapped(model, stop_at_tap), torch.inference_mode():
-        module = copy_in_dtype(structure.attention[layer], torch.float64)
+        attention = structure.attention_at(layer)
+        module = copy_in_dtype(attention, torch.float64)
         width = first_tensor(*call).shape[-1]
         for projection in (EXACT, BEFORE_NORM):
             weights = _affine_weights(module, call, width, projection)
             if weights is not None:
                 return weights
-            if module is structure.attention[layer]:
+            if module is attention:
                 break  # no copy, so its norms must stay
-            for name in norms_of_queries_and_keys(module, call):
+            for name in norms_at_tap(module, call):
                 module.set_submodule(name, nn.Identity())
     raise NotAffine(
         f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
@@ -165,8 +169,8 @@ def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
     return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))
 
 
-def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
-    """Names of the norms whose output is what the tap gets as queries or keys, up to order and scale.
+def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
+    """Names of the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
 
     A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read. It needs
     `tapped(…, stop_at_tap)` to be open.
@@ -174,8 +178,9 @@ def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
-            outputs[name] = output
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                outputs[name] = output
 
         return hook
 
@@ -184,7 +189,7 @@ def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
     row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with removed_on_leaving(hooks):
         inputs = run_until_tap(module, call, as_sequences(row, module))
-    tapped_values = [_sorted_values(inputs.query), _sorted_values(inputs.key)]
+    tapped_values = [_sorted_values(tensor) for tensor in (inputs.query, inputs.key, inputs.value)]
     return [
         name
         for name, output in outputs.items()
@@ -218,14 +223,14 @@ def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInp
 
 def call_with_hidden(call: Call, hidden: Tensor) -> Call:
     """The arguments of `call` with `hidden` (batch, positions, d) for the hidden states, in its device and dtype."""
+    entered = first_tensor(*call)
+
+    def replaced(value: Any) -> Any:
+        # By identity: CTRL hands the same one over for values, keys and queries.
+        return hidden if value is entered else _to_dtype(value, hidden)
+
     args, kwargs = call
-    floats = lambda value: _to_dtype(value, hidden)  # noqa: E731
-    args, kwargs = tuple(map(floats, args)), {name: floats(value) for name, value in kwargs.items()}
-    if "hidden_states" in kwargs:
-        kwargs["hidden_states"] = hidden
-    else:
-        args = (hidden, *args[1:])
-    return args, kwargs
+    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
 
 def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
@@ -239,6 +244,14 @@ def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
         module(*args, **kwargs)
     except _Stopped as stopped:
         return stopped.inputs
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        # What else it is called with (embeddings of the tokens, say) fits the model's own hidden states only.
+        reason = str(error).partition("\n")[0]
+        raise NotAffine(
+            f"{type(module).__name__} takes no hidden states but the model's own: {reason}"
+        ) from error
     raise WorkError(f"{type(module).__name__} did not reach its attention function")
 
 

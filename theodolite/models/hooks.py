@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.guard import guarded
 from theodolite.models.open import OpenModel
-from theodolite.models.structure import first_output, first_tensor, removed_on_leaving
+from theodolite.models.structure import Turns, backbone, first_output, first_tensor, removed_on_leaving
 
 
 @runtime_checkable
@@ -43,17 +43,30 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     structure = model.structure
 
-    def entering(call: Callable[[int, Tensor], None], layer: int) -> Callable[..., None]:
-        return lambda _module, args, kwargs: call(layer, first_tensor(args, kwargs))
+    entered, left = Turns(structure.blocks), Turns(structure.blocks)
+    read, attended = Turns(structure.attention), Turns(structure.attention)
 
-    def leaving(layer: int) -> Callable[..., None]:
-        return lambda _module, _args, output: hooks.stream(layer, first_output(output))
+    def begin(_module: nn.Module, _args: Any) -> None:
+        for turns in (entered, left, read, attended):
+            turns.begin_pass()
 
-    handles = [structure.blocks[0].register_forward_pre_hook(entering(hooks.stream, 0), with_kwargs=True)]
-    for layer, (block, attention) in enumerate(zip(structure.blocks, structure.attention, strict=True)):
-        enter = entering(hooks.attention_input, layer)
-        handles.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(block.register_forward_hook(leaving(layer + 1)))
-    tap = tapped(model.hf, lambda module, inputs: hooks.attention(structure.layer_of(module), inputs))
+    # Hooks travel with copies of a module (whose weights are read, say), which are no layers.
+    def enter_block(block: nn.Module, args: Any, kwargs: Any) -> None:
+        if block in entered and entered.take(block) == 0:
+            hooks.stream(0, first_tensor(args, kwargs))
+
+    def leave_block(block: nn.Module, _args: Any, output: Any) -> None:
+        if block in left:
+            hooks.stream(left.take(block) + 1, first_output(output))
+
+    def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module in read:
+            hooks.attention_input(read.take(module), first_tensor(args, kwargs))
+
+    handles = [backbone(model.hf).register_forward_pre_hook(begin)]
+    handles.append(structure.blocks[0].register_forward_pre_hook(enter_block, with_kwargs=True))
+    handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
+    handles += [block.register_forward_hook(leave_block) for block in left]
+    tap = tapped(model.hf, lambda module, inputs: hooks.attention(attended.take(module), inputs))
     with removed_on_leaving(handles), tap:
         yield

@@ -28,6 +28,7 @@ from theodolite.models.factored import is_factored
 from theodolite.models.guard import measures
 from theodolite.models.head_weights import (
     Call,
+    Calls,
     call_until_tap,
     call_with_hidden,
     capture_calls,
@@ -109,7 +110,8 @@ def _open_lazily(
                 revision = commit_of(str(source), revision)
             shards = _shards(source, dtype, revision)
             reader = _Reader.of(shards)
-            for layer in (0, -1):
+            attending = reader.structure.attending
+            for layer in (attending[0], attending[-1]):
                 with reader.loaded(layer):
                     pass
     except ImportError as error:
@@ -256,10 +258,10 @@ class _Reader:
 
     shards: _Shards
     structure: Structure
-    calls: list[Call]
-    own_calls: list[Call]
-    tapped_calls: list[Call]
-    other_calls: list[Call]
+    calls: Calls
+    own_calls: Calls
+    tapped_calls: Calls
+    other_calls: Calls
     inputs: list[AttentionInputs]
 
     @classmethod
@@ -283,7 +285,7 @@ class _Reader:
         Raises:
             WorkError: weights are missing, NaN or infinite, or the module is not what the tap says.
         """
-        module, name = self.structure.attention[layer], self.structure.names[layer]
+        module, name = self.structure.attention_at(layer), self.structure.names[layer]
         stored = stored_tensors(module)
         try:
             self.shards.load(name)
@@ -294,7 +296,8 @@ class _Reader:
             restore_tensors(stored)
 
     def _verify(self, layer: int) -> None:
-        model, module, name = self.shards.model, self.structure.attention[layer], self.structure.names[layer]
+        model, name = self.shards.model, self.structure.names[layer]
+        module = self.structure.attention_at(layer)
         shape = first_tensor(*self.own_calls[layer]).shape
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.shards.dtype)
         with without_interventions(), torch.inference_mode():

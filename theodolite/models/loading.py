@@ -116,7 +116,11 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
     """Before a model is built: a module for each of a billion layers that no file holds would take hours."""
     text = config.get_text_config()
     for what in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if (size := getattr(text, what, 1)) is not None and isinstance(size, int) and size < 1:
+        try:
+            size = getattr(text, what, 1)
+        except RuntimeError:
+            continue  # it is another one from layer to layer
+        if isinstance(size, int) and size < 1:
             raise UsageError(f"cannot open {source}: its config.json says {what} = {size}")
     for rope in _rope_parameters(text):
         if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models.guard import between_passes, measures, once_a_pass
-from theodolite.models.head_weights import Call, HeadWeights, capture_calls, read_head_weights
+from theodolite.models.head_weights import Call, Calls, HeadWeights, capture_calls, read_head_weights
 from theodolite.models.loading import (
     LOADING_ERRORS,
     commit_of,
@@ -63,7 +63,7 @@ class OpenModel:
     causal: bool
     positions: str
     id: str
-    _calls: list[Call] = field(repr=False)
+    _calls: Calls = field(repr=False)
     tokenizer: PreTrainedTokenizerBase | None = None
     revision: str | None = None
     sha256: str | None = None
@@ -79,19 +79,20 @@ class OpenModel:
         cls,
         model: PreTrainedModel,
         structure: Structure,
-        calls: list[Call],
+        calls: Calls,
         inputs: Sequence[AttentionInputs],
         **rest: Any,
     ) -> OpenModel:
         """From what `find_structure`, `capture_calls` and `verify_attention` gave; `rest` are other attributes."""
         causal, bias = attention_kind(inputs)
         named = rest.get("sha256") or rest.get("revision")
+        first = calls[structure.attending[0]]
         return cls(
             hf=model,
             structure=structure,
-            width=first_tensor(*calls[0]).shape[-1],
+            width=first_tensor(*first).shape[-1],
             causal=causal,
-            positions=_positions_of(model, calls[0], bias),
+            positions=_positions_of(model, first, bias),
             _calls=calls,
             _checksum=weights_checksum(model) if named else None,
             **rest,
@@ -112,13 +113,33 @@ class OpenModel:
 
     @property
     def heads(self) -> int:
-        """Query heads a layer H."""
+        """Query heads a layer H; where layers differ (`heads_of`), of the one that has most."""
         return self.structure.heads
 
     @property
+    def heads_of(self) -> tuple[int, ...]:
+        """Query heads of each layer; 0 where its block does not attend (a convolution, a state space)."""
+        return self.structure.heads_of
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        return self.structure.attending
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Every head there is, (layer, head), in order."""
+        return [(layer, head) for layer, heads in enumerate(self.heads_of) for head in range(heads)]
+
+    @property
     def head_width(self) -> int:
-        """Width of a query d_h."""
+        """Width of a query d_h; where layers differ, of the widest."""
         return self.structure.head_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value; where layers differ, of the widest."""
+        return self.structure.value_width
 
     @property
     def interventions(self) -> tuple[str, ...]:
@@ -198,7 +219,7 @@ class OpenModel:
         """Rows of the token embedding, or None for a model that reads no tokens."""
         if self.hf.main_input_name != "input_ids":
             return None
-        return int(self.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        return embedded_tokens(self.hf)
 
     def has_tokens(self, ids: Int[Tensor, "*shape"]) -> bool:
         """Whether all ids are in its vocabulary."""
@@ -231,12 +252,13 @@ class OpenModel:
 
         Raises:
             UsageError: there is no such layer.
+            NoAttention: (a `WorkError`) the layer's block does not attend.
             NotAffine: (a `WorkError`) the layer's queries and keys are no affine function of its input.
             WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
         """
-        self.check_place(layer)
+        self._check_layer(layer)
         with self._load_layer(layer):
-            return read_head_weights(self.hf, self.structure, layer, self._calls[layer])
+            return read_head_weights(self.hf, self.structure, layer, self._call(layer))
 
     @measures
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
@@ -248,26 +270,55 @@ class OpenModel:
             UsageError: there is no such layer.
             WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
         """
-        self.check_place(layer)
+        self._check_layer(layer)
         state = state_of(self.structure.blocks[layer])
+        call = self._call(layer)
         known = self._output_weights.get(layer)
         if known is None or known[0] != state:
             self._output_weights.clear()
             sample = small_input(self.hf, 1)
             with self._load_layer(layer):
-                read = read_output_weights(self.hf, self.structure, layer, self._calls[layer], sample)
+                read = read_output_weights(self.hf, self.structure, layer, call, sample)
             known = self._output_weights[layer] = (state, read)
         return known[1]
 
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {self.layers - 1}")
+
+    def _call(self, layer: int) -> Call:
+        self.structure.attention_at(layer)  # names a layer that has none
+        return self._calls[layer]
+
+    def attention_alone(self, layer: int) -> nn.Module:
+        """The attention module of one layer, to change what it does.
+
+        Raises:
+            UsageError: other layers share it (ALBERT).
+        """
+        if self.structure.shared:
+            raise UsageError(
+                f"{self.id}: several layers share one attention module, so none can be changed alone"
+            )
+        return self.structure.attention_at(layer)
+
     def check_weights(self) -> None:
         """Raise `WorkError` where the weights of its attention are numbers only to a quantiser: before a pass."""
-        refuse_quantised_modules(zip(self.structure.names, self.structure.attention, strict=True))
+        structure = self.structure
+        refuse_quantised_modules(
+            [(structure.names[layer], structure.attention_at(layer)) for layer in structure.attending]
+        )
 
     def check_place(self, layer: int, head: int = 0) -> None:
-        """Raise `UsageError` where there is no such layer, or no such head in it."""
-        for name, number, count in (("layer", layer, self.layers), ("head", head, self.heads)):
-            if not 0 <= number < count:
-                raise UsageError(f"{name} {number} does not exist: this model has {name}s 0 to {count - 1}")
+        """Raise `UsageError` where there is no such layer, or no such head in it; and where it does not attend."""
+        self._check_layer(layer)
+        heads = self.heads_of[layer]
+        if not heads:
+            raise UsageError(
+                f"layer {layer} ({self.structure.names[layer]}) does not attend, so it has no heads"
+            )
+        if not 0 <= head < heads:
+            raise UsageError(f"head {head} does not exist: this model has heads 0 to {heads - 1}")
 
 
 @measures
@@ -322,7 +373,7 @@ def open_model(
     )
 
 
-def verified_parts(model: PreTrainedModel) -> tuple[Structure, list[Call], Sequence[AttentionInputs]]:
+def verified_parts(model: PreTrainedModel) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
     """What `OpenModel.of` takes of a model in evaluation mode, from small inputs.
 
     Raises:
@@ -332,12 +383,12 @@ def verified_parts(model: PreTrainedModel) -> tuple[Structure, list[Call], Seque
     structure = find_structure(model, small_input(model, 1))
     calls = capture_calls(model, structure, small_input(model, 1))
     inputs = verify_attention(model, structure, small_input(model, VERIFIED_LENGTH))
-    for name, of_layer in zip(structure.names, inputs, strict=True):
+    for layer, of_layer in zip(structure.attending, inputs, strict=True):
         if of_layer.mask is not None and not bool(of_layer.mask.any(dim=-1).all()):
             window = getattr(model.config.get_text_config(), "sliding_window", None)
             raise UsageError(
-                f"some tokens of {name} see no token, not even themselves: its config.json says sliding_window = "
-                f"{window}; use a number above 0, or null for none"
+                f"some tokens of {structure.names[layer]} see no token, not even themselves: its config.json says "
+                f"sliding_window = {window}; use a number above 0, or null for none"
             )
     return structure, calls, inputs
 
@@ -362,6 +413,11 @@ def _longest(model: PreTrainedModel) -> int | None:
     return int(limit) if isinstance(limit, int) and limit > 0 else None
 
 
+def embedded_tokens(model: PreTrainedModel) -> int:
+    """Rows of a model's token embedding."""
+    return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+
+
 def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
     """A small valid input: `length` seeded token ids, (1, length), or an image of noise, (1, channels, height, width).
 
@@ -380,7 +436,7 @@ def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
         )
-    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    vocabulary = embedded_tokens(model)
     ids = torch.randint(vocabulary, (1, min(length, _longest(model) or length)), generator=generator)
     return {"input_ids": ids.to(device_of(model)), "use_cache": False}
 

@@ -53,7 +53,7 @@ def read_output_weights(
     width = first_tensor(*call).shape[-1]
     with without_interventions(), torch.inference_mode():
         with tapped(model, answers.give):
-            attention = _ControlledAttention(structure.attention[layer], call, answers)
+            attention = _ControlledAttention(structure.attention_at(layer), call, answers)
             # To learn how many heads there are, and how wide.
             attention.send(torch.zeros(1, 0), torch.zeros(1, width))
             passes_on = attention.passes_on(width)
@@ -117,7 +117,7 @@ def _output_module(
     model: PreTrainedModel, structure: Structure, layer: int, sample: dict[str, Any]
 ) -> nn.Module | None:
     """The module of the block, outside its attention module, that holds a matrix and gets the heads' outputs."""
-    attention, block = structure.attention[layer], structure.blocks[layer]
+    attention, block = structure.attention_at(layer), structure.blocks[layer]
     heads_outputs: list[Tensor] = []
     output_modules: list[nn.Module] = []
 

@@ -25,9 +25,10 @@ from theodolite.models.doors.transformers import tapped
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
     Call,
+    Calls,
     copy_in_dtype,
+    norms_at_tap,
     norms_inside,
-    norms_of_queries_and_keys,
     run_until_tap,
     stop_at_tap,
 )
@@ -134,7 +135,7 @@ class Projections:
 def find_projections(
     model: PreTrainedModel,
     structure: Structure,
-    calls: list[Call],
+    calls: Calls,
     layers: list[int],
     purpose: Purpose = "penalty",
 ) -> list[Projections]:
@@ -228,14 +229,14 @@ def refuse_replaced_weights(model: PreTrainedModel, participle: str) -> None:
 
 
 def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Projections:
-    attention = structure.attention[layer]
+    attention = structure.attention_at(layer)
     if any(p.is_meta for p in attention.parameters()):
         raise UsageError(
             f"layer {layer}: the weights of {structure.names[layer]} are offloaded; move the model to one device"
         )
     module = copy_in_dtype(attention, torch.float64).eval()
     if purpose == "replacement":
-        for name in norms_of_queries_and_keys(module, call):
+        for name in norms_at_tap(module, call):
             module.set_submodule(name, nn.Identity())
     projections = _locate_all(_MarkedCopy(module, call))
     agree = [] if projections is None else _verify(module, call, projections)

@@ -24,7 +24,7 @@ from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, r
 from theodolite.models.guard import guarded, measures
 from theodolite.models.head_weights import Call, call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.open import OpenModel
-from theodolite.models.structure import first_tensor, removed_on_leaving
+from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
 from theodolite.theory.decomposition import PARTS, Decomposition
 
 
@@ -98,18 +98,21 @@ class _LayerVisitor:
         self.stream: Tensor | None = None
         self.candidates: list[tuple[nn.Module, Tensor]] = []
         self.visiting = False
+        self.turns = Turns(model.structure.attention)
 
     def hooks(self) -> list[Any]:
         structure = self.model.structure
         hooks = []
-        for layer in sorted(self.layers):
-            block, attention = structure.blocks[layer], structure.attention[layer]
+        pairs = {
+            (structure.blocks[layer], structure.attention_at(layer)): None for layer in sorted(self.layers)
+        }
+        for block, attention in pairs:
             hooks.append(block.register_forward_pre_hook(self._enter_block(block), with_kwargs=True))
             inside = set(attention.modules()) | {block}
             for module in block.modules():
                 if module not in inside:
                     hooks.append(module.register_forward_hook(self._leave_module(module)))
-            enter = self._enter_attention(layer, attention)
+            enter = self._enter_attention(attention)
             hooks.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
         return hooks
 
@@ -127,9 +130,12 @@ class _LayerVisitor:
 
         return hook
 
-    def _enter_attention(self, layer: int, attention: nn.Module) -> Callable[..., None]:
+    def _enter_attention(self, attention: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not attention or self.visiting:
+                return
+            layer = self.turns.take(module)
+            if layer not in self.layers:
                 return
             self.visiting = True
             try:

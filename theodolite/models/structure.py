@@ -1,7 +1,9 @@
 """Where a model keeps its attention modules and its blocks, found in one forward pass.
 
-No family is named here. The attention modules are those that call the tap, in the order in which they call it;
-a block is the member of a `ModuleList` that holds one. What does not fit this picture is refused by name.
+No family is named here. The attention modules are those that call the tap; a block is a member of a `ModuleList` that
+holds one, in the order in which blocks run. A block that holds none (a convolution, a state space) is a layer as well,
+with a stream and no heads; one that runs several times (ALBERT) is a layer each time. What does not fit this picture is
+refused by name.
 """
 
 from __future__ import annotations
@@ -18,73 +20,183 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.models.doors.transformers import tapped
+
+
+class NoAttention(WorkError):
+    """A layer's block does not attend, so that it has no heads."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The attention modules of a model in the order of its layers, their names, and the block around each."""
+    """The blocks of a model in the order of its layers, and the attention module of each.
 
-    attention: tuple[nn.Module, ...]
+    Attributes:
+        attention: of each block its attention module, or None where it does not attend.
+        names: of the attention modules; of a block that does not attend its own.
+        blocks: the blocks.
+        heads_of: query heads of each layer, 0 where it does not attend.
+        head_width: of a query, where it is widest.
+        value_widths: of each layer's values, 0 where it does not attend.
+    """
+
+    attention: tuple[nn.Module | None, ...]
     names: tuple[str, ...]
     blocks: tuple[nn.Module, ...]
-    heads: int
+    heads_of: tuple[int, ...]
     head_width: int
+    value_widths: tuple[int, ...]
+
+    @property
+    def heads(self) -> int:
+        """Query heads of the layer that has most."""
+        return max(self.heads_of)
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value, where it is widest."""
+        return max(self.value_widths)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers that attend have as many heads, and as wide ones."""
+        return len({(self.heads_of[layer], self.value_widths[layer]) for layer in self.attending}) == 1
 
     @functools.cached_property
-    def _layers(self) -> dict[nn.Module, int]:
-        return {module: layer for layer, module in enumerate(self.attention)}
+    def attending(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        return tuple(layer for layer, module in enumerate(self.attention) if module is not None)
 
-    def layer_of(self, attention: nn.Module) -> int:
-        """The layer of an attention module."""
-        return self._layers[attention]
+    def attention_at(self, layer: int) -> nn.Module:
+        """The attention module of a layer.
+
+        Raises:
+            NoAttention: the layer's block does not attend.
+        """
+        module = self.attention[layer]
+        if module is None:
+            raise NoAttention(f"layer {layer} ({self.names[layer]}) does not attend, so it has no heads")
+        return module
+
+    @property
+    def shared(self) -> bool:
+        """Whether several layers run one and the same block or attention module."""
+        attention = [self.attention_at(layer) for layer in self.attending]
+        return len(set(attention)) < len(attention) or len(set(self.blocks)) < len(self.blocks)
+
+
+class Turns:
+    """Which layer a call of a module is of: of one that several layers share, by how often it was called in this pass.
+
+    Args:
+        modules: those of the layers, in order; None where a layer has none.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module | None]) -> None:
+        self._layers: dict[nn.Module, list[int]] = {}
+        for layer, module in enumerate(modules):
+            if module is not None:
+                self._layers.setdefault(module, []).append(layer)
+        self._turn: dict[nn.Module, int] = {}
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._layers)
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._layers
+
+    def begin_pass(self) -> None:
+        """A forward pass begins; the one before may have been broken off."""
+        self._turn.clear()
+
+    def take(self, module: nn.Module) -> int:
+        """The layer of this call."""
+        turn = self._turn.get(module, 0)
+        self._turn[module] = turn + 1
+        return self._layers[module][turn % len(self._layers[module])]
+
+
+@dataclass
+class _Ran:
+    """A block that runs, and how it attends, if it does."""
+
+    block: nn.Module
+    attention: nn.Module | None = None
+    inputs: AttentionInputs | None = None
 
 
 def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:
-    """Run `sample` once and see who calls the tap.
+    """Run `sample` and see who calls the tap, and which blocks run.
 
     Raises:
-        UsageError: nothing calls it, a module is shared between layers, a block has two attention modules, or
-            layers differ in their number of heads.
+        UsageError: nothing calls it, a block attends twice, or there is no one residual stream.
     """
     family = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UsageError(f"{family} is an encoder-decoder; theodolite reads models with one stack of blocks")
-    modules: list[nn.Module] = []
-    shapes: list[tuple[int, int]] = []
+    attention: set[nn.Module] = set()
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        modules.append(module)
-        shapes.append((inputs.query.shape[1], inputs.query.shape[-1]))
+        attention.add(module)
         return attend(inputs)
 
     with tapped(model, record), torch.inference_mode():
         backbone(model)(**sample)
-    if not modules:
+    if not attention:
         raise UsageError(
             f"{family} has no attention that goes through the attention interface of transformers; "
             "theodolite does not support this family yet"
         )
-    if len(set(map(id, modules))) < len(modules):
+    name_of = {module: name for name, module in model.named_modules()}
+    stacks = {id(stack): stack for stack in (_stack_of(model, name_of[module]) for module in attention)}
+    blocks = {block for stack in stacks.values() for block in stack}
+    layers = _layers_in_order(model, blocks, attention, sample)
+    inputs = [layer.inputs for layer in layers if layer.inputs is not None]
+    return Structure(
+        attention=tuple(layer.attention for layer in layers),
+        names=tuple(name_of[layer.attention or layer.block] for layer in layers),
+        blocks=tuple(layer.block for layer in layers),
+        heads_of=tuple(0 if layer.inputs is None else layer.inputs.query.shape[1] for layer in layers),
+        head_width=max(of_layer.query.shape[-1] for of_layer in inputs),
+        value_widths=tuple(0 if layer.inputs is None else layer.inputs.value.shape[-1] for layer in layers),
+    )
+
+
+def _layers_in_order(
+    model: PreTrainedModel, blocks: set[nn.Module], attention: set[nn.Module], sample: dict[str, Any]
+) -> list[_Ran]:
+    """The blocks that run, in the order in which they do; one that runs several times is a layer each time.
+
+    Raises:
+        UsageError: a block attends twice, or what enters one, or its attention, is not the one residual stream.
+    """
+    family = type(model).__name__
+    layers: list[_Ran] = []
+    shapes: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        shapes[module in attention].add(tuple(first_tensor(args, kwargs).shape))
+        if module not in attention:
+            layers.append(_Ran(module))
+
+    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if layers[-1].attention is not None:
+            raise UsageError(
+                f"{family} has a block that attends twice; theodolite needs one attention a block"
+            )
+        layers[-1].attention, layers[-1].inputs = module, inputs
+        return attend(inputs)
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
+    with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
+        backbone(model)(**sample)
+    if len(shapes[True] | shapes[False]) > 1 or any(len(shape) != 3 for shape in shapes[False]):
         raise UsageError(
-            f"{family} calls an attention module more than once a pass; theodolite needs one a layer"
+            f"{family} has no one residual stream: its blocks read hidden states of shapes "
+            f"{sorted(shapes[False])}, its attention of {sorted(shapes[True])}"
         )
-    if len(set(shapes)) > 1:
-        raise UsageError(
-            f"{family} has layers with different numbers or widths of heads: {sorted(set(shapes))}"
-        )
-    name_of = {id(module): name for name, module in model.named_modules()}
-    names = [name_of[id(module)] for module in modules]
-    places = [_block_of(model, name) for name in names]
-    blocks = [stack[number] for stack, number in places]
-    if len(set(map(id, blocks))) < len(blocks):
-        raise UsageError(f"{family} has a block with two attention modules; theodolite needs one a block")
-    if len(blocks) < sum(len(stack) for stack in {id(stack): stack for stack, _ in places}.values()):
-        raise UsageError(
-            f"{family} has blocks without attention; theodolite needs one attention module a block"
-        )
-    return Structure(tuple(modules), tuple(names), tuple(blocks), *shapes[0])
+    return layers
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
@@ -112,8 +224,8 @@ def removed_on_leaving(handles: Iterable[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
-def _block_of(model: nn.Module, name: str) -> tuple[nn.ModuleList, int]:
-    """The outermost list that holds the module of that name, and the number of its member that does.
+def _stack_of(model: nn.Module, name: str) -> nn.ModuleList:
+    """The outermost list that holds the module of that name.
 
     A block may itself be a list of sub-layers (T5), so the innermost one will not do.
     """
@@ -121,5 +233,5 @@ def _block_of(model: nn.Module, name: str) -> tuple[nn.ModuleList, int]:
     for end in range(1, len(parts) + 1):
         parent = model.get_submodule(".".join(parts[: end - 1]))
         if isinstance(parent, nn.ModuleList):
-            return parent, int(parts[end - 1])
+            return parent
     raise UsageError(f"{type(model).__name__}: attention module {name} is not inside a list of blocks")

@@ -42,7 +42,7 @@ def recorded_inputs(model: PreTrainedModel) -> Iterator[list[AttentionInputs]]:
 def verify_attention(
     model: PreTrainedModel, structure: Structure, sample: dict[str, Any], *, skip_overflow: bool = False
 ) -> list[AttentionInputs]:
-    """Compare every attention module's output with the recomputed one; the attention inputs of each layer.
+    """Compare every attention module's output with the recomputed one; the attention inputs of each that attends.
 
     Args:
         model, structure: the model, and where its attention modules are.
@@ -59,8 +59,9 @@ def verify_attention(
     if skip_overflow and not all(torch.isfinite(output).all() for output in own):
         return inputs
     largest = [largest_logit(of_layer) for of_layer in inputs]
-    for layer, name in enumerate(structure.names):
-        check_recomputed(f"layer {layer} ({name})", own[layer], recomputed[layer], largest[: layer + 1])
+    for number, layer in enumerate(structure.attending):
+        where = f"layer {layer} ({structure.names[layer]})"
+        check_recomputed(where, own[number], recomputed[number], largest[: number + 1])
     return inputs
 
 
@@ -122,7 +123,8 @@ def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dic
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append(first_output(output).detach().clone())
 
-    hooks = [module.register_forward_hook(keep) for module in structure.attention]
+    modules = {structure.attention_at(layer) for layer in structure.attending}
+    hooks = [module.register_forward_hook(keep) for module in modules]
     with removed_on_leaving(hooks), torch.inference_mode():
         backbone(model)(**sample)
     return outputs

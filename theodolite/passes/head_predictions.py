@@ -44,8 +44,9 @@ class Prediction:
 def from_survey(run: Run, source: str) -> Prediction:
     """What the survey itself predicts, from `weights` or from `text`."""
     suffix = SUFFIX[source]
+    layer, head = (torch.tensor(run.heads[name].to_numpy()) for name in ("layer", "head"))
     return Prediction(
-        run.arrays[f"propagation_predicted{suffix}"].flatten(0, 1).double(),
+        run.arrays[f"propagation_predicted{suffix}"][layer, head].double(),
         run.heads[f"regime{suffix}"].to_numpy(),
         torch.tensor(run.heads[f"eta_symmetric{suffix}"].to_numpy(dtype=np.float64)),
     )
@@ -59,15 +60,16 @@ def from_increments(model: OpenModel, walk: TextWalk, length: int) -> Prediction
         walk: what `read_walk` has seen of a text. length: T of the predicted curves.
     """
     curves, names, etas = [], [], []
-    for layer in range(model.layers):
+    for layer in model.attending:
         try:
             weights = model.head_weights(layer)
         except WorkError:
             weights = None
         if weights is None or not weights.exact:
-            curves.append(torch.full((model.heads, length), torch.nan, dtype=torch.float64))
-            names += [UNDEFINED] * model.heads
-            etas.append(torch.full((model.heads,), torch.nan, dtype=torch.float64))
+            heads = model.heads_of[layer]
+            curves.append(torch.full((heads, length), torch.nan, dtype=torch.float64))
+            names += [UNDEFINED] * heads
+            etas.append(torch.full((heads,), torch.nan, dtype=torch.float64))
             continue
         sigma = walk.inputs.covariance(walk.input_state, layer)
         temperature = 1 / weights.scaling

@@ -73,6 +73,7 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
     tables["heads"] = _heads_table(states, heads)
     for table, added in added_columns(states, extra).items():
         tables[table] = tables[table].assign(**added)
+    tables["heads"] = _heads_that_are(tables["heads"], states.notes["weights"]["heads"])
     return Run(**tables, arrays=arrays, provenance=provenance)
 
 
@@ -109,7 +110,8 @@ def _entropy_bounds(states: States) -> list[float]:
         attention["visible_keys"],
         strict=True,
     )
-    bounds = [entropy_bound(float(gram_norm), norm, keys) for gram_norm, norm, keys in layerwise]
+    # Where a layer does not attend, no query sees a key, and the bound is NaN as its norm is.
+    bounds = [entropy_bound(float(gram_norm), norm, keys.clamp_min(1)) for gram_norm, norm, keys in layerwise]
     return torch.cat(bounds).tolist()
 
 
@@ -167,6 +169,11 @@ def _heads_table(states: States, columns: dict[str, list[Any]]) -> pd.DataFrame:
         "spectrum_of": [spectrum_of[layer] for layer in layers for _ in heads],
     }
     return pd.DataFrame({**index, **columns})
+
+
+def _heads_that_are(table: pd.DataFrame, heads_of: Sequence[int]) -> pd.DataFrame:
+    """Without the rows of layers that do not attend, and of heads that a layer has fewer than another one."""
+    return table[table["head"] < table["layer"].map(dict(enumerate(heads_of)))].reset_index(drop=True)
 
 
 def _telling(labels: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
@@ -18,10 +19,24 @@ from theodolite.measure.positional import positional_heads
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.head_weights import NO_MATRIX, HeadWeights, NotAffine
+from theodolite.models.structure import NoAttention
 from theodolite.system.progress import Progress
 
 OUTPUT_TITLE = "reading output weights"
 """What is said while W_O is read."""
+
+
+def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "heads value_width width"]:
+    """W_O of one layer's heads as of the model's most and widest: zero for those that are not there.
+
+    Raises:
+        WorkError: the layer has no fixed output weights.
+    """
+    if layer not in model.attending:
+        return torch.zeros(model.heads, model.value_width, model.width, dtype=torch.float64)
+    weights = model.output_weights(layer)
+    heads, width, _ = weights.shape
+    return functional.pad(weights, (0, 0, 0, model.value_width - width, 0, model.heads - heads))
 
 
 class LayersPass:
@@ -62,7 +77,8 @@ class WeightsPass:
     """Spectra, moments and norms of every head, and what heads make of the positional basis.
 
     State: `measure.localization.layer_spectra` of all layers, stacked; with `pos`, the columns of
-    `measure.positional.positional_heads`, (L, H) each. Notes: `spectrum_of` and `scaling`, a value a layer.
+    `measure.positional.positional_heads`, (L, H) each; NaN where a layer does not attend or has fewer or narrower heads
+    than another one. Notes: `spectrum_of`, `scaling` and `heads`, a value a layer.
 
     Args:
         inputs: the state of `SecondMoments` of what attention reads, for the columns with suffix `_data`.
@@ -81,7 +97,7 @@ class WeightsPass:
         self.model = model
         self.inputs, self.mean, self.pos, self.normed = inputs, mean, pos, normed
         self.total = model.layers
-        self.notes: dict[str, Any] = {"spectrum_of": [], "scaling": []}
+        self.notes: dict[str, Any] = {"spectrum_of": [], "scaling": [], "heads": list(model.heads_of)}
         self._state: State = {}
 
     def state(self) -> State:
@@ -97,30 +113,36 @@ class WeightsPass:
         """Read the layers that are left; a layer's weights go before the next one's come."""
         for layer in range(progress.done, self.total):
             progress.checkpoint(layer)
-            self._read(layer)
+            weights = self._weights(layer)
+            if self.model.heads_of[layer]:
+                self._read(layer, weights)
+            self.notes["spectrum_of"].append(weights.projection if weights else NO_MATRIX)
+            self.notes["scaling"].append(weights.scaling if weights else 1.0)
         progress.checkpoint(self.total)
 
-    def _read(self, layer: int) -> None:
-        model = self.model
+    def _weights(self, layer: int) -> HeadWeights | None:
         try:
-            weights = model.head_weights(layer)
-        except NotAffine:
-            weights = None
+            return self.model.head_weights(layer)
+        except (NotAffine, NoAttention):
+            return None
+
+    def _read(self, layer: int, weights: HeadWeights | None) -> None:
+        model = self.model
+        heads = model.heads_of[layer]
         sigma = None if self.inputs is None else covariance(self.inputs, layer)
-        columns = layer_spectra(weights, sigma, model.heads, model.head_width)
+        columns = layer_spectra(weights, sigma, heads, model.head_width)
         if self.pos is not None:
             columns |= self._positional(layer, weights)
         for name, values in columns.items():
             if name not in self._state:
-                self._state[name] = torch.full((self.total, *values.shape), math.nan, dtype=values.dtype)
+                sizes = (model.heads, model.head_width, *values.shape[2:])[: values.ndim]
+                self._state[name] = torch.full((self.total, *sizes), math.nan, dtype=values.dtype)
             # Copied: a small tensor that is kept would pin the heap around it.
-            self._state[name][layer] = values
-        self.notes["spectrum_of"].append(weights.projection if weights else NO_MATRIX)
-        self.notes["scaling"].append(weights.scaling if weights else 1.0)
+            self._state[name][layer][tuple(slice(size) for size in values.shape)] = values
 
     def _positional(self, layer: int, weights: HeadWeights | None) -> State:
         if weights is None:
-            empty = torch.full((self.model.heads,), math.nan, dtype=torch.float64)
+            empty = torch.full((self.model.heads_of[layer],), math.nan, dtype=torch.float64)
             return dict.fromkeys(POSITIONAL, empty)
         assert self.mean is not None
         assert self.pos is not None

@@ -128,13 +128,13 @@ def layer_numbers(run: Run) -> Floats:
 
 def residual_layers(run: Run) -> int:
     """L + 1, the number of residual layers, from the table or from any array that has one row per layer."""
-    if run.layers is not None and len(run.layers):
-        return int(run.layers["layer"].max()) + 1
     return blocks(run) + 1
 
 
 def blocks(run: Run) -> int:
-    """L, the number of attention blocks."""
+    """L, the number of blocks, with those that do not attend where a text was read."""
+    if run.layers is not None and len(run.layers):
+        return int(run.layers["layer"].max())
     return int(run.heads["layer"].max()) + 1 if len(run.heads) else 0
 
 

@@ -115,7 +115,7 @@ def ablate_direction(
     edit_name = _described(
         "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries
     )
-    with model.intervention(edit_name, intervened(model.hf, model.structure.attention[layer], intervene)):
+    with model.intervention(edit_name, intervened(model.hf, model.attention_alone(layer), intervene)):
         yield AblatedDirection(unit, along, share)
 
 
@@ -149,7 +149,7 @@ def attention_knockout(
             have, no sink column, or a sliding window's cache, which drops keys (`generate` with use_cache=False).
     """
     model.check_place(layer, 0 if head is None else head)
-    heads = list(range(model.heads)) if head is None else [head]
+    heads = list(range(model.heads_of[layer])) if head is None else [head]
     with guarded(model.hf):
         chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
 
@@ -160,7 +160,7 @@ def attention_knockout(
         output = answer(hide_keys(inputs, hidden, heads, sink_column))
         return restore_blind_queries(inputs, hidden, heads, output)
 
-    attention = model.structure.attention[layer]
+    attention = model.attention_alone(layer)
     edit_name = _described(
         "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
     )
@@ -299,6 +299,7 @@ class _PositionFlags:
 def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[str, Projection]:
     if not names or len(set(names)) < len(names) or not set(names) <= set("qkv"):
         raise UsageError(f"{''.join(names)!r} is not of W_Q, W_K and W_V: use letters of 'qkv'")
+    model.attention_alone(layer)
     with torch.no_grad():
         calls = capture_calls(model.hf, model.structure, small_input(model.hf, 1))
         (of_layer,) = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")

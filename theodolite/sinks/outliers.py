@@ -29,6 +29,7 @@ from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import token_text
@@ -116,10 +117,16 @@ def find_outliers(
         show_progress: told (what is being done, contexts done, contexts in all); it may raise to stop.
 
     Raises:
-        UsageError: the corpus does not fit the model, or the thresholds make everything massive.
+        UsageError: the corpus does not fit the model, its layers differ in their heads, or the thresholds make
+            everything massive.
         WorkError: hidden states hold NaN or infinite values.
     """
     check_fit(model, corpus)
+    if not model.structure.alike:
+        raise UsageError(
+            f"{model.id}: its layers differ in number or width of heads, whose outlier dimensions cannot be told by "
+            "one rule; outliers of the residual stream are in the survey"
+        )
     thresholds = thresholds or Thresholds()
     contexts, length = corpus.contexts.shape
     trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
@@ -155,13 +162,16 @@ def find_outliers(
     carriers = _carriers(state, text)
     dimensions = _dimensions(state, later, thresholds, across_layers=True)
     head_dimensions = _dimensions(head_state, later, thresholds, across_layers=False)
+    head_massive = _carriers(head_state, text).drop(columns="example")
+    for table in (head_dimensions, head_massive):
+        table["layer"] = np.array(model.attending)[table["layer"].to_numpy(dtype=int)]
     growth = _growth(states.of(f"follow.{STREAM}"), text)
     return Outliers(
         layers=_layers(state, dimensions, contexts, later, trailing),
         dimensions=dimensions.drop(columns="head"),
         massive=carriers.drop(columns=["head", "example"]),
         head_dimensions=head_dimensions,
-        head_massive=_carriers(head_state, text).drop(columns="example"),
+        head_massive=head_massive,
         growth=growth,
         numbers={
             "thresholds": dict(vars(thresholds)),
@@ -189,11 +199,15 @@ class _Sums(Accumulator, Protocol):
 
 
 class _OutlierPass(CorpusPass):
-    """Sums of the stream, which is one part per token, and if wanted of the heads' outputs, which are H."""
+    """Sums of the stream, which is one part per token, and if wanted of the heads' outputs, which are H.
+
+    Those of heads are counted by the layers that attend.
+    """
 
     def __init__(self, model: OpenModel, corpus: Corpus, sums: dict[str, _Sums]) -> None:
         super().__init__(model, corpus, 0, batch_of(corpus, None))
         self._sums = sums
+        self._place = {layer: place for place, layer in enumerate(model.attending)}
 
     @property
     def accumulators(self) -> Mapping[str, _Sums]:
@@ -213,7 +227,7 @@ class _OutlierPass(CorpusPass):
         """The model's own output."""
         output = attend(inputs)
         if HEADS in self._sums:
-            self._sums[HEADS].update(layer, output, self.ids, self.first)
+            self._sums[HEADS].update(self._place[layer], output, self.ids, self.first)
         return output
 
 

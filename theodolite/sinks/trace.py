@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.accumulate.sums import State, each_part
@@ -37,7 +38,7 @@ from theodolite.passes.corpus_pass import (
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Stage, States, run_into
-from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
+from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass, widest_output_weights
 from theodolite.system.progress import ShowStage
 
 Rows = tuple[Tensor, Tensor]
@@ -123,9 +124,10 @@ class TracePass(CorpusPass):
             if not len(catches.head):
                 return output, catches, None
             heads = catches.head.unique()
+            wider = (0, metric.shape[-1] - output.shape[-1])  # as wide as those of the widest layer
             outputs = HeadOutputs(
-                output=output[0, :, heads].transpose(0, 1),
-                value=inputs.value[part.start, heads // groups],
+                output=functional.pad(output[0, :, heads].transpose(0, 1), wider),
+                value=functional.pad(inputs.value[part.start, heads // groups], wider),
                 metric=metric[heads],
             )
             before = released(catches, self._entering[part.start].to(output.device))
@@ -216,7 +218,7 @@ def trace_stages(model: OpenModel, corpus: Corpus, batch: int, stretches: bool) 
 
     def metric(states: States) -> LayersPass:
         def read(layer: int) -> State:
-            w_o = model.output_weights(layer)
+            w_o = widest_output_weights(model, layer)
             return {"metric": (w_o @ w_o.mT)[None]}
 
         return LayersPass(range(model.layers), read)
@@ -227,7 +229,7 @@ def trace_stages(model: OpenModel, corpus: Corpus, batch: int, stretches: bool) 
     def write(states: States) -> LayersPass:
         tags = states.of("trace.tags")
         return LayersPass(
-            layers_with_sinks(tags), lambda layer: written(tags, layer, model.output_weights(layer))
+            layers_with_sinks(tags), lambda layer: written(tags, layer, widest_output_weights(model, layer))
         )
 
     return [

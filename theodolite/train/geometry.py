@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
@@ -29,6 +30,7 @@ from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moment
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.open import embedded_tokens
 from theodolite.models.structure import find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
 from theodolite.models.verification import verify_attention
@@ -140,16 +142,14 @@ class GeometryReader:
     def _geometry(self, step: int, sums: State, spectra: bool, started: float) -> Geometry:
         """The tables from the sums of all processes."""
         attention = part_of(sums, "attention")
-        columns = _head_columns(attention, part_of(sums, "queries"))
+        places, most = self.model.places, self.model.heads
+        columns = pd.DataFrame(_head_columns(attention, part_of(sums, "queries")))
+        of_places = columns.iloc[[layer * most + head for layer, head in places]].reset_index(drop=True)
+        heads = pd.DataFrame(places, columns=["layer", "head"]).join(of_places)
         if spectra:
-            columns |= _spectra(self.model, attention)
-        layers, heads = self.model.layers, self.model.heads
-        places = {
-            "layer": [layer for layer in range(layers) for _ in range(heads)],
-            "head": list(range(heads)) * layers,
-        }
+            heads = heads.assign(**_spectra(self.model, attention))
         table = pd.DataFrame(_residual_rows(part_of(sums, "residual"), self.ids.shape[1]))
-        return Geometry(step, pd.DataFrame(places | columns), table, time.perf_counter() - started)
+        return Geometry(step, heads, table, time.perf_counter() - started)
 
 
 def residual_place(layer: int) -> str:
@@ -174,7 +174,7 @@ def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts po
             f"(contexts, positions), {LEAST_LENGTH} positions or more"
         )
     ids = ids.detach().cpu().long()
-    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    vocabulary = embedded_tokens(model)
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise UsageError(
             f"the monitor batch holds ids from {int(ids.min())} to {int(ids.max())}, the model has {vocabulary} "
@@ -205,7 +205,8 @@ class _GeometryHooks(Hooks):
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool) -> None:
         contexts, length = tokens.ids.shape
         self.attention_statistics = AttentionStatistics(model.layers, model.heads, length, examples=0)
-        self.queries: list[State] = []
+        self.queries: list[State] = [{} for _ in range(model.layers)]
+        self._heads = model.heads
         self.residual: list[State] = []
         self._tokens = tokens
         self._spectra = spectra
@@ -231,7 +232,12 @@ class _GeometryHooks(Hooks):
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Measure one layer's attention, and compute its output."""
-        self.queries.append(query_sums(inputs))
+        sums = query_sums(inputs)
+        missing = self._heads - inputs.query.shape[1]  # heads that another layer has
+        self.queries[layer] = {
+            name: functional.pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, missing))
+            for name, tensor in sums.items()
+        }
         return self.attention_statistics.update(layer, inputs, self._tokens, 0)
 
     def totals(self, ranks: Ranks, *, counts: bool) -> State:
@@ -244,7 +250,12 @@ class _GeometryHooks(Hooks):
         spread, contexts, entropy = (attention[name] for name in ("entropy_spread", "contexts", "entropy"))
         parts = {"attention.": attention}
         for prefix, layers in (("queries.", self.queries), ("residual.", self.residual)):
-            parts[prefix] = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
+            some = next(layer for layer in layers if layer)
+            # A layer that does not attend adds nothing, to no context.
+            parts[prefix] = {
+                name: torch.stack([layer.get(name, torch.zeros_like(tensor)) for layer in layers])
+                for name, tensor in some.items()
+            }
         maxima = frozenset("attention." + name for name in self.attention_statistics.maxima)
         local_sums = {
             prefix + name: tensor for prefix, state in parts.items() for name, tensor in state.items()
@@ -329,17 +340,18 @@ def _head_columns(attention: State, queries: State) -> dict[str, list[float]]:
 def _spectra(model: OpenModel, attention: State) -> dict[str, list[Any]]:
     """`SPECTRA` of every head; NaN where queries and keys are no affine function of what attention reads."""
     columns: dict[str, list[Any]] = {name: [] for name in SPECTRA}
-    for layer in range(model.layers):
+    for layer in model.attending:
         try:
             weights = model.head_weights(layer)
         except WorkError:
             weights = None
-        values: dict[str, Any] = dict(layer_moments(weights, model.heads))
+        heads = model.heads_of[layer]
+        values: dict[str, Any] = dict(layer_moments(weights, heads))
         values["regime"] = regime(values["xi_symmetric"], values["eta_symmetric"])
         if weights is not None and not weights.exact:
             # A norm between projection and logit: the spectrum is the projections', and says nothing of the logits.
             values["regime"][:] = UNDEFINED
-        norm = values["spectral_norm"] = logit_norm(weights, model.heads)
+        norm = values["spectral_norm"] = logit_norm(weights, heads)
         gram_norm, visible_keys = float(attention["gram_norm"][layer]), attention["visible_keys"][layer]
         values["entropy_bound"] = entropy_bound(gram_norm, norm, visible_keys)
         for name in SPECTRA:

@@ -20,7 +20,7 @@ from theodolite.errors import UsageError
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.open import small_input
 from theodolite.models.projections import Projection, find_projections
-from theodolite.models.structure import find_structure
+from theodolite.models.structure import Structure, find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
 from theodolite.train.penalty import (
     Gradient,
@@ -79,7 +79,7 @@ class Locater:
             sample = small_input(inner, 1)
             structure = find_structure(inner, sample)
             calls = capture_calls(inner, structure, sample)
-            self.layers = _selected(asked, len(structure.attention))
+            self.layers = _selected(asked, structure)
             self._projections = find_projections(inner, structure, calls, self.layers)
         name_of = {id(module): name for name, module in inner.named_modules()}
         self._model = inner
@@ -266,11 +266,17 @@ def _listed(layers: Iterable[int] | None) -> list[int] | None:
         raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error
 
 
-def _selected(layers: list[int] | None, count: int) -> list[int]:
-    selected = list(range(count)) if layers is None else layers
+def _selected(layers: list[int] | None, structure: Structure) -> list[int]:
+    """The layers asked for, or all that attend; of those that share their matrices (ALBERT), the first."""
+    count = len(structure.attention)
+    first = {structure.attention_at(layer): layer for layer in reversed(structure.attending)}
+    selected = sorted(first.values()) if layers is None else layers
     wrong = [layer for layer in selected if not 0 <= layer < count]
     if wrong:
         raise UsageError(f"layer {wrong[0]} does not exist: this model has layers 0 to {count - 1}")
     if not selected or len(set(selected)) < len(selected):
         raise UsageError(f"layers is {selected}: name one layer or more, each once")
+    without = [layer for layer in selected if structure.attention[layer] is None]
+    if without:
+        raise UsageError(f"layer {without[0]} does not attend: leave it out of layers")
     return selected

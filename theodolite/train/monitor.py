@@ -10,7 +10,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ class GeometryMonitor:
         self._reader = GeometryReader(model, ids, self._ranks)
         self._judge = Alarms(limits)
         self._record = Record(
-            folder if self._ranks.first else None, self._reader.model.layers, self._reader.model.heads
+            folder if self._ranks.first else None, self._reader.model.layers, self._reader.model.places
         )
         self._step: int | None = None
         self._number = -1
@@ -183,12 +183,14 @@ class Record:
 
     Args:
         folder: where; None: nowhere.
-        layers, heads: of the model, to know its own complete looks.
+        layers, places: of the model, and of its heads, to know its own complete looks.
     """
 
-    def __init__(self, folder: str | Path | None, layers: int = 0, heads: int = 0) -> None:
+    def __init__(
+        self, folder: str | Path | None, layers: int = 0, places: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self._folder = None if folder is None else Path(folder)
-        self._layers, self._heads = layers, heads
+        self._layers, self._places = layers, list(places)
 
     def begin(self, step: int) -> tuple[list[Geometry], str]:
         """Drop what was recorded after `step` (all of it, at step 0); the looks that are kept, and what to say.
@@ -243,9 +245,8 @@ class Record:
 
     def _whole(self, heads: list[dict[str, Any]], layers: list[dict[str, Any]]) -> bool:
         """Whether these are the rows of one look at a model of this many layers and heads."""
-        places = [(layer, head) for layer in range(self._layers) for head in range(self._heads)]
         return (
-            [(row.get("layer"), row.get("head")) for row in heads] == places
+            [(row.get("layer"), row.get("head")) for row in heads] == self._places
             and [row.get("layer") for row in layers] == list(range(self._layers + 1))
             and all(map(_numeric, heads + layers))
             and all(row.keys() >= JUDGED for row in heads)

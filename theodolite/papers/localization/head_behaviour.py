@@ -91,7 +91,8 @@ def _numbers(prediction: Prediction) -> dict[str, Floats]:
 )
 def behaviour(study: Study, outcome: Outcome) -> None:
     run, seed = study.run, int(study.provenance["seed"])
-    measured = torch.from_numpy(need(run, "propagation_by_position")).flatten(0, 1).double()
+    places = run.heads["layer"].to_numpy(), run.heads["head"].to_numpy()
+    measured = torch.from_numpy(need(run, "propagation_by_position")[places]).double()
     predictions = {name: from_survey(run, name) for name in ("weights", "text")}
     predictions["increments"] = from_increments(study.require_model(), text_walk(study), measured.shape[1])
     numbers = {

@@ -1,0 +1,283 @@
+"""Every text family of `transformers`, surveyed small, and its columns against plain eager attention: `make families`.
+
+`python -m tools.measured_families` measures all and writes docs/results/families.json; with names of families behind
+it, these are measured and printed.
+
+The oracle shares no code with theodolite: the family's own model gives hidden states and attention matrices
+(`output_hidden_states`, `output_attentions`, eager attention), and `tests/dense.py` the columns by their definition.
+Each family has a process of its own and a limit of time, so that one that crashes or hangs stops nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.small_models import WITHOUT_ATTENTION, Case, build, cases
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results" / "families.json"
+CONTEXTS, LENGTH = 4, 24
+SECONDS = 120
+"""For one family, after which it counts as crashed."""
+
+PROCESSES = 2
+HEAD_COLUMNS = ("entropy", "sink_first", "sink_later", "sink_learned", "previous_token", "same_token")
+LAYER_COLUMNS = ("norm", "norm_first", "rank_collapse")
+RTOL, ATOL = 1e-3, 2e-4
+"""Both sides are float32 and add in other orders; what is wrong is off by more."""
+
+WEIGHTS_OF_ANOTHER_KIND = {"granite_swa", "granitemoe_swa"}
+"""Model types whose own models return other weights than the output is made with: before a learned sink scales them."""
+
+OUTCOMES = {
+    "surveyed": "every table, and every column that was compared is what eager attention gives",
+    "partly": "the same, but for what its line says",
+    "refused": "in one line, with the reason",
+    "crashed": "a raw error, or a column that is not what eager attention gives: defects",
+    "no attention": "refused as well: the models have none",
+    "not built": "the script could not make a small model",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of one family: one of `OUTCOMES`, why, how many of its blocks attend, and how much was compared."""
+
+    name: str
+    model_class: str
+    outcome: str
+    why: str = ""
+    blocks: int = 0
+    attending: int = 0
+    compared: str = ""
+
+
+def measure(case: Case, folder: Path) -> Measured:
+    """Build a family, open and survey it from `folder`, and compare; whatever happens is an outcome."""
+    from theodolite.errors import TheodoliteError
+
+    known = {"name": case.name, "model_class": case.model_class}
+    try:
+        build(case).save_pretrained(folder)
+        ids = random_ids(folder)
+        streams, attention = eager(folder, ids)
+    except Exception as error:
+        return Measured(
+            **known, outcome="not built", why=f"{type(error).__name__}: {_line(error, folder, case)}"
+        )
+    try:
+        return Measured(**known, **surveyed(folder, ids, streams, attention))
+    except TheodoliteError as error:
+        outcome = "no attention" if case.family in WITHOUT_ATTENTION else "refused"
+        return Measured(**known, outcome=outcome, why=_line(error, folder, case))
+    except Exception as error:
+        return Measured(
+            **known, outcome="crashed", why=f"{type(error).__name__}: {_line(error, folder, case)}"
+        )
+
+
+def _line(error: Exception, folder: Path, case: Case) -> str:
+    line = " ".join(str(error).split()).replace(str(folder), case.family)
+    return line if len(line) <= 200 else line[:197] + "…"
+
+
+def random_ids(folder: Path) -> Any:
+    """Token ids of the vocabulary of the model in `folder`, (contexts, positions)."""
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    return torch.randint(config.vocab_size, (CONTEXTS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def surveyed(
+    folder: Path, ids: Any, streams: list[np.ndarray], attention: list[np.ndarray]
+) -> dict[str, Any]:
+    """Open and survey the model in `folder`, and compare with what `eager` gave: what `Measured` says of it."""
+    from theodolite.corpus.corpus import Corpus
+    from theodolite.models import open_model
+    from theodolite.passes.survey import survey
+
+    model = open_model(folder)
+    corpus = Corpus.random_tokens(model.required_vocabulary(), LENGTH, CONTEXTS)
+    run = survey(model, replace(corpus, contexts=ids))
+    heads, layers = run.heads, run.layers
+    attending = sorted(set(heads["layer"]))
+    wrong, compared = [], []
+    if len(streams) == len(layers):
+        wrong += _differences(layers, _layer_columns(streams), slice(0, len(layers) - 1), LAYER_COLUMNS)
+        compared.append("layers")
+    if len(attention) == len(attending):
+        for layer, weights in zip(attending, attention, strict=True):
+            expected = _head_columns(weights, ids.numpy(), model.causal)
+            of_layer = heads[heads["layer"] == layer].reset_index(drop=True)
+            wrong += _differences(of_layer, expected, slice(None), HEAD_COLUMNS)
+        compared.append("heads")
+    missing = _missing(run)
+    facts = {
+        "blocks": len(layers) - 1,
+        "attending": len(attending),
+        "compared": " and ".join(compared) or "nothing",
+    }
+    if wrong:
+        return facts | {"outcome": "crashed", "why": f"differs from eager attention: {'; '.join(wrong[:3])}"}
+    return facts | {"outcome": "partly" if missing else "surveyed", "why": missing}
+
+
+def _missing(run: Any) -> str:
+    """Which tables of the survey say nothing of some layers."""
+    of = run.heads.groupby("layer")["spectrum_of"].first()
+    without = int((of == "none").sum())
+    missing = [f"no query-key spectra in {without} of {len(of)} layers"] if without else []
+    refused = run.provenance.get("constituents_refused", {})
+    return "; ".join(missing + ([f"logits not split: {next(iter(refused.values()))}"] if refused else []))
+
+
+def eager(folder: Path, ids: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Hidden states (C, T, d) and attention (C, H, T, T) of the family's own model, those that it returns."""
+    import torch
+    import transformers
+
+    config = json.loads((folder / "config.json").read_text())
+    model_class = getattr(transformers, config["architectures"][0])
+    try:
+        model = model_class.from_pretrained(folder, attn_implementation="eager").eval()
+    except ValueError:  # those who have one way to attend
+        model = model_class.from_pretrained(folder).eval()
+    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    with torch.no_grad():
+        output = model(**given, output_attentions=True, output_hidden_states=True, use_cache=False)
+    streams, attention = (
+        [tensor.float().numpy() for tensor in _of_decoder(output, name) if isinstance(tensor, torch.Tensor)]
+        for name in ("hidden_states", "attentions")
+    )
+    length = ids.shape[1]
+    if config["model_type"] in WEIGHTS_OF_ANOTHER_KIND:
+        return streams, []
+    return streams, [a for a in attention if a.ndim == 4 and a.shape[2:] == (length, length)]
+
+
+def _of_decoder(output: Any, name: str) -> Sequence[Any]:
+    return getattr(output, f"decoder_{name}", None) or getattr(output, name, None) or ()
+
+
+def _layer_columns(streams: list[np.ndarray]) -> dict[str, np.ndarray]:
+    rows = []
+    for hidden in streams:
+        x = hidden[:, 1:].astype(float)
+        centred = x - x.mean(1, keepdims=True)
+        collapse = [np.linalg.norm(c) / np.linalg.norm(t) for c, t in zip(centred, x, strict=True)]
+        norms = np.linalg.norm(hidden.astype(float), axis=-1)
+        rows.append((norms[:, 1:].mean(), norms[:, 0].mean(), np.mean(collapse)))
+    return dict(zip(LAYER_COLUMNS, np.array(rows).T, strict=True))
+
+
+def _head_columns(weights: np.ndarray, ids: np.ndarray, causal: bool) -> dict[str, np.ndarray]:
+    from tests import dense
+
+    nothing = np.empty(0)
+    return dense.head_columns(dense.Dense(nothing, weights[None].astype(float), nothing), ids, causal)
+
+
+def _differences(
+    table: Any, expected: dict[str, np.ndarray], rows: slice, columns: Sequence[str]
+) -> list[str]:
+    wrong = []
+    for name in columns:
+        got, want = table[name].to_numpy(dtype=float)[rows], expected[name][rows]
+        if got.shape != want.shape:
+            wrong.append(f"{name} has {len(got)} values, not {len(want)}")
+        elif not np.allclose(got, want, rtol=RTOL, atol=ATOL, equal_nan=True):
+            wrong.append(f"{name} by {np.nanmax(np.abs(got - want)):.1e}")
+    return wrong
+
+
+def measure_all(
+    chosen: Sequence[Case], show: Callable[[Measured], None] = lambda measured: None
+) -> list[Measured]:
+    """Measure families, each in a process of its own, in the order of `chosen`."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["theodolite.passes.survey", "tests.dense"])
+
+    def one(case: Case) -> Measured:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_in_process, args=(case, sender), daemon=True)
+        process.start()
+        sender.close()
+        measured = Measured(case.name, case.model_class, "crashed", f"took more than {SECONDS} s")
+        try:
+            if receiver.poll(SECONDS):
+                measured = receiver.recv()
+        except EOFError:
+            process.join()
+            measured = Measured(case.name, case.model_class, "crashed", f"died with {process.exitcode}")
+        process.kill()
+        process.join()
+        show(measured)
+        return measured
+
+    with ThreadPoolExecutor(PROCESSES) as threads:
+        return list(threads.map(one, chosen))
+
+
+def _in_process(case: Case, sender: Connection) -> None:
+    import torch
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        sender.send(measure(case, Path(scratch) / "model"))
+
+
+def tenth(day: date) -> list[Case]:
+    """A tenth of the families, another one each day."""
+    return [case for number, case in enumerate(cases()) if number % 10 == day.toordinal() % 10]
+
+
+def write(measured: Sequence[Measured]) -> None:
+    """Write the results that the page is made of."""
+    import torch
+    import transformers
+
+    rows = [{name: value for name, value in asdict(one).items() if value not in ("", 0)} for one in measured]
+    results = {
+        "command": "make families",
+        "date": date.today().isoformat(),
+        "versions": {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]},
+        "families": rows,
+    }
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read() -> tuple[dict[str, Any], list[Measured]]:
+    """What `write` wrote: the facts, and the families."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return results, [Measured(**row) for row in results.pop("families")]
+
+
+def _main(names: list[str]) -> None:
+    chosen = [case for case in cases() if not names or case.name in names]
+    measured = measure_all(chosen, lambda one: print(one.outcome, one.name, one.why, sep="  ", flush=True))
+    if not names:
+        write(measured)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
