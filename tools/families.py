@@ -22,7 +22,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel, open_model
 from theodolite.models.doors.transformers import OUTSIDE_INTERFACE, tapped
-from theodolite.models.open import small_input
+from theodolite.models.model_inputs import small_input
 from theodolite.models.structure import backbone
 from tools import measured_families
 from tools.measured_families import OUTCOMES, Measured

@@ -23,7 +23,7 @@ from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.open import small_input
+from theodolite.models.model_inputs import small_input
 from theodolite.models.verification import VERIFIED_LENGTH
 from theodolite.passes import ray_survey as distribute
 from theodolite.passes import ray_workers as crew

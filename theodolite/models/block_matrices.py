@@ -24,7 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from theodolite.errors import UsageError
 from theodolite.models.guard import measures
 from theodolite.models.head_weights import Calls, capture_calls
-from theodolite.models.open import OpenModel, small_input
+from theodolite.models.model_inputs import small_input
+from theodolite.models.open import OpenModel
 from theodolite.models.projections import Projection, find_projections, refuse_replaced_weights
 from theodolite.models.structure import backbone
 

@@ -47,7 +47,8 @@ from theodolite.models.loading import (
     refuse_nonfinite_weights,
     without_progress_bars,
 )
-from theodolite.models.open import OpenModel, open_model, small_input
+from theodolite.models.model_inputs import small_input
+from theodolite.models.open import OpenModel, open_model
 from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
 from theodolite.models.structure import Structure, backbone, find_structure, first_output, first_tensor

@@ -335,3 +335,20 @@ def first_line(error: BaseException) -> str:
         return "the shapes of its tensors are not those that its config.json asks for"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def usable_device(device: str | torch.device | None) -> torch.device:
+    """The device; of None a CUDA device if there is one, else the CPU.
+
+    Raises:
+        UsageError: it is none, cannot be used, or has no float64 or no numbers at all.
+    """
+    try:
+        usable = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        # Statistics are summed in float64, which Apple's MPS lacks.
+        torch.empty(0, device=usable, dtype=torch.float64)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UsageError(f"cannot use device {device}: {first_line(error)}") from error
+    if usable.type == "meta":
+        raise UsageError("cannot use device meta, which holds no numbers: use --device cpu")
+    return usable

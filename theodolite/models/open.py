@@ -31,8 +31,10 @@ from theodolite.models.loading import (
     load,
     load_tokenizer,
     refuse_nonfinite_weights,
+    usable_device,
     without_progress_bars,
 )
+from theodolite.models.model_inputs import embedded_tokens, longest_of, positions_of, small_input
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.quantised import refuse_quantised_modules
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
@@ -92,7 +94,7 @@ class OpenModel:
             structure=structure,
             width=first_tensor(*first).shape[-1],
             causal=causal,
-            positions=_positions_of(model, first, bias),
+            positions=positions_of(model, first, bias),
             _calls=calls,
             _checksum=weights_checksum(model) if named else None,
             **rest,
@@ -244,7 +246,7 @@ class OpenModel:
     @functools.cached_property
     def longest(self) -> int | None:
         """Tokens that the model has positions for, or None where it sets no limit (ALiBi)."""
-        return _longest(self.hf)
+        return longest_of(self.hf)
 
     @measures
     def head_weights(self, layer: int) -> HeadWeights:
@@ -344,7 +346,7 @@ def open_model(
         WorkError: weights missing, NaN or infinite, or the tapped attention is not the model's own.
     """
     check_dtype(dtype)
-    target = _device(device)
+    target = usable_device(device)
     source = embedded.FOLDER if path_or_id is None else path_or_id
     local = local_folder(source)
     try:
@@ -391,65 +393,3 @@ def verified_parts(model: PreTrainedModel) -> tuple[Structure, Calls, Sequence[A
                 f"sliding_window = {window}; use a number above 0, or null for none"
             )
     return structure, calls, inputs
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        usable = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        # Statistics are summed in float64, which Apple's MPS lacks.
-        torch.empty(0, device=usable, dtype=torch.float64)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise UsageError(f"cannot use device {device}: {first_line(error)}") from error
-    if usable.type == "meta":
-        raise UsageError("cannot use device meta, which holds no numbers: use --device cpu")
-    return usable
-
-
-def _longest(model: PreTrainedModel) -> int | None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
-            return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return int(limit) if isinstance(limit, int) and limit > 0 else None
-
-
-def embedded_tokens(model: PreTrainedModel) -> int:
-    """Rows of a model's token embedding."""
-    return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
-
-
-def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
-    """A small valid input: `length` seeded token ids, (1, length), or an image of noise, (1, channels, height, width).
-
-    Fewer ids where the model has positions for fewer.
-
-    Raises:
-        UsageError: the model reads something else.
-    """
-    generator = torch.Generator().manual_seed(0)
-    if model.main_input_name == "pixel_values":
-        size, channels = model.config.image_size, model.config.num_channels
-        height, width = (size, size) if isinstance(size, int) else size
-        noise = torch.randn(1, channels, height, width, generator=generator)
-        return {"pixel_values": noise.to(device_of(model), model.dtype)}
-    if model.main_input_name != "input_ids":
-        raise UsageError(
-            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
-        )
-    vocabulary = embedded_tokens(model)
-    ids = torch.randint(vocabulary, (1, min(length, _longest(model) or length)), generator=generator)
-    return {"input_ids": ids.to(device_of(model)), "use_cache": False}
-
-
-def _positions_of(model: nn.Module, call: Call, bias: str) -> str:
-    """How the model encodes positions: "rotary", "alibi", "relative bias", "learned" or "other"."""
-    if call[1].get("position_embeddings") is not None:
-        return "rotary"
-    if bias != "none":
-        return bias
-    learned = any(
-        "pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe") for name, _ in model.named_modules()
-    )
-    return (
-        "learned" if learned or any("position_embed" in n for n, _ in model.named_parameters()) else "other"
-    )

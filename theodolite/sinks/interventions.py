@@ -24,7 +24,7 @@ from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import Answer, intervened
 from theodolite.models.guard import guarded
 from theodolite.models.head_weights import capture_calls
-from theodolite.models.open import small_input
+from theodolite.models.model_inputs import small_input
 from theodolite.models.projections import Projection, find_projections, replaced
 
 Positions = int | Sequence[int] | Tensor

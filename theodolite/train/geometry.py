@@ -30,7 +30,7 @@ from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moment
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.open import embedded_tokens
+from theodolite.models.model_inputs import embedded_tokens
 from theodolite.models.structure import find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
 from theodolite.models.verification import verify_attention

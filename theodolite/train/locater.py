@@ -18,7 +18,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
 from theodolite.models.head_weights import capture_calls
-from theodolite.models.open import small_input
+from theodolite.models.model_inputs import small_input
 from theodolite.models.projections import Projection, find_projections
 from theodolite.models.structure import Structure, find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
