@@ -25,7 +25,16 @@ from theodolite.train.monitor import GeometryMonitor
 from tools import measured_families, small_models
 
 HYBRID, WIDTHS, SHARED = "lfm2", "gemma4_text", "albert"
-OTHERS = ["qwen3_next", "jamba", "granitemoehybrid", "recurrent_gemma", "hrm_text", "llama4_text", "ctrl"]
+OTHERS = [
+    "qwen3_next",
+    "jamba",
+    "granitemoehybrid",
+    "recurrent_gemma",
+    "hrm_text",
+    "llama4_text",
+    "ctrl",
+    "got_ocr2",
+]
 
 
 @pytest.fixture(scope="module")

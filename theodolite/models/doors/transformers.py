@@ -267,13 +267,23 @@ def _turn_to_tap(model: PreTrainedModel) -> ExitStack:
             # Lets the model make the mask that the tap reads.
             model.config._attn_implementation = IMPLEMENTATION
         else:
-            if not model._can_set_attn_implementation():
+            parts = _on_interface(model)
+            if not parts:
                 raise UsageError(
                     f"{type(model).__name__} does not use the attention interface of transformers, so its "
                     "queries and keys cannot be read; theodolite does not support this family yet"
                 )
-            model.set_attn_implementation(IMPLEMENTATION)
+            for part in parts:
+                part.set_attn_implementation(IMPLEMENTATION)
         return undo.pop_all()
+
+
+def _on_interface(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model; or, where it does not use the interface, those in it that do: the text side of GOT-OCR 2, say."""
+    if model._can_set_attn_implementation():
+        return [model]
+    inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [module for module in inside if module._can_set_attn_implementation()]
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
