@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 # What is used is compiled as it is first imported; all of it would take longer than the rest.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all test-gpu lint types docs families bench bench-gpu clean
+.PHONY: demo test test-all test-gpu chaos lint types docs families bench bench-gpu clean
 .DEFAULT_GOAL := demo
 
 # Two stamps: the package, which is all that the demo needs, and what its developers use. Each is made again when the
@@ -42,6 +42,11 @@ test: $(VENV)/developers
 test-all: $(VENV)/developers
 	$(PYTEST) $(addprefix --ignore=,$(CHECKED))
 	$(PYTEST) --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
+
+# Kills, settings, threads and damaged files, all of them; a share is among the tests. Its counts go to docs/trust.md.
+chaos: $(VENV)/developers
+	$(BIN)/python -m tests.chaos
+	$(BIN)/python -m tools.trust
 
 # Skipped without a CUDA device; THEODOLITE_GPU_TESTS_ON=cpu shows there that the tests themselves work.
 test-gpu: export THEODOLITE_GPU_TESTS_ON ?= cuda
