@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
-import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,8 +29,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests import checkpoints
+from tests.chaos.tampering import (
+    CHANGED,
+    EXTRA,
+    GONE,
+    OTHER_JSON,
+    TENSORS,
+    WEIGHTS,
+    Tampering,
+    entries,
+    swap,
+    tables,
+)
 from tests.chaos.trials import LOST, REFUSED, RIGHT, UNFORESEEN, WRONG, Trial
-from tests.inputs import hostile
 from theodolite.cli.app import app
 from theodolite.cli.screen import one_line_errors
 from theodolite.papers.training import training_loop
@@ -39,7 +49,6 @@ from theodolite.papers.training.task_models import PUBLISHED, train_task_model
 from theodolite.papers.training.tasks import Characters
 from theodolite.passes.run import Workspace
 from theodolite.passes.survey import survey
-from theodolite.system.checksums import read_json_checked, write_json_checked
 
 SECONDS, GROWTH = 20, 2 << 30
 """The most that a command may take, and by how many bytes its addresses may grow."""
@@ -47,201 +56,6 @@ SECONDS, GROWTH = 20, 2 << 30
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 40
 CUT = ("--length", "32", "--contexts", "4")
 TINY = replace(PUBLISHED["characters"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
-
-Tampering = Callable[[Path, random.Random], object]
-
-
-# How a file is tampered with.
-
-
-def _cut(share: float) -> Tampering:
-    return lambda path, _: path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-
-
-def _flip(path: Path, draw: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-
-
-def _zeros(path: Path, draw: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    begin = next(place for place in range(len(data) // 2, len(data)) if data[place])
-    data[begin : begin + 16] = bytes(len(data[begin : begin + 16]))
-    path.write_bytes(data)
-
-
-def _folder(path: Path, draw: random.Random) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def _link(path: Path, draw: random.Random) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-GONE: dict[str, Tampering] = {
-    "emptied": lambda path, _: path.write_bytes(b""),
-    "cut in half": _cut(0.5),
-    "rubbish": lambda path, draw: path.write_bytes(draw.randbytes(500)),
-    "a folder": _folder,
-    "a dangling link": _link,
-}
-"""Whatever it was, it is no longer there."""
-
-CHANGED: dict[str, Tampering] = {
-    "cut near its end": lambda path, _: path.write_bytes(path.read_bytes()[:-3]),
-    "a bit flipped": _flip,
-    "another bit flipped": _flip,
-    "zeros in the middle": _zeros,
-}
-"""Of a file that carries a checksum: it is there, and says something else."""
-
-
-def _swap(other: str) -> dict[str, Tampering]:
-    """By a file of the same kind, `other` in the same place or from its root."""
-
-    def change(path: Path, draw: random.Random) -> None:
-        root = next(folder for folder in path.parents if (folder / "text.txt").exists())
-        shutil.copyfile(root / other, path)
-
-    return {f"replaced by {other}": change}
-
-
-def _document(change: Callable[[Any], Any], sealed: bool = False) -> Tampering:
-    """A JSON file that says something else, `sealed` by a checksum of its new content."""
-
-    def edit(path: Path, draw: random.Random) -> None:
-        values = read_json_checked(path) if sealed else json.loads(path.read_text(encoding="utf-8"))
-        values = change(values)
-        write_json_checked(path, values) if sealed else path.write_text(json.dumps(values), encoding="utf-8")
-
-    return edit
-
-
-def _raw(data: bytes) -> Tampering:
-    return lambda path, _: path.write_bytes(data)
-
-
-OTHER_JSON: dict[str, Tampering] = {
-    "null": _raw(b"null"),
-    "a list": _raw(b"[]"),
-    "{}": _raw(b"{}"),
-    "not UTF-8": _raw(b'{"a": "\xff"}'),
-    "nested deeply": _raw(b'{"a":' * 100_000),
-    "a number of 5,000 digits": _raw(b'{"schema_version": ' + b"9" * 5000 + b"}"),
-}
-
-VALUES: dict[str, Any] = {
-    "NaN": float("nan"),
-    "Infinity": float("inf"),
-    "-1": -1,
-    "1e9": 10**9,
-    "a text": "three",
-    "null": None,
-    "a list": [],
-}
-
-
-def _entries(*names: str, sealed: bool = False) -> dict[str, Tampering]:
-    """Entries, such as `corpus.contexts`, that are gone or of other values and types."""
-
-    def put(values: Any, name: str, value: Any) -> Any:
-        *outer, last = name.split(".")
-        place = values
-        for key in outer:
-            place = place[key]
-        place.pop(last) if value is ... else place.update({last: value})
-        return values
-
-    wrong = VALUES | {"nothing": ...}
-    return {
-        f"{name} = {said}{', sealed anew' if sealed else ''}": _document(
-            partial(put, name=name, value=value), sealed
-        )
-        for name in names
-        for said, value in wrong.items()
-    }
-
-
-EXTRA: dict[str, Tampering] = {"an entry more": _document(lambda values: values | {"nobody": {"knows": 1}})}
-
-
-def _header(change: Callable[[dict[str, Any], int], object]) -> Tampering:
-    """Of safetensors."""
-
-    def edit(path: Path, draw: random.Random) -> None:
-        data = path.read_bytes()
-        size = struct.unpack("<Q", data[:8])[0]
-        told = json.loads(data[8 : 8 + size])
-        change(told, len(data) - 8 - size)
-        text = json.dumps(told).encode()
-        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
-
-    return edit
-
-
-def _first(told: dict[str, Any]) -> Any:
-    return told[min(name for name in told if name != "__metadata__")]
-
-
-TENSORS: dict[str, Tampering] = {
-    "a header of 2⁶⁰ bytes": lambda path, _: path.write_bytes(
-        struct.pack("<Q", 2**60) + path.read_bytes()[8:]
-    ),
-    "a header of 90 MB": lambda path, _: _long_header(path),
-    "a tensor beyond the end": _header(lambda told, size: _first(told).update(data_offsets=[size, size + 4])),
-    "a shape of another size": _header(lambda told, size: _first(told).update(shape=[3, 10**6])),
-    "a type that is none": _header(lambda told, size: _first(told).update(dtype="F31")),
-    "all tensors in one place": _header(
-        lambda told, size: [t.update(data_offsets=[0, 4]) for n, t in told.items() if n != "__metadata__"]
-    ),
-    "no tensors": _header(lambda told, size: told.clear()),
-}
-
-
-def _long_header(path: Path) -> None:
-    with path.open("wb") as file:  # sparse: the disk holds eight bytes of it
-        file.write(struct.pack("<Q", 90 << 20))
-        file.truncate(91 << 20)
-
-
-WEIGHTS: dict[str, Tampering] = {
-    name: (lambda change: lambda path, _: change(path.parent))(hostile.HOSTILE[name])
-    for name in ("NaN", "a missing tensor")
-}
-
-
-def _table(change: Callable[[pd.DataFrame], pd.DataFrame]) -> Tampering:
-    """A table of a run whose checksum is that of the new one, as another program would write it."""
-
-    def edit(path: Path, draw: random.Random) -> None:
-        change(pd.read_parquet(path)).to_parquet(path, index=False)
-        run = path.with_name("run.json")
-        told = read_json_checked(run)
-        told["checksums"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        write_json_checked(run, told)
-
-    return edit
-
-
-def _tables(*columns: str) -> dict[str, Tampering]:
-    changes: dict[str, Callable[[pd.DataFrame, str], pd.DataFrame]] = {
-        "gone": lambda table, column: table.drop(columns=column),
-        "texts": lambda table, column: table.assign(**{column: "x"}),
-        "lists": lambda table, column: table.assign(**{column: [[1, 2]] * len(table)}),
-        "empty": lambda table, column: table.assign(**{column: None}),
-        "10⁹": lambda table, column: table.assign(**{column: 10**9}),
-    }
-    return {
-        f"{column}: {what}, sealed anew": _table(partial(change, column=column))
-        for column in columns
-        for what, change in changes.items()
-    } | {"no rows, sealed anew": _table(lambda table: table.iloc[:0])}
-
-
-# What is tampered with, and by which command it is read.
 
 
 @dataclass(frozen=True)
@@ -306,8 +120,8 @@ LISTED_JSON = {name: change for name, change in SEALED_JSON.items() if name != "
 
 # Pattern of the files, command, tampering.
 SUBJECTS: list[tuple[str, Reader, dict[str, Tampering]]] = [
-    ("model/config.json", SPECTRA, GONE | OTHER_JSON | EXTRA | _entries(*SIZES)),
-    ("model/config.json", SURVEY, GONE | _entries("n_positions", "model_type", "architectures")),
+    ("model/config.json", SPECTRA, GONE | OTHER_JSON | EXTRA | entries(*SIZES)),
+    ("model/config.json", SURVEY, GONE | entries("n_positions", "model_type", "architectures")),
     ("model/model.safetensors", SPECTRA, GONE | TENSORS | WEIGHTS),
     ("model/model.safetensors", SURVEY, GONE | TENSORS | WEIGHTS),
     ("model/tokenizer.json", SURVEY, GONE | OTHER_JSON),
@@ -322,39 +136,39 @@ SUBJECTS: list[tuple[str, Reader, dict[str, Tampering]]] = [
         replace(SPECTRA, words=("spectra", "@/sharded", "--out", "@/out")),
         GONE | TENSORS,
     ),
-    ("run/run.json", EXCLUDE, SEALED_JSON | _entries(*RUN_ENTRIES) | _swap("trace/run.json")),
-    ("run/run.json", REPORT, _entries("counts", "corpus", "model.heads", "versions", sealed=True)),
-    ("run/run.json", EXCLUDE, _entries("corpus.contexts", "checksums", "fingerprint", sealed=True)),
+    ("run/run.json", EXCLUDE, SEALED_JSON | entries(*RUN_ENTRIES) | swap("trace/run.json")),
+    ("run/run.json", REPORT, entries("counts", "corpus", "model.heads", "versions", sealed=True)),
+    ("run/run.json", EXCLUDE, entries("corpus.contexts", "checksums", "fingerprint", sealed=True)),
     ("run/run.json", LIST, LISTED_JSON),
-    ("run/*.parquet", EXCLUDE, SEALED | _swap("trace/heads.parquet")),
-    ("run/arrays.safetensors", EXCLUDE, SEALED | TENSORS | _swap("trace/arrays.safetensors")),
-    ("run/layers.parquet", REPORT, _tables("layer", "rank", "norm")),
-    ("run/heads.parquet", REPORT, _tables("layer", "head", "entropy", "regime", "spectrum_of")),
-    ("run/constituents.parquet", REPORT, _tables("query", "share")),
-    ("run/attribution.parquet", REPORT, _tables("pattern", "group", "share", "only")),
-    ("run/sinks.parquet", EXCLUDE, _tables("layer", "head", "token_id", "share", "first")),
-    ("run/outliers.parquet", EXCLUDE, _tables("dimension", "share", "massive_contexts")),
-    ("run/examples.parquet", REPORT, _tables("token", "context")),
-    ("trace/traces.parquet", TRACED, SEALED | _tables("kind", "share", "layer")),
+    ("run/*.parquet", EXCLUDE, SEALED | swap("trace/heads.parquet")),
+    ("run/arrays.safetensors", EXCLUDE, SEALED | TENSORS | swap("trace/arrays.safetensors")),
+    ("run/layers.parquet", REPORT, tables("layer", "rank", "norm")),
+    ("run/heads.parquet", REPORT, tables("layer", "head", "entropy", "regime", "spectrum_of")),
+    ("run/constituents.parquet", REPORT, tables("query", "share")),
+    ("run/attribution.parquet", REPORT, tables("pattern", "group", "share", "only")),
+    ("run/sinks.parquet", EXCLUDE, tables("layer", "head", "token_id", "share", "first")),
+    ("run/outliers.parquet", EXCLUDE, tables("dimension", "share", "massive_contexts")),
+    ("run/examples.parquet", REPORT, tables("token", "context")),
+    ("trace/traces.parquet", TRACED, SEALED | tables("kind", "share", "layer")),
     ("trace/run.json", TRACED, SEALED_JSON),
     ("half.partial/progress.safetensors", RESUME, SEALED | TENSORS),
-    ("pruned/pruning.json", PRUNED, SEALED_JSON | _entries("pruning.sparsity", "model.layers")),
+    ("pruned/pruning.json", PRUNED, SEALED_JSON | entries("pruning.sparsity", "model.layers")),
     ("pruned/pruning.parquet", PRUNED, SEALED),
     ("pruned/low_rank.safetensors", PRUNED, SEALED | TENSORS),
-    ("factored/block-001.safetensors", FACTORED, SEALED | TENSORS | _swap("factored/block-000.safetensors")),
+    ("factored/block-001.safetensors", FACTORED, SEALED | TENSORS | swap("factored/block-000.safetensors")),
     ("factored/dense.safetensors", FACTORED, GONE | TENSORS),
     ("factored/pruning.json", AGAIN, SEALED_JSON),
     ("factored/block-002.safetensors", AGAIN, SEALED | TENSORS),
-    ("answers.json", ANSWERS, SEALED_JSON | _entries("measured", "schema_version")),
-    ("trained/identity.json", TRAINED, GONE | OTHER_JSON | EXTRA | _entries("config")),
+    ("answers.json", ANSWERS, SEALED_JSON | entries("measured", "schema_version")),
+    ("trained/identity.json", TRAINED, GONE | OTHER_JSON | EXTRA | entries("config")),
     ("trained/config.json", TRAINED, GONE | OTHER_JSON),
     ("trained/model.safetensors", TRAINED, GONE | TENSORS | WEIGHTS),
-    ("begun.partial/identity.json", UNTRAINED, GONE | OTHER_JSON | EXTRA | _entries("config")),
+    ("begun.partial/identity.json", UNTRAINED, GONE | OTHER_JSON | EXTRA | entries("config")),
     ("begun.partial/checkpoint.safetensors", UNTRAINED, SEALED | TENSORS),
     (
         "pages/localization-figure2/result.json",
         INDEX,
-        LISTED_JSON | _entries("verdicts", "provenance", "title"),
+        LISTED_JSON | entries("verdicts", "provenance", "title"),
     ),
     (
         "text.txt",
@@ -371,34 +185,71 @@ SUBJECTS: list[tuple[str, Reader, dict[str, Tampering]]] = [
 ]
 
 
-def _prepare(root: Path) -> None:
-    """Every kind of file, written by the commands that write them; `root` is empty."""
-
-    def call(*words: object) -> None:
-        result = CliRunner().invoke(app, [str(word) for word in words])
-        assert result.exit_code == 0, (words, result.stderr)
-
+def _prepare(root: Path, names: set[str]) -> None:
+    """The files of these names, written by the commands that write them; `root` is empty."""
     _with_sinks(checkpoints.build("gpt2")).save_pretrained(root / "model")
     checkpoints.byte_tokenizer().save_pretrained(root / "model")
-    checkpoints.build("gpt2").save_pretrained(root / "sharded", max_shard_size="60KB")
     (root / "text.txt").write_text(TEXT)
-    rows = pd.DataFrame({"text": [TEXT] * 3, "label": ["a", "b", "c"]})
-    rows.to_json(root / "rows.jsonl", orient="records", lines=True)
-    rows.to_parquet(root / "rows.parquet")
-    text = ("--corpus", root / "text.txt", *CUT)
-    call("survey", root / "model", *text, "--out", root / "run")
-    call("trace", root / "model", *text, "--out", root / "trace")
-    for reader in (PRUNED, AGAIN, ANSWERS):
-        call(*_words(reader, root))
-    call("reproduce", "localization/figure2", "--out", root / "pages")
-    _train(root, "trained")
-    often = mock.patch.dict(survey.__wrapped__.__kwdefaults__, checkpoint_seconds=0.0)  # type: ignore[attr-defined]
-    interrupted = ((RESUME, Workspace, "save_progress"), (UNTRAINED, training_loop, "save_checkpoint"))
-    for reader, module, name in interrupted:
-        with often, mock.patch.object(module, name, _then_interrupted(getattr(module, name))):
-            assert _call(reader, root)[0] == 130
+    for name in sorted(names & MAKERS.keys()):
+        MAKERS[name](root)
     for page in root.rglob("plotly.min.js"):
         page.unlink()  # four megabytes, which are written anew
+
+
+def _by(reader: Reader) -> Callable[[Path], None]:
+    """What the reader itself writes where nothing is there to be read."""
+
+    def make(root: Path) -> None:
+        status, _, stderr = _call(reader, root)
+        assert status == 0, (reader, stderr)
+
+    return make
+
+
+def _interrupted(reader: Reader, module: Any, name: str) -> Callable[[Path], None]:
+    """What a reader leaves that is interrupted when it has saved its progress for the first time."""
+    save = getattr(module, name)
+
+    def then_interrupt(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    def make(root: Path) -> None:
+        often = mock.patch.dict(survey.__wrapped__.__kwdefaults__, checkpoint_seconds=0.0)  # type: ignore[attr-defined]
+        with often, mock.patch.object(module, name, then_interrupt):
+            assert _call(reader, root)[0] == 130
+
+    return make
+
+
+ROWS = pd.DataFrame({"text": [TEXT] * 3, "label": ["a", "b", "c"]})
+
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "sharded": lambda root: checkpoints.build("gpt2").save_pretrained(
+        root / "sharded", max_shard_size="60KB"
+    ),
+    "rows": lambda root: (
+        ROWS.to_json(root / "rows.jsonl", orient="records", lines=True),
+        ROWS.to_parquet(root / "rows.parquet"),
+    ),
+    "run": _by(replace(SURVEY, words=(*SURVEY.words[:-1], "@/run"))),
+    "trace": _by(replace(SURVEY, words=("trace", *SURVEY.words[1:-1], "@/trace"))),
+    "pruned": _by(PRUNED),
+    "factored": _by(AGAIN),
+    "answers": _by(ANSWERS),
+    "pages": _by(replace(INDEX, words=("reproduce", "localization/figure2", *INDEX.words[2:]))),
+    "trained": _by(TRAINED),
+    "half": _interrupted(RESUME, Workspace, "save_progress"),
+    "begun": _interrupted(UNTRAINED, training_loop, "save_checkpoint"),
+}
+"""What writes each kind of file, by the name that it begins with; the model and the text are always there."""
+
+
+def _names(pattern: str, reader: Reader, what: str) -> set[str]:
+    """The files that a trial reads, by the names of `MAKERS`, and those that its way of tampering takes."""
+    words = reader.words if isinstance(reader.words, tuple) else ()
+    every = ("run", "trace") if reader is LIST else ()
+    return {*every, *(name for word in (pattern, *words, what) for name in re.split("[^a-z]+", word))}
 
 
 def _with_sinks(model: Any) -> Any:
@@ -408,22 +259,6 @@ def _with_sinks(model: Any) -> Any:
             block.attn.c_attn.weight.mul_(3)
         model.transformer.wpe.weight[0, 5] = 300.0
     return model
-
-
-def _then_interrupted(function: Callable[..., Any]) -> Callable[..., None]:
-    def call(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    return call
-
-
-def _words(reader: Reader, root: Path) -> list[str]:
-    assert isinstance(reader.words, tuple)
-    return [word.replace("@", str(root)) for word in reader.words]
-
-
-# A trial.
 
 
 class _TookTooLongError(BaseException):
@@ -451,7 +286,8 @@ def _limits() -> Iterator[None]:
 def _call(reader: Reader, root: Path) -> tuple[int, str, str]:
     """Status, standard output and standard error."""
     if isinstance(reader.words, tuple):
-        result = CliRunner().invoke(app, _words(reader, root), catch_exceptions=False)
+        words = [word.replace("@", str(root)) for word in reader.words]
+        result = CliRunner().invoke(app, words, catch_exceptions=False)
         return result.exit_code, result.stdout, result.stderr
     stderr, status = io.StringIO(), 0
     with redirect_stderr(stderr):
@@ -519,8 +355,12 @@ def _is_left_out(tampered: Path, stderr: str, root: Path) -> bool:
     )
 
 
-def all_trials() -> list[tuple[str, Reader, str, Tampering]]:
-    """Pattern of the file, its reader, what is done to it, and how."""
+Way = tuple[str, Reader, str, Tampering]
+"""Pattern of the file, its reader, what is done to it, and how."""
+
+
+def all_trials() -> list[Way]:
+    """Every way to tamper with every file."""
     return [
         (pattern, reader, name, change)
         for pattern, reader, changes in SUBJECTS
@@ -530,13 +370,17 @@ def all_trials() -> list[tuple[str, Reader, str, Tampering]]:
 
 def trials(seed: int, share: float) -> Iterator[Trial]:
     """A `share` of all files and ways to tamper with them, drawn by the seed."""
-    chosen = all_trials()
-    chosen = random.Random(seed).sample(chosen, max(1, round(share * len(chosen))))
+    every = all_trials()
+    yield from tried(random.Random(seed).sample(every, max(1, round(share * len(every)))), seed)
+
+
+def tried(chosen: Sequence[Way], seed: int) -> Iterator[Trial]:
+    """Those that are chosen, one after the other, each on files of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         # All files are written and read at one place: a model's name is a part of what is written.
         root, whole = Path(scratch) / "files", Path(scratch) / "whole"
         root.mkdir()
-        _prepare(root)
+        _prepare(root, set().union(*(_names(*way[:3]) for way in chosen)))
         root.rename(whole)
         right: dict[Reader, dict[str, str]] = {}
         for pattern, reader, name, change in chosen:
