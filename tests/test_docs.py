@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ from theodolite.papers import ALIASES, EXPERIMENTS, reproduce, write_outcome
 from theodolite.papers.experiment import of_nothing
 from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import RESULT
-from tools import commands, families, gallery, outputs, paper_readmes
+from tools import commands, families, gallery, outputs, paper_readmes, trust
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -305,6 +306,11 @@ def test_the_gallery_is_made_from_run_folders(tmp_path):
         assert f">{verdict.answer}</span> {gallery._plain(verdict.claim)}" in entry
     for other in gallery.names():
         assert f"\n## {other}\n" in made
+
+
+def test_the_page_of_promises_has_the_counts_of_the_chaos_suite():
+    text = trust.PAGE.read_text()
+    assert trust.page(text, json.loads(trust.RESULT.read_text())) == text, "run python -m tools.trust"
 
 
 def test_the_page_of_errors_is_the_one_that_the_command_line_points_to():
