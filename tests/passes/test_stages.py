@@ -52,7 +52,8 @@ def tabulate(states: States) -> Run:
         "seconds": states.seconds,
     }
     arrays = {name: states.of(name)["sum"] for name in NAMES}
-    return Run(**dict.fromkeys(TABLES, pd.DataFrame()), arrays=arrays, provenance=provenance)
+    tables = dict.fromkeys(TABLES, pd.DataFrame()) | {"heads": pd.DataFrame({"layer": [0], "head": [0]})}
+    return Run(**tables, arrays=arrays, provenance=provenance)
 
 
 def run(out, steps, stop=None, *, fingerprint=None, checkpoint_seconds=1e9) -> Run:
