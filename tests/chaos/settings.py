@@ -239,7 +239,8 @@ def seen(model: OpenModel | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch's generator": torch.get_rng_state().sum().item() if not _meta() else None,
         "numpy's generator": repr(np.random.get_state()),
-        "python's generator": hash(random.getstate()),
+        # beartype, where it checks types, draws from it which items of a list it looks at.
+        "python's generator": None if "beartype" in sys.modules else hash(random.getstate()),
         "locale": locale.setlocale(locale.LC_ALL),
         "umask": _umask(),
         "collection": gc.isenabled(),
