@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.accumulate.test_catches import random_catches, sums_of_squares
@@ -58,11 +58,17 @@ def tables(tags: Tags, contexts: int) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def same(a: tuple[pd.DataFrame, pd.DataFrame], b: tuple[pd.DataFrame, pd.DataFrame]) -> None:
     for one, other in zip(a, b, strict=True):
-        pd.testing.assert_frame_equal(one, other, rtol=1e-9, atol=1e-11)
+        errors = [name for name in one if name.endswith("_se")]
+        pd.testing.assert_frame_equal(
+            one.drop(columns=errors), other.drop(columns=errors), rtol=1e-9, atol=1e-11
+        )
+        # Roots of differences: where contexts agree, rounding of 1e-16 is one of 1e-8.
+        pd.testing.assert_frame_equal(one[errors], other[errors], rtol=1e-9, atol=1e-7)
 
 
 @settings(deadline=None, max_examples=8)
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True), st.integers(1, 4))
+@example([32, 343, 644, 1549], 1)
 def test_order_halves_and_what_all_tokens_share_do_not_matter(seeds, cut):
     contexts = [one_context(seed, signal=0.5) for seed in seeds]
     whole = tables(summed(contexts), len(seeds))
