@@ -128,12 +128,7 @@ class Corpus:
         if isinstance(texts, str):
             raise UsageError("texts is one string; give a list of texts.")
         texts = list(texts)
-        if labels is not None and len(labels) != len(texts):
-            raise UsageError(
-                f"There are {len(texts)} texts and {len(labels)} labels; give each text one label."
-            )
-        of_text = labels if labels is not None else [None] * len(texts)
-        documents = [Document(text, label) for text, label in zip(texts, of_text, strict=True)]
+        documents = list(map(Document, texts, _one_each(labels, len(texts), "text")))
         return _build(cls, "texts", documents, tokenizer, length, Choice(contexts, seed, per_label))
 
     @classmethod
@@ -221,7 +216,7 @@ class Corpus:
         ids, frame = _drawable(vocabulary, length, below)
         body = length - len(frame.before) - len(frame.after)
         rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
-        return cls(RANDOM, rows, torch.full((contexts,), -1, device="cpu"), [], seed)
+        return cls(RANDOM, rows, *numbered([None] * contexts), seed)
 
     @classmethod
     def from_ids(
@@ -243,15 +238,23 @@ class Corpus:
             raise UsageError(
                 f"token ids of shape {tuple(ids.shape)}: give whole numbers (contexts, positions)"
             )
-        if labels is not None and len(labels) != len(ids):
-            raise UsageError(
-                f"There are {len(ids)} contexts and {len(labels)} labels; give each context one label."
-            )
-        names = list(dict.fromkeys(labels or []))
-        places = (
-            torch.tensor([names.index(label) for label in labels]) if labels else torch.full((len(ids),), -1)
-        )
-        return cls("token ids", ids.cpu().long(), places, names, seed)
+        return cls("token ids", ids.cpu().long(), *numbered(_one_each(labels, len(ids), "context")), seed)
+
+
+def numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:
+    """Each label's number, −1 for None, and the labels in the order of their first appearance."""
+    names = list(dict.fromkeys(label for label in labels if label is not None))
+    index = {label: position for position, label in enumerate(names)}
+    return torch.tensor([-1 if label is None else index[label] for label in labels], device="cpu"), names
+
+
+def _one_each(labels: Sequence[str] | None, count: int, noun: str) -> Sequence[str | None]:
+    """The labels, one for each of `count` things called `noun`; None: no labels."""
+    if labels is None:
+        return [None] * count
+    if len(labels) != count:
+        raise UsageError(f"There are {count} {noun}s and {len(labels)} labels; give each {noun} one label.")
+    return labels
 
 
 def repeated_random_tokens(
@@ -313,9 +316,7 @@ def _build(
     if not sample.bodies:
         raise _nothing_chosen(name, length, choice, sample, cutter, around)
     rows = [[*frame.before, *body, *frame.after] for _, body in sample.bodies]
-    names = list(dict.fromkeys(label for label, _ in sample.bodies if label is not None))
-    index = {label: position for position, label in enumerate(names)}
-    labels = torch.tensor([-1 if label is None else index[label] for label, _ in sample.bodies], device="cpu")
+    labels, names = numbered([label for label, _ in sample.bodies])
     selection = selection or {}
     if cutter.stopped:
         selection |= {"tokens_read": cutter.tokens}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
-from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
+from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus, numbered
 from theodolite.corpus.documents import TEXT_COLUMN, Columns
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.spec import CODE, DOCS, FEW_SHOT, HELD_OUT, RANDOM, check_spec, dataset_of
@@ -109,7 +109,7 @@ def addition_corpus(
                 "addition problems need a tokenizer with one token per character, as `theodolite train` makes"
             )
     ids = torch.from_numpy(np.array(rows[:contexts], dtype=np.int64))
-    return Corpus(corpus_name(digits), ids, torch.full((contexts,), -1, device="cpu"), [], seed)
+    return Corpus(corpus_name(digits), ids, *numbered([None] * contexts), seed)
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
@@ -122,4 +122,4 @@ def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int 
     ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
     if not 4 <= length <= ids.shape[1]:
         raise UsageError(f"these prompts have {ids.shape[1]} tokens; use a --length from 4 to {ids.shape[1]}")
-    return Corpus(FEW_SHOT, ids[:, :length].clone(), torch.full((contexts,), -1, device="cpu"), [], seed)
+    return Corpus(FEW_SHOT, ids[:, :length].clone(), *numbered([None] * contexts), seed)

@@ -37,7 +37,7 @@ from theodolite.models.loading import (
 from theodolite.models.model_inputs import embedded_tokens, longest_of, positions_of, small_input
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.quantised import refuse_quantised_modules
-from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
+from theodolite.models.structure import NoAttention, Structure, backbone, find_structure, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, attention_kind, verify_attention
 from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.system import embedded
@@ -314,11 +314,11 @@ class OpenModel:
     def check_place(self, layer: int, head: int = 0) -> None:
         """Raise `UsageError` where there is no such layer, or no such head in it; and where it does not attend."""
         self._check_layer(layer)
+        try:
+            self.structure.attention_at(layer)
+        except NoAttention as error:
+            raise UsageError(str(error)) from error
         heads = self.heads_of[layer]
-        if not heads:
-            raise UsageError(
-                f"layer {layer} ({self.structure.names[layer]}) does not attend, so it has no heads"
-            )
         if not 0 <= head < heads:
             raise UsageError(f"head {head} does not exist: this model has heads 0 to {heads - 1}")
 

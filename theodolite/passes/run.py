@@ -9,7 +9,6 @@ here is ever pickled. This module measures nothing and draws nothing.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -26,6 +25,7 @@ from theodolite.passes.table_columns import fault_of
 from theodolite.system.checksums import (
     CHECKSUMS,
     CorruptFile,
+    bytes_digest,
     read_bytes_checked,
     read_checked,
     write_checked,
@@ -149,7 +149,7 @@ class Run:
                 table: pd.DataFrame = getattr(self, name)
                 table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
             files = [f"{name}.parquet" for name in TABLES]
-            sums = {name: hashlib.sha256((temporary / name).read_bytes()).hexdigest() for name in files}
+            sums = {name: bytes_digest((temporary / name).read_bytes()) for name in files}
             sums[ARRAYS] = write_checked(temporary / ARRAYS, self.arrays)
             write_json_checked(temporary / RUN, self.provenance | {CHECKSUMS: sums})
             # safetensors writes files that only their owner can read; a run is made to be shared.

@@ -8,7 +8,6 @@ matrices that `transformers` opens, or factored, in the format of `models/factor
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from theodolite.passes.run import Workspace
 from theodolite.sinks.interventions import Factors
 from theodolite.system.checksums import (
     CHECKSUMS,
+    bytes_digest,
     read_bytes_checked,
     read_checked,
     read_json_checked,
@@ -243,7 +243,7 @@ class UnfinishedPruning:
             sums = self._write_weights(temporary, model, pruned, form)
             pruned = _with_bytes(temporary, model, pruned, form)
             pruned.table.to_parquet(temporary / TABLE, index=False)
-            sums[TABLE] = hashlib.sha256((temporary / TABLE).read_bytes()).hexdigest()
+            sums[TABLE] = bytes_digest((temporary / TABLE).read_bytes())
             write_json_checked(temporary / SETTINGS, pruned.provenance | {CHECKSUMS: sums})
             for path in temporary.glob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(temporary / SETTINGS, path)

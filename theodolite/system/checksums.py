@@ -31,7 +31,6 @@ LONGEST_HEADERS = 1 << 26
 SHA256 = "sha256"
 """The entry of a JSON file that is the checksum of all others."""
 
-
 SECONDS = "wall_seconds"
 """The entry of provenance that says how long the work took."""
 
@@ -128,6 +127,11 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
+def bytes_digest(written: bytes) -> str:
+    """What `read_bytes_checked` expects of a file with these bytes."""
+    return hashlib.sha256(written).hexdigest()
+
+
 def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
     """A file's bytes, if they are those of its checksum. A file that has none is taken as it is.
 
@@ -136,7 +140,7 @@ def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
         CorruptFile: it has changed since.
     """
     written = path.read_bytes()
-    if path.name in checksums and checksums[path.name] != hashlib.sha256(written).hexdigest():
+    if path.name in checksums and checksums[path.name] != bytes_digest(written):
         raise CorruptFile(f"{path.name}: its bytes are not those that were written")
     return written
 

@@ -149,9 +149,8 @@ def _superscript(exponent: int) -> str:
 
 def harmless(text: str, limit: int | None = None) -> str:
     """A sentence that may quote names from files, its control and direction characters made visible."""
-    return visible(
-        text.replace("\u00a0", " "), limit
-    )  # between a number and its unit, where theodolite puts them
+    # theodolite puts non-breaking spaces between a number and its unit
+    return visible(text.replace("\u00a0", " "), limit)
 
 
 def bracketed(mean: float, deviation: float, digits: int = 3) -> str:
