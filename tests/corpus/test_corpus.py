@@ -561,6 +561,8 @@ def test_token_ids_are_a_corpus_as_they_are():
     )
     assert Corpus.from_ids(corpus.contexts[0]).contexts.tolist() == [corpus.contexts[0].tolist()]
     assert Corpus.from_ids(corpus.contexts).labels.tolist() == [-1, -1]
+    with torch.device("meta"):
+        assert Corpus.from_ids(corpus.contexts).labels.tolist() == [-1, -1]
     for wrong in (
         torch.rand(2, 8),
         torch.zeros(2, 0, dtype=torch.int64),

@@ -23,7 +23,7 @@ from theodolite.errors import WorkError
 from theodolite.logits.constituents import constituents_of_pass
 from theodolite.measure.attribution import chosen_heads
 from theodolite.measure.constituents import Constituents
-from theodolite.measure.heads import head_columns
+from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, visit_layers
@@ -151,11 +151,9 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
         for layer_pass in layers:
             statistics.update(layer_pass.layer, layer_pass.inputs, tokens, first_context=0)
     state = statistics.state()
-    columns = pd.DataFrame(head_columns(state))
+    columns = head_columns(state)
     del columns["entropy_se"]  # of one context there is none
-    rows = [layer * model.heads + head for layer, head in model.places]
-    head_names = pd.DataFrame(model.places, columns=["layer", "head"])
-    heads = pd.concat([head_names, columns.iloc[rows].reset_index(drop=True)], axis=1)
+    heads = heads_that_are(columns, model.heads_of)
     empty = pd.DataFrame()
     arrays = {"visible_keys": state["visible_keys"]}
     return Run(empty, heads, empty, empty, empty, arrays, {})

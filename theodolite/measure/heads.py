@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 import torch
@@ -10,6 +11,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
+
+
+def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
+    """A table with `layer` and `head`, without rows of heads that a layer does not have.
+
+    Args:
+        columns: as many values a layer as the one with most heads has, layer by layer.
+        heads_of: how many heads each layer has; 0 where it does not attend.
+    """
+    most = max(heads_of)
+    places = [(layer, head) for layer, heads in enumerate(heads_of) for head in range(heads)]
+    rows = pd.DataFrame(columns).iloc[[layer * most + head for layer, head in places]]
+    return pd.DataFrame(places, columns=["layer", "head"]).join(rows.reset_index(drop=True))
 
 
 def head_columns(attention: State) -> dict[str, list[float]]:

@@ -5,7 +5,7 @@ What a state is missing (a survey of heads alone, spectra from weights alone) le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -22,7 +22,7 @@ from theodolite.errors import WorkError
 from theodolite.logits.attribution import PATTERNS, attribution_table
 from theodolite.logits.shares import shares_tables
 from theodolite.measure.geometry import geometry, outlier_rows
-from theodolite.measure.heads import examples_table, head_arrays, head_columns, sinks_table
+from theodolite.measure.heads import examples_table, head_arrays, head_columns, heads_that_are, sinks_table
 from theodolite.measure.localization import entropy_bound, localization_tables
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.uncertainty import standard_errors
@@ -70,10 +70,9 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
         attribution = attribution_table(states.of("attribution"))
         tables |= text_tables | {"constituents": shares, "attribution": attribution}
         provenance = provenance | {"constituents_refused": _refused(states)}
-    tables["heads"] = _heads_table(states, heads)
-    for table, added in added_columns(states, extra).items():
-        tables[table] = tables[table].assign(**added)
-    tables["heads"] = _heads_that_are(tables["heads"], states.notes["weights"]["heads"])
+    added = added_columns(states, extra)
+    tables["layers"] = tables["layers"].assign(**added["layers"])
+    tables["heads"] = _heads_table(states, heads | added["heads"])
     return Run(**tables, arrays=arrays, provenance=provenance)
 
 
@@ -159,21 +158,12 @@ def _refuse_overflow(moments: State) -> None:
         raise WorkError(f"the squares of layer {layer}'s vectors overflow: try --dtype float64")
 
 
-def _heads_table(states: States, columns: dict[str, list[Any]]) -> pd.DataFrame:
+def _heads_table(states: States, columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
     """One row a head, from columns of L · H values each."""
-    spectrum_of = states.notes["weights"]["spectrum_of"]
-    layers, heads = range(len(spectrum_of)), range(states.of("weights")["trace"].shape[1])
-    index = {
-        "layer": [layer for layer in layers for _ in heads],
-        "head": [head for _ in layers for head in heads],
-        "spectrum_of": [spectrum_of[layer] for layer in layers for _ in heads],
-    }
-    return pd.DataFrame({**index, **columns})
-
-
-def _heads_that_are(table: pd.DataFrame, heads_of: Sequence[int]) -> pd.DataFrame:
-    """Without the rows of layers that do not attend, and of heads that a layer has fewer than another one."""
-    return table[table["head"] < table["layer"].map(dict(enumerate(heads_of)))].reset_index(drop=True)
+    notes = states.notes["weights"]
+    table = heads_that_are(columns, notes["heads"])
+    table.insert(2, "spectrum_of", table["layer"].map(dict(enumerate(notes["spectrum_of"]))))
+    return table
 
 
 def _telling(labels: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:

@@ -25,7 +25,7 @@ from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import stream as residual_columns
-from theodolite.measure.heads import head_columns
+from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import capture_calls
@@ -142,10 +142,8 @@ class GeometryReader:
     def _geometry(self, step: int, sums: State, spectra: bool, started: float) -> Geometry:
         """The tables from the sums of all processes."""
         attention = part_of(sums, "attention")
-        places, most = self.model.places, self.model.heads
-        columns = pd.DataFrame(_head_columns(attention, part_of(sums, "queries")))
-        of_places = columns.iloc[[layer * most + head for layer, head in places]].reset_index(drop=True)
-        heads = pd.DataFrame(places, columns=["layer", "head"]).join(of_places)
+        columns = _head_columns(attention, part_of(sums, "queries"))
+        heads = heads_that_are(columns, self.model.heads_of)
         if spectra:
             heads = heads.assign(**_spectra(self.model, attention))
         table = pd.DataFrame(_residual_rows(part_of(sums, "residual"), self.ids.shape[1]))
