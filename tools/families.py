@@ -21,7 +21,7 @@ from tests.prune import families as pruned
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel, open_model
-from theodolite.models.doors.transformers import OUTSIDE_INTERFACE, tapped
+from theodolite.models.doors.transformers import on_interface, tapped
 from theodolite.models.model_inputs import small_input
 from theodolite.models.structure import backbone
 from tools import measured_families
@@ -97,9 +97,7 @@ def traits(model: OpenModel) -> list[str]:
         "soft cap": any(inputs.softcap is not None for inputs in seen),
         "learned sink column": any(inputs.sink is not None for inputs in seen),
         _norm(model): bool(_norm(model)),
-        "outside the attention interface": any(
-            type(module).__name__ in OUTSIDE_INTERFACE for module in model.hf.modules()
-        ),
+        "outside the attention interface": not on_interface(model.hf),
     }
     return [name for name, holds in found.items() if holds]
 

@@ -10,11 +10,11 @@ import torch
 from tests import checkpoints
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.attention.key_masking import hide_keys, restore_blind_queries
-from theodolite.errors import UsageError
-from theodolite.models.doors.transformers import intervened, tapped, without_interventions
+from theodolite.models.doors.answers import without_interventions
 from theodolite.models.head_weights import capture_calls, read_head_weights
 from theodolite.models.output_weights import read_output_weights
 from theodolite.models.structure import find_structure
+from theodolite.models.taps import intervened, tapped
 
 LAYER = 1
 
@@ -179,19 +179,17 @@ def test_an_error_inside_leaves_no_edit():
 
 
 @torch.no_grad()
-def test_bloom_with_a_cache_is_refused_and_without_one_it_generates():
+def test_bloom_generates_with_and_without_a_cache():
     """Oracle: greedy continuation with logits of whole passes."""
     model = checkpoints.build("bloom")
     with intervened(model, _attention(model), _times(0.5)):
-        with pytest.raises(UsageError, match=r"without a cache, so earlier keys .* use_cache=False"):
-            model.generate(_ids(), max_new_tokens=4, do_sample=False)
-        model(_ids())  # one pass that fills a cache of its own is right
-        got = model.generate(_ids(), max_new_tokens=4, do_sample=False, use_cache=False)
         expected = _ids()
         for _ in range(4):
             best = model(expected, use_cache=False).logits[:, -1:].argmax(-1)
             expected = torch.cat([expected, best], dim=1)
-    assert torch.equal(got, expected)
+        for use_cache in (True, False):
+            got = model.generate(_ids(), max_new_tokens=4, do_sample=False, use_cache=use_cache)
+            assert torch.equal(got, expected)
 
 
 def _inputs(**options) -> AttentionInputs:

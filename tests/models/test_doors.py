@@ -7,8 +7,7 @@ import torch
 
 from tests import checkpoints
 from theodolite.attention.inputs import attend
-from theodolite.errors import UsageError
-from theodolite.models.doors.transformers import tapped
+from theodolite.models.taps import tapped
 
 LENGTH = 30
 
@@ -119,16 +118,3 @@ def test_two_models_can_be_tapped_one_inside_the_other():
             inner(input_ids=ids)
         outer(input_ids=ids)
     assert seen == ["inner"] * 3 + ["outer"] * 3
-
-
-def test_a_family_outside_the_interface_is_refused_by_name():
-    from transformers import GPTJConfig, GPTJForCausalLM
-
-    model = GPTJForCausalLM(
-        GPTJConfig(vocab_size=20, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=8)
-    )
-    with (
-        pytest.raises(UsageError, match="GPTJForCausalLM does not use the attention interface"),
-        tapped(model, lambda module, inputs: attend(inputs)),
-    ):
-        pass

@@ -9,9 +9,9 @@ import torch
 
 from tests import checkpoints
 from theodolite.attention.inputs import attend
-from theodolite.models.doors.transformers import tapped
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.structure import backbone
+from theodolite.models.taps import tapped
 
 HEADS = 4
 

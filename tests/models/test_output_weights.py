@@ -9,8 +9,8 @@ from tests import checkpoints
 from theodolite.attention.inputs import attend
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.doors.transformers import tapped
 from theodolite.models.structure import backbone
+from theodolite.models.taps import tapped
 
 HEADS = 4
 

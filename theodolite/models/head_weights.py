@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.doors.transformers import tapped, without_interventions
+from theodolite.models.doors.answers import without_interventions
 from theodolite.models.quantised import refuse_quantised_modules
 from theodolite.models.structure import Structure, Turns, backbone, first_tensor, removed_on_leaving
+from theodolite.models.taps import tapped
 
 ROWS = 1024
 """Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
@@ -218,7 +219,23 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInputs:
     """`call_until_tap` with `hidden` (batch, positions, d) in place of the hidden states of `call`."""
-    return call_until_tap(module, call_with_hidden(call, hidden))
+    return _until_tap(module, lambda: run_with_hidden(module, call, hidden))
+
+
+def run_with_hidden(module: nn.Module, call: Call, hidden: Tensor) -> Any:
+    """What the attention module returns for `hidden` (batch, positions, d) in place of the hidden states of `call`.
+
+    What does not broadcast over contexts is repeated: BLOOM's bias has a row for each context and head.
+    """
+    args, kwargs = call_with_hidden(call, hidden)
+    times = len(hidden) // len(first_tensor(*call))
+    try:
+        return module(*args, **kwargs)
+    except (RuntimeError, ValueError):
+        if times < 2:
+            raise
+    args, kwargs = call_with_hidden(_repeated(call, times), hidden)
+    return module(*args, **kwargs)
 
 
 def call_with_hidden(call: Call, hidden: Tensor) -> Call:
@@ -233,6 +250,19 @@ def call_with_hidden(call: Call, hidden: Tensor) -> Call:
     return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
 
+def _repeated(call: Call, times: int) -> Call:
+    """A call whose contexts come so many times, but for its hidden states."""
+    entered = first_tensor(*call)
+
+    def repeated(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value is entered or not value.ndim:
+            return value
+        return value.repeat(times, *(1,) * (value.ndim - 1))
+
+    args, kwargs = call
+    return tuple(map(repeated, args)), {name: repeated(value) for name, value in kwargs.items()}
+
+
 def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
     """Call the attention module and stop where it reaches the tap, while `tapped(…, stop_at_tap)` is open.
 
@@ -240,13 +270,17 @@ def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
         WorkError: the module did not call its attention function.
     """
     args, kwargs = call
+    return _until_tap(module, lambda: module(*args, **kwargs))
+
+
+def _until_tap(module: nn.Module, run: Callable[[], Any]) -> AttentionInputs:
     try:
-        module(*args, **kwargs)
+        run()
     except _Stopped as stopped:
         return stopped.inputs
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         # What else it is called with (embeddings of the tokens, say) fits the model's own hidden states only.
         reason = str(error).partition("\n")[0]
         raise NotAffine(

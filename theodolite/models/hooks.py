@@ -9,10 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.models.doors.transformers import tapped
 from theodolite.models.guard import guarded
 from theodolite.models.open import OpenModel
 from theodolite.models.structure import Turns, backbone, first_output, first_tensor, removed_on_leaving
+from theodolite.models.taps import tapped
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.doors.transformers import tapped, without_interventions
+from theodolite.models.doors.answers import without_interventions
 from theodolite.models.factored import is_factored
 from theodolite.models.guard import measures
 from theodolite.models.head_weights import (
@@ -52,6 +52,7 @@ from theodolite.models.open import OpenModel, open_model
 from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
 from theodolite.models.structure import Structure, backbone, find_structure, first_output, first_tensor
+from theodolite.models.taps import tapped
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder

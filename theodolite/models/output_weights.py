@@ -19,16 +19,17 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
-from theodolite.models.doors.transformers import tapped, without_interventions
+from theodolite.models.doors.answers import without_interventions
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
     ROWS,
     Call,
     as_sequences,
-    call_with_hidden,
     copy_in_dtype,
+    run_with_hidden,
 )
 from theodolite.models.structure import Structure, backbone, first_output, first_tensor, removed_on_leaving
+from theodolite.models.taps import tapped
 
 Sender = Callable[[Tensor, Tensor], Tensor]
 """Sends heads' outputs (rows, features) with hidden states (rows, d); returns what comes out, (rows, d)."""
@@ -102,8 +103,8 @@ class _ControlledAttention:
     def send(self, outputs: Float[Tensor, "rows features"], hidden: Float[Tensor, "rows width"]) -> Tensor:
         """What leaves the module that reads `hidden` while its heads' outputs are `outputs`; each row a sequence."""
         self._answers.outputs = outputs
-        args, kwargs = call_with_hidden(self._call, as_sequences(hidden, self._module))
-        return first_output(self._module(*args, **kwargs))[:, 0].double().cpu()
+        returned = run_with_hidden(self._module, self._call, as_sequences(hidden, self._module))
+        return first_output(returned)[:, 0].double().cpu()
 
     def passes_on(self, width: int) -> bool:
         """Whether the module returns its heads' outputs as they are."""

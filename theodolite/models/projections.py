@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
-from theodolite.models.doors.transformers import tapped
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
     Call,
@@ -33,6 +32,7 @@ from theodolite.models.head_weights import (
     stop_at_tap,
 )
 from theodolite.models.structure import Structure, first_tensor
+from theodolite.models.taps import tapped
 
 Purpose = Literal["penalty", "replacement"]
 """What W_q and W_k are looked for: LocAteR needs them to give the logits, to replace them they need not."""

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
-from theodolite.models.doors.transformers import tapped
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
 from theodolite.models.guard import guarded, measures
 from theodolite.models.head_weights import Call, call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.open import OpenModel
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
+from theodolite.models.taps import tapped
 from theodolite.theory.decomposition import PARTS, Decomposition
 
 

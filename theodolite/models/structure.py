@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.doors.transformers import tapped
+from theodolite.models.taps import tapped
 
 
 class NoAttention(WorkError):
@@ -211,7 +211,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def first_output(output: Any) -> Tensor:
     """The hidden states in what a block or an attention module returns."""
-    return output[0] if isinstance(output, tuple) else output
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
-from theodolite.models.doors.transformers import tapped
 from theodolite.models.structure import Structure, backbone, first_output, removed_on_leaving
+from theodolite.models.taps import tapped
 
 VERIFIED_LENGTH = 16
 """Tokens of the sequence on which an opened model is verified."""

@@ -21,11 +21,12 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.doors.transformers import Answer, intervened
+from theodolite.models.doors.answers import Answer
 from theodolite.models.guard import guarded
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.model_inputs import small_input
 from theodolite.models.projections import Projection, find_projections, replaced
+from theodolite.models.taps import intervened
 
 Positions = int | Sequence[int] | Tensor
 """Positions from 0 on, the same in all contexts; or a bool tensor (contexts, positions), one context for all."""
