@@ -22,8 +22,6 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel, open_model
 from theodolite.models.doors.transformers import on_interface, tapped
-from theodolite.models.model_inputs import small_input
-from theodolite.models.structure import backbone
 from tools import measured_families
 from tools.measured_families import OUTCOMES, Measured
 
@@ -87,7 +85,7 @@ def traits(model: OpenModel) -> list[str]:
         return attend(inputs)
 
     with tapped(model.hf, note), torch.inference_mode():
-        backbone(model.hf)(**small_input(model.hf, LENGTH))
+        model.source.run(model.source.sample(LENGTH))
     windows = sum(_windowed(inputs) for inputs in seen)
     found = {
         "causal" if model.causal else "bidirectional": True,

@@ -13,6 +13,7 @@ from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.head_weights import capture_calls, read_head_weights
 from theodolite.models.output_weights import read_output_weights
+from theodolite.models.source import Source
 from theodolite.models.structure import find_structure
 from theodolite.models.taps import intervened, tapped
 
@@ -26,7 +27,7 @@ def _ids(contexts: int = 2, length: int = 12) -> torch.Tensor:
 
 def _attention(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
-        return find_structure(model, {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}).attention[LAYER]
+        return find_structure(model, lambda: model(torch.zeros(1, 1, dtype=torch.int64))).attention[LAYER]
 
 
 def _times(factor: float):
@@ -146,12 +147,12 @@ def test_looks_at_the_weights_inside_are_those_of_the_model_itself():
     """Oracle: the same look outside."""
     for family in ("gpt2", "bert", "bloom"):
         model = checkpoints.build(family)
-        sample = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}
-        structure = find_structure(model, sample)
+        run = Source.of_transformers(model).small_pass(1)
+        structure = find_structure(model, run)
 
-        def look(model=model, structure=structure, sample=sample):
-            call = capture_calls(model, structure, sample)[LAYER]
-            read = read_output_weights(model, structure, LAYER, call, sample)
+        def look(model=model, structure=structure, run=run):
+            call = capture_calls(model, structure, run)[LAYER]
+            read = read_output_weights(model, structure, LAYER, call, run)
             return read, read_head_weights(model, structure, LAYER, call).w_v
 
         def never(inputs, answer):

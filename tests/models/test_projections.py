@@ -23,8 +23,8 @@ def sample(family: str) -> dict[str, torch.Tensor]:
 
 def found(model: transformers.PreTrainedModel, inputs: dict[str, torch.Tensor], layers: list[int]):
     with torch.no_grad():
-        structure = find_structure(model, inputs)
-        calls = capture_calls(model, structure, inputs)
+        structure = find_structure(model, lambda: model.base_model(**inputs))
+        calls = capture_calls(model, structure, lambda: model.base_model(**inputs))
         return structure, calls, find_projections(model, structure, calls, layers)
 
 
@@ -83,8 +83,8 @@ def test_a_replaced_matrix_is_what_the_probe_reads(family):
     model = checkpoints.build(family)
     inputs = sample(family)
     with torch.no_grad():
-        structure = find_structure(model, inputs)
-        calls = capture_calls(model, structure, inputs)
+        structure = find_structure(model, lambda: model.base_model(**inputs))
+        calls = capture_calls(model, structure, lambda: model.base_model(**inputs))
         (projections,) = find_projections(model, structure, calls, [1], purpose="replacement")
     before = read_head_weights(model, structure, 1, calls[1])
     last = projections.query.heads - 1

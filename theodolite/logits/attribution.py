@@ -89,7 +89,7 @@ class PatternPass:
                 progress.report(layer + 1)
                 return attend(inputs)
 
-            with tapped(self.model.hf, score):
+            with tapped(self.model.root, score):
                 self.model.forward(self.ids)
         progress.checkpoint(self.total)
 

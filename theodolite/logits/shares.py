@@ -70,7 +70,7 @@ class SharesPass:
             "low_frequency": (*rows, len(CUTOFFS)),
         }
         self._state: State = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
-        self._state["normed"] = torch.zeros(model.layers, *pos.shape[1:], dtype=model.hf.dtype)
+        self._state["normed"] = torch.zeros(model.layers, *pos.shape[1:], dtype=model.source.dtype)
 
     def state(self) -> State:
         """All tensors."""

@@ -2,5 +2,6 @@
 
 from theodolite.models.head_weights import HeadWeights as HeadWeights
 from theodolite.models.lazy_weights import open_weights as open_weights
-from theodolite.models.open import OpenModel as OpenModel
 from theodolite.models.open import open_model as open_model
+from theodolite.models.open import open_module as open_module
+from theodolite.models.opened import OpenModel as OpenModel

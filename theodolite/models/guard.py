@@ -109,7 +109,7 @@ def known_state(model: nn.Module | None = None, *, leave_inference: bool = True)
 def _model_among(objects: tuple[Any, ...]) -> nn.Module | None:
     for given in objects:
         for opened in (given, getattr(given, "model", None)):
-            model = getattr(opened, "hf", None)
+            model = getattr(opened, "root", None)
             if isinstance(model, nn.Module):
                 return model
     return None

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.quantised import refuse_quantised_modules
-from theodolite.models.structure import Structure, Turns, backbone, first_tensor, removed_on_leaving
+from theodolite.models.structure import Run, Structure, Turns, first_tensor, removed_on_leaving
 from theodolite.models.taps import tapped
 
 ROWS = 1024
@@ -89,13 +88,13 @@ def no_head_matrix(model_id: str) -> UsageError:
     return UsageError(f"{model_id}: queries and keys are no affine function of their input in any layer")
 
 
-def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> Calls:
-    """How the model calls each layer's attention module on `sample` (one token at position 0) under the tap."""
+def capture_calls(model: nn.Module, structure: Structure, run: Run) -> Calls:
+    """How the model calls each layer's attention module in `run` (of one token at position 0) under the tap."""
     with tapped(model, lambda _, inputs: attend(inputs)):
-        return capture_current_calls(model, structure, sample)
+        return capture_current_calls(structure, run)
 
 
-def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> Calls:
+def capture_current_calls(structure: Structure, run: Run) -> Calls:
     """The same by the attention implementation that the model has now."""
     calls: Calls = {}
     turns = Turns(structure.attention)
@@ -105,11 +104,11 @@ def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: 
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in turns]
     with removed_on_leaving(hooks), without_interventions(), torch.inference_mode():
-        backbone(model)(**sample)
+        run()
     return calls
 
 
-def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, call: Call) -> HeadWeights:
+def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: Call) -> HeadWeights:
     """Read the weights of one layer's heads; `call` is what `capture_calls` gave for this layer.
 
     Raises:

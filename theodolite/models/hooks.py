@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.models.guard import guarded
-from theodolite.models.open import OpenModel
-from theodolite.models.structure import Turns, backbone, first_output, first_tensor, removed_on_leaving
+from theodolite.models.opened import OpenModel
+from theodolite.models.structure import Turns, first_output, first_tensor, removed_on_leaving
 from theodolite.models.taps import tapped
 
 
@@ -35,7 +35,7 @@ class Hooks(Protocol):
 @contextmanager
 def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     """While open, every forward pass of `model` calls `hooks`, and it is `guarded`; it is restored on leaving."""
-    with guarded(model.hf), _hooked(model, hooks):
+    with guarded(model.root), _hooked(model, hooks):
         yield
 
 
@@ -63,10 +63,10 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         if module in read:
             hooks.attention_input(read.take(module), first_tensor(args, kwargs))
 
-    handles = [backbone(model.hf).register_forward_pre_hook(begin)]
+    handles = [model.source.trunk.register_forward_pre_hook(begin)]
     handles.append(structure.blocks[0].register_forward_pre_hook(enter_block, with_kwargs=True))
     handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
     handles += [block.register_forward_hook(leave_block) for block in left]
-    tap = tapped(model.hf, lambda module, inputs: hooks.attention(attended.take(module), inputs))
+    tap = tapped(model.root, lambda module, inputs: hooks.attention(attended.take(module), inputs))
     with removed_on_leaving(handles), tap:
         yield

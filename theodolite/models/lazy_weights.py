@@ -47,11 +47,12 @@ from theodolite.models.loading import (
     refuse_nonfinite_weights,
     without_progress_bars,
 )
-from theodolite.models.model_inputs import small_input
-from theodolite.models.open import OpenModel, open_model
+from theodolite.models.open import open_model
+from theodolite.models.opened import OpenModel
 from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
-from theodolite.models.structure import Structure, backbone, find_structure, first_output, first_tensor
+from theodolite.models.source import Source
+from theodolite.models.structure import Structure, find_structure, first_output, first_tensor
 from theodolite.models.taps import tapped
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.system import embedded
@@ -120,10 +121,9 @@ def _open_lazily(
         raise CannotReadLazily(f"this version of transformers is not known ({first_line(error)})") from error
     except LOADING_ERRORS as error:
         raise CannotReadLazily(first_line(error)) from error
-    model = shards.model
-    backbone(model).register_forward_pre_hook(_refuse_to_run)
+    reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
     return OpenModel.of(
-        model,
+        reader.source,
         reader.structure,
         reader.calls,
         reader.inputs,
@@ -259,6 +259,7 @@ class _Reader:
     """
 
     shards: _Shards
+    source: Source
     structure: Structure
     calls: Calls
     own_calls: Calls
@@ -270,15 +271,16 @@ class _Reader:
     def of(cls, shards: _Shards) -> _Reader:
         """Find the attention modules and how they are called, by forward passes without weights."""
         model = shards.model
+        source = Source.of_transformers(model)
         with filled_with_rows(model, 0.0):
-            one_token, several_tokens = small_input(model, 1), small_input(model, VERIFIED_LENGTH)
+            one_token, several_tokens = source.small_pass(1), source.small_pass(VERIFIED_LENGTH)
             structure = find_structure(model, one_token)
             calls = capture_calls(model, structure, one_token)
-            own_calls = capture_current_calls(model, structure, several_tokens)
+            own_calls = capture_current_calls(structure, several_tokens)
             tapped_calls = capture_calls(model, structure, several_tokens)
         with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model) as inputs:
-            other_calls = capture_current_calls(model, structure, several_tokens)
-        return cls(shards, structure, calls, own_calls, tapped_calls, other_calls, inputs)
+            other_calls = capture_current_calls(structure, several_tokens)
+        return cls(shards, source, structure, calls, own_calls, tapped_calls, other_calls, inputs)
 
     @contextmanager
     def loaded(self, layer: int) -> Iterator[None]:

@@ -284,11 +284,6 @@ def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokeni
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where inputs go: the first device that holds a parameter, or the CPU where all are offloaded."""
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-
-
 def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
     """Raise `WorkError` where a weight is NaN or infinite; `prefix` leads to the module, where it is a part."""
     for name, parameter in model.named_parameters():

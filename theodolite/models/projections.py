@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
 from theodolite.models.head_weights import (
@@ -133,7 +132,7 @@ class Projections:
 
 
 def find_projections(
-    model: PreTrainedModel,
+    model: nn.Module,
     structure: Structure,
     calls: Calls,
     layers: list[int],
@@ -213,7 +212,7 @@ def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
     return _originals.get((module, name), parameter)
 
 
-def refuse_replaced_weights(model: PreTrainedModel, participle: str) -> None:
+def refuse_replaced_weights(model: nn.Module, participle: str) -> None:
     """Raise `UsageError` where matrices are quantised or carry an adapter; `participle` is what they cannot be."""
     if getattr(model, "is_quantized", False) or not all(p.is_floating_point() for p in model.parameters()):
         raise UsageError(

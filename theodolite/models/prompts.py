@@ -12,7 +12,7 @@ from torch import Tensor
 from theodolite.corpus.corpus import repeated_random_tokens
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.errors import UsageError
-from theodolite.models.open import OpenModel
+from theodolite.models.opened import OpenModel
 from theodolite.system.wording import counted
 
 REPEATED = 48

@@ -22,7 +22,7 @@ from theodolite.errors import WorkError
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
 from theodolite.models.guard import guarded, measures
 from theodolite.models.head_weights import Call, call_until_tap, copy_in_dtype, stop_at_tap
-from theodolite.models.open import OpenModel
+from theodolite.models.opened import OpenModel
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
 from theodolite.models.taps import tapped
 from theodolite.theory.decomposition import PARTS, Decomposition
@@ -84,7 +84,7 @@ def visit_layers(
 @contextmanager
 def stopping_at_tap(model: OpenModel) -> Iterator[None]:
     """While open, what `visit_layers` visited can be split, as it can during the visit."""
-    with guarded(model.hf), tapped(model.hf, stop_at_tap), torch.inference_mode():
+    with guarded(model.root), tapped(model.root, stop_at_tap), torch.inference_mode():
         yield
 
 
@@ -139,7 +139,7 @@ class _LayerVisitor:
                 return
             self.visiting = True
             try:
-                with tapped(self.model.hf, stop_at_tap):
+                with tapped(self.model.root, stop_at_tap):
                     self.visit(self._layer_pass(layer, attention, (args, kwargs)))
             finally:
                 self.visiting = False

@@ -9,7 +9,8 @@ refused by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -126,15 +127,22 @@ class _Ran:
     inputs: AttentionInputs | None = None
 
 
-def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:
-    """Run `sample` and see who calls the tap, and which blocks run.
+Run = Callable[[], object]
+"""A forward pass on a small input."""
+
+
+def find_structure(model: nn.Module, run: Run, blocks: Sequence[str] | None = None) -> Structure:
+    """See in a forward pass who calls the tap, and which blocks run.
+
+    Args:
+        model: the model.
+        run: a forward pass of it.
+        blocks: names of its blocks, or of the one list that holds them; None: they are found.
 
     Raises:
         UsageError: nothing calls it, a block attends twice, or there is no one residual stream.
     """
     family = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UsageError(f"{family} is an encoder-decoder; theodolite reads models with one stack of blocks")
     attention: set[nn.Module] = set()
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
@@ -142,16 +150,15 @@ def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:
         return attend(inputs)
 
     with tapped(model, record), torch.inference_mode():
-        backbone(model)(**sample)
+        run()
     if not attention:
         raise UsageError(
             f"{family} has no attention that goes through the attention interface of transformers; "
             "theodolite does not support this family yet"
         )
     name_of = {module: name for name, module in model.named_modules()}
-    stacks = {id(stack): stack for stack in (_stack_of(model, name_of[module]) for module in attention)}
-    blocks = {block for stack in stacks.values() for block in stack}
-    layers = _layers_in_order(model, blocks, attention, sample)
+    found = _named_blocks(model, blocks) if blocks else _blocks_around(model, attention, name_of)
+    layers = _layers_in_order(model, found, attention, run)
     inputs = [layer.inputs for layer in layers if layer.inputs is not None]
     return Structure(
         attention=tuple(layer.attention for layer in layers),
@@ -164,7 +171,7 @@ def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:
 
 
 def _layers_in_order(
-    model: PreTrainedModel, blocks: set[nn.Module], attention: set[nn.Module], sample: dict[str, Any]
+    model: nn.Module, blocks: set[nn.Module], attention: set[nn.Module], run: Run
 ) -> list[_Ran]:
     """The blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
@@ -181,6 +188,10 @@ def _layers_in_order(
             layers.append(_Ran(module))
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if not layers:
+            raise UsageError(
+                f"{family} attends outside of a list of blocks ({type(module).__name__}), so that it has no stream"
+            )
         if layers[-1].attention is not None:
             raise UsageError(
                 f"{family} has a block that attends twice; theodolite needs one attention a block"
@@ -190,7 +201,7 @@ def _layers_in_order(
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
     with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
-        backbone(model)(**sample)
+        run()
     if len(shapes[True] | shapes[False]) > 1 or any(len(shape) != 3 for shape in shapes[False]):
         raise UsageError(
             f"{family} has no one residual stream: its blocks read hidden states of shapes "
@@ -199,19 +210,18 @@ def _layers_in_order(
     return layers
 
 
-def backbone(model: PreTrainedModel) -> nn.Module:
-    """The model without its output head: a survey needs no logits over the vocabulary."""
-    return model.base_model
-
-
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among a block's or an attention module's arguments."""
-    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    if "hidden_states" in kwargs:
+        return kwargs["hidden_states"]
+    return next(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
 
 
 def first_output(output: Any) -> Tensor:
     """The hidden states in what a block or an attention module returns."""
-    return output[0] if isinstance(output, tuple | list) else output
+    while isinstance(output, tuple | list):
+        output = output[0]
+    return output
 
 
 @contextmanager
@@ -224,14 +234,55 @@ def removed_on_leaving(handles: Iterable[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
-def _stack_of(model: nn.Module, name: str) -> nn.ModuleList:
-    """The outermost list that holds the module of that name.
+def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
+    """Blocks by name, or those of the one list that is named."""
+    try:
+        named = [model.get_submodule(name) for name in names]
+    except AttributeError as error:
+        raise UsageError(f"{type(model).__name__} has no module for blocks={list(names)}: {error}") from error
+    if len(named) == 1 and isinstance(named[0], LISTS):
+        return set(named[0].children())
+    return set(named)
 
-    A block may itself be a list of sub-layers (T5), so the innermost one will not do.
+
+def _blocks_around(
+    model: nn.Module, attention: set[nn.Module], name_of: dict[nn.Module, str]
+) -> set[nn.Module]:
+    """The members of the lists that hold the attention modules; of what is no `ModuleList`, those like one that does.
+
+    Raises:
+        UsageError: an attention module is in no list.
+    """
+    blocks: set[nn.Module] = set()
+    for module in attention:
+        around = _list_around(model, name_of[module])
+        if around is None:
+            raise UsageError(
+                f"{type(model).__name__}: attention module {name_of[module]} is not inside a list of blocks"
+                + (
+                    ""
+                    if isinstance(model, PreTrainedModel)
+                    else ': say where they are, blocks="transformer.h"'
+                )
+            )
+        holding, block = around
+        alike = isinstance(holding, nn.ModuleList)
+        blocks |= {member for member in holding.children() if alike or type(member) is type(block)}
+    return blocks
+
+
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def _list_around(model: nn.Module, name: str) -> tuple[nn.Module, nn.Module] | None:
+    """The outermost `ModuleList` that holds the module of that name, and the member in which it is.
+
+    A block may itself be a list of sub-layers (T5), so the innermost one will not do. Where there is no such list, the
+    innermost of another kind.
     """
     parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        parent = model.get_submodule(".".join(parts[: end - 1]))
-        if isinstance(parent, nn.ModuleList):
-            return parent
-    raise UsageError(f"{type(model).__name__}: attention module {name} is not inside a list of blocks")
+    inside = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
+    pairs = list(itertools.pairwise(inside))
+    lists = [pair for pair in pairs if isinstance(pair[0], nn.ModuleList)]
+    others = [pair for pair in pairs if isinstance(pair[0], LISTS)]
+    return lists[0] if lists else others[-1] if others else None

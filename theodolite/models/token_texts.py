@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from theodolite.models.open import OpenModel
+from theodolite.models.opened import OpenModel
 
 MOST_PARTS = 12
 """Tokens that are tried together until they are whole characters."""

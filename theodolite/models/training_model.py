@@ -13,6 +13,20 @@ from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
 from theodolite.models.guard import guarded
+from theodolite.models.opened import OpenModel
+from theodolite.models.source import Source
+
+
+def training_source(model: nn.Module | OpenModel) -> Source:
+    """What to hook and tap of a model in training, and how to run it.
+
+    Raises:
+        UsageError: as `unwrap`; it is an encoder-decoder.
+    """
+    if isinstance(model, OpenModel):
+        refuse_sharded(model.root)
+        return model.source
+    return Source.of_transformers(unwrap(model))
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -30,14 +44,21 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         elif callable(getattr(inner, "get_base_model", None)):
             inner = inner.get_base_model()
         else:
-            raise UsageError(f"{type(model).__name__} holds no model of transformers; give one that does")
-    for name, parameter in inner.named_parameters():
+            raise UsageError(
+                f"{type(model).__name__} holds no model of transformers: give open_module(model, vocabulary=…)"
+            )
+    refuse_sharded(inner)
+    return inner
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise `UsageError` where weights are spread over ranks, so that no rank can run the model alone."""
+    for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor" or not parameter.numel():
             raise UsageError(
                 f"{name} is spread over ranks (FSDP, ZeRO 3 or tensor parallel), and one rank alone cannot run "
                 "such a model: train without sharding to monitor it, or survey its checkpoints"
             )
-    return inner
 
 
 @contextmanager

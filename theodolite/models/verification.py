@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.errors import WorkError
-from theodolite.models.structure import Structure, backbone, first_output, removed_on_leaving
+from theodolite.errors import UsageError, WorkError
+from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.models.taps import tapped
 
 VERIFIED_LENGTH = 16
@@ -27,7 +26,7 @@ MOST_BY_LOGITS = 1e-3
 
 
 @contextmanager
-def recorded_inputs(model: PreTrainedModel) -> Iterator[list[AttentionInputs]]:
+def recorded_inputs(model: nn.Module) -> Iterator[list[AttentionInputs]]:
     """While open, the inputs of every attention layer that runs are added to the list that this yields."""
     recorded: list[AttentionInputs] = []
 
@@ -40,26 +39,32 @@ def recorded_inputs(model: PreTrainedModel) -> Iterator[list[AttentionInputs]]:
 
 
 def verify_attention(
-    model: PreTrainedModel, structure: Structure, sample: dict[str, Any], *, skip_overflow: bool = False
+    model: nn.Module, structure: Structure, run: Run, *, skip_overflow: bool = False
 ) -> list[AttentionInputs]:
     """Compare every attention module's output with the recomputed one; the attention inputs of each that attends.
 
     Args:
         model, structure: the model, and where its attention modules are.
-        sample: the arguments of the forward pass.
+        run: a forward pass.
         skip_overflow: compare nothing where the model's own outputs are NaN or infinite, as those of a training run
             that diverged: who measures it names the layer.
 
     Raises:
         WorkError: they differ by more than rounding.
     """
-    own = _attention_outputs(model, structure, sample)
+    own = _attention_outputs(structure, run)
     with recorded_inputs(model) as inputs:
-        recomputed = _attention_outputs(model, structure, sample)
+        recomputed = _attention_outputs(structure, run)
     if skip_overflow and not all(torch.isfinite(output).all() for output in own):
         return inputs
     largest = [largest_logit(of_layer) for of_layer in inputs]
     for number, layer in enumerate(structure.attending):
+        batch, _, positions, _ = inputs[number].query.shape
+        if own[number].shape[:2] != (batch, positions):
+            raise UsageError(
+                f"{structure.names[layer]} gives {tuple(own[number].shape)} for {batch} context of {positions} "
+                "positions: theodolite reads hidden states (contexts, positions, width)"
+            )
         where = f"layer {layer} ({structure.names[layer]})"
         check_recomputed(where, own[number], recomputed[number], largest[: number + 1])
     return inputs
@@ -117,7 +122,7 @@ def attention_kind(inputs: Sequence[AttentionInputs]) -> tuple[bool, str]:
     return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
 
 
-def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Tensor]:
+def _attention_outputs(structure: Structure, run: Run) -> list[Tensor]:
     outputs: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -126,5 +131,5 @@ def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dic
     modules = {structure.attention_at(layer) for layer in structure.attending}
     hooks = [module.register_forward_hook(keep) for module in modules]
     with removed_on_leaving(hooks), torch.inference_mode():
-        backbone(model)(**sample)
+        run()
     return outputs

@@ -122,7 +122,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
     contexts, length = corpus.contexts.shape
     if model.vocabulary is None:
         raise UsageError(
-            f"{model.id} reads {model.hf.main_input_name}, not text: only `theodolite spectra` can measure it"
+            f"{model.id} reads {model.source.reads}, not text: only `theodolite spectra` can measure it"
         )
     if not model.has_positions(length):
         raise UsageError(
@@ -144,7 +144,7 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         "versions": versions(),
         "schema_version": SCHEMA_VERSION,
         "model": weights.sha256 or weights.revision or model.id,
-        "dtype": str(model.hf.dtype),
+        "dtype": str(model.source.dtype),
         "device": model.device.type,
         **({"edits": list(model.interventions)} if model.interventions else {}),
     }

@@ -275,7 +275,7 @@ def _job(model: OpenModel, corpus: Corpus, device: str, batch: int, seed: int, e
     return Job(
         source=_source(model.id),
         id=model.id,
-        dtype=str(model.hf.dtype).removeprefix("torch."),
+        dtype=str(model.source.dtype).removeprefix("torch."),
         revision=model.revision,
         device=device,
         threads=torch.get_num_threads(),

@@ -123,7 +123,7 @@ class BlockByBlock:
         largest = reference.abs().max().double().clamp_min(1e-300)
         error = float((ours.double() - reference.double()).abs().max() / largest)
         if not error <= MAX_ROUNDINGS * torch.finfo(reference.dtype).eps:
-            family = type(self._model.hf).__name__
+            family = self._model.source.name
             raise WorkError(
                 f"{family}: running its blocks one by one differs from the model's own pass by {error:.1e}, so it "
                 "cannot be pruned block by block"

@@ -1,0 +1,209 @@
+"""A model as all that comes after sees it: a root to hook and tap, a way to run it, and what it reads.
+
+Of `transformers`, or any module that makes something of token ids. Nothing here knows of heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.errors import UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What is asked of a model.
+
+    Attributes:
+        root: the whole model, which is hooked and tapped.
+        trunk: the module that a pass begins with, which runs the blocks.
+        run: the trunk on a batch, without an output head where it has one.
+        predict: the next-token logits of a batch; None where there is no output head.
+        reads: the name of what it reads: "input_ids", or "pixel_values" and the like.
+        family: what the model is called among its kind.
+        vocabulary: tokens that it has an embedding for; None where it reads none.
+        longest: tokens that it has positions for; None where it sets no limit (ALiBi).
+        sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
+    """
+
+    root: nn.Module
+    trunk: nn.Module
+    run: Callable[[Tensor], Any]
+    predict: Callable[[Tensor], Float[Tensor, "contexts positions vocabulary"]] | None
+    reads: str
+    family: str
+    vocabulary: int | None
+    longest: int | None
+    sample: Callable[[int], Tensor]
+
+    @classmethod
+    def of_transformers(cls, model: PreTrainedModel) -> Source:
+        """A model of `transformers`.
+
+        Raises:
+            UsageError: it is no stack of blocks that reads tokens or pixels.
+        """
+        if model.config.is_encoder_decoder:
+            raise UsageError(
+                f"{type(model).__name__} is an encoder-decoder; theodolite reads models with one stack of blocks"
+            )
+        name, trunk = model.main_input_name, model.base_model
+        vocabulary = embedded_tokens(model) if name == "input_ids" else None
+        longest = longest_of(model)
+        options = {"use_cache": False} if name == "input_ids" else {}
+
+        def sample(length: int) -> Tensor:
+            if vocabulary is not None:
+                return token_ids(vocabulary, min(length, longest or length)).to(device_of(model))
+            return noise_image(model)
+
+        def run(batch: Tensor) -> Any:
+            return trunk(**{name: batch}, **options)
+
+        def predict(batch: Tensor) -> Tensor:
+            return model(**{name: batch}, **options).logits
+
+        return cls(
+            root=model,
+            trunk=trunk,
+            run=run,
+            predict=None if model.get_output_embeddings() is None else predict,
+            reads=name,
+            family=model.config.model_type,
+            vocabulary=vocabulary,
+            longest=longest,
+            sample=sample,
+        )
+
+    @classmethod
+    def of_module(
+        cls,
+        module: nn.Module,
+        vocabulary: int,
+        forward: Callable[[nn.Module, Tensor], Any] | None = None,
+        longest: int | None = None,
+    ) -> Source:
+        """Any module that reads token ids.
+
+        Args:
+            module: the module.
+            vocabulary: ids go from 0 to this, exclusive.
+            forward: runs the module on ids (contexts, positions); None: it is called with them.
+            longest: tokens that it has positions for, if there is a limit.
+        """
+        trunk = _Trunk(module, forward)
+
+        def predict(batch: Tensor) -> Tensor:
+            logits = first_of(trunk(batch))
+            if not isinstance(logits, Tensor) or logits.shape[:2] != batch.shape or logits.ndim != 3:
+                raise UsageError(
+                    f"{type(module).__name__} gives no logits (contexts, positions, vocabulary): give open_module a "
+                    "forward that returns them"
+                )
+            return logits
+
+        return cls(
+            root=module,
+            trunk=trunk,
+            run=trunk,
+            predict=predict,
+            reads="input_ids",
+            family=type(module).__name__,
+            vocabulary=vocabulary,
+            longest=longest,
+            sample=lambda length: token_ids(vocabulary, min(length, longest or length)).to(device_of(module)),
+        )
+
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self.root).__name__
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its parameters, the first that is floating-point."""
+        return next((p.dtype for p in self.root.parameters() if p.is_floating_point()), torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return device_of(self.root)
+
+    @property
+    def said_of_windows(self) -> str:
+        """What to do where a window hides every token, for the end of a message."""
+        if not isinstance(self.root, PreTrainedModel):
+            return ""
+        window = getattr(self.root.config.get_text_config(), "sliding_window", None)
+        return f": its config.json says sliding_window = {window}; use a number above 0, or null for none"
+
+    def small_pass(self, length: int) -> Callable[[], object]:
+        """A pass over `sample(length)`."""
+        return lambda: self.run(self.sample(length))
+
+
+class _Trunk(nn.Module):
+    """Runs a module, of which it is no part: so that a pass begins with the call of a module, however it is run."""
+
+    def __init__(self, module: nn.Module, forward: Callable[[nn.Module, Tensor], Any] | None) -> None:
+        super().__init__()
+        self._run = functools.partial(forward or nn.Module.__call__, module)
+
+    def forward(self, ids: Tensor) -> Any:
+        """What the module makes of token ids."""
+        return self._run(ids)
+
+
+def first_of(output: Any) -> Any:
+    """The logits or hidden states in what a model returns: its first element."""
+    if isinstance(output, dict):  # those of transformers among them
+        return next(iter(output.values()))
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where inputs go: the first device that holds a parameter, or the CPU where all are offloaded."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def longest_of(model: PreTrainedModel) -> int | None:
+    """Tokens that the model has positions for, or None where it sets no limit."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return int(limit) if isinstance(limit, int) and limit > 0 else None
+
+
+def embedded_tokens(model: PreTrainedModel) -> int:
+    """Rows of a model's token embedding."""
+    return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+
+
+def token_ids(vocabulary: int, length: int) -> Int[Tensor, "1 length"]:
+    """Seeded token ids."""
+    return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def noise_image(model: PreTrainedModel) -> Float[Tensor, "1 channels height width"]:
+    """A seeded image of noise.
+
+    Raises:
+        UsageError: the model reads something else.
+    """
+    if model.main_input_name != "pixel_values":
+        raise UsageError(
+            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
+        )
+    size, channels = model.config.image_size, model.config.num_channels
+    height, width = (size, size) if isinstance(size, int) else size
+    noise = torch.randn(1, channels, height, width, generator=torch.Generator().manual_seed(0))
+    return noise.to(device_of(model), model.dtype)
