@@ -165,9 +165,17 @@ def eager(folder: Path, ids: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
         for name in ("hidden_states", "attentions")
     )
     length = ids.shape[1]
+    streams = [_in_one(hidden, tuple(ids.shape)) for hidden in streams]
     if config["model_type"] in WEIGHTS_OF_ANOTHER_KIND:
         return streams, []
     return streams, [a for a in attention if a.ndim == 4 and a.shape[2:] == (length, length)]
+
+
+def _in_one(hidden: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Several streams one behind the other, (C, T, streams · d), whether the model has them before or after these."""
+    if hidden.ndim == 4 and hidden.shape[1:3] == shape:
+        hidden = np.moveaxis(hidden, 0, 2)
+    return hidden.reshape(*hidden.shape[:2], -1)
 
 
 def _of_decoder(output: Any, name: str) -> Sequence[Any]:

@@ -8,9 +8,10 @@ import transformers
 
 from tests import checkpoints
 from theodolite.errors import UsageError
-from theodolite.models.head_weights import capture_calls, read_head_weights
+from theodolite.models.calls import capture_calls
+from theodolite.models.head_weights import read_head_weights
 from theodolite.models.projections import find_projections, replaced
-from theodolite.models.structure import find_structure
+from theodolite.models.structure_search import find_structure
 
 LAYERS = [0, 1, 2]
 

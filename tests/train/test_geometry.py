@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tests import checkpoints, dense
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.structure import find_structure
+from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
 from theodolite.train.geometry import QUERIES, GeometryReader
 

@@ -22,7 +22,7 @@ from theodolite.cli.screen import progress, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
-from theodolite.system.choices import check_dtype
+from theodolite.system.choices import check_attention, check_dtype
 from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
@@ -134,14 +134,22 @@ class Opening:
         str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
     ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            help="Of an encoder-decoder: decoder, encoder or cross (decoder to encoder) [default: decoder].",
+            autocompletion=completion.attentions,
+        ),
+    ] = None
 
     def check(self, *models: str | None) -> None:
         """Refuse what need not be opened to be refused, before any library of models is imported.
 
         Raises:
-            UsageError: an unknown dtype, or a folder that is no checkpoint.
+            UsageError: an unknown dtype or attention, or a folder that is no checkpoint.
         """
         check_dtype(self.dtype)
+        check_attention(self.attention)
         for model in models:
             name, options = self._options(model)
             if name is not None and (options["revision"] is None or Path(name).exists()):
@@ -179,14 +187,16 @@ class Opening:
             )
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
-        """The model without its @REVISION, and dtype and revision."""
+        """The model without its @REVISION, and how it is opened."""
         if model is None or Path(model).exists():
-            return model, {"dtype": self.dtype, "revision": self.revision}
+            return model, self._given(self.revision)
         name, at, revision = model.partition("@")
         if at and self.revision is not None:
             raise UsageError(f"{model} has a revision, and so has --revision: give one")
-        options = {"dtype": self.dtype, "revision": revision or self.revision}
-        return None if name == embedded.NAME else name, options
+        return None if name == embedded.NAME else name, self._given(revision or self.revision)
+
+    def _given(self, revision: str | None) -> dict[str, Any]:
+        return {"dtype": self.dtype, "revision": revision, "attention": self.attention}
 
 
 @dataclass(frozen=True)

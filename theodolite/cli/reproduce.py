@@ -136,7 +136,9 @@ class _Request:
         """The text and model options, to be refused where neither is read."""
         opening = self.opening
         of_model = {"--device": opening.device, "--device-map": opening.device_map}
-        return self.text.given() | of_model | {"--revision": opening.revision}
+        return (
+            self.text.given() | of_model | {"--revision": opening.revision, "--attention": opening.attention}
+        )
 
     def opened(self) -> OpenModel:
         return self.opening.open(self.model)

@@ -70,7 +70,8 @@ class SharesPass:
             "low_frequency": (*rows, len(CUTOFFS)),
         }
         self._state: State = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
-        self._state["normed"] = torch.zeros(model.layers, *pos.shape[1:], dtype=model.source.dtype)
+        normed = (model.layers, pos.shape[1], model.attention_width)
+        self._state["normed"] = torch.zeros(normed, dtype=model.source.dtype)
 
     def state(self) -> State:
         """All tensors."""
@@ -103,7 +104,11 @@ class SharesPass:
         heads = slice(query.shape[1])
         state["low_frequency"][layer, rows, heads] = qk_low_frequency(query, key).cpu()
         if rows.start == 0:
-            state["normed"][layer] = _behind_norm(layer_pass, self.mean[layer] + self.pos[layer])
+            normed = _behind_norm(layer_pass, self.mean[layer] + self.pos[layer])
+            if (
+                normed.shape == state["normed"][layer].shape
+            ):  # else attention does not read the stream as it is
+                state["normed"][layer] = normed
         parts = decompose_around(layer_pass.stream, self.mean[layer], self.pos[layer])
         try:
             split = split_queries_and_keys(

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from theodolite.errors import UsageError
+from theodolite.models.calls import Calls, capture_calls
 from theodolite.models.guard import measures
-from theodolite.models.head_weights import Calls, capture_calls
 from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, find_projections, refuse_replaced_weights
 

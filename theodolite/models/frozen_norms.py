@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.head_weights import Call, copy_in_dtype, norms_inside, run_until_tap
-from theodolite.models.structure import first_tensor, removed_on_leaving
+from theodolite.models.structure import removed_on_leaving
 
 EXACT = 64 * torch.finfo(torch.float32).eps
 """Relative error allowed of what is exact: many norms and rotations compute in float32 whatever the dtype."""
@@ -106,7 +106,7 @@ class FrozenAttention:
         self._module = copy_in_dtype(module, entered.dtype)
         self._call = call
         # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-        self._dtype = entered.dtype if self._module is not module else first_tensor(*call).dtype
+        self._dtype = entered.dtype if self._module is not module else call.entered.dtype
         norms = {norm: name for name, norm in norms_inside(self._module)}
         self.per_context = bool(norms) or not self._reads(entered[:1])
         if norms:

@@ -20,11 +20,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
+from theodolite.models.calls import Call
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.quantised import refuse_quantised_modules
-from theodolite.models.structure import Run, Structure, Turns, first_tensor, removed_on_leaving
+from theodolite.models.structure import Structure, removed_on_leaving
 from theodolite.models.taps import tapped
 
 ROWS = 1024
@@ -72,13 +73,6 @@ class _Stopped(Exception):
         self.inputs = inputs
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments with which a model calls an attention module."""
-
-Calls = dict[int, Call]
-"""Those of each layer that attends."""
-
-
 class NotAffine(WorkError):
     """A layer's queries or keys are no affine function of its input."""
 
@@ -86,26 +80,6 @@ class NotAffine(WorkError):
 def no_head_matrix(model_id: str) -> UsageError:
     """What to raise where that is so in every layer, and heads' matrices are all that was asked for."""
     return UsageError(f"{model_id}: queries and keys are no affine function of their input in any layer")
-
-
-def capture_calls(model: nn.Module, structure: Structure, run: Run) -> Calls:
-    """How the model calls each layer's attention module in `run` (of one token at position 0) under the tap."""
-    with tapped(model, lambda _, inputs: attend(inputs)):
-        return capture_current_calls(structure, run)
-
-
-def capture_current_calls(structure: Structure, run: Run) -> Calls:
-    """The same by the attention implementation that the model has now."""
-    calls: Calls = {}
-    turns = Turns(structure.attention)
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.setdefault(turns.take(module), (args, kwargs))
-
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in turns]
-    with removed_on_leaving(hooks), without_interventions(), torch.inference_mode():
-        run()
-    return calls
 
 
 def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: Call) -> HeadWeights:
@@ -117,7 +91,7 @@ def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: 
     with without_interventions(), tapped(model, stop_at_tap), torch.inference_mode():
         attention = structure.attention_at(layer)
         module = copy_in_dtype(attention, torch.float64)
-        width = first_tensor(*call).shape[-1]
+        width = call.width
         for projection in (EXACT, BEFORE_NORM):
             weights = _affine_weights(module, call, width, projection)
             if weights is not None:
@@ -143,6 +117,8 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
     for start in range(0, width, ROWS):
         rows = torch.eye(min(ROWS, width - start), width, dtype=torch.float64).roll(start, 1)
         for w, answer, b in zip(weights, _rows(send(rows)), bias, strict=True):
+            if len(answer) != len(rows):
+                return None  # made of something else: the keys of an earlier layer (Gemma 3n)
             w[:, start : start + ROWS] = (answer - b).transpose(0, 1)
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tolerance = max(
@@ -185,7 +161,7 @@ def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
         return hook
 
     hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
-    width = first_tensor(*call).shape[-1]
+    width = call.width
     row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with removed_on_leaving(hooks):
         inputs = run_until_tap(module, call, as_sequences(row, module))
@@ -217,59 +193,19 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInputs:
-    """`call_until_tap` with `hidden` (batch, positions, d) in place of the hidden states of `call`."""
-    return _until_tap(module, lambda: run_with_hidden(module, call, hidden))
+    """What arrives at the tap for `hidden` (batch, positions, d) in place of the hidden states of `call`.
 
-
-def run_with_hidden(module: nn.Module, call: Call, hidden: Tensor) -> Any:
-    """What the attention module returns for `hidden` (batch, positions, d) in place of the hidden states of `call`.
-
-    What does not broadcast over contexts is repeated: BLOOM's bias has a row for each context and head.
-    """
-    args, kwargs = call_with_hidden(call, hidden)
-    times = len(hidden) // len(first_tensor(*call))
-    try:
-        return module(*args, **kwargs)
-    except (RuntimeError, ValueError):
-        if times < 2:
-            raise
-    args, kwargs = call_with_hidden(_repeated(call, times), hidden)
-    return module(*args, **kwargs)
-
-
-def call_with_hidden(call: Call, hidden: Tensor) -> Call:
-    """The arguments of `call` with `hidden` (batch, positions, d) for the hidden states, in its device and dtype."""
-    entered = first_tensor(*call)
-
-    def replaced(value: Any) -> Any:
-        # By identity: CTRL hands the same one over for values, keys and queries.
-        return hidden if value is entered else _to_dtype(value, hidden)
-
-    args, kwargs = call
-    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
-
-
-def _repeated(call: Call, times: int) -> Call:
-    """A call whose contexts come so many times, but for its hidden states."""
-    entered = first_tensor(*call)
-
-    def repeated(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value is entered or not value.ndim:
-            return value
-        return value.repeat(times, *(1,) * (value.ndim - 1))
-
-    args, kwargs = call
-    return tuple(map(repeated, args)), {name: repeated(value) for name, value in kwargs.items()}
-
-
-def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
-    """Call the attention module and stop where it reaches the tap, while `tapped(…, stop_at_tap)` is open.
+    It stops there, while `tapped(…, stop_at_tap)` is open.
 
     Raises:
         WorkError: the module did not call its attention function.
     """
-    args, kwargs = call
-    return _until_tap(module, lambda: module(*args, **kwargs))
+    return _until_tap(module, lambda: call.output(module, hidden))
+
+
+def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
+    """The same for the hidden states of `call`."""
+    return _until_tap(module, lambda: call.run(module))
 
 
 def _until_tap(module: nn.Module, run: Callable[[], Any]) -> AttentionInputs:
@@ -279,7 +215,7 @@ def _until_tap(module: nn.Module, run: Callable[[], Any]) -> AttentionInputs:
         return stopped.inputs
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as error:
         # What else it is called with (embeddings of the tokens, say) fits the model's own hidden states only.
         reason = str(error).partition("\n")[0]
         raise NotAffine(
@@ -319,15 +255,3 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             if isinstance(child.forward, functools.partial):  # else the tap has put its own there
                 del child.forward
     return copy_of.to(dtype)
-
-
-def _to_dtype(value: Any, like: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        if value.dtype == like.dtype:
-            return value.to(like.device)
-        # The lowest number of a dtype is how an additive mask hides a key: it stays the lowest.
-        lowest = value <= torch.finfo(value.dtype).min / 2
-        return value.to(like.device, like.dtype).masked_fill(
-            lowest.to(like.device), torch.finfo(like.dtype).min
-        )
-    return tuple(_to_dtype(v, like) for v in value) if isinstance(value, tuple) else value

@@ -53,20 +53,27 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     # Hooks travel with copies of a module (whose weights are read, say), which are no layers.
     def enter_block(block: nn.Module, args: Any, kwargs: Any) -> None:
         if block in entered and entered.take(block) == 0:
-            hooks.stream(0, first_tensor(args, kwargs))
+            hooks.stream(0, structure.layout.ordered(first_tensor(args, kwargs)))
 
     def leave_block(block: nn.Module, _args: Any, output: Any) -> None:
         if block in left:
-            hooks.stream(left.take(block) + 1, first_output(output))
+            hooks.stream(left.take(block) + 1, structure.layout.ordered(first_output(output)))
 
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in read:
-            hooks.attention_input(read.take(module), first_tensor(args, kwargs))
+            hooks.attention_input(
+                read.take(module), structure.attention_layout.ordered(first_tensor(args, kwargs))
+            )
 
     handles = [model.source.trunk.register_forward_pre_hook(begin)]
     handles.append(structure.blocks[0].register_forward_pre_hook(enter_block, with_kwargs=True))
     handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
     handles += [block.register_forward_hook(leave_block) for block in left]
-    tap = tapped(model.root, lambda module, inputs: hooks.attention(attended.take(module), inputs))
-    with removed_on_leaving(handles), tap:
+
+    def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if module not in attended:  # another attention of the model: a decoder's to its encoder
+            return attend(inputs)
+        return hooks.attention(attended.take(module), inputs)
+
+    with removed_on_leaving(handles), tapped(model.root, tap):
         yield

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
+from theodolite.models.calls import Calls, capture_calls
 from theodolite.models.guard import guarded, measures
-from theodolite.models.head_weights import Calls, capture_calls
 from theodolite.models.loading import (
     LOADING_ERRORS,
     commit_of,
@@ -31,11 +31,15 @@ from theodolite.models.loading import (
 )
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
-from theodolite.models.structure import Structure, find_structure
+from theodolite.models.structure import Structure
+from theodolite.models.structure_search import find_structure
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
-from theodolite.system.choices import check_dtype
+from theodolite.system.choices import Attention, check_dtype
+
+SEVERAL = 3
+"""Tokens of the pass in which the structure is found: their dimension is told from that of one context."""
 
 RUNNING_ERRORS = (
     RuntimeError,
@@ -53,6 +57,7 @@ def open_model(
     path_or_id: str | Path | PreTrainedModel | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    attention: Attention | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
@@ -64,6 +69,8 @@ def open_model(
         path_or_id: a folder with `config.json` and safetensors weights, or a name on the hub. Or a model of
             `transformers` that is in memory: it stays as and where it is, and only a tokenizer may be given with it.
         tokenizer: in place of the checkpoint's own.
+        attention: of an encoder-decoder: "decoder" (its own, as None), "encoder", or "cross" (the decoder's to the
+            encoder). Encoder and decoder read the same tokens.
         dtype: "auto" keeps the checkpoint's own; else "float32", "bfloat16" and so on.
         device: where the model goes; a CUDA device if there is one, else the CPU.
         device_map: spread the model over devices instead (needs `pip install theodolite[accelerate]`).
@@ -74,7 +81,7 @@ def open_model(
         WorkError: weights missing, NaN or infinite, or the tapped attention is not the model's own.
     """
     if isinstance(path_or_id, nn.Module):
-        return _in_memory(path_or_id, tokenizer, (dtype, device, device_map, revision))
+        return _in_memory(path_or_id, tokenizer, attention, (dtype, device, device_map, revision))
     check_dtype(dtype)
     target = usable_device(device)
     place = embedded.FOLDER if path_or_id is None else path_or_id
@@ -95,7 +102,7 @@ def open_model(
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
     refuse_nonfinite_weights(model)
-    source = Source.of_transformers(model)
+    source = Source.of_transformers(model, attention)
     return OpenModel.of(
         source,
         *verified_parts(source),
@@ -107,7 +114,10 @@ def open_model(
 
 
 def _in_memory(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, others: tuple[Any, ...]
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    attention: Attention | None,
+    others: tuple[Any, ...],
 ) -> OpenModel:
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
@@ -117,7 +127,7 @@ def _in_memory(
         raise UsageError(
             f"{type(model).__name__} is in memory: move or convert it before, and give no dtype or device"
         )
-    return _opened(Source.of_transformers(model), tokenizer, None)
+    return _opened(Source.of_transformers(model, attention), tokenizer, None)
 
 
 def open_module(
@@ -181,7 +191,7 @@ def verified_parts(
         WorkError: the tapped attention is not the model's own.
     """
     try:
-        structure = find_structure(source.root, source.small_pass(1), blocks)
+        structure = find_structure(source.root, source.small_pass(SEVERAL), blocks, source.attends)
         calls = capture_calls(source.root, structure, source.small_pass(1))
         inputs = verify_attention(source.root, structure, source.small_pass(VERIFIED_LENGTH))
     except TheodoliteError:

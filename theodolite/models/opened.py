@@ -14,12 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
+from theodolite.models.calls import Call, Calls
 from theodolite.models.guard import between_passes, measures, once_a_pass
-from theodolite.models.head_weights import Call, Calls, HeadWeights, read_head_weights
+from theodolite.models.head_weights import HeadWeights, read_head_weights
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.quantised import refuse_quantised_modules
 from theodolite.models.source import Source, first_of
-from theodolite.models.structure import NoAttention, Structure, first_tensor
+from theodolite.models.structure import NoAttention, Structure
 from theodolite.models.verification import attention_kind
 from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
 
@@ -71,7 +72,7 @@ class OpenModel:
         return cls(
             source=source,
             structure=structure,
-            width=first_tensor(*first).shape[-1],
+            width=structure.width,
             causal=causal,
             positions=positions_of(source.root, first, bias),
             _calls=calls,
@@ -136,6 +137,11 @@ class OpenModel:
     def head_width(self) -> int:
         """Width of a query d_h; where layers differ, of the widest."""
         return self.structure.head_width
+
+    @property
+    def attention_width(self) -> int:
+        """Width of what its attention modules read."""
+        return self.structure.attention_width
 
     @property
     def value_width(self) -> int:
@@ -323,7 +329,7 @@ class OpenModel:
 
 def positions_of(model: nn.Module, call: Call, bias: str) -> str:
     """How the model encodes positions: "rotary", "alibi", "relative bias", "learned" or "other"."""
-    if call[1].get("position_embeddings") is not None:
+    if call.kwargs.get("position_embeddings") is not None:
         return "rotary"
     if bias != "none":
         return bias

@@ -25,9 +25,8 @@ from theodolite.models.head_weights import (
     Call,
     as_sequences,
     copy_in_dtype,
-    run_with_hidden,
 )
-from theodolite.models.structure import Run, Structure, first_output, first_tensor, removed_on_leaving
+from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.models.taps import tapped
 
 Sender = Callable[[Tensor, Tensor], Tensor]
@@ -50,7 +49,7 @@ def read_output_weights(
         WorkError: what leaves the layer's attention is no fixed affine function of its heads' outputs.
     """
     answers = _Answers()
-    width = first_tensor(*call).shape[-1]
+    width = call.width
     with without_interventions(), torch.inference_mode():
         with tapped(model, answers.give):
             attention = _ControlledAttention(structure.attention_at(layer), call, answers)
@@ -102,8 +101,7 @@ class _ControlledAttention:
     def send(self, outputs: Float[Tensor, "rows features"], hidden: Float[Tensor, "rows width"]) -> Tensor:
         """What leaves the module that reads `hidden` while its heads' outputs are `outputs`; each row a sequence."""
         self._answers.outputs = outputs
-        returned = run_with_hidden(self._module, self._call, as_sequences(hidden, self._module))
-        return first_output(returned)[:, 0].double().cpu()
+        return self._call.output(self._module, as_sequences(hidden, self._module))[:, 0].double().cpu()
 
     def passes_on(self, width: int) -> bool:
         """Whether the module returns its heads' outputs as they are."""

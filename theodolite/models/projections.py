@@ -20,17 +20,16 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError
+from theodolite.models.calls import Call, Calls
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
-    Call,
-    Calls,
     copy_in_dtype,
     norms_at_tap,
     norms_inside,
     run_until_tap,
     stop_at_tap,
 )
-from theodolite.models.structure import Structure, first_tensor
+from theodolite.models.structure import Structure
 from theodolite.models.taps import tapped
 
 Purpose = Literal["penalty", "replacement"]
@@ -262,7 +261,7 @@ class _MarkedCopy:
         self.module = module
         self.matrices = [name for name, parameter in module.named_parameters() if parameter.ndim == 2]
         self._call = call
-        width = first_tensor(*call).shape[-1]
+        width = call.width
         device = next(module.parameters()).device
         self._inputs = torch.eye(2, width, dtype=torch.float64, device=device).unsqueeze(1)
 
@@ -335,7 +334,7 @@ def _verify(module: nn.Module, call: Call, projections: QueryKeyValue) -> list[b
     for parameter in module.parameters():
         parameter.data.copy_(random(*parameter.shape))
     device = next(module.parameters()).device
-    width = first_tensor(*call).shape[-1]
+    width = call.width
     rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), random(2, width)]).to(device)
     inputs = run_until_tap(module, call, rows.unsqueeze(1))
     agree = []

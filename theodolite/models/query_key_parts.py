@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
+from theodolite.models.calls import Call
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
 from theodolite.models.guard import guarded, measures
-from theodolite.models.head_weights import Call, call_until_tap, copy_in_dtype, stop_at_tap
+from theodolite.models.head_weights import call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
 from theodolite.models.taps import tapped
@@ -33,7 +34,8 @@ class LayerPass:
     """One layer in a forward pass: the stream that enters its block, and how that becomes queries and keys.
 
     `norm` is the module that turns `stream` into `entered`, which the attention module reads; None where they
-    are the same (BERT, OLMo 2) or none was found. `inputs` is what arrived at the tap.
+    are the same (BERT, OLMo 2) or none was found. `inputs` is what arrived at the tap; `cross` says that its keys are
+    of an encoder's stream.
     """
 
     layer: int
@@ -44,6 +46,7 @@ class LayerPass:
     attention: nn.Module
     call: Call
     inputs: AttentionInputs
+    cross: bool
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,10 @@ class _LayerVisitor:
     def _enter_block(self, block: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is block:
-                self.stream, self.candidates = first_tensor(args, kwargs), []
+                self.stream, self.candidates = (
+                    self.model.structure.layout.ordered(first_tensor(args, kwargs)),
+                    [],
+                )
 
         return hook
 
@@ -138,9 +144,10 @@ class _LayerVisitor:
             if layer not in self.layers:
                 return
             self.visiting = True
+            call = Call(args, kwargs, self.model.structure.attention_layout)
             try:
                 with tapped(self.model.root, stop_at_tap):
-                    self.visit(self._layer_pass(layer, attention, (args, kwargs)))
+                    self.visit(self._layer_pass(layer, attention, call))
             finally:
                 self.visiting = False
             if layer == max(self.layers):
@@ -149,7 +156,7 @@ class _LayerVisitor:
         return hook
 
     def _layer_pass(self, layer: int, attention: nn.Module, call: Call) -> LayerPass:
-        entered, stream = first_tensor(*call), self.stream
+        entered, stream = call.hidden, self.stream
         assert stream is not None
         norm = None
         if not _equal(entered, stream):
@@ -157,7 +164,9 @@ class _LayerVisitor:
             candidates = sorted(self.candidates, key=lambda candidate: candidate[1] is not entered)
             norm = next((module for module, output in candidates if _equal(output, entered)), None)
         name, inputs = self.model.structure.names[layer], call_until_tap(attention, call)
-        return LayerPass(layer, name, stream, entered, norm, attention, call, inputs)
+        return LayerPass(
+            layer, name, stream, entered, norm, attention, call, inputs, self.model.structure.cross
+        )
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -194,6 +203,8 @@ def split_queries_and_keys(
 
 class _Splitter:
     def __init__(self, layer_pass: LayerPass, parts: Decomposition, dtype: torch.dtype) -> None:
+        if layer_pass.cross:
+            raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
         self.layer_pass = layer_pass
         self.parts = parts
         self.dtype = dtype
@@ -232,6 +243,10 @@ class _Splitter:
 
     def _frozen_norm(self) -> FrozenNorm | None:
         layer_pass = self.layer_pass
+        if layer_pass.entered.shape != layer_pass.stream.shape:
+            raise WorkError(
+                "attention does not read the residual stream as it is, but something else of another width"
+            )
         if layer_pass.norm is None:
             if not _equal(layer_pass.entered, layer_pass.stream):
                 raise WorkError("no module of the block turns the residual stream into what enters attention")

@@ -15,7 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
+from theodolite.models.structure import Run
+from theodolite.system.choices import DECODER, Attention, check_attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +35,9 @@ class Source:
         vocabulary: tokens that it has an embedding for; None where it reads none.
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
         sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
+        small_pass: a pass over it; an encoder reads one token more, so that a decoder's attention to it shows.
+        attends: which of its attention is looked at, in such a pass.
+        attention: of an encoder-decoder, the same by name.
     """
 
     root: nn.Module
@@ -43,18 +49,25 @@ class Source:
     vocabulary: int | None
     longest: int | None
     sample: Callable[[int], Tensor]
+    small_pass: Callable[[int], Run]
+    attends: Callable[[nn.Module, AttentionInputs], bool] = lambda module, inputs: True
+    attention: Attention | None = None
 
     @classmethod
-    def of_transformers(cls, model: PreTrainedModel) -> Source:
+    def of_transformers(cls, model: PreTrainedModel, attention: Attention | None = None) -> Source:
         """A model of `transformers`.
 
+        Args:
+            model: the model.
+            attention: of an encoder-decoder, which is looked at; None: the decoder's own.
+
         Raises:
-            UsageError: it is no stack of blocks that reads tokens or pixels.
+            UsageError: it reads neither tokens nor pixels; it has no decoder, and one is asked for.
         """
         if model.config.is_encoder_decoder:
-            raise UsageError(
-                f"{type(model).__name__} is an encoder-decoder; theodolite reads models with one stack of blocks"
-            )
+            return _of_encoder_decoder(model, attention or DECODER)
+        if attention is not None:
+            raise UsageError(f"{type(model).__name__} is no encoder-decoder, and attends in one way only")
         name, trunk = model.main_input_name, model.base_model
         vocabulary = embedded_tokens(model) if name == "input_ids" else None
         longest = longest_of(model)
@@ -67,6 +80,9 @@ class Source:
 
         def run(batch: Tensor) -> Any:
             return trunk(**{name: batch}, **options)
+
+        def small_pass(length: int) -> Run:
+            return lambda: run(sample(length))
 
         def predict(batch: Tensor) -> Tensor:
             return model(**{name: batch}, **options).logits
@@ -81,6 +97,7 @@ class Source:
             vocabulary=vocabulary,
             longest=longest,
             sample=sample,
+            small_pass=small_pass,
         )
 
     @classmethod
@@ -101,6 +118,9 @@ class Source:
         """
         trunk = _Trunk(module, forward)
 
+        def sample(length: int) -> Tensor:
+            return token_ids(vocabulary, min(length, longest or length)).to(device_of(module))
+
         def predict(batch: Tensor) -> Tensor:
             logits = first_of(trunk(batch))
             if not isinstance(logits, Tensor) or logits.shape[:2] != batch.shape or logits.ndim != 3:
@@ -119,7 +139,8 @@ class Source:
             family=type(module).__name__,
             vocabulary=vocabulary,
             longest=longest,
-            sample=lambda length: token_ids(vocabulary, min(length, longest or length)).to(device_of(module)),
+            sample=sample,
+            small_pass=lambda length: lambda: trunk(sample(length)),
         )
 
     @property
@@ -145,9 +166,46 @@ class Source:
         window = getattr(self.root.config.get_text_config(), "sliding_window", None)
         return f": its config.json says sliding_window = {window}; use a number above 0, or null for none"
 
-    def small_pass(self, length: int) -> Callable[[], object]:
-        """A pass over `sample(length)`."""
-        return lambda: self.run(self.sample(length))
+
+def _of_encoder_decoder(model: PreTrainedModel, attention: Attention) -> Source:
+    """Encoder and decoder read the same tokens; the decoder as they are, without a token that begins them."""
+    check_attention(attention)
+    if model.main_input_name != "input_ids":
+        raise UsageError(f"{type(model).__name__} reads {model.main_input_name}: theodolite cannot make any")
+    encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
+    trunk = encoder if attention == "encoder" else model.base_model
+
+    def sample(length: int) -> Tensor:
+        return token_ids(vocabulary, min(length, longest - 1 if longest else length)).to(device_of(model))
+
+    def run(ids: Tensor, more: int = 0) -> Any:
+        if attention == "encoder":
+            return trunk(input_ids=ids)
+        longer = torch.cat([ids, ids[:, :more]], dim=1)
+        return trunk(input_ids=longer, decoder_input_ids=ids, use_cache=False)
+
+    of_decoder = frozenset() if attention == "encoder" else frozenset(model.get_decoder().modules())
+
+    def attends(module: nn.Module, inputs: AttentionInputs) -> bool:
+        if attention == "encoder":
+            return True
+        more = inputs.key.shape[2] - inputs.query.shape[2]
+        return module in of_decoder and more == (0 if attention == DECODER else 1)
+
+    return Source(
+        root=model,
+        trunk=trunk,
+        run=run,
+        predict=None,
+        reads="input_ids",
+        family=model.config.model_type,
+        vocabulary=vocabulary,
+        longest=longest,
+        sample=sample,
+        small_pass=lambda length: lambda: run(sample(length), more=1),
+        attends=attends,
+        attention=attention,
+    )
 
 
 class _Trunk(nn.Module):

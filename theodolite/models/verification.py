@@ -26,12 +26,13 @@ MOST_BY_LOGITS = 1e-3
 
 
 @contextmanager
-def recorded_inputs(model: nn.Module) -> Iterator[list[AttentionInputs]]:
-    """While open, the inputs of every attention layer that runs are added to the list that this yields."""
+def recorded_inputs(model: nn.Module, structure: Structure) -> Iterator[list[AttentionInputs]]:
+    """While open, the inputs of every layer's attention that runs are added to the list that this yields."""
     recorded: list[AttentionInputs] = []
 
-    def record(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-        recorded.append(inputs)
+    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if module in structure.attention:
+            recorded.append(inputs)
         return attend(inputs)
 
     with tapped(model, record):
@@ -53,7 +54,7 @@ def verify_attention(
         WorkError: they differ by more than rounding.
     """
     own = _attention_outputs(structure, run)
-    with recorded_inputs(model) as inputs:
+    with recorded_inputs(model, structure) as inputs:
         recomputed = _attention_outputs(structure, run)
     if skip_overflow and not all(torch.isfinite(output).all() for output in own):
         return inputs
@@ -126,7 +127,7 @@ def _attention_outputs(structure: Structure, run: Run) -> list[Tensor]:
     outputs: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        outputs.append(first_output(output).detach().clone())
+        outputs.append(structure.attention_layout.ordered(first_output(output)).detach().clone())
 
     modules = {structure.attention_at(layer) for layer in structure.attending}
     hooks = [module.register_forward_hook(keep) for module in modules]

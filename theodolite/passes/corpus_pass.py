@@ -146,6 +146,7 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         "model": weights.sha256 or weights.revision or model.id,
         "dtype": str(model.source.dtype),
         "device": model.device.type,
+        **({"attention": model.source.attention} if model.source.attention else {}),
         **({"edits": list(model.interventions)} if model.interventions else {}),
     }
 

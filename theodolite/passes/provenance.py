@@ -44,6 +44,7 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
             "vocabulary": model.vocabulary,
             "causal": model.causal,
             "positions": model.positions,
+            **({"attention": model.source.attention} if model.source.attention else {}),
         },
         "device": model.device.type,
     }

@@ -272,11 +272,14 @@ def shards(contexts: int, batch: int, done: int = 0) -> Iterator[tuple[int, int]
 
 
 def _job(model: OpenModel, corpus: Corpus, device: str, batch: int, seed: int, extra: Sequence[Extra]) -> Job:
+    if model.sha256 is None and model.revision is None:
+        raise UsageError(f"{model.id} is in memory: with ray=True each worker opens a checkpoint")
     return Job(
         source=_source(model.id),
         id=model.id,
         dtype=str(model.source.dtype).removeprefix("torch."),
         revision=model.revision,
+        attention=model.source.attention,
         device=device,
         threads=torch.get_num_threads(),
         corpus=corpus,

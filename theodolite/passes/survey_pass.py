@@ -45,7 +45,7 @@ class HeadsPass(CorpusPass):
         self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
         self.sample = self._choose_sample()
         self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing)
-        self.inputs = SecondMoments(model.layers, model.width)
+        self.inputs = SecondMoments(model.layers, model.attention_width)
         self.attention_statistics = AttentionStatistics(
             model.layers, model.heads, length, min(self._examples, contexts), self.trailing
         )

@@ -141,11 +141,13 @@ class WeightsPass:
             self._state[name][layer][tuple(slice(size) for size in values.shape)] = values
 
     def _positional(self, layer: int, weights: HeadWeights | None) -> State:
-        if weights is None:
+        assert self.pos is not None
+        if (
+            weights is None or weights.w_q.shape[1] != self.pos.shape[-1]
+        ):  # they do not read the stream as it is
             empty = torch.full((self.model.heads_of[layer],), math.nan, dtype=torch.float64)
             return dict.fromkeys(POSITIONAL, empty)
         assert self.mean is not None
-        assert self.pos is not None
         normed = None if self.normed is None else self.normed[layer]
         columns = positional_heads(self.pos[layer], self.mean[layer], weights.w_q, weights.w_k, normed)
         return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}

@@ -21,9 +21,9 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.models.calls import capture_calls
 from theodolite.models.doors.answers import Answer
 from theodolite.models.guard import guarded
-from theodolite.models.head_weights import capture_calls
 from theodolite.models.projections import Projection, find_projections, replaced
 from theodolite.models.taps import intervened
 

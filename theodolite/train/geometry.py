@@ -27,10 +27,11 @@ from theodolite.measure.geometry import stream as residual_columns
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
-from theodolite.models.head_weights import capture_calls
+from theodolite.models.calls import capture_calls
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.open import SEVERAL
 from theodolite.models.source import Source
-from theodolite.models.structure import Run, find_structure
+from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
 from theodolite.models.verification import verify_attention
 from theodolite.theory.regimes import UNDEFINED, regime
@@ -180,13 +181,9 @@ def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"
 
 def _opened(source: Source, ids: Tensor) -> OpenModel:
     """The model as the survey sees one, after the tap was found to leave its output as it is."""
-
-    def pass_over(length: int) -> Run:
-        return lambda: source.run(ids[:1, :length].to(source.device))
-
-    structure = find_structure(source.root, pass_over(1))
-    calls = capture_calls(source.root, structure, pass_over(1))
-    inputs = verify_attention(source.root, structure, pass_over(LEAST_LENGTH), skip_overflow=True)
+    structure = find_structure(source.root, source.small_pass(SEVERAL), chosen=source.attends)
+    calls = capture_calls(source.root, structure, source.small_pass(1))
+    inputs = verify_attention(source.root, structure, source.small_pass(LEAST_LENGTH), skip_overflow=True)
     opened = OpenModel.of(source, structure, calls, inputs, id=source.name)
     if not opened.has_positions(ids.shape[1]):
         raise UsageError(

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
-from theodolite.models.head_weights import capture_calls
+from theodolite.models.calls import capture_calls
+from theodolite.models.open import SEVERAL
 from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, find_projections
-from theodolite.models.structure import Structure, find_structure
+from theodolite.models.structure import Structure
+from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
 from theodolite.train.penalty import (
     Gradient,
@@ -77,7 +79,7 @@ class Locater:
         source = training_source(model)
         inner = source.root
         with evaluation_mode(inner):
-            structure = find_structure(inner, source.small_pass(1))
+            structure = find_structure(inner, source.small_pass(SEVERAL), chosen=source.attends)
             calls = capture_calls(inner, structure, source.small_pass(1))
             self.layers = _selected(asked, structure)
             self._projections = find_projections(inner, structure, calls, self.layers)

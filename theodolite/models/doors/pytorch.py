@@ -3,7 +3,8 @@
 `scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention` hand over queries, keys, values and masks
 as they are; attention that a module computes by hand is read from its products (`by_hand.py`). A mode of PyTorch sees
 these calls from whichever name they were imported by, and switches the fast paths off that skip them. It is there while
-a module of a turned model runs, in whichever thread, and whoever attends is the innermost module that runs.
+a module of a turned model runs, in whichever thread; whoever attends is the innermost module that runs and reads no
+heads.
 """
 
 from __future__ import annotations
@@ -36,19 +37,26 @@ class _ThisThread(threading.local):
     """The modules that run, the innermost last, and the mode that hears them."""
 
     def __init__(self) -> None:
-        self.running: list[nn.Module] = []
+        self.running: list[tuple[nn.Module, bool]] = []
         self.mode: _Hearing | None = None
 
-    def enter(self, module: nn.Module) -> None:
+    @property
+    def owner(self) -> nn.Module:
+        """Whose attention it is that is computed now: of the innermost module that reads no heads already."""
+        readers = (module for module, reads_heads in reversed(self.running) if not reads_heads)
+        return next(readers, self.running[-1][0])
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self.running:
             if not _is_turned(module):
                 return
             self.mode = _Hearing(self)
             self.mode.__enter__()
-        self.running.append(module)
+        given = args[0] if args else None
+        self.running.append((module, isinstance(given, Tensor) and given.ndim >= 4))
 
     def leave(self, module: nn.Module) -> None:
-        if self.running and self.running[-1] is module:
+        if self.running and self.running[-1][0] is module:
             self.running.pop()
             if not self.running:
                 self.stop()
@@ -69,7 +77,7 @@ def turn_to_functions(model: nn.Module) -> ExitStack:
     with ExitStack() as undo:
         if not _turned:
             undo.callback(_remove_hooks)
-            _hooks.append(register_module_forward_pre_hook(lambda module, _args: _here.enter(module)))
+            _hooks.append(register_module_forward_pre_hook(_here.enter))
             _hooks.append(
                 register_module_forward_hook(
                     lambda module, _args, _output: _here.leave(module), always_call=True
@@ -120,12 +128,12 @@ class _Hearing(TorchFunctionMode):
         kwargs = kwargs or {}
         hear = _HEARD.get(func) or (_hear_flex_attention if getattr(func, "__name__", "") == FLEX else None)
         if hear is not None:
-            return hear(self._here.running[-1], func, *args, **kwargs)
+            return hear(self._here.owner, func, *args, **kwargs)
         name = getattr(func, "__name__", "")
         attention = self._by_hand.attention(name, args, kwargs)
         if attention is not None:
             inputs, as_product = attention
-            return as_product(answered(self._here.running[-1], inputs))
+            return as_product(answered(self._here.owner, inputs))
         result = func(*args, **kwargs)
         self._by_hand.follow(name, args, kwargs, result)
         return result
