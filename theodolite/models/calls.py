@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import Cache
 
 from theodolite.attention.inputs import attend
 from theodolite.models.doors.answers import without_interventions
@@ -45,7 +46,7 @@ class Call:
     @property
     def width(self) -> int:
         """Of the hidden states."""
-        return self.entered.shape[-1]
+        return self.hidden.shape[-1]
 
     def with_hidden(self, hidden: Float[Tensor, "batch positions width"]) -> Call:
         """The same with other hidden states; all else goes to their device and dtype."""
@@ -81,6 +82,10 @@ class Call:
 
         return self._mapped(lambda value: entered if is_memory(value) else value)
 
+    def without_cache(self) -> Call:
+        """Without the keys of earlier calls, to which each call would add."""
+        return self._mapped(lambda value: None if isinstance(value, Cache) else value)
+
     def _repeated(self, times: int) -> Call:
         """All but the hidden states of so many times the contexts."""
         entered = self.entered
@@ -115,7 +120,7 @@ def capture_current_calls(structure: Structure, run: Run) -> Calls:
     turns = Turns(structure.attention)
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        call = Call(args, kwargs, structure.attention_layout)
+        call = Call(args, kwargs, structure.attention_layout).without_cache()
         calls.setdefault(turns.take(module), call.with_own_memory() if structure.cross else call)
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in turns]

@@ -43,37 +43,50 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     structure = model.structure
 
-    entered, left = Turns(structure.blocks), Turns(structure.blocks)
-    read, attended = Turns(structure.attention), Turns(structure.attention)
+    entered, left, read = Turns(structure.blocks), Turns(structure.blocks), Turns(structure.attention)
+    attending: dict[nn.Module, int] = {}
 
     def begin(_module: nn.Module, _args: Any) -> None:
-        for turns in (entered, left, read, attended):
+        for turns in (entered, left, read):
             turns.begin_pass()
+        attending.clear()
 
     # Hooks travel with copies of a module (whose weights are read, say), which are no layers.
     def enter_block(block: nn.Module, args: Any, kwargs: Any) -> None:
-        if block in entered and entered.take(block) == 0:
-            hooks.stream(0, structure.layout.ordered(first_tensor(args, kwargs)))
+        if block in entered:
+            layer = entered.take(block)
+            if layer == 0 or structure.free:
+                hooks.stream(layer, structure.layout.ordered(first_tensor(args, kwargs)))
 
     def leave_block(block: nn.Module, _args: Any, output: Any) -> None:
         if block in left:
             hooks.stream(left.take(block) + 1, structure.layout.ordered(first_output(output)))
 
+    def leave_trunk(_module: nn.Module, _args: Any, output: Any) -> None:
+        hooks.stream(model.layers, structure.layout.ordered(first_output(output)))
+
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in read:
-            hooks.attention_input(
-                read.take(module), structure.attention_layout.ordered(first_tensor(args, kwargs))
-            )
+            layer = attending[module] = read.take(module)
+            hooks.attention_input(layer, structure.attention_layout.ordered(first_tensor(args, kwargs)))
 
-    handles = [model.source.trunk.register_forward_pre_hook(begin)]
-    handles.append(structure.blocks[0].register_forward_pre_hook(enter_block, with_kwargs=True))
+    trunk = model.source.trunk
+    handles = [trunk.register_forward_pre_hook(begin)]
+    entering = set(structure.blocks) if structure.free else {structure.blocks[0]}
+    handles += [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in entering]
     handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
-    handles += [block.register_forward_hook(leave_block) for block in left]
+    if structure.free:
+        handles.append(trunk.register_forward_hook(leave_trunk))
+    else:
+        handles += [block.register_forward_hook(leave_block) for block in left]
 
     def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        if module not in attended:  # another attention of the model: a decoder's to its encoder
+        layer = attending.pop(module, None)
+        if (
+            layer is None
+        ):  # a decoder's attention to its encoder; the same once more, to other values (DiffLlama)
             return attend(inputs)
-        return hooks.attention(attended.take(module), inputs)
+        return hooks.attention(layer, inputs)
 
     with removed_on_leaving(handles), tapped(model.root, tap):
         yield

@@ -31,7 +31,7 @@ from theodolite.models.loading import (
 )
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
-from theodolite.models.structure import Structure
+from theodolite.models.structure import Structure, first_output
 from theodolite.models.structure_search import find_structure
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
@@ -203,6 +203,8 @@ def verified_parts(
             raise UsageError(
                 f"some tokens of {structure.names[layer]} see no token, not even themselves{source.said_of_windows}"
             )
+    if structure.free:
+        _check_end(source, structure)
     positions, tokens = inputs[0].query.shape[2], source.sample(VERIFIED_LENGTH).shape[1]
     if source.vocabulary is not None and positions != tokens:
         raise UsageError(
@@ -210,3 +212,14 @@ def verified_parts(
             "position a token"
         )
     return structure, calls, inputs
+
+
+def _check_end(source: Source, structure: Structure) -> None:
+    """Raise `UsageError` where blocks are no modules, and the model returns no hidden states that end the stream."""
+    with torch.inference_mode():
+        last = first_output(source.run(source.sample(SEVERAL)))
+    if last.ndim != 3 or last.shape[-1] != structure.width:
+        raise UsageError(
+            f"{source.name}: its blocks are no modules that run, so that its last hidden states must be what it "
+            f"returns, (contexts, positions, {structure.width}): give open_module such a forward, or blocks"
+        )

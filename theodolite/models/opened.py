@@ -19,8 +19,8 @@ from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.head_weights import HeadWeights, read_head_weights
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.quantised import refuse_quantised_modules
-from theodolite.models.source import Source, first_of
-from theodolite.models.structure import NoAttention, Structure
+from theodolite.models.source import Source
+from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
 from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
 
@@ -190,7 +190,7 @@ class OpenModel:
     def forward(self, ids: Int[Tensor, "contexts positions"]) -> Tensor:
         """What a pass without gradients or a cache returns: of `transformers`, the last hidden states (…, width)."""
         with torch.inference_mode():
-            return first_of(self.source.run(ids.to(self.device)))
+            return first_output(self.source.run(ids.to(self.device)))
 
     @measures
     def logits(

@@ -144,7 +144,7 @@ class _LayerVisitor:
             if layer not in self.layers:
                 return
             self.visiting = True
-            call = Call(args, kwargs, self.model.structure.attention_layout)
+            call = Call(args, kwargs, self.model.structure.attention_layout).without_cache()
             try:
                 with tapped(self.model.root, stop_at_tap):
                     self.visit(self._layer_pass(layer, attention, call))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.models.structure import Run
+from theodolite.models.structure import Run, first_output
 from theodolite.system.choices import DECODER, Attention, check_attention
 
 
@@ -122,7 +122,7 @@ class Source:
             return token_ids(vocabulary, min(length, longest or length)).to(device_of(module))
 
         def predict(batch: Tensor) -> Tensor:
-            logits = first_of(trunk(batch))
+            logits = first_output(trunk(batch))
             if not isinstance(logits, Tensor) or logits.shape[:2] != batch.shape or logits.ndim != 3:
                 raise UsageError(
                     f"{type(module).__name__} gives no logits (contexts, positions, vocabulary): give open_module a "
@@ -218,13 +218,6 @@ class _Trunk(nn.Module):
     def forward(self, ids: Tensor) -> Any:
         """What the module makes of token ids."""
         return self._run(ids)
-
-
-def first_of(output: Any) -> Any:
-    """The logits or hidden states in what a model returns: its first element."""
-    if isinstance(output, dict):  # those of transformers among them
-        return next(iter(output.values()))
-    return output[0] if isinstance(output, tuple | list) else output
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -39,10 +39,15 @@ class Layout:
     @classmethod
     def of(cls, shape: Sequence[int], contexts: int, positions: int) -> Layout | None:
         """That of a tensor which has so many of them; None where it has not."""
-        for layout in (cls(0, 1), cls(1, 0), cls(1, 2)):
-            if len(shape) > max(2, layout.positions) and (contexts, positions) == (
-                shape[layout.contexts],
-                shape[layout.positions],
+        for layout in (cls(0, 1), cls(1, 0), cls(1, 2), cls(0, 2)):
+            if (
+                len(shape) >= 3
+                and layout.positions < len(shape)
+                and (contexts, positions)
+                == (
+                    shape[layout.contexts],
+                    shape[layout.positions],
+                )
             ):
                 return layout
         return None
@@ -55,7 +60,7 @@ class Layout:
 
     def placed(self, hidden: Float[Tensor, "contexts positions width"]) -> Tensor:
         """As the model has it, where it has one stream."""
-        return hidden if self.contexts == 0 else hidden.transpose(0, 1)
+        return hidden.movedim((0, 1), (self.contexts, self.positions))
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Structure:
         attention_width: of what attention modules read (Zamba's read the embeddings as well, MobileBERT's a part).
         layout: how the residual stream lies.
         attention_layout: how the hidden states lie that attention modules read.
+        free: whether blocks are no modules that run (XLM, lists of pairs of modules): then `blocks` are the attention
+            modules, the stream is what enters them, and in the end what the model's trunk returns.
         cross: whether keys and values are made of other hidden states than queries: those of an encoder.
     """
 
@@ -86,6 +93,7 @@ class Structure:
     attention_width: int
     layout: Layout
     attention_layout: Layout
+    free: bool
     cross: bool
 
     @property
@@ -166,8 +174,8 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def first_output(output: Any) -> Tensor:
     """The hidden states in what a block or an attention module returns."""
-    while isinstance(output, tuple | list):
-        output = output[0]
+    while isinstance(output, tuple | list | dict):
+        output = next(iter(output.values() if isinstance(output, dict) else output))
     return output
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
 from theodolite.models.structure import Layout, Run, Structure, first_tensor, removed_on_leaving
-from theodolite.models.taps import tapped
+from theodolite.models.taps import listen_to_functions, tapped
 
 
 @dataclass
@@ -27,6 +27,10 @@ class _Ran:
     entered: tuple[int, ...] = ()
     attention: nn.Module | None = None
     inputs: AttentionInputs | None = None
+
+
+class _NoBlocks(Exception):
+    """Attention runs outside of every block that runs as a module."""
 
 
 Chosen = Callable[[nn.Module, AttentionInputs], bool]
@@ -62,6 +66,8 @@ def find_structure(
 
     with tapped(model, record), torch.inference_mode():
         run()
+    if not heard and listen_to_functions(model):
+        return find_structure(model, run, blocks, chosen)
     if heard and not attention:
         raise UsageError(
             f"{family} has no attention of the kind that is asked for (of an encoder-decoder: its decoder's own, where "
@@ -74,7 +80,10 @@ def find_structure(
         )
     name_of = {module: name for name, module in model.named_modules()}
     found = _named_blocks(model, blocks) if blocks else _blocks_around(model, attention, name_of)
-    layers = _layers_in_order(model, found, attention, run)
+    try:
+        layers, free = _layers_in_order(model, found, attention, run), False
+    except _NoBlocks:
+        layers, free = _attention_in_order(model, attention, run), True
     inputs = [layer.inputs for layer in layers if layer.inputs is not None]
     contexts, _, positions, _ = inputs[0].query.shape
     streams = {layer.shape for layer in layers}
@@ -96,9 +105,10 @@ def find_structure(
         head_width=max(of_layer.query.shape[-1] for of_layer in inputs),
         value_widths=tuple(0 if layer.inputs is None else layer.inputs.value.shape[-1] for layer in layers),
         width=math.prod(layers[0].shape) // (contexts * positions),
-        attention_width=next(iter(entered))[-1],
+        attention_width=math.prod(next(iter(entered))) // (contexts * positions),
         layout=layout,
         attention_layout=attention_layout,
+        free=free,
         cross=any(of_layer.key.shape[2] != of_layer.query.shape[2] for of_layer in inputs),
     )
 
@@ -125,9 +135,9 @@ def _layers_in_order(
         if module not in attention:
             return attend(inputs)
         if not layers:
-            raise UsageError(
-                f"{family} attends outside of a list of blocks ({type(module).__name__}), so that it has no stream"
-            )
+            raise _NoBlocks
+        if layers[-1].attention is module and _same_query(layers[-1], inputs):
+            return attend(inputs)  # the same attention to other values (DiffLlama)
         if layers[-1].attention is not None:
             raise UsageError(
                 f"{family} has a block that attends twice; theodolite needs one attention a block"
@@ -139,6 +149,29 @@ def _layers_in_order(
     with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
         run()
     return layers
+
+
+def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -> list[_Ran]:
+    """The attention modules, each in place of its block, in the order in which they run."""
+    layers: list[_Ran] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        shape = tuple(first_tensor(args, kwargs).shape)
+        layers.append(_Ran(module, shape, shape, attention=module))
+
+    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if module in attention and layers[-1].inputs is None:
+            layers[-1].inputs = inputs
+        return attend(inputs)
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in attention]
+    with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
+        run()
+    return layers
+
+
+def _same_query(layer: _Ran, inputs: AttentionInputs) -> bool:
+    return layer.inputs is not None and layer.inputs.query is inputs.query
 
 
 def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:

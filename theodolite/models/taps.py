@@ -7,6 +7,7 @@ of PyTorch that it attends with. Interventions are applied there too, whoever ta
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,18 @@ class _TappedModel:
 
 
 _open: dict[nn.Module, _TappedModel] = {}
+
+_by_functions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def listen_to_functions(model: nn.Module) -> bool:
+    """From now on, tap a model by PyTorch's functions, though it uses the interface; whether this is new.
+
+    The text side of GIT attends by hand, its vision side through the interface.
+    """
+    new = model not in _by_functions
+    _by_functions.add(model)
+    return new
 
 
 @contextmanager
@@ -62,6 +75,11 @@ def intervened(
         yield
 
 
+def _turned(model: nn.Module) -> ExitStack:
+    undo = None if model in _by_functions else turn_to_interface(model)
+    return undo or turn_to_functions(model)
+
+
 @contextmanager
 def _opened(model: nn.Module) -> Iterator[frozenset[nn.Module]]:
     """While open, the attention layers of `model` go through the tap; yields all of its modules.
@@ -69,7 +87,7 @@ def _opened(model: nn.Module) -> Iterator[frozenset[nn.Module]]:
     The first one opened turns the model to the tap, the last one left turns it back, whatever their order.
     """
     if model not in _open:
-        _open[model] = _TappedModel(turn_to_interface(model) or turn_to_functions(model))
+        _open[model] = _TappedModel(_turned(model))
     tapped_model = _open[model]
     tapped_model.count += 1
     try:

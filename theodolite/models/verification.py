@@ -31,7 +31,8 @@ def recorded_inputs(model: nn.Module, structure: Structure) -> Iterator[list[Att
     recorded: list[AttentionInputs] = []
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        if module in structure.attention:
+        again = recorded and recorded[-1].query is inputs.query  # the same, to other values (DiffLlama)
+        if module in structure.attention and not again:
             recorded.append(inputs)
         return attend(inputs)
 

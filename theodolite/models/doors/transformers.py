@@ -19,6 +19,9 @@ from theodolite.models.doors.answers import answered
 
 IMPLEMENTATION = "theodolite"
 
+WITH_MASKS = "theodolite_with_masks"
+"""The same, with a mask for causal attention too: modules that say that they are not causal would have none."""
+
 
 def attention_inputs(
     module: nn.Module,
@@ -86,8 +89,14 @@ def _tapped_attention(
     return answered(module, inputs, kwargs.get("sliding_window")), None
 
 
+def _every_causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
 AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
+AttentionInterface.register(WITH_MASKS, _tapped_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionMaskInterface.register(WITH_MASKS, _every_causal_mask)
 
 
 def turn_to_interface(model: nn.Module) -> ExitStack | None:
@@ -99,7 +108,8 @@ def turn_to_interface(model: nn.Module) -> ExitStack | None:
     with ExitStack() as undo:
         undo.callback(_restore_implementations, before)
         for part in parts:
-            part.set_attn_implementation(IMPLEMENTATION)
+            told = {getattr(module, "is_causal", True) for module in part.modules()}
+            part.set_attn_implementation(WITH_MASKS if False in told else IMPLEMENTATION)
         return undo.pop_all()
 
 
