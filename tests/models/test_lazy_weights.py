@@ -181,14 +181,14 @@ def test_what_cannot_be_read_by_layers_is_opened_whole_and_says_so(checkpoint, t
         patch.setattr(reading, "check_recomputed", off)
         assert "layer 0 (model.layers.0.self_attn): the attention output recomputed" in _whole(folder)
     with monkeypatch.context() as patch:
-        other = reading.call_until_tap
+        other = reading.run_until_tap
 
-        def moved(module, call):
-            inputs = other(module, call)
+        def moved(module, call, hidden):
+            inputs = other(module, call, hidden)
             inputs.key.add_(1.0)
             return inputs
 
-        patch.setattr(reading, "call_until_tap", moved)
+        patch.setattr(reading, "run_until_tap", moved)
         assert "model.layers.0.self_attn depend on weights outside it" in _whole(folder)
 
 

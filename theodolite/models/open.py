@@ -218,7 +218,7 @@ def _check_end(source: Source, structure: Structure) -> None:
     """Raise `UsageError` where blocks are no modules, and the model returns no hidden states that end the stream."""
     with torch.inference_mode():
         last = first_output(source.run(source.sample(SEVERAL)))
-    if last.ndim != 3 or last.shape[-1] != structure.width:
+    if last.ndim != 3 or structure.layout.ordered(last).shape[-1] != structure.width:
         raise UsageError(
             f"{source.name}: its blocks are no modules that run, so that its last hidden states must be what it "
             f"returns, (contexts, positions, {structure.width}): give open_module such a forward, or blocks"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
-from theodolite.models.structure import Layout, Run, Structure, first_tensor, removed_on_leaving
+from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
 from theodolite.models.taps import listen_to_functions, tapped
 
 
@@ -24,6 +24,7 @@ class _Ran:
 
     block: nn.Module
     shape: tuple[int, ...]
+    left: tuple[int, ...] = ()
     entered: tuple[int, ...] = ()
     attention: nn.Module | None = None
     inputs: AttentionInputs | None = None
@@ -86,7 +87,7 @@ def find_structure(
         layers, free = _attention_in_order(model, attention, run), True
     inputs = [layer.inputs for layer in layers if layer.inputs is not None]
     contexts, _, positions, _ = inputs[0].query.shape
-    streams = {layer.shape for layer in layers}
+    streams = {shape for layer in layers for shape in (layer.shape, layer.left or layer.shape)}
     entered = {layer.entered for layer in layers if layer.inputs is not None}
     layouts = {Layout.of(shape, contexts, positions) for shape in streams}
     attention_layouts = {Layout.of(shape, contexts, positions) for shape in entered}
@@ -145,7 +146,12 @@ def _layers_in_order(
         layers[-1].attention, layers[-1].inputs = module, inputs
         return attend(inputs)
 
+    def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        if layers and layers[-1].block is module:
+            layers[-1].left = tuple(first_output(output).shape)
+
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
+    hooks += [module.register_forward_hook(leave) for module in blocks]
     with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
         run()
     return layers
@@ -157,7 +163,7 @@ def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         shape = tuple(first_tensor(args, kwargs).shape)
-        layers.append(_Ran(module, shape, shape, attention=module))
+        layers.append(_Ran(module, shape, shape, shape, attention=module))
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if module in attention and layers[-1].inputs is None:
