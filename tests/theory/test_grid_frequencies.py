@@ -55,7 +55,7 @@ def test_ratio_of_a_product_is_that_of_the_whole_transform(grid):
 
 
 def test_a_wave_over_columns_is_low_in_the_plane_and_not_in_a_line():
-    """A cosine that runs once over 8 columns, the same in 8 rows, is the frequency (0, 1); read in a line it repeats."""
+    """A cosine that runs once over 8 columns, the same in 8 rows, is of frequency (0, 1); in a line it repeats."""
     wave = np.cos(np.pi * (np.arange(8) + 0.5) / 8)
     p = torch.from_numpy(np.tile(wave, 8)[:, None])
     assert float(product_low_frequency_ratio(p, p, (3,), (8, 8))) == pytest.approx(1)

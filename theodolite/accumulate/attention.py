@@ -67,7 +67,8 @@ class AttentionStatistics(LayerSums):
     State: contexts (L); visible_keys (L, T) that a query sees; entropy (L, H, T) nats; received (L, H, T) mean
     attention a key gets; propagates and last_sees (L, H, T) counts for the last query before trailing special
     tokens; sink (L, H, T) counts of contexts; sink_later (L, H), and with trailing special tokens sink_last (L,
-    H), contexts with a sink among these, with more than one leading token sink_registers (L, H) likewise; previous, same, learned (L, H) sums; entropy_spread (L, H) sums over
+    H), contexts with a sink among these, with more than one leading token sink_registers (L, H) likewise; previous,
+    same, learned (L, H) sums; entropy_spread (L, H) sums over
     contexts of the squared deviation of the context's mean entropy from that of all; gram_norm (L) the largest
     ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token; example_received and
     example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows (layer, head, token, is

@@ -44,8 +44,8 @@ class Means(LayerSums):
 
     State (N residual layers, G groups of contexts): contexts (N, G), position_sum (N, G, T, d), norm_sum (N, G),
     norm_first_sum (N, G), cosine_sum (N, G; layer ℓ against ℓ−1), collapse_sum (N, G), context_mean (N, S, d), token
-    (N, Q, d), with `trailing` special tokens behind the text of every context norm_last_sum (N, G), and with more than one
-    `leading` token norm_registers_sum (N, G) of those from position 1 on.
+    (N, Q, d), with `trailing` special tokens behind the text of every context norm_last_sum (N, G), and with more than
+    one `leading` token norm_registers_sum (N, G) of those from position 1 on.
     `position_sum` by group is the largest thing here: G·T·d float64 a layer, 25 MB at T = 512 and d = 768. In float32
     it would be half of that, but a sum of 10⁴ values near 10⁴ would lose what differs between the groups.
     """

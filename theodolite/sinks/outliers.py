@@ -8,7 +8,7 @@ has them apart. Composes passes, the accumulator and the rules; knows neither mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -139,7 +139,7 @@ def find_outliers(
         return Activations(torch.stack(bounds), length, thresholds, trailing)
 
     def baseline(states: States) -> Pass:
-        some = _subset(corpus, order[:baseline_contexts].sort().values)
+        some = corpus.subset(order[:baseline_contexts].sort().values)
         return _OutlierPass(model, some, {STREAM: LayerBaselines(trailing), HEADS: LayerBaselines(trailing)})
 
     def count(states: States) -> Pass:
@@ -147,7 +147,7 @@ def find_outliers(
 
     def follow(states: States) -> Pass:
         carriers = _carriers(states.of(f"count.{STREAM}"), text)
-        some = _subset(corpus, torch.tensor(_followed(carriers, contexts, length), dtype=torch.int64))
+        some = corpus.subset(torch.tensor(_followed(carriers, contexts, length), dtype=torch.int64))
         followed = FollowedActivations(rules(states, STREAM), sorted(set(carriers["dimension"])))
         return _OutlierPass(model, some, {STREAM: followed})
 
@@ -184,11 +184,6 @@ def find_outliers(
             "seed": seed,
         },
     )
-
-
-def _subset(corpus: Corpus, chosen: Tensor) -> Corpus:
-    """Some contexts of a corpus."""
-    return replace(corpus, contexts=corpus.contexts[chosen], labels=corpus.labels[chosen])
 
 
 class _Sums(Accumulator, Protocol):
