@@ -30,7 +30,7 @@ from theodolite.corpus.documents import (
     stdlib_sources,
 )
 from theodolite.corpus.hub_dataset import streamed_documents
-from theodolite.corpus.images import ImageReader, Images, choose_images, reads_images, refuse_length
+from theodolite.corpus.images import ImageReader, Images, choose_images, refuse_length
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
 from theodolite.corpus.random_tokens import drawable_ids
@@ -140,7 +140,7 @@ class Corpus:
         """
         columns = Columns(text_column, label_column, label_rows)
         choice = Choice(contexts, seed, per_label, label_rows)
-        if reads_images(tokenizer):
+        if isinstance(tokenizer, ImageReader):
             refuse_length(length)
             pictures, passed_over = pictures_at(path, columns)
             selection = {"files_passed_over": passed_over} if passed_over else {}
@@ -205,7 +205,7 @@ class Corpus:
         """
         columns = Columns(text_column, label_column, label_rows)
         choice = Choice(contexts, seed, per_label, label_rows, streamed=True)
-        if reads_images(tokenizer):
+        if isinstance(tokenizer, ImageReader):
             refuse_length(length)
             pictures = pictures_of_dataset(name, config, split, columns)
             return _of_images(cls, name, pictures, tokenizer, choice, columns.described(), show_tokens)

@@ -11,8 +11,9 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
@@ -28,6 +29,7 @@ KEPT_BYTES = 1 << 28
 """Pixels that are kept: 256 MiB, 445 images of 3 × 224 × 224 numbers."""
 
 
+@runtime_checkable
 class ImageReader(Protocol):
     """What a checkpoint says of how its images are read."""
 
@@ -108,6 +110,8 @@ def choose_images(
 ) -> tuple[Images, Sample]:
     """The pictures that `choice` keeps, read, and what it says of labels; `name` is that of the corpus.
 
+    They are in the order of its seed, so that neighbours are of any label: standard errors come from groups of them.
+
     Raises:
         UsageError: none is kept, or one cannot be read.
     """
@@ -131,7 +135,8 @@ def choose_images(
         )
     if not chosen:
         raise UsageError(f"{name} holds no image{' with a label: leave out --per-label' if seen else ''}")
-    return read_images(chosen, reader, show), sample
+    order = np.random.default_rng(choice.seed).permutation(len(chosen))
+    return read_images([chosen[index] for index in order], reader, show), sample
 
 
 def refuse_length(length: int | None) -> None:
@@ -142,11 +147,6 @@ def refuse_length(length: int | None) -> None:
     """
     if length is not None:
         raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
-
-
-def reads_images(reader: object) -> TypeGuard[ImageReader]:
-    """Whether it is the reader of a model of images, and no tokenizer."""
-    return hasattr(reader, "grid_of")
 
 
 def read_images(

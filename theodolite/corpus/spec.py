@@ -7,6 +7,7 @@ from pathlib import Path
 from theodolite.corpus.addition_task import NAME as ADDITION
 from theodolite.corpus.addition_task import digits_of
 from theodolite.corpus.documents import Columns, files_at
+from theodolite.corpus.pictures import holds_images
 from theodolite.errors import UsageError
 
 DOCS, HELD_OUT, CODE, RANDOM, FEW_SHOT = "docs", "held-out", "code", "random", "few-shot"
@@ -48,6 +49,10 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
     if unlabelled or name in (DOCS, CODE):
         if columns.labelled:
             raise UsageError(f"{name} is no table: leave out {columns.labelled}")
+        return
+    if holds_images(Path(name)):
+        if columns.rows:
+            raise UsageError(f"{name} holds images, each a context of its own: leave out --label-rows")
         return
     if not Path(name).exists():
         raise UsageError(

@@ -67,18 +67,18 @@ class _LastLayerDone(Exception):
 @measures
 def visit_layers(
     model: OpenModel,
-    ids: Int[Tensor, "contexts positions"],
+    inputs: Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"],
     layers: range | list[int],
     visit: Callable[[LayerPass], None],
 ) -> None:
-    """Run the model on `ids` and visit each of `layers` as it comes; the pass ends with the last of them.
+    """Run the model on token ids or pixels and visit each of `layers` as it comes; the pass ends with the last of them.
 
     The model computes with its own attention implementation, so that every stream is exactly its own; only the
     layers asked for go to the tap as well. While `visit` runs, the tap calls `stop_at_tap`.
     """
     visitor = _LayerVisitor(model, set(layers), visit)
     with suppress(_LastLayerDone), removed_on_leaving(visitor.hooks()):
-        model.forward(ids)
+        model.forward(inputs)
 
 
 @contextmanager
