@@ -18,12 +18,12 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.named import make_corpus, make_image_corpus
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import UsageError, WorkError
-from theodolite.models import open_model
+from theodolite.models import image_reader, open_model
 
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory):
-    return open_model(vision.write("vit", tmp_path_factory.mktemp("vit"))).image_reader()
+    return image_reader(open_model(vision.write("vit", tmp_path_factory.mktemp("vit"))))
 
 
 @pytest.fixture

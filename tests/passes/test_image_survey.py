@@ -13,7 +13,7 @@ from scipy.fft import dctn
 from tests import vision
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.models import OpenModel, open_model
+from theodolite.models import OpenModel, image_reader, open_model
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey, survey_heads
 
@@ -42,7 +42,7 @@ def measured(request, tmp_path_factory) -> Measured:
     folder = tmp_path_factory.mktemp(request.param)
     model = open_model(vision.write(request.param, folder / "model"))
     drawn = vision.draw(folder / "images", ["cat", "dog"], 6)
-    corpus = Corpus.from_path(drawn, model.image_reader())
+    corpus = Corpus.from_path(drawn, image_reader(model))
     run = survey(model, corpus, batch=5)
     eager = vision.build(request.param).double()
     eager.set_attn_implementation("eager")
@@ -187,7 +187,7 @@ def test_text_and_images_are_not_confused(measured, opened, corpus):
     with pytest.raises(UsageError, match="reads input_ids, not images: give it text"):
         survey(opened("gpt2"), measured.corpus)
     with pytest.raises(UsageError, match="reads input_ids, not images"):
-        opened("gpt2").image_reader()
+        image_reader(opened("gpt2"))
 
 
 def test_images_of_another_size_than_the_models(tmp_path):
@@ -196,7 +196,7 @@ def test_images_of_another_size_than_the_models(tmp_path):
     for family in ("dinov2", "vit"):
         folder = vision.write(family, tmp_path / family)
         model = open_model(folder)
-        reader = model.image_reader()
+        reader = image_reader(model)
         reader.processor.size = {"height": 24, "width": 32}
         corpus = Corpus.from_path(drawn, reader)
         assert corpus.grid.shape == (6, 8)
@@ -216,7 +216,7 @@ def test_the_towers_of_clip(tmp_path):
     assert [type(model.hf).__name__ for model in (text, images)] == ["CLIPTextModel", "CLIPVisionModel"]
     assert (text.layers, images.layers) == (2, 3)
     assert said[1] == "CLIPModel has two towers: this is the one of images (CLIPVisionModel)"
-    corpus = Corpus.from_path(vision.draw(tmp_path / "images", [""], 8), images.image_reader())
+    corpus = Corpus.from_path(vision.draw(tmp_path / "images", [""], 8), image_reader(images))
     run = survey(images, corpus)
     assert run.provenance["model"]["architecture"] == "CLIPVisionModel"
     pixels = corpus.inputs(slice(0, 8))

@@ -270,9 +270,12 @@ class Text:
             UsageError: the model has no tokenizer or image processor, or the text gives no context.
             KeyboardInterrupt: `stopped()` is true.
         """
-        reader = model.image_reader() if model.reads_images else model.required_tokenizer()
+        from theodolite.models import image_reader
+
+        of_images = model.vocabulary is None
+        reader = image_reader(model) if of_images else model.required_tokenizer()
         self.check()
-        what = "images" if model.reads_images else "tokens"
+        what = "images" if of_images else "tokens"
         with screen.status("reading the text") as status:
 
             def show(count: int) -> None:
@@ -298,7 +301,7 @@ class Text:
         if contexts is None and not every:
             contexts = max(self.default_contexts, self.per_label or 0)
         choice = (contexts, self.seed, self.columns, self.per_label)
-        if model.reads_images:
+        if model.vocabulary is None:
             refuse_length(self.length)
             return make_image_corpus(self.corpus, reader, *choice, show_images=show)
         longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)

@@ -126,8 +126,8 @@ class Corpus:
     ) -> Corpus:
         """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`documents.read_path`: labels, errors), or images.
 
-        With `model.image_reader()` in place of a tokenizer, the images of a folder, labelled by its subfolders, or of a
-        data set that `datasets` has saved (`pictures.pictures_at`); they have the length that the model makes of them.
+        With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
+        or of a data set that `datasets` has saved (`pictures.pictures_at`), as long as the model makes them.
 
         Labels of a table's rows are in `label_column` (None: `label` or `topic`, if there is one); with `label_rows`
         each row is a document with a label of its own, `row 1`, `row 2`, …, and one shorter than a context is left out.
@@ -200,8 +200,9 @@ class Corpus:
         Labels are as in `from_path`; of WikiText, whose rows are lines, its articles' titles
         (`documents.joined_articles`). Reading stops when `sampling.READ_AHEAD` × `contexts` contexts were found, of
         which the seed chooses; with `per_label`, when as many times the labels that `contexts` has room for are
-        complete, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts. With `model.image_reader()` in place of a
-        tokenizer it is the images of its first column of images. Raises `UsageError` when the dataset cannot be opened.
+        complete, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts. With `models.image_reader(model)`
+        in place of a tokenizer it is the images of its first column of images. Raises `UsageError` when the dataset
+        cannot be opened.
         """
         columns = Columns(text_column, label_column, label_rows)
         choice = Choice(contexts, seed, per_label, label_rows, streamed=True)

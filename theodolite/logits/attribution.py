@@ -167,7 +167,7 @@ def repeated_patterns(
     model: OpenModel, length: int, contexts: int, seed: int
 ) -> tuple[Tensor, list[Pattern]]:
     """Repeated random sequences and the patterns on them; no patterns where they are too short, or images are read."""
-    if model.reads_images:
+    if model.vocabulary is None:
         return torch.empty(0, length, dtype=torch.int64), []
     ids, start, half = repeated_random_tokens(
         model.required_vocabulary(), length, contexts, seed, below=model.vocabulary

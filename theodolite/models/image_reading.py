@@ -8,18 +8,19 @@ names come from the config.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
-from transformers import AutoImageProcessor, PreTrainedModel
+from transformers import AutoImageProcessor
 
 from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
 from theodolite.models.loading import LOADING_ERRORS, first_line, without_progress_bars
+from theodolite.models.model_inputs import small_input
+from theodolite.models.open import OpenModel
 
 PIXELS = "pixel_values"
 CLASS_TOKEN = "[CLS]"
@@ -69,25 +70,21 @@ class CheckpointImages:
         return PatchGrid(height // self.patch[0], width // self.patch[1], self.before)
 
 
-def read_images_as(
-    model: PreTrainedModel, source: str | Path, revision: str | None, tokens: int
-) -> CheckpointImages:
-    """How the images of a checkpoint are read.
-
-    Args:
-        source, revision: where the image processor is.
-        tokens: how many the model makes of an image of its config's size.
+def image_reader(model: OpenModel) -> CheckpointImages:
+    """How a model reads images: what `Corpus.from_path` takes in place of a tokenizer.
 
     Raises:
         UsageError: the model reads no images, has no image processor, or tokens that are no grid of patches.
     """
-    if model.main_input_name != PIXELS:
-        raise UsageError(f"{source} reads {model.main_input_name}, not images")
-    size, patch = (_sides(getattr(model.config, name, None)) for name in ("image_size", "patch_size"))
+    source, config = model.id, model.hf.config
+    if model.hf.main_input_name != PIXELS:
+        raise UsageError(f"{source} reads {model.hf.main_input_name}, not images")
+    tokens = model.forward(small_input(model.hf, 1)[PIXELS]).shape[1]
+    size, patch = (_sides(getattr(config, name, None)) for name in ("image_size", "patch_size"))
     if size is None or patch is None:
         raise UsageError(f"{source}: its config.json does not say how its images are cut into patches")
     leading = tokens - (size[0] // patch[0]) * (size[1] // patch[1])
-    before = _names(leading, int(getattr(model.config, "num_register_tokens", 0) or 0))
+    before = _names(leading, int(getattr(config, "num_register_tokens", 0) or 0))
     if before is None:
         raise UsageError(
             f"{source} makes {tokens} tokens of an image of {size[0]} × {size[1]} pixels: they are no grid of patches"
@@ -95,7 +92,7 @@ def read_images_as(
     try:
         with without_progress_bars():
             processor = AutoImageProcessor.from_pretrained(
-                source, revision=revision, backend="pil", trust_remote_code=False
+                source, revision=model.revision, backend="pil", trust_remote_code=False
             )
     except LOADING_ERRORS as error:
         raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
@@ -48,13 +48,6 @@ def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
     vocabulary = embedded_tokens(model)
     ids = torch.randint(vocabulary, (1, min(length, longest_of(model) or length)), generator=generator)
     return {"input_ids": ids.to(device_of(model)), "use_cache": False}
-
-
-def as_read(model: PreTrainedModel, inputs: Tensor) -> dict[str, Any]:
-    """The arguments of a forward pass over token ids, or over pixel values in the model's dtype."""
-    if inputs.is_floating_point():
-        return {"pixel_values": inputs.to(device_of(model), model.dtype)}
-    return {"input_ids": inputs.to(device_of(model)), "use_cache": False}
 
 
 def positions_of(model: nn.Module, call: Call, bias: str) -> str:

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
+from theodolite.models.batches import Inputs, as_read
 from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.head_weights import Call, Calls, HeadWeights, capture_calls, read_head_weights
-from theodolite.models.image_reading import PIXELS, CheckpointImages, read_images_as
 from theodolite.models.loading import (
     LOADING_ERRORS,
     commit_of,
@@ -35,7 +35,7 @@ from theodolite.models.loading import (
     usable_device,
     without_progress_bars,
 )
-from theodolite.models.model_inputs import as_read, embedded_tokens, longest_of, positions_of, small_input
+from theodolite.models.model_inputs import embedded_tokens, longest_of, positions_of, small_input
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.quantised import refuse_quantised_modules
 from theodolite.models.structure import NoAttention, Structure, backbone, find_structure, first_tensor
@@ -184,9 +184,7 @@ class OpenModel:
         return device_of(self.hf)
 
     @measures
-    def forward(
-        self, inputs: Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"]
-    ) -> Float[Tensor, "contexts positions width"]:
+    def forward(self, inputs: Inputs) -> Float[Tensor, "contexts positions width"]:
         """The last hidden states of a pass over token ids or pixels, without gradients, a cache or the output head."""
         with torch.inference_mode():
             return backbone(self.hf)(**as_read(self.hf, inputs))[0]
@@ -198,20 +196,6 @@ class OpenModel:
         """The next-token logits of a pass without gradients or a cache; the model must have an output head."""
         with torch.inference_mode():
             return self.hf(input_ids=ids.to(self.device), use_cache=False).logits
-
-    def image_reader(self) -> CheckpointImages:
-        """What `Corpus.from_path` reads images with, in place of a tokenizer.
-
-        Raises:
-            UsageError: it reads no images, or its image processor is not there.
-        """
-        tokens = first_tensor(*self._calls[self.attending[0]]).shape[1]
-        return read_images_as(self.hf, self.id, self.revision, tokens)
-
-    @property
-    def reads_images(self) -> bool:
-        """Whether it reads pixel values, and no token ids."""
-        return self.hf.main_input_name == PIXELS
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.
@@ -360,8 +344,7 @@ def open_model(
         device: where the model goes; a CUDA device if there is one, else the CPU.
         device_map: spread the model over devices instead (needs `pip install theodolite[accelerate]`).
         revision: a branch, tag or commit on the hub.
-        tower: of a checkpoint with two, one of text and one of images (CLIP): "text" or "vision"; None: that of text.
-        say: told in one line which of two towers is opened.
+        tower: of a checkpoint with two (CLIP): "text" or "vision", None: text; `say` is told which in one line.
 
     Raises:
         UsageError: no such checkpoint, pickled weights, an unknown or unsupported family.
@@ -390,7 +373,7 @@ def open_model(
     return OpenModel.of(
         model,
         *verified_parts(model),
-        tokenizer=load_tokenizer(source, revision) if model.main_input_name != PIXELS else None,
+        tokenizer=load_tokenizer(source, revision) if model.main_input_name == "input_ids" else None,
         id=embedded.NAME if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
+from theodolite.models.batches import Inputs
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
 from theodolite.models.guard import guarded, measures
@@ -67,7 +68,7 @@ class _LastLayerDone(Exception):
 @measures
 def visit_layers(
     model: OpenModel,
-    inputs: Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"],
+    inputs: Inputs,
     layers: range | list[int],
     visit: Callable[[LayerPass], None],
 ) -> None:

@@ -122,7 +122,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
     contexts, length = corpus.contexts.shape
     if corpus.images is not None:
         _check_images(model, corpus.images)
-    elif model.reads_images:
+    elif model.vocabulary is None:
         raise UsageError(
             f"{model.id} reads {model.hf.main_input_name}, not text: give it images (--corpus FOLDER)"
         )
@@ -142,7 +142,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
 
 def _check_images(model: OpenModel, images: Images) -> None:
     """Refuse images of which the model does not make the tokens that they are said to have."""
-    if not model.reads_images:
+    if model.vocabulary is not None:
         raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not images: give it text")
     blank = torch.zeros(1, *images.pixels(slice(0, 1)).shape[1:])
     height, width = images.size

@@ -56,7 +56,7 @@ def survey(
 
     Args:
         model: from `open_model`.
-        corpus: from a `Corpus` constructor, with the model's own tokenizer or `image_reader`.
+        corpus: from a `Corpus` constructor, with the model's own tokenizer or `image_reader` of it.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         seed: of the kept sample and of the random sequences for induction.
