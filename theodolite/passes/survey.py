@@ -19,7 +19,7 @@ from theodolite.logits.shares import SharesPass, split_contexts
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.head_weights import NO_MATRIX, no_head_matrix
-from theodolite.models.token_texts import token_text
+from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
@@ -285,7 +285,7 @@ def _facts_of_text(
         "sampled_contexts": sample.size,
         "split_contexts": min(contexts, split_contexts(length)),
     }
-    text = token_text(model) if corpus.grid is None else corpus.grid.token_text
+    text = text_of_tokens(model, corpus)
     named = torch.cat([attention["sink_tokens"][:, 2].long(), examples.flatten()]).unique().tolist()
     notes = {
         "provenance": describe_model(model) | described,

@@ -32,7 +32,7 @@ from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.token_texts import token_text
+from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.corpus_pass import (
     Accumulator,
     CorpusPass,
@@ -132,7 +132,7 @@ def find_outliers(
     trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
     baseline_contexts = min(batch_of(corpus, None), contexts)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
-    text, weights = token_text(model), model.weights()
+    text, weights = text_of_tokens(model, corpus), model.weights()
 
     def rules(states: States, values: str) -> Activations:
         bounds = [layer.bounds(contexts * length, thresholds.level) for layer in _baselines(states, values)]
