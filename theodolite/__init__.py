@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from theodolite.explore.one_head import view_head as view_head
     from theodolite.logits.constituents import constituents as constituents
     from theodolite.models import OpenModel as OpenModel
-    from theodolite.models import image_reader as image_reader
     from theodolite.models import open_model as open_model
     from theodolite.passes.run import Run as Run
     from theodolite.passes.survey import spectra as spectra
@@ -41,7 +40,6 @@ _HOMES = {
     "constituents": "theodolite.logits.constituents",
     "decompose": "theodolite.theory.decomposition",
     "find_outliers": "theodolite.sinks.outliers",
-    "image_reader": "theodolite.models",
     "open_model": "theodolite.models",
     "spectra": "theodolite.passes.survey",
     "survey": "theodolite.passes.survey",
