@@ -51,9 +51,7 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
             raise UsageError(f"{name} is no table: leave out {columns.labelled}")
         return
     if holds_images(Path(name)):
-        if columns.rows:
-            raise UsageError(f"{name} holds images, each a context of its own: leave out --label-rows")
-        return
+        return  # whether images or texts are read is the model's to say
     if not Path(name).exists():
         raise UsageError(
             f"There is no file or folder {name}; give a path, or {', '.join(KEYWORDS)} or hf:NAME."
