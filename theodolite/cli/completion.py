@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from theodolite.system.choices import ATTENTIONS, DTYPES, FORMS, METHODS
+from theodolite.system.choices import DTYPES, FORMS, METHODS
 from theodolite.system.experiment_names import NAMES, PUBLISHED_ELSEWHERE
 
 Completion = Callable[[str], list[str]]
@@ -30,7 +30,6 @@ def corpora(incomplete: str) -> list[str]:
     return one_of(KEYWORDS)(incomplete)
 
 
-attentions = one_of(ATTENTIONS)
 dtypes = one_of(DTYPES)
 methods = one_of(METHODS)
 forms = one_of(FORMS)

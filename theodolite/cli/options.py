@@ -135,11 +135,7 @@ class Opening:
     ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
     attention: Annotated[
-        str | None,
-        typer.Option(
-            help="Of an encoder-decoder: decoder, encoder or cross (decoder to encoder) [default: decoder].",
-            autocompletion=completion.attentions,
-        ),
+        str | None, typer.Option(help="Of an encoder-decoder: decoder (the default), encoder or cross.")
     ] = None
 
     def check(self, *models: str | None) -> None:
@@ -155,8 +151,10 @@ class Opening:
             if name is not None and (options["revision"] is None or Path(name).exists()):
                 local_folder(name)
 
-    def open(self, model: str | None) -> OpenModel:
+    def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
+
+        Of a checkpoint with two towers (CLIP) it is that of images where the `text` that is to be read holds images.
 
         `embedded` names it too, where no file is called so.
 
@@ -168,7 +166,14 @@ class Opening:
         hide_progress_bars()
         model, options = self._options(model)
         with screen.status(f"opening {model or 'the embedded model'}"):
-            return open_model(model, device=self.device, device_map=self.device_map, **options)
+            return open_model(
+                model,
+                device=self.device,
+                device_map=self.device_map,
+                tower="vision" if text is not None and text.of_images else None,
+                say=say_dimly,
+                **options,
+            )
 
     def open_weights(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
         """Open the model for its weights only, with a bar while its files are hashed."""
@@ -206,9 +211,9 @@ class Text:
     corpus: Annotated[
         str | None,
         typer.Option(
-            help="A file or folder of .txt .md .jsonl .parquet; docs, held-out, code, random, addition or few-shot; or "
-            "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python; of evaluate: held-out, its topics "
-            "that the embedded model was not trained on].",
+            help="A file or folder of .txt .md .jsonl .parquet, or of images, one label a subfolder; docs, held-out, "
+            "code, random, addition or few-shot; or hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every "
+            "Python; of evaluate: held-out, its topics that the embedded model was not trained on].",
             autocompletion=completion.corpora,
         ),
     ] = None
@@ -243,6 +248,13 @@ class Text:
 
         return Columns(self.text_column, self.label_column, self.label_rows)
 
+    @property
+    def of_images(self) -> bool:
+        """Whether it is a folder of images, or a data set that was saved; of those of the hub nothing is known yet."""
+        from theodolite.corpus.pictures import holds_images
+
+        return self.corpus is not None and holds_images(Path(self.corpus))
+
     def check(self) -> None:
         """Refuse what need not be read to be refused, before any library of models is imported.
 
@@ -261,41 +273,46 @@ class Text:
         """Read the text for this model, saying so on the screen.
 
         Raises:
-            UsageError: the model has no tokenizer, or the text gives no context.
+            UsageError: the model has no tokenizer or image processor, or the text gives no context.
             KeyboardInterrupt: `stopped()` is true.
         """
-        from theodolite.corpus.named import make_corpus
+        from theodolite.models import image_reader
 
-        tokenizer: Any = model.required_tokenizer()
+        of_images = model.vocabulary is None
+        reader = image_reader(model) if of_images else model.required_tokenizer()
         self.check()
-        longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
-        length = longest if self.length is None else self.length
+        what = "images" if of_images else "tokens"
+        with screen.status("reading the text") as status:
+
+            def show(count: int) -> None:
+                if stopped():
+                    raise KeyboardInterrupt
+                status.update(f"reading the text: {count:,} {what}")
+
+            corpus = self._read(model, reader, show)
+        if "tokens_read" in corpus.selection:
+            say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")
+        if passed_over := corpus.selection.get("files_passed_over"):
+            say_dimly(f"{corpus.name}: {counted(passed_over, 'file')} not named as images are, passed over")
+        if self.per_label is not None:
+            say_dimly(_labels_line(corpus))
+        return corpus
+
+    def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
+        from theodolite.corpus.images import refuse_length
+        from theodolite.corpus.named import make_corpus, make_image_corpus
+
         every = self.per_label is not None and not self.label_rows
         contexts = self.contexts
         if contexts is None and not every:
             contexts = max(self.default_contexts, self.per_label or 0)
-        with screen.status("reading the text") as status:
-
-            def show(tokens: int) -> None:
-                if stopped():
-                    raise KeyboardInterrupt
-                status.update(f"reading the text: {tokens:,} tokens")
-
-            corpus = make_corpus(
-                self.corpus,
-                tokenizer,
-                length,
-                contexts,
-                self.seed,
-                self.columns,
-                self.per_label,
-                show_tokens=show,
-            )
-        if "tokens_read" in corpus.selection:
-            say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")
-        if self.per_label is not None:
-            say_dimly(_labels_line(corpus))
-        return corpus
+        choice = (contexts, self.seed, self.columns, self.per_label)
+        if model.vocabulary is None:
+            refuse_length(self.length)
+            return make_image_corpus(self.corpus, reader, *choice, show_images=show)
+        longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
+        length = longest if self.length is None else self.length
+        return make_corpus(self.corpus, reader, length, *choice, show_tokens=show)
 
     def given(self) -> dict[str, object]:
         """The options that say what is read, to be refused where nothing is."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.corpus.corpus import repeated_random_tokens
+from theodolite.corpus.random_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, pattern_scores
@@ -173,7 +173,9 @@ def attribution_table(state: State) -> pd.DataFrame:
 def repeated_patterns(
     model: OpenModel, length: int, contexts: int, seed: int
 ) -> tuple[Tensor, list[Pattern]]:
-    """Repeated random sequences and the patterns on them; no patterns where they are too short."""
+    """Repeated random sequences and the patterns on them; no patterns where they are too short, or images are read."""
+    if model.vocabulary is None:
+        return torch.empty(0, length, dtype=torch.int64), []
     ids, start, half = repeated_random_tokens(
         model.required_vocabulary(), length, contexts, seed, below=model.vocabulary
     )

@@ -33,6 +33,7 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
 from theodolite.models.structure import Structure, first_output
 from theodolite.models.structure_search import find_structure
+from theodolite.models.towers import Tower, tower_of
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
@@ -62,6 +63,8 @@ def open_model(
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
+    tower: Tower | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> OpenModel:
     """Open and verify a checkpoint from a folder or the hub; the embedded model where no path is given.
 
@@ -75,13 +78,14 @@ def open_model(
         device: where the model goes; a CUDA device if there is one, else the CPU.
         device_map: spread the model over devices instead (needs `pip install theodolite[accelerate]`).
         revision: a branch, tag or commit on the hub.
+        tower: of a checkpoint with two (CLIP): "text" or "vision", None: text; `say` is told which in one line.
 
     Raises:
         UsageError: no such checkpoint, pickled weights, an unknown or unsupported family.
         WorkError: weights missing, NaN or infinite, or the tapped attention is not the model's own.
     """
     if isinstance(path_or_id, nn.Module):
-        return _in_memory(path_or_id, tokenizer, attention, (dtype, device, device_map, revision))
+        return _in_memory(path_or_id, tokenizer, attention, (dtype, device, device_map, revision, tower))
     check_dtype(dtype)
     target = usable_device(device)
     place = embedded.FOLDER if path_or_id is None else path_or_id
@@ -90,7 +94,7 @@ def open_model(
         with without_progress_bars():
             if local is None:
                 revision = commit_of(str(place), revision)
-            config = config_of(place, revision)
+            config = tower_of(config_of(place, revision), tower, say)
             model = load(place, config, dtype, device_map, revision)
     except TheodoliteError:
         raise
@@ -103,10 +107,12 @@ def open_model(
     model = model.eval().requires_grad_(False)
     refuse_nonfinite_weights(model)
     source = Source.of_transformers(model, attention)
+    if tokenizer is None and source.vocabulary is not None:
+        tokenizer = load_tokenizer(place, revision)
     return OpenModel.of(
         source,
         *verified_parts(source),
-        tokenizer=tokenizer or load_tokenizer(place, revision),
+        tokenizer=tokenizer,
         id=embedded.NAME if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,
@@ -123,7 +129,7 @@ def _in_memory(
         raise UsageError(
             f"{type(model).__name__} is no model of transformers: open it with open_module(model, vocabulary=…)"
         )
-    if others != ("auto", None, None, None):
+    if others != ("auto", None, None, None, None):
         raise UsageError(
             f"{type(model).__name__} is in memory: move or convert it before, and give no dtype or device"
         )

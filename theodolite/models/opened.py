@@ -19,7 +19,7 @@ from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.head_weights import HeadWeights, read_head_weights
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.quantised import refuse_quantised_modules
-from theodolite.models.source import Source
+from theodolite.models.source import Inputs, Source
 from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
 from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
@@ -187,10 +187,10 @@ class OpenModel:
         return self.source.device
 
     @measures
-    def forward(self, ids: Int[Tensor, "contexts positions"]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """What a pass without gradients or a cache returns: of `transformers`, the last hidden states (…, width)."""
         with torch.inference_mode():
-            return first_output(self.source.run(ids.to(self.device)))
+            return first_output(self.source.run(inputs))
 
     @measures
     def logits(
@@ -200,7 +200,7 @@ class OpenModel:
         if self.source.predict is None:
             raise UsageError(f"{self.id} has no output head, so it predicts no tokens")
         with torch.inference_mode():
-            return self.source.predict(ids.to(self.device))
+            return self.source.predict(ids)
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.

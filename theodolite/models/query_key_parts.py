@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs
@@ -24,6 +24,7 @@ from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, r
 from theodolite.models.guard import guarded, measures
 from theodolite.models.head_weights import call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.opened import OpenModel
+from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
 from theodolite.models.taps import tapped
 from theodolite.theory.decomposition import PARTS, Decomposition
@@ -70,18 +71,18 @@ class _LastLayerDone(Exception):
 @measures
 def visit_layers(
     model: OpenModel,
-    ids: Int[Tensor, "contexts positions"],
+    inputs: Inputs,
     layers: range | list[int],
     visit: Callable[[LayerPass], None],
 ) -> None:
-    """Run the model on `ids` and visit each of `layers` as it comes; the pass ends with the last of them.
+    """Run the model on token ids or pixels and visit each of `layers` as it comes; the pass ends with the last of them.
 
     The model computes with its own attention implementation, so that every stream is exactly its own; only the
     layers asked for go to the tap as well. While `visit` runs, the tap calls `stop_at_tap`.
     """
     visitor = _LayerVisitor(model, set(layers), visit)
     with suppress(_LastLayerDone), removed_on_leaving(visitor.hooks()):
-        model.forward(ids)
+        model.forward(inputs)
 
 
 @contextmanager

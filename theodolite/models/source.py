@@ -6,6 +6,7 @@ Of `transformers`, or any module that makes something of token ids. Nothing here
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.models.structure import Run, first_output
 from theodolite.system.choices import DECODER, Attention, check_attention
+
+Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"]
+"""Token ids, or the pixel values of images."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +46,7 @@ class Source:
 
     root: nn.Module
     trunk: nn.Module
-    run: Callable[[Tensor], Any]
+    run: Callable[[Inputs], Any]
     predict: Callable[[Tensor], Float[Tensor, "contexts positions vocabulary"]] | None
     reads: str
     family: str
@@ -69,6 +73,8 @@ class Source:
         if attention is not None:
             raise UsageError(f"{type(model).__name__} is no encoder-decoder, and attends in one way only")
         name, trunk = model.main_input_name, model.base_model
+        if name not in inspect.signature(trunk.forward).parameters:  # DINOv3's is its encoder alone
+            trunk = model
         vocabulary = embedded_tokens(model) if name == "input_ids" else None
         longest = longest_of(model)
         options = {"use_cache": False} if name == "input_ids" else {}
@@ -78,14 +84,18 @@ class Source:
                 return token_ids(vocabulary, min(length, longest or length)).to(device_of(model))
             return noise_image(model)
 
+        def given(batch: Tensor) -> dict[str, Any]:
+            dtype = model.dtype if batch.is_floating_point() else batch.dtype
+            return {name: batch.to(device_of(model), dtype), **options}
+
         def run(batch: Tensor) -> Any:
-            return trunk(**{name: batch}, **options)
+            return trunk(**given(batch))
 
         def small_pass(length: int) -> Run:
             return lambda: run(sample(length))
 
         def predict(batch: Tensor) -> Tensor:
-            return model(**{name: batch}, **options).logits
+            return model(**given(batch)).logits
 
         return cls(
             root=model,
@@ -179,6 +189,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention) -> Source:
         return token_ids(vocabulary, min(length, longest - 1 if longest else length)).to(device_of(model))
 
     def run(ids: Tensor, more: int = 0) -> Any:
+        ids = ids.to(device_of(model))
         if attention == "encoder":
             return trunk(input_ids=ids)
         longer = torch.cat([ids, ids[:, :more]], dim=1)
@@ -214,10 +225,11 @@ class _Trunk(nn.Module):
     def __init__(self, module: nn.Module, forward: Callable[[nn.Module, Tensor], Any] | None) -> None:
         super().__init__()
         self._run = functools.partial(forward or nn.Module.__call__, module)
+        self._device = functools.partial(device_of, module)
 
     def forward(self, ids: Tensor) -> Any:
         """What the module makes of token ids."""
-        return self._run(ids)
+        return self._run(ids.to(self._device()))
 
 
 def device_of(model: nn.Module) -> torch.device:

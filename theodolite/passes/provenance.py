@@ -10,6 +10,7 @@ import torch
 
 import theodolite
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.images import Images
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.passes.run import SCHEMA_VERSION
@@ -61,7 +62,12 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
         "labels": corpus.label_names,
         "seed": corpus.seed,
         **corpus.selection,
+        **({} if corpus.images is None else _described(corpus.images)),
     }
+
+
+def _described(images: Images) -> dict[str, Any]:
+    return {"grid": images.grid.described(), "pixels": list(images.size)}
 
 
 def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:

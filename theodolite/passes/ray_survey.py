@@ -94,6 +94,8 @@ def survey_on_ray(
         WorkError: as `survey`; or three workers died of the same contexts or the same later pass.
     """
     check_fit(model, corpus)
+    if corpus.images is not None:
+        raise UsageError("workers read text, not images: survey them with `survey` (leave out --ray)")
     if model.interventions:
         raise UsageError(
             f"workers open {model.id} anew, without {', '.join(model.interventions)}: survey it with `survey`"

@@ -94,6 +94,8 @@ def prune_model(
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     check_fit(model, corpus, least_contexts=1)
+    if corpus.images is not None:
+        raise UsageError(f"{model.id} reads images: only models of text are pruned")
     check_form(form)
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
