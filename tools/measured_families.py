@@ -79,7 +79,7 @@ def measure(case: Case, folder: Path) -> Measured:
             **known, outcome="not built", why=f"{type(error).__name__}: {_line(error, folder, case)}"
         )
     try:
-        return Measured(**known, **surveyed(folder, ids, streams, attention))
+        return Measured(**known, **_surveyed_somehow(folder, ids, streams, attention))
     except TheodoliteError as error:
         outcome = "no attention" if case.family in WITHOUT_ATTENTION else "refused"
         return Measured(**known, outcome=outcome, why=_line(error, folder, case))
@@ -87,6 +87,22 @@ def measure(case: Case, folder: Path) -> Measured:
         return Measured(
             **known, outcome="crashed", why=f"{type(error).__name__}: {_line(error, folder, case)}"
         )
+
+
+def _surveyed_somehow(
+    folder: Path, ids: Any, streams: list[np.ndarray], attention: list[np.ndarray]
+) -> dict[str, Any]:
+    """`surveyed`; of an encoder-decoder whose decoder has no attention of its own, its encoder's tables alone."""
+    from theodolite.errors import UsageError
+
+    try:
+        return surveyed(folder, ids, streams, attention)
+    except UsageError as error:
+        config = json.loads((folder / "config.json").read_text())
+        if not config.get("is_encoder_decoder"):
+            raise
+        of_encoder = surveyed(folder, ids, [], [], "encoder")
+        return of_encoder | {"outcome": "partly", "why": f"of its encoder only: {error}"}
 
 
 def _line(error: Exception, folder: Path, case: Case) -> str:
@@ -104,14 +120,18 @@ def random_ids(folder: Path) -> Any:
 
 
 def surveyed(
-    folder: Path, ids: Any, streams: list[np.ndarray], attention: list[np.ndarray]
+    folder: Path,
+    ids: Any,
+    streams: list[np.ndarray],
+    attention: list[np.ndarray],
+    looked_at: str | None = None,
 ) -> dict[str, Any]:
     """Open and survey the model in `folder`, and compare with what `eager` gave: what `Measured` says of it."""
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import open_model
     from theodolite.passes.survey import survey
 
-    model = open_model(folder)
+    model = open_model(folder, attention=looked_at)
     corpus = Corpus.random_tokens(model.required_vocabulary(), LENGTH, CONTEXTS)
     run = survey(model, replace(corpus, contexts=ids))
     heads, layers = run.heads, run.layers
