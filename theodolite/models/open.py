@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models.calls import Calls, capture_calls
+from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.guard import guarded, measures
 from theodolite.models.loading import (
     LOADING_ERRORS,
@@ -33,6 +34,7 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
 from theodolite.models.structure import Structure, first_output
 from theodolite.models.structure_search import find_structure
+from theodolite.models.training_model import unwrap
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
@@ -103,9 +105,11 @@ def open_model(
     model = model.eval().requires_grad_(False)
     refuse_nonfinite_weights(model)
     source = Source.of_transformers(model, attention)
+    with guarded(model):
+        parts = verified_parts(source)
     return OpenModel.of(
         source,
-        *verified_parts(source),
+        *parts,
         tokenizer=tokenizer or load_tokenizer(place, revision),
         id=embedded.NAME if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
@@ -119,15 +123,11 @@ def _in_memory(
     attention: Attention | None,
     others: tuple[Any, ...],
 ) -> OpenModel:
-    if not isinstance(model, PreTrainedModel):
-        raise UsageError(
-            f"{type(model).__name__} is no model of transformers: open it with open_module(model, vocabulary=…)"
-        )
     if others != ("auto", None, None, None):
         raise UsageError(
             f"{type(model).__name__} is in memory: move or convert it before, and give no dtype or device"
         )
-    return _opened(Source.of_transformers(model, attention), tokenizer, None)
+    return _opened(Source.of_transformers(unwrap(model), attention), tokenizer, None)
 
 
 def open_module(
@@ -172,6 +172,7 @@ def open_module(
 def _opened(
     source: Source, tokenizer: PreTrainedTokenizerBase | None, blocks: Sequence[str] | None
 ) -> OpenModel:
+    usable_device(source.device)
     with guarded(source.root):
         refuse_nonfinite_weights(source.root)
         return OpenModel.of(source, *verified_parts(source, blocks), tokenizer=tokenizer, id=source.name)
@@ -191,6 +192,8 @@ def verified_parts(
         WorkError: the tapped attention is not the model's own.
     """
     try:
+        if source.predict is not None and holds_quantised_layers(source.root):
+            source.predict(source.sample(1))  # compressed-tensors unpacks when the whole model is first run
         structure = find_structure(source.root, source.small_pass(SEVERAL), blocks, source.attends)
         calls = capture_calls(source.root, structure, source.small_pass(1))
         inputs = verify_attention(source.root, structure, source.small_pass(VERIFIED_LENGTH))
