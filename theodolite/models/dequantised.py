@@ -1,10 +1,11 @@
 """Quantised layers as plain ones: the matrix of a layer, read from what the layer answers. No quantiser is known here.
 
-Whatever it keeps (packed numbers, scales, a tensor class of its own), a quantised linear layer answers e_i with column i
-of its W, in the rounding of its own arithmetic: its activations, where they are rounded too, have a grid of their own
-largest, on which zeros and ones lie. So what is read is the matrix with which the model computes, and not what a file or
-an attribute says. Zeros and ones of several sizes, and random rows, then tell whether the layer is that matrix. One that
-rounds its activations to a fixed grid (static scales) is not, nor is one to fewer than eight bits: these are refused.
+Whatever it keeps (packed numbers, scales, a tensor class of its own), a quantised linear layer answers e_i with column
+i of its W, in the rounding of its own arithmetic: its activations, where they are rounded too, have a grid of their own
+largest, on which zeros and ones lie (up to half a step of 127). A matrix that the layer has itself is taken where its
+answers are that matrix times its input; so none is read that the model does not compute with. Zeros and ones of several
+sizes, and random rows, tell whether there is such a matrix. Where activations are rounded to a fixed grid (static
+scales), or to fewer than eight bits, there is none: refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SIZES = (1.0, 0.7, 1 / 3)
 """Of the rows. A fixed grid rounds them differently; none is above one, which more of the fixed ranges would cut."""
 
 EXACT = 2**-6
-"""Relative error, in the norm, of answers to zeros and ones: roundings to bfloat16 (2⁻⁹ each) of entries and of sums."""
+"""Relative error, in the norm, of answers to zeros and ones: roundings to bfloat16 (2⁻⁹) and half a step of 127."""
 
 EIGHT_BITS = 2**-3
 """The same of answers to random rows, whose entries int8 rounds by 1 % of their root mean square and float8_e4m3 by
@@ -99,11 +100,12 @@ def dequantised(name: str, layer: nn.Module) -> nn.Linear:
     """
     with _linear_part(name, layer) as (answer, width):
         _refuse_nonlinear(name, layer, answer, width)
-        weight = _matrix(layer, answer, width)
-        for rows, error in ((_zeros_and_ones(width), EXACT), (_normal(width), EIGHT_BITS)):
-            expected = rows.to(weight.device) @ weight.T
-            if not _norm(answer(rows) - expected) <= error * _norm(expected):
-                raise _unreadable(name, layer, "what it answers is not its input times that")
+        weight = _stated(layer, width)
+        if weight is None or not _explains(weight, answer):
+            identity = torch.eye(width, dtype=torch.float64)
+            weight = torch.cat([answer(rows) for rows in identity.split(ROWS)]).T.contiguous()
+            if not _explains(weight, answer):
+                raise _unreadable(name, layer, "its answers to e_1, e_2, … do not add up to its others")
     plain = nn.Linear(width, len(weight), bias=False, device="meta", dtype=torch.float64)
     plain.weight = nn.Parameter(weight, requires_grad=False)
     bias = _bias(layer)
@@ -112,14 +114,24 @@ def dequantised(name: str, layer: nn.Module) -> nn.Linear:
     return plain.eval()
 
 
-def _matrix(layer: nn.Module, answer: Answer, width: int) -> Float64[Tensor, "outputs width"]:
-    """W, by its own class where it has one, which spares the layer's roundings."""
+def _stated(layer: nn.Module, width: int) -> Float64[Tensor, "outputs width"] | None:
+    """W as the layer has it, if it has one: without the roundings of answers."""
     weight = getattr(layer, "weight", None)
-    if isinstance(weight, Tensor) and has_own_class(weight):
-        with torch.inference_mode(False), torch.no_grad():
-            return weight.dequantize().double()
-    identity = torch.eye(width, dtype=torch.float64)
-    return torch.cat([answer(rows) for rows in identity.split(ROWS)]).T.contiguous()
+    if not isinstance(weight, Tensor):
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        weight = weight.dequantize() if has_own_class(weight) else weight.detach()
+    return weight.double() if weight.dtype in FLOATS.values() and weight.shape[1:] == (width,) else None
+
+
+def _explains(weight: Float64[Tensor, "outputs width"], answer: Answer) -> bool:
+    """Whether the answers to zeros and ones, and to random rows, are the rows times the weight."""
+    width = weight.shape[1]
+    for rows, error in ((_zeros_and_ones(width), EXACT), (_normal(width), EIGHT_BITS)):
+        answers, expected = answer(rows), rows.to(weight.device) @ weight.T
+        if answers.shape != expected.shape or not _norm(answers - expected) <= error * _norm(expected):
+            return False
+    return True
 
 
 @contextmanager
@@ -147,11 +159,7 @@ def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
         raise _unreadable(name, layer, "it does not say how wide its input is")
     tensors = [*layer.parameters(), *layer.buffers()]
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-    held = layer._parameters if "bias" in layer._parameters else layer._buffers
-    bias = _bias(layer)
-    if bias is not None:
-        held["bias"] = None  # whatever it would be rounded with
-    try:
+    with _without_bias(layer):
         dtype = _dtype_of(name, layer, torch.zeros(1, width, device=device))
 
         def answer(rows: Tensor) -> Tensor:
@@ -161,9 +169,21 @@ def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
         if answer(torch.zeros(1, width)).any():
             raise _unreadable(name, layer, "it adds something to its product")
         yield answer, width
+
+
+@contextmanager
+def _without_bias(layer: nn.Module) -> Iterator[None]:
+    """While open, the layer has none, with which its answers would be rounded. Its tensors may be in any mapping."""
+    if _bias(layer) is None:
+        yield
+        return
+    held = "_parameters" if "bias" in layer._parameters else "_buffers"
+    tensors = getattr(layer, held)
+    setattr(layer, held, {**tensors, "bias": None})
+    try:
+        yield
     finally:
-        if bias is not None:
-            held["bias"] = bias
+        setattr(layer, held, tensors)
 
 
 def _dtype_of(name: str, layer: nn.Module, rows: Tensor) -> torch.dtype:

@@ -238,7 +238,9 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     Raises:
         WorkError: a layer is quantised in a way that cannot be read.
     """
-    plain = {id(layer): dequantised(name, layer) for name, layer in quantised_layers(module, type(module).__name__)}
+    plain = {
+        id(layer): dequantised(name, layer) for name, layer in quantised_layers(module, type(module).__name__)
+    }
     hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
     with ExitStack() as weights_present:
         if hooked:

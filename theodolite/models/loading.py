@@ -216,7 +216,9 @@ def load(
     architecture = architecture_of(source, config)
     folder = Path(source).expanduser()
     if has_adapter(source, revision) and not is_peft_available():
-        raise UsageError(f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it")
+        raise UsageError(
+            f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
+        )
     skeleton = on_meta(
         source, architecture, config
     )  # refuses what is larger than its files, before it is read
@@ -262,7 +264,9 @@ def load(
 def has_adapter(source: str | Path, revision: str | None) -> bool:
     """Whether there is one beside the weights: `transformers` then loads both, if it finds PEFT."""
     name = "adapter_config.json"
-    return cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
+    return (
+        cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
+    )
 
 
 def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:

@@ -57,12 +57,12 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 
 def _refuse_learned_prompts(model: Any) -> None:
-    """Raise `UsageError` where PEFT has learned tokens or keys to put before every text, of which its base knows nothing."""
+    """Raise `UsageError` where PEFT has learned what comes before every text: the base model knows nothing of it."""
     for config in model.peft_config.values():
         if getattr(config, "is_prompt_learning", False):
             raise UsageError(
-                f"{type(model).__name__} has learned prompts ({config.peft_type.value}), which are no part of the model "
-                "that theodolite reads: give model.get_base_model() to measure it without them"
+                f"{type(model).__name__} has learned prompts ({config.peft_type.value}), which are outside of the "
+                "model that theodolite reads: give model.get_base_model() to measure it without them"
             )
 
 
