@@ -34,6 +34,9 @@ EIGHT_BITS = 2**-3
 """The same of answers to random rows, whose entries int8 rounds by 1 % of their root mean square and float8_e4m3 by
 3 %, in each of three answers; by four bits it is 15 %."""
 
+OF_WEIGHTS = ("", ".weight", ".input")
+"""Before the name of a scale: others (`embed_scale`, `logit_scale`) are a model's own."""
+
 REPACKED = "support_avx512bf16_for_cpu"
 """What bitsandbytes asks, and nobody else has."""
 
@@ -59,11 +62,11 @@ def is_quantised(module: nn.Module) -> bool:
     """Whether the module itself holds a weight in no type of float, of a class of its own, or with scales beside it."""
     held = [*module._parameters.items(), *module._buffers.items()]
     tensors = {key: tensor for key, tensor in held if tensor is not None}
-    scales = {key for key in tensors if SCALE.search("." + key)}
+    scales = {key for key in tensors if SCALE.search("." + key) and SCALE.sub("", "." + key) in OF_WEIGHTS}
     weights = {key for key in tensors if key in module._parameters or "weight" in key} - scales
     return (
         any(tensors[key].dtype not in FLOATS.values() or has_own_class(tensors[key]) for key in weights)
-        or bool(scales and any("weight" in key for key in weights))
+        or bool(scales and any("weight" in key and tensors[key].ndim > 1 for key in weights))
         or "quantized" in type(module).__module__.split(".")
     )
 
