@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.logits.constituents import constituents
@@ -228,6 +229,12 @@ class Unscaled(Scaled):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs) / 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama3", "gpt_oss"])
+def test_scales_of_a_model_s_own_are_no_quantiser_s(family):
+    """Gemma's `embed_scale`, beside the weight of its embedding."""
+    assert not list(quantised_layers(checkpoints.build(family, 0)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bfloat16])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
@@ -56,7 +56,7 @@ RUNNING_ERRORS = (
 
 @measures
 def open_model(
-    path_or_id: str | Path | PreTrainedModel | None = None,
+    path_or_id: str | Path | nn.Module | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     attention: Attention | None = None,
@@ -69,7 +69,8 @@ def open_model(
 
     Args:
         path_or_id: a folder with `config.json` and safetensors weights, or a name on the hub. Or a model of
-            `transformers` that is in memory: it stays as and where it is, and only a tokenizer may be given with it.
+            `transformers` that is in memory, or one of PEFT: it stays as and where it is, and only a tokenizer may be
+            given with it.
         tokenizer: in place of the checkpoint's own.
         attention: of an encoder-decoder: "decoder" (its own, as None), "encoder", or "cross" (the decoder's to the
             encoder). Encoder and decoder read the same tokens.
