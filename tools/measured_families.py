@@ -39,8 +39,9 @@ LAYER_COLUMNS = ("norm", "norm_first", "rank_collapse")
 RTOL, ATOL = 1e-3, 2e-4
 """Both sides are float32 and add in other orders; what is wrong is off by more."""
 
-WEIGHTS_OF_ANOTHER_KIND = {"granite_swa", "granitemoe_swa"}
-"""Model types whose own models return other weights than the output is made with: before a learned sink scales them."""
+WEIGHTS_OF_ANOTHER_KIND = {"granite_swa", "granitemoe_swa", "squeezebert"}
+"""Model types whose own models return other weights than the output is made with: before a learned sink scales them, or
+before the softmax (SqueezeBERT)."""
 
 OUTCOMES = {
     "surveyed": "every table, and every column that was compared is what eager attention gives",

@@ -192,7 +192,8 @@ def test_attention_is_asked_for_where_there_are_several(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["diffllama", "gemma3n_text", "xlnet", "xlm", "zamba", "deberta-v2", "bloom", "falcon"]
+    "family",
+    ["diffllama", "gemma3n_text", "xlnet", "xlm", "squeezebert", "zamba", "deberta-v2", "bloom", "falcon"],
 )
 def test_hidden_states_and_attention_wherever_they_are(family, tmp_path):
     """Oracle: what transformers returns: of several streams, all; of XLNet's, contexts come second."""

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from theodolite.models.dequantised import not_repacked
+
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -122,7 +124,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        yield
+        with not_repacked(model):
+            yield
     finally:
         for module in training:
             module.training = True

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.calls import Call
+from theodolite.models.dequantised import dequantised, quantised_layers
 from theodolite.models.doors.answers import without_interventions
-from theodolite.models.quantised import refuse_quantised_modules
 from theodolite.models.structure import Structure, removed_on_leaving
 from theodolite.models.taps import tapped
 
@@ -123,7 +123,7 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tolerance = max(
         AFFINE_TOLERANCE, 32 * torch.finfo(dtype).eps
-    )  # quantised weights stay in their own dtype
+    )  # offloaded weights stay in their own dtype
     for answer, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
         expected = torch.einsum("rd,hdw->rhw", mixture, w) + b
         scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
@@ -232,12 +232,15 @@ def stop_at_tap(_: nn.Module, inputs: AttentionInputs) -> Tensor:
 def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy in `dtype`, or the module itself where its weights are on the meta device.
 
-    Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks.
+    Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks. Quantised layers
+    become plain ones.
 
     Raises:
-        WorkError: weights are numbers only to a quantiser.
+        WorkError: a layer is quantised in a way that cannot be read.
     """
-    refuse_quantised_modules([(type(module).__name__, module)])
+    plain = {
+        id(layer): dequantised(name, layer) for name, layer in quantised_layers(module, type(module).__name__)
+    }
     hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
     with ExitStack() as weights_present:
         if hooked:
@@ -248,7 +251,8 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         if any(p.is_meta for p in module.parameters()):
             return module
         # A hook knows all offloaded weights of the model: it is not copied with the module.
-        copy_of = copy.deepcopy(module, {id(child._hf_hook): child._hf_hook for child in hooked})
+        hooks = {id(child._hf_hook): child._hf_hook for child in hooked}
+        copy_of = copy.deepcopy(module, {**hooks, **plain})
     for child in copy_of.modules():
         if child.__dict__.pop("_hf_hook", None) is not None:
             del child._old_forward

@@ -63,7 +63,7 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
             hooks.stream(left.take(block) + 1, structure.layout.ordered(first_output(output)))
 
     def leave_trunk(_module: nn.Module, _args: Any, output: Any) -> None:
-        hooks.stream(model.layers, structure.layout.ordered(first_output(output)))
+        hooks.stream(model.layers, structure.end.ordered(first_output(output)))
 
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in read:

@@ -34,6 +34,7 @@ from theodolite.models.loading import (
     commit_of,
     config_of,
     first_line,
+    has_adapter,
     hash_checkpoint,
     on_meta,
     refuse_more_layers,
@@ -197,6 +198,8 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
     config = config_of(source, revision)
     if is_factored(Path(source).expanduser()):
         raise CannotReadLazily("its matrices are factored")
+    if has_adapter(source, revision):
+        raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
     files = _files(source, config, revision)
     for path in files:

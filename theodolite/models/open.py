@@ -6,16 +6,18 @@ Weights come from safetensors only, and no code of a checkpoint is ever run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models.calls import Calls, capture_calls
+from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.guard import guarded, measures
 from theodolite.models.loading import (
     LOADING_ERRORS,
@@ -31,9 +33,10 @@ from theodolite.models.loading import (
 )
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
-from theodolite.models.structure import Structure, first_output
+from theodolite.models.structure import Layout, Structure, first_output
 from theodolite.models.structure_search import find_structure
 from theodolite.models.towers import Tower, tower_of
+from theodolite.models.training_model import unwrap
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
@@ -55,7 +58,7 @@ RUNNING_ERRORS = (
 
 @measures
 def open_model(
-    path_or_id: str | Path | PreTrainedModel | None = None,
+    path_or_id: str | Path | nn.Module | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     attention: Attention | None = None,
@@ -70,7 +73,8 @@ def open_model(
 
     Args:
         path_or_id: a folder with `config.json` and safetensors weights, or a name on the hub. Or a model of
-            `transformers` that is in memory: it stays as and where it is, and only a tokenizer may be given with it.
+            `transformers` that is in memory, or one of PEFT: it stays as and where it is, and only a tokenizer may be
+            given with it.
         tokenizer: in place of the checkpoint's own.
         attention: of an encoder-decoder: "decoder" (its own, as None), "encoder", or "cross" (the decoder's to the
             encoder). Encoder and decoder read the same tokens.
@@ -109,9 +113,11 @@ def open_model(
     source = Source.of_transformers(model, attention)
     if tokenizer is None and source.vocabulary is not None:
         tokenizer = load_tokenizer(place, revision)
+    with guarded(model):
+        parts = verified_parts(source)
     return OpenModel.of(
         source,
-        *verified_parts(source),
+        *parts,
         tokenizer=tokenizer,
         id=embedded.NAME if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
@@ -125,15 +131,11 @@ def _in_memory(
     attention: Attention | None,
     others: tuple[Any, ...],
 ) -> OpenModel:
-    if not isinstance(model, PreTrainedModel):
-        raise UsageError(
-            f"{type(model).__name__} is no model of transformers: open it with open_module(model, vocabulary=…)"
-        )
     if others != ("auto", None, None, None, None):
         raise UsageError(
             f"{type(model).__name__} is in memory: move or convert it before, and give no dtype or device"
         )
-    return _opened(Source.of_transformers(model, attention), tokenizer, None)
+    return _opened(Source.of_transformers(unwrap(model), attention), tokenizer, None)
 
 
 def open_module(
@@ -178,6 +180,7 @@ def open_module(
 def _opened(
     source: Source, tokenizer: PreTrainedTokenizerBase | None, blocks: Sequence[str] | None
 ) -> OpenModel:
+    usable_device(source.device)
     with guarded(source.root):
         refuse_nonfinite_weights(source.root)
         return OpenModel.of(source, *verified_parts(source, blocks), tokenizer=tokenizer, id=source.name)
@@ -197,7 +200,11 @@ def verified_parts(
         WorkError: the tapped attention is not the model's own.
     """
     try:
+        if source.predict is not None and holds_quantised_layers(source.root):
+            source.predict(source.sample(1))  # compressed-tensors unpacks when the whole model is first run
         structure = find_structure(source.root, source.small_pass(SEVERAL), blocks, source.attends)
+        if structure.free:
+            structure = _with_end(source, structure)
         calls = capture_calls(source.root, structure, source.small_pass(1))
         inputs = verify_attention(source.root, structure, source.small_pass(VERIFIED_LENGTH))
     except TheodoliteError:
@@ -209,8 +216,6 @@ def verified_parts(
             raise UsageError(
                 f"some tokens of {structure.names[layer]} see no token, not even themselves{source.said_of_windows}"
             )
-    if structure.free:
-        _check_end(source, structure)
     positions, tokens = inputs[0].query.shape[2], source.sample(VERIFIED_LENGTH).shape[1]
     if source.vocabulary is not None and positions != tokens:
         raise UsageError(
@@ -220,12 +225,18 @@ def verified_parts(
     return structure, calls, inputs
 
 
-def _check_end(source: Source, structure: Structure) -> None:
-    """Raise `UsageError` where blocks are no modules, and the model returns no hidden states that end the stream."""
+def _with_end(source: Source, structure: Structure) -> Structure:
+    """Blocks that are no modules: with the layout of what the model returns, which ends the stream.
+
+    Raises:
+        UsageError: it returns no hidden states.
+    """
     with torch.inference_mode():
         last = first_output(source.run(source.sample(SEVERAL)))
-    if last.ndim != 3 or structure.layout.ordered(last).shape[-1] != structure.width:
+    layout = Layout.of(last.shape, 1, SEVERAL)
+    if layout is None or layout.ordered(last).shape[-1] != structure.width:
         raise UsageError(
             f"{source.name}: its blocks are no modules that run, so that its last hidden states must be what it "
             f"returns, (contexts, positions, {structure.width}): give open_module such a forward, or blocks"
         )
+    return replace(structure, end=layout)

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.models.calls import Call, Calls
+from theodolite.models.dequantised import refuse_unreadable_layers
 from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.head_weights import HeadWeights, read_head_weights
 from theodolite.models.output_weights import read_output_weights, state_of
-from theodolite.models.quantised import refuse_quantised_modules
 from theodolite.models.source import Inputs, Source
 from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
@@ -309,9 +309,9 @@ class OpenModel:
         return self.structure.attention_at(layer)
 
     def check_weights(self) -> None:
-        """Raise `WorkError` where the weights of its attention are numbers only to a quantiser: before a pass."""
+        """Raise `WorkError` where its attention is quantised in a way that cannot be read: before a pass."""
         structure = self.structure
-        refuse_quantised_modules(
+        refuse_unreadable_layers(
             [(structure.names[layer], structure.attention_at(layer)) for layer in structure.attending]
         )
 

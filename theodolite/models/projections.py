@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import Call, Calls
+from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
     copy_in_dtype,
@@ -213,7 +214,7 @@ def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
 
 def refuse_replaced_weights(model: nn.Module, participle: str) -> None:
     """Raise `UsageError` where matrices are quantised or carry an adapter; `participle` is what they cannot be."""
-    if getattr(model, "is_quantized", False) or not all(p.is_floating_point() for p in model.parameters()):
+    if getattr(model, "is_quantized", False) or holds_quantised_layers(model):
         raise UsageError(
             f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {participle}: load it in bfloat16 "
             "or float32"

@@ -110,6 +110,7 @@ def find_structure(
         layout=layout,
         attention_layout=attention_layout,
         free=free,
+        end=layout,
         cross=any(of_layer.key.shape[2] != of_layer.query.shape[2] for of_layer in inputs),
     )
 

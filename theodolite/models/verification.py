@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
+from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.models.taps import tapped
 
@@ -23,6 +24,10 @@ ROUNDINGS = 10
 
 MOST_BY_LOGITS = 1e-3
 """By how much the attention output may differ because logits are large: what is wrong is off by more."""
+
+OF_QUANTISERS = 2**-4
+"""By how much it may differ in a quantised model of any dtype: where activations are rounded to eight bits, what is off
+by a last bit may be rounded the other way, by 1 % of the largest, and large logits make more of it."""
 
 
 @contextmanager
@@ -60,6 +65,7 @@ def verify_attention(
     if skip_overflow and not all(torch.isfinite(output).all() for output in own):
         return inputs
     largest = [largest_logit(of_layer) for of_layer in inputs]
+    least = OF_QUANTISERS if holds_quantised_layers(model) else 0.0
     for number, layer in enumerate(structure.attending):
         batch, _, positions, _ = inputs[number].query.shape
         if own[number].shape[:2] != (batch, positions):
@@ -68,7 +74,7 @@ def verify_attention(
                 "positions: theodolite reads hidden states (contexts, positions, width)"
             )
         where = f"layer {layer} ({structure.names[layer]})"
-        check_recomputed(where, own[number], recomputed[number], largest[: number + 1])
+        check_recomputed(where, own[number], recomputed[number], largest[: number + 1], least)
     return inputs
 
 
@@ -77,6 +83,7 @@ def check_recomputed(
     own: Float[Tensor, "*batch width"],
     recomputed: Float[Tensor, "*batch width"],
     largest: Sequence[float],
+    least: float = 0.0,
 ) -> None:
     """Compare the output of an attention module with the one recomputed from its queries, keys and values.
 
@@ -84,6 +91,7 @@ def check_recomputed(
         where: the layer, for the message.
         own, recomputed: the two outputs.
         largest: bounds of the logits of this layer and of those before it, whose errors travel on.
+        least: error that is rounding in any case.
 
     Raises:
         WorkError: they differ by more than rounding, or are NaN or infinite.
@@ -96,7 +104,7 @@ def check_recomputed(
     # Some families (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding
     # of its logit, which is as large as the logit is.
     eps = max(torch.finfo(own.dtype).eps, torch.finfo(torch.float32).eps)
-    rounding = max(100 * eps, min(ROUNDINGS * max(largest) * eps, MOST_BY_LOGITS))
+    rounding = max(least, 100 * eps, min(ROUNDINGS * max(largest) * eps, MOST_BY_LOGITS))
     if not error <= rounding * (1 + (len(largest) - 1) / 4):
         raise WorkError(
             f"{where}: the attention output recomputed from its queries, keys and values differs from the model's "

@@ -10,10 +10,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from theodolite.models.dequantised import has_own_class
 from theodolite.models.projections import own_parameter
 from theodolite.system.checksums import digest
 from theodolite.system.threads import parallel_map
@@ -61,7 +63,17 @@ def _weights(model: nn.Module) -> Mapping[str, Tensor]:
     for name, tensor in _tensors(model):
         if not tensor.is_meta:
             found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
+    return dict(part for named in found.values() for part in _parts(*named))
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensor, or the plain ones that one of a quantiser's class is made of."""
+    if not has_own_class(tensor):
+        yield name, tensor
+        return
+    parts: Any = tensor
+    for part in parts.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -97,7 +97,8 @@ class GeometryReader:
 
     Raises:
         UsageError: the model is of no supported family, is sharded over ranks, or the ids do not fit it.
-        WorkError: its attention, computed from its queries, keys and values, is not its own.
+        WorkError: its attention, computed from its queries, keys and values, is not its own, or is quantised in a way
+            that cannot be read.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class GeometryReader:
         self._counts = len(contexts) > 0
         with evaluation_mode(source.root):
             self.model = _opened(source, self.ids)
+            self.model.check_weights()
             # Those without a context of their own read another's, for the shapes.
             self._tokens = Tokens.of(contexts if self._counts else self.ids[:1], self.model.device)
 
