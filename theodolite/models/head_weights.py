@@ -108,18 +108,28 @@ def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: 
 def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
     dtype = next(module.parameters()).dtype
 
-    def send(rows: Tensor) -> AttentionInputs:
-        return run_until_tap(module, call, as_sequences(rows, module))
+    positions = 1
 
-    at_zero = send(torch.zeros(1, width, dtype=torch.float64))
+    def send(rows: Tensor) -> AttentionInputs:
+        return run_until_tap(module, call, as_sequences(rows, module).expand(-1, positions, -1))
+
+    nothing = torch.zeros(1, width, dtype=torch.float64)
+    try:
+        at_zero = send(nothing)
+    except NotAffine:
+        positions = call.hidden.shape[1]
+        if positions == 1:
+            raise
+        at_zero = send(nothing)  # rotations or a bias of all patches of an image: rows are repeated over them
+    chunk = max(1, ROWS // positions)
     bias = _rows(at_zero)
     weights = [b.new_empty(b.shape[1], width, b.shape[2]) for b in bias]
-    for start in range(0, width, ROWS):
-        rows = torch.eye(min(ROWS, width - start), width, dtype=torch.float64).roll(start, 1)
+    for start in range(0, width, chunk):
+        rows = torch.eye(min(chunk, width - start), width, dtype=torch.float64).roll(start, 1)
         for w, answer, b in zip(weights, _rows(send(rows)), bias, strict=True):
             if len(answer) != len(rows):
                 return None  # made of something else: the keys of an earlier layer (Gemma 3n)
-            w[:, start : start + ROWS] = (answer - b).transpose(0, 1)
+            w[:, start : start + chunk] = (answer - b).transpose(0, 1)
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tolerance = max(
         AFFINE_TOLERANCE, 32 * torch.finfo(dtype).eps

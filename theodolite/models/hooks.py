@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.models.guard import guarded
 from theodolite.models.opened import OpenModel
+from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_output, first_tensor, removed_on_leaving
 from theodolite.models.taps import tapped
 
@@ -30,6 +31,21 @@ class Hooks(Protocol):
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """A block's attention inputs; returns the output, (batch, queries, heads, value_width)."""
         return attend(inputs)
+
+
+def positions_read(model: OpenModel, inputs: Inputs) -> int:
+    """How many positions the residual stream has for a batch."""
+    seen = _FirstStream()
+    with hooked(model, seen):
+        model.forward(inputs)
+    return seen.positions
+
+
+class _FirstStream(Hooks):
+    positions = 0
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        self.positions = hidden.shape[1]
 
 
 @contextmanager

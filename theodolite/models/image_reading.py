@@ -18,6 +18,7 @@ from transformers import AutoImageProcessor
 
 from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
+from theodolite.models.hooks import positions_read
 from theodolite.models.loading import LOADING_ERRORS, first_line, without_progress_bars
 from theodolite.models.opened import OpenModel
 
@@ -78,7 +79,7 @@ def image_reader(model: OpenModel) -> CheckpointImages:
     source, config = model.id, model.hf.config
     if model.source.reads != PIXELS:
         raise UsageError(f"{source} reads {model.source.reads}, not images")
-    tokens = model.forward(model.source.sample(1)).shape[1]
+    tokens = positions_read(model, model.source.sample(1))
     size, patch = (_sides(getattr(config, name, None)) for name in ("image_size", "patch_size"))
     if size is None or patch is None:
         raise UsageError(f"{source}: its config.json does not say how its images are cut into patches")

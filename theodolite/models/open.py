@@ -146,8 +146,9 @@ def open_module(
     blocks: str | Sequence[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     longest: int | None = None,
+    image: tuple[int, int, int] | None = None,
 ) -> OpenModel:
-    """Open and verify any PyTorch module that reads token ids and attends.
+    """Open and verify any PyTorch module that reads token ids, or images, and attends.
 
     Heard is attention by `scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention`, and attention that
     is computed by hand: a product of queries and keys, a softmax, a product with values. The module stays as and where
@@ -161,6 +162,7 @@ def open_module(
         blocks: the name of the list of its blocks, "transformer.h" say, or those of all blocks; None: they are found.
         tokenizer: anything that behaves like those of `transformers`, for texts.
         longest: tokens that it has positions for, if there is a limit.
+        image: it reads images of so many channels, rows and columns; then there is no vocabulary.
 
     Raises:
         UsageError: it attends in no way that is heard, or not within a list of blocks; or cannot run on ids.
@@ -169,11 +171,16 @@ def open_module(
     if not isinstance(module, nn.Module):
         raise UsageError(f"open_module takes a torch.nn.Module, not {type(module).__name__}")
     inner: nn.Module = getattr(module, "_orig_mod", module)
-    if vocabulary is None:
-        if tokenizer is None:
-            raise UsageError("say how many token ids there are, vocabulary=…, or give a tokenizer")
-        vocabulary = len(tokenizer)
-    source = Source.of_module(inner, vocabulary, forward, longest)
+    if image is not None:
+        if vocabulary is not None or tokenizer is not None:
+            raise UsageError("a module reads tokens or images: give vocabulary=… or image=…, not both")
+        source = Source.of_module(inner, None, forward, image=image)
+    elif vocabulary is None and tokenizer is None:
+        raise UsageError(
+            "say how many token ids there are, vocabulary=…, or give a tokenizer; for images, image=…"
+        )
+    else:
+        source = Source.of_module(inner, vocabulary or len(tokenizer or ()), forward, longest)
     return _opened(source, tokenizer, [blocks] if isinstance(blocks, str) else blocks)
 
 

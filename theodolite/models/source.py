@@ -114,21 +114,25 @@ class Source:
     def of_module(
         cls,
         module: nn.Module,
-        vocabulary: int,
+        vocabulary: int | None,
         forward: Callable[[nn.Module, Tensor], Any] | None = None,
         longest: int | None = None,
+        image: tuple[int, int, int] = (3, 224, 224),
     ) -> Source:
-        """Any module that reads token ids.
+        """Any module that reads token ids, or pixel values.
 
         Args:
             module: the module.
-            vocabulary: ids go from 0 to this, exclusive.
+            vocabulary: ids go from 0 to this, exclusive; None: it reads images.
             forward: runs the module on ids (contexts, positions); None: it is called with them.
             longest: tokens that it has positions for, if there is a limit.
+            image: channels, height and width of what it reads.
         """
         trunk = _Trunk(module, forward)
 
         def sample(length: int) -> Tensor:
+            if vocabulary is None:
+                return noise(image).to(device_of(module), dtype_of(module))
             return token_ids(vocabulary, min(length, longest or length)).to(device_of(module))
 
         def predict(batch: Tensor) -> Tensor:
@@ -144,8 +148,8 @@ class Source:
             root=module,
             trunk=trunk,
             run=trunk,
-            predict=predict,
-            reads="input_ids",
+            predict=None if vocabulary is None else predict,
+            reads="pixel_values" if vocabulary is None else "input_ids",
             family=type(module).__name__,
             vocabulary=vocabulary,
             longest=longest,
@@ -161,7 +165,7 @@ class Source:
     @property
     def dtype(self) -> torch.dtype:
         """Of its parameters, the first that is floating-point."""
-        return next((p.dtype for p in self.root.parameters() if p.is_floating_point()), torch.float32)
+        return dtype_of(self.root)
 
     @property
     def device(self) -> torch.device:
@@ -225,16 +229,23 @@ class _Trunk(nn.Module):
     def __init__(self, module: nn.Module, forward: Callable[[nn.Module, Tensor], Any] | None) -> None:
         super().__init__()
         self._run = functools.partial(forward or nn.Module.__call__, module)
-        self._device = functools.partial(device_of, module)
 
     def forward(self, ids: Tensor) -> Any:
         """What the module makes of token ids."""
-        return self._run(ids.to(self._device()))
+        module = self._run.args[0]
+        return self._run(
+            ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
+        )
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Where inputs go: the first device that holds a parameter, or the CPU where all are offloaded."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Of a model's parameters, the first that is floating-point."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def longest_of(model: PreTrainedModel) -> int | None:
@@ -268,5 +279,9 @@ def noise_image(model: PreTrainedModel) -> Float[Tensor, "1 channels height widt
         )
     size, channels = model.config.image_size, model.config.num_channels
     height, width = (size, size) if isinstance(size, int) else size
-    noise = torch.randn(1, channels, height, width, generator=torch.Generator().manual_seed(0))
-    return noise.to(device_of(model), model.dtype)
+    return noise((channels, height, width)).to(device_of(model), model.dtype)
+
+
+def noise(shape: tuple[int, int, int]) -> Float[Tensor, "1 channels height width"]:
+    """Seeded normal numbers as pixel values."""
+    return torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))

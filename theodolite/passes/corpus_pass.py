@@ -19,7 +19,7 @@ from theodolite.corpus.sampling import check_length, check_seed
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.hooks import Hooks, hooked, positions_read
 from theodolite.passes.provenance import versions
 from theodolite.passes.run import SCHEMA_VERSION
 from theodolite.system.progress import Progress
@@ -145,7 +145,7 @@ def _check_images(model: OpenModel, images: Images) -> None:
     blank = torch.zeros(1, *images.pixels(slice(0, 1)).shape[1:])
     height, width = images.size
     try:
-        tokens = model.forward(blank).shape[1]
+        tokens = positions_read(model, blank)
     except (ValueError, RuntimeError) as error:
         raise UsageError(
             f"{model.id} cannot read images of {height} × {width}: {first_line(error)}"
