@@ -21,7 +21,8 @@ from tests.prune import families as pruned
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel, open_model
-from theodolite.models.doors.transformers import on_interface, tapped
+from theodolite.models.doors.transformers import on_interface
+from theodolite.models.taps import tapped
 from tools import measured_families
 from tools.measured_families import OUTCOMES, Measured
 
