@@ -177,6 +177,39 @@ def test_an_encoder_decoder_is_looked_at_in_three_ways(family, attention, tmp_pa
             torch.testing.assert_close(getattr(model.head_weights(1), ours), expected)
 
 
+def test_the_text_side_of_whisper(tmp_path):
+    """Oracle: the decoder's attention that transformers returns, over silence."""
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8}
+    config = transformers.WhisperConfig(
+        vocab_size=40,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        max_source_positions=15,
+        max_target_positions=20,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        **sizes,
+    )
+    hf = transformers.WhisperForConditionalGeneration(config).eval()
+    hf.save_pretrained(tmp_path)
+    model = open_model(tmp_path)
+    ids = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
+    hf.set_attn_implementation("eager")
+    with torch.no_grad():
+        own = hf(torch.zeros(2, 8, 30), decoder_input_ids=ids, output_attentions=True).decoder_attentions
+    seen = Seen()
+    with hooked(model, seen):
+        model.forward(ids)
+    for got, expected in zip(seen.weights, own, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(UsageError, match="hears speech: only its decoder's own attention is looked at"):
+        open_model(tmp_path, attention="cross")
+
+
 def test_attention_is_asked_for_where_there_are_several(tmp_path):
     folder = _small("t5gemma2", tmp_path / "merged")
     _refused(

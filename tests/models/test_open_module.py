@@ -13,6 +13,7 @@ from theodolite import Corpus, find_outliers, open_model, open_module, survey, t
 from theodolite.corpus.transformed_images import TransformedImages
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import next_token_losses
+from theodolite.models.head_weights import NotAffine
 from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor
 
@@ -288,6 +289,53 @@ def test_what_cannot_be_opened_is_said_in_a_line():
     broken.head.weight.data[0, 0] = torch.nan
     with pytest.raises(WorkError, match=r"tensor head\.weight holds NaN"):
         open_module(broken, vocabulary=VOCABULARY)
+
+
+def test_attention_that_changes_with_the_length_is_named():
+    """Opened on a few tokens, it attends to blocks of ten of more; and to nothing of more than thirty."""
+
+    class ByBlocks(Attention):
+        def forward(self, x):
+            if x.shape[1] > 30:
+                return self.out(x)
+            blocks = x.split(10, dim=1) if x.shape[1] > 16 else [x]
+            return torch.cat([super(ByBlocks, self).forward(block) for block in blocks], dim=1)
+
+    gpt = _seeded(GPT())
+    gpt.places = nn.Embedding(64, WIDTH)
+    for block in gpt.transformer["h"]:
+        block.attention = ByBlocks(by_hand=True)
+    model = open_module(gpt, vocabulary=VOCABULARY)
+    survey(model, Corpus.random_tokens(VOCABULARY, 16, 4))
+    for length in (20, 40):
+        with pytest.raises(
+            WorkError, match=rf"layer 0 .*: to {length} tokens it attends otherwise than to a few"
+        ):
+            survey(model, Corpus.random_tokens(VOCABULARY, length, 4))
+
+
+def test_keys_of_another_tensor_have_no_weights_of_zero():
+    """Those of a memory do not change with the stream: that is no matrix of zeros."""
+
+    class BlockWithMemory(Block):
+        def forward(self, x):
+            query = self.norm(x)
+            memory = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+            return x + self.attention(query, memory)
+
+    class Memory(Attention):
+        def forward(self, x, memory):
+            q = self.qkv(x).chunk(3, -1)[0].unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(memory).chunk(3, -1)[1:])
+            return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    gpt = GPT()
+    gpt.transformer["h"] = nn.ModuleList(BlockWithMemory(True) for _ in range(LAYERS))
+    for block in gpt.transformer["h"]:
+        block.attention = Memory(True)
+    model = open_module(_seeded(gpt), vocabulary=VOCABULARY)
+    with pytest.raises(NotAffine, match="no affine function"):
+        model.head_weights(0)
 
 
 def test_a_model_of_transformers_in_memory_is_the_one_on_disk(tmp_path):

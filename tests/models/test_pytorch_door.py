@@ -307,3 +307,18 @@ def test_an_intervention_holds_in_every_thread_and_an_interrupt_ends_it():
     assert not torch.overrides._get_current_function_mode_stack()
     with torch.no_grad():
         assert torch.equal(results[1], model(x))
+
+
+def test_hooks_are_gone_when_the_last_model_is_left_in_any_order():
+    first, second = (_Attending(KINDS["causal"][0]).eval() for _ in range(2))
+    before = len(torch.nn.modules.module._global_forward_hooks)
+    outer, inner = (
+        tapped(first, lambda _, inputs: attend(inputs)),
+        tapped(second, lambda _, inputs: attend(inputs)),
+    )
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert len(_heard(second, _input())[1]) == 1
+    inner.__exit__(None, None, None)
+    assert len(torch.nn.modules.module._global_forward_hooks) == before

@@ -139,6 +139,8 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
         scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
         if not torch.isfinite(answer).all() or (answer - expected).abs().max() > tolerance * scale:
             return None
+    if any(not w.any() and b.any() for w, b in zip(weights, bias, strict=True)):
+        return None  # made of another tensor: of a memory, or of what has positions added
     (w_q, w_k, w_v), (b_q, b_k, b_v) = weights, (b[0] for b in bias)
     return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
 

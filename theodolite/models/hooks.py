@@ -9,10 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.errors import WorkError
 from theodolite.models.guard import guarded
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
-from theodolite.models.structure import Turns, first_output, first_tensor, removed_on_leaving
+from theodolite.models.structure import Structure, Turns, first_output, first_tensor, removed_on_leaving
 from theodolite.models.taps import tapped
 
 
@@ -60,7 +61,7 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     structure = model.structure
 
     entered, left, read = Turns(structure.blocks), Turns(structure.blocks), Turns(structure.attention)
-    attending: dict[nn.Module, int] = {}
+    attending: dict[nn.Module, tuple[int, tuple[int, int]]] = {}
 
     def begin(_module: nn.Module, _args: Any) -> None:
         for turns in (entered, left, read):
@@ -78,16 +79,21 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         if block in left:
             hooks.stream(left.take(block) + 1, structure.layout.ordered(first_output(output)))
 
+    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+        for layer, read_of in attending.values():
+            raise _other_attention(structure, layer, read_of[1])
+
     def leave_trunk(_module: nn.Module, _args: Any, output: Any) -> None:
         hooks.stream(model.layers, structure.end.ordered(first_output(output)))
 
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in read:
-            layer = attending[module] = read.take(module)
-            hooks.attention_input(layer, structure.attention_layout.ordered(first_tensor(args, kwargs)))
+            layer, hidden = read.take(module), structure.attention_layout.ordered(first_tensor(args, kwargs))
+            attending[module] = layer, (hidden.shape[0], hidden.shape[1])
+            hooks.attention_input(layer, hidden)
 
     trunk = model.source.trunk
-    handles = [trunk.register_forward_pre_hook(begin)]
+    handles = [trunk.register_forward_pre_hook(begin), trunk.register_forward_hook(end)]
     entering = set(structure.blocks) if structure.free else {structure.blocks[0]}
     handles += [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in entering]
     handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
@@ -97,12 +103,22 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         handles += [block.register_forward_hook(leave_block) for block in left]
 
     def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        layer = attending.pop(module, None)
         if (
-            layer is None
-        ):  # a decoder's attention to its encoder; the same once more, to other values (DiffLlama)
+            module not in attending
+        ):  # a decoder's to its encoder; the same once more, to other values (DiffLlama)
             return attend(inputs)
+        layer, read_of = attending.pop(module)
+        if (inputs.query.shape[0], inputs.query.shape[2]) != read_of:
+            raise _other_attention(structure, layer, read_of[1])
         return hooks.attention(layer, inputs)
 
     with removed_on_leaving(handles), tapped(model.root, tap):
         yield
+
+
+def _other_attention(structure: Structure, layer: int, positions: int) -> WorkError:
+    """Models may attend otherwise to long texts than to those on which they were opened (BigBird: block-sparse)."""
+    return WorkError(
+        f"layer {layer} ({structure.names[layer]}): to {positions} tokens it attends otherwise than to a few, in a way "
+        "that cannot be read: use shorter contexts"
+    )

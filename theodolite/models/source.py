@@ -182,10 +182,18 @@ class Source:
 
 
 def _of_encoder_decoder(model: PreTrainedModel, attention: Attention) -> Source:
-    """Encoder and decoder read the same tokens; the decoder as they are, without a token that begins them."""
+    """Encoder and decoder read the same tokens; the decoder as they are, without a token that begins them.
+
+    An encoder of speech (Whisper) hears silence; its own attention and the one to it are not looked at.
+    """
     check_attention(attention)
-    if model.main_input_name != "input_ids":
+    hears = model.main_input_name == "input_features" and hasattr(model.config, "num_mel_bins")
+    if model.main_input_name != "input_ids" and not hears:
         raise UsageError(f"{type(model).__name__} reads {model.main_input_name}: theodolite cannot make any")
+    if hears and attention != DECODER:
+        raise UsageError(
+            f"{type(model).__name__} hears speech: only its decoder's own attention is looked at"
+        )
     encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
     trunk = encoder if attention == "encoder" else model.base_model
 
@@ -196,8 +204,14 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention) -> Source:
         ids = ids.to(device_of(model))
         if attention == "encoder":
             return trunk(input_ids=ids)
-        longer = torch.cat([ids, ids[:, :more]], dim=1)
-        return trunk(input_ids=longer, decoder_input_ids=ids, use_cache=False)
+        if hears:
+            bins, frames = model.config.num_mel_bins, 2 * model.config.max_source_positions
+            encoded = {
+                "input_features": torch.zeros(len(ids), bins, frames).to(device_of(model), model.dtype)
+            }
+        else:
+            encoded = {"input_ids": torch.cat([ids, ids[:, :more]], dim=1)}
+        return trunk(**encoded, decoder_input_ids=ids, use_cache=False)
 
     of_decoder = frozenset() if attention == "encoder" else frozenset(model.get_decoder().modules())
 
@@ -253,8 +267,9 @@ def longest_of(model: PreTrainedModel) -> int | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
             return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return int(limit) if isinstance(limit, int) and limit > 0 else None
+    names = ("max_target_positions", "max_position_embeddings")  # Whisper's decoder has its own
+    limits = (getattr(model.config, name, None) for name in names)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def embedded_tokens(model: PreTrainedModel) -> int:

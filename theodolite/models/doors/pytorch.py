@@ -75,44 +75,43 @@ _here = _ThisThread()
 def turn_to_functions(model: nn.Module) -> ExitStack:
     """Let a model's calls of PyTorch's attention be heard; what ends it."""
     with ExitStack() as undo:
-        if not _turned:
-            undo.callback(_remove_hooks)
-            _hooks.append(register_module_forward_pre_hook(_here.enter))
-            _hooks.append(
-                register_module_forward_hook(
-                    lambda module, _args, _output: _here.leave(module), always_call=True
-                )
-            )
         if "torch.nn.attention.flex_attention" in sys.modules or "torch._dynamo" in sys.modules:
             # What is compiled is not heard; flex_attention compiles itself.
             import torch._dynamo
 
             undo.enter_context(torch.compiler.set_stance("force_eager"))
-        _turned[model] = frozenset(model.modules())
+        with _turning:
+            if not _turned:
+                _hooks.append(register_module_forward_pre_hook(_here.enter))
+                _hooks.append(register_module_forward_hook(_leave, always_call=True))
+            _turned[model] = frozenset(model.modules())
         undo.callback(_turn_back, model)
         return undo.pop_all()
 
 
 _hooks: list[Any] = []
+_turning = threading.Lock()
+
+
+def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
+    _here.leave(module)
 
 
 def _turn_back(model: nn.Module) -> None:
-    del _turned[model]
-    _here.stop()
-
-
-def _remove_hooks() -> None:
-    if not _turned:
-        while _hooks:
+    with _turning:
+        del _turned[model]
+        while _hooks and not _turned:
             _hooks.pop().remove()
+    _here.stop()
 
 
 def _is_turned(module: nn.Module) -> bool:
     """Whether a module is of a turned model, or a copy of one of its modules that is looked at in this context."""
-    if any(module in modules for modules in _turned.values()):
+    turned = list(_turned.values())  # another thread may turn one meanwhile
+    if any(module in modules for modules in turned):
         return True
     looked_at = innermost_tapped()
-    return any(not looked_at.isdisjoint(modules) for modules in _turned.values())
+    return any(not looked_at.isdisjoint(modules) for modules in turned)
 
 
 class _Hearing(TorchFunctionMode):
