@@ -100,7 +100,9 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
 def _turn_back(model: nn.Module) -> None:
     with _turning:
         del _turned[model]
-        while _hooks and not _turned:
+        if _turned:  # one of them may be running around this one
+            return
+        while _hooks:
             _hooks.pop().remove()
     _here.stop()
 
