@@ -168,6 +168,14 @@ def test_a_gpt_of_ones_own(by_hand):
     assert not any(parameter.grad is not None for parameter in gpt.parameters())
     with torch.no_grad():
         _check_heads(run, gpt.transformer["h"], gpt.embedded(_ids()))
+    described = run.provenance["model"]
+    assert (described["weights"], described["architecture"], described["id"]) == ("in memory", "GPT", "GPT")
+    with torch.no_grad():
+        own = gpt.head.bias.clone()
+        gpt.head.bias += 1.0
+        assert model.weights().sha256 != described["sha256"]
+        gpt.head.bias.copy_(own)
+        assert model.weights().sha256 == described["sha256"]
     assert set(run.heads["spectrum_of"]) == {"projection"}
     assert run.provenance["constituents_refused"] == {}
     weights = model.head_weights(1)

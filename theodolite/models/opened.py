@@ -177,6 +177,8 @@ class OpenModel:
         return once_a_pass(self.root, "weights", self._weights_now)
 
     def _weights_now(self) -> Weights:
+        if self.sha256 is None and self.revision is None:
+            return Weights(weights_sha256(self.root), None, in_memory=True)
         if self._checksum is None or weights_checksum(self.root) == self._checksum:
             return Weights(self.sha256, self.revision)
         return Weights(weights_sha256(self.root), None, changed=True)

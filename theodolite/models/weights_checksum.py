@@ -26,7 +26,8 @@ class Weights:
     """What the weights of an opened model are.
 
     Attributes:
-        sha256: of the checkpoint on disk, if that was local; of the tensors in memory where they were `changed`.
+        sha256: of the checkpoint on disk, if that was local; of the tensors where they were `changed`, or where the
+            model was opened `in_memory`.
         revision: the commit on the hub, if they are still those.
         changed: whether they are others than those that were opened.
     """
@@ -34,11 +35,12 @@ class Weights:
     sha256: str | None
     revision: str | None
     changed: bool = False
+    in_memory: bool = False
 
     def described(self) -> dict[str, str | None]:
         """As a provenance has it."""
-        changed = {"weights": "in memory, changed"} if self.changed else {}
-        return {"revision": self.revision, "sha256": self.sha256, **changed}
+        where = "in memory, changed" if self.changed else "in memory" if self.in_memory else None
+        return {"revision": self.revision, "sha256": self.sha256, **({"weights": where} if where else {})}
 
 
 def weights_checksum(model: nn.Module) -> int:
