@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from theodolite.evaluate.perplexity import next_token_losses
 from theodolite.models.head_weights import NotAffine
 from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor
+from tools import small_models
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LONGEST = 50, 24, 3, 2, 32
 CONTEXTS, LENGTH = 6, 20
@@ -129,8 +132,7 @@ def _seeded(model: nn.Module) -> nn.Module:
     """Weights large enough that attention is not uniform."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            nn.init.normal_(parameter, std=0.4, generator=generator)
+        nn.init.normal_(parameter, std=0.4 if parameter.ndim >= 2 else 0.1, generator=generator)
     return model
 
 
@@ -189,8 +191,24 @@ def test_a_gpt_of_ones_own(by_hand):
     with torch.no_grad():
         own = next_token_losses(gpt(_ids())[0], _ids())
     torch.testing.assert_close(next_token_losses(model.logits(_ids()), _ids()), own)
-    assert len(trace_sinks(model, corpus).heads) == LAYERS * HEADS
+    assert set(trace_sinks(model, corpus).heads["layer"]) <= set(range(LAYERS))
     assert len(find_outliers(model, corpus).layers) == LAYERS + 1
+
+
+def test_a_copy_of_an_opened_model_is_a_model_of_its_own(tmp_path):
+    """Oracle: what each computes with its own weights."""
+    gpt = _seeded(GPT())
+    small_models.build(next(case for case in small_models.cases() if case.name == "bart")).save_pretrained(
+        tmp_path
+    )
+    for model in (open_module(gpt, vocabulary=VOCABULARY), open_model(), open_model(tmp_path)):
+        copied = copy.deepcopy(model)
+        for parameter in copied.root.parameters():
+            parameter.data.mul_(1.5)
+        assert copied.source.attention == model.source.attention
+        ids = _ids() % model.vocabulary
+        runs = [survey(opened, Corpus.from_ids(ids)).heads["entropy"] for opened in (model, copied)]
+        assert (runs[0] - runs[1]).abs().max() > 1e-3
 
 
 def test_training_a_module_of_ones_own(tmp_path):

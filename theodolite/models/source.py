@@ -5,6 +5,7 @@ Of `transformers`, or any module that makes something of token ids. Nothing here
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class Source:
         small_pass: a pass over it; an encoder reads one token more, so that a decoder's attention to it shows.
         attends: which of its attention is looked at, in such a pass.
         attention: of an encoder-decoder, the same by name.
+        of_copy: the same of a copy of the root.
     """
 
     root: nn.Module
@@ -56,6 +58,7 @@ class Source:
     small_pass: Callable[[int], Run]
     attends: Callable[[nn.Module, AttentionInputs], bool] = lambda module, inputs: True
     attention: Attention | None = None
+    of_copy: Callable[[Any], Source] | None = None
 
     @classmethod
     def of_transformers(cls, model: PreTrainedModel, attention: Attention | None = None) -> Source:
@@ -108,6 +111,7 @@ class Source:
             longest=longest,
             sample=sample,
             small_pass=small_pass,
+            of_copy=cls.of_transformers,
         )
 
     @classmethod
@@ -155,7 +159,13 @@ class Source:
             longest=longest,
             sample=sample,
             small_pass=lambda length: lambda: trunk(sample(length)),
+            of_copy=lambda copied: cls.of_module(copied, vocabulary, forward, longest, image),
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
+        """What runs it is of the copy, too."""
+        assert self.of_copy is not None
+        return self.of_copy(copy.deepcopy(self.root, memo))
 
     @property
     def name(self) -> str:
@@ -234,6 +244,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention) -> Source:
         small_pass=lambda length: lambda: run(sample(length), more=1),
         attends=attends,
         attention=attention,
+        of_copy=functools.partial(Source.of_transformers, attention=attention),
     )
 
 
