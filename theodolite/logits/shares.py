@@ -112,9 +112,8 @@ class SharesPass:
         ).cpu()
         if rows.start == 0:
             normed = _behind_norm(layer_pass, self.mean[layer] + self.pos[layer])
-            if (
-                normed.shape == state["normed"][layer].shape
-            ):  # else attention reads something else than the stream
+            # Else attention reads something else than the stream
+            if normed.shape == state["normed"][layer].shape:
                 state["normed"][layer] = normed
         parts = decompose_around(layer_pass.stream, self.mean[layer], self.pos[layer], leading)
         try:

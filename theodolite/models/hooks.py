@@ -103,9 +103,8 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         handles += [block.register_forward_hook(leave_block) for block in left]
 
     def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        if (
-            module not in attending
-        ):  # a decoder's to its encoder; the same once more, to other values (DiffLlama)
+        # A decoder's attention to its encoder; the same attention once more, to other values (DiffLlama).
+        if module not in attending:
             return attend(inputs)
         layer, read_of = attending.pop(module)
         if (inputs.query.shape[0], inputs.query.shape[2]) != read_of:

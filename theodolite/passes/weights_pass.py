@@ -147,9 +147,8 @@ class WeightsPass:
 
     def _positional(self, layer: int, weights: HeadWeights | None) -> State:
         assert self.pos is not None
-        if (
-            weights is None or weights.w_q.shape[1] != self.pos.shape[-1]
-        ):  # they do not read the stream as it is
+        # They do not read the stream as it is
+        if weights is None or weights.w_q.shape[1] != self.pos.shape[-1]:
             empty = torch.full((self.model.heads_of[layer],), math.nan, dtype=torch.float64)
             return dict.fromkeys(POSITIONAL, empty)
         assert self.mean is not None

@@ -86,9 +86,8 @@ class ByHand:
             if "input" in kwargs:
                 kwargs = dict(kwargs)
                 args = (kwargs.pop("input"), *args)
-            with suppress(
-                TypeError, RuntimeError
-            ):  # called in a way, or of shapes, that the rule does not know
+            # Called in a way, or of shapes, that the rule does not know: then it is not followed.
+            with suppress(TypeError, RuntimeError):
                 known = rule(self._of, result, *args, **kwargs)
         if known is not None:
             self._known[result] = known
@@ -216,7 +215,9 @@ def _quotient(of: Any, result: Tensor, first: Any, other: Any, **_: Any) -> Any:
 
 def _capped(of: Any, _result: Tensor, tensor: Any) -> Logits | None:
     logits = of(tensor)
-    if not isinstance(logits, Logits) or logits.softcap is not None or logits.bias is not None:
+    if not isinstance(logits, Logits):
+        return None
+    if any(changed is not None for changed in (logits.softcap, logits.bias, logits.mask)):
         return None
     return replace(logits, softcap=1.0)
 
@@ -310,7 +311,7 @@ RULES: dict[str, Follow] = {
         (
             *("to", "float", "half", "bfloat16", "double", "type", "type_as"),
             *("contiguous", "clone", "detach", "dropout", "dropout_", "nan_to_num", "identity"),
-            *("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "transpose", "__getitem__"),
+            *("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "__getitem__"),
         ),
         _same,
     ),
