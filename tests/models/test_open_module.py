@@ -293,7 +293,6 @@ def test_what_cannot_be_opened_is_said_in_a_line():
     gpt = GPT()
     for call, line in (
         (lambda: open_module(gpt), "say how many token ids there are, vocabulary=…"),
-        (lambda: open_module(3, vocabulary=5), "open_module takes a torch.nn.Module, not int"),
         (lambda: open_module(nn.Linear(3, 3), vocabulary=5), "Linear cannot run on a few tokens: "),
         (
             lambda: open_module(nn.Embedding(5, 3), vocabulary=5),
@@ -360,7 +359,7 @@ def test_keys_of_another_tensor_have_no_weights_of_zero():
     for block in gpt.transformer["h"]:
         block.attention = Memory(True)
     model = open_module(_seeded(gpt), vocabulary=VOCABULARY)
-    with pytest.raises(NotAffine, match="no affine function"):
+    with pytest.raises(NotAffine):
         model.head_weights(0)
 
 

@@ -82,6 +82,16 @@ class Call:
 
         return self._mapped(lambda value: entered if is_memory(value) else value)
 
+    def with_others_changed(self) -> Call:
+        """With other numbers in all other tensors of the shape of its hidden states, to see what depends on them."""
+        entered = self.entered
+
+        def changed(value: Any) -> Any:
+            alike = isinstance(value, Tensor) and value is not entered and value.shape == entered.shape
+            return 2 * value + 1 if alike and value.is_floating_point() else value
+
+        return self._mapped(changed)
+
     def without_cache(self) -> Call:
         """Without the keys of earlier calls, to which each call would add."""
         return self._mapped(lambda value: None if isinstance(value, Cache) else value)

@@ -140,7 +140,10 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
         if not torch.isfinite(answer).all() or (answer - expected).abs().max() > tolerance * scale:
             return None
     if any(not w.any() and b.any() for w, b in zip(weights, bias, strict=True)):
-        return None  # made of another tensor: of a memory, or of what has positions added
+        # Weights that are zero, or what is made of another tensor: of a memory, say.
+        others = _rows(run_until_tap(module, call.with_others_changed(), as_sequences(nothing, module)))
+        if not all(torch.equal(now, before) for now, before in zip(others, bias, strict=True)):
+            return None
     (w_q, w_k, w_v), (b_q, b_k, b_v) = weights, (b[0] for b in bias)
     return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
 

@@ -273,7 +273,7 @@ class _Reader:
         source = Source.of_transformers(model, attention)
         with filled_with_rows(model, 0.0):
             one_token, several_tokens = source.small_pass(1), source.small_pass(VERIFIED_LENGTH)
-            structure = find_structure(model, source.small_pass(SEVERAL), chosen=source.attends)
+            structure = find_structure(model, source.probe(SEVERAL), chosen=source.attends)
             calls = capture_calls(model, structure, one_token)
             own_calls = capture_current_calls(structure, several_tokens)
             tapped_calls = capture_calls(model, structure, several_tokens)

@@ -209,7 +209,7 @@ def verified_parts(
     try:
         if source.predict is not None and holds_quantised_layers(source.root):
             source.predict(source.sample(1))  # compressed-tensors unpacks when the whole model is first run
-        structure = find_structure(source.root, source.small_pass(SEVERAL), blocks, source.attends)
+        structure = find_structure(source.root, source.probe(SEVERAL), blocks, source.attends)
         if structure.free:
             structure = _with_end(source, structure)
         calls = capture_calls(source.root, structure, source.small_pass(1))

@@ -40,7 +40,7 @@ class Source:
         vocabulary: tokens that it has an embedding for; None where it reads none.
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
         sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
-        small_pass: a pass over it; an encoder reads one token more, so that a decoder's attention to it shows.
+        probe: a pass over it; an encoder reads one token more, so that a decoder's attention to it shows.
         attends: which of its attention is looked at, in such a pass.
         attention: of an encoder-decoder, the same by name.
         of_copy: the same of a copy of the root.
@@ -55,7 +55,7 @@ class Source:
     vocabulary: int | None
     longest: int | None
     sample: Callable[[int], Tensor]
-    small_pass: Callable[[int], Run]
+    probe: Callable[[int], Run]
     attends: Callable[[nn.Module, AttentionInputs], bool] = lambda module, inputs: True
     attention: Attention | None = None
     of_copy: Callable[[Any], Source] | None = None
@@ -94,7 +94,7 @@ class Source:
         def run(batch: Tensor) -> Any:
             return trunk(**given(batch))
 
-        def small_pass(length: int) -> Run:
+        def probe(length: int) -> Run:
             return lambda: run(sample(length))
 
         def predict(batch: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Source:
             vocabulary=vocabulary,
             longest=longest,
             sample=sample,
-            small_pass=small_pass,
+            probe=probe,
             of_copy=cls.of_transformers,
         )
 
@@ -158,7 +158,7 @@ class Source:
             vocabulary=vocabulary,
             longest=longest,
             sample=sample,
-            small_pass=lambda length: lambda: trunk(sample(length)),
+            probe=lambda length: lambda: trunk(sample(length)),
             of_copy=lambda copied: cls.of_module(copied, vocabulary, forward, longest, image),
         )
 
@@ -166,6 +166,10 @@ class Source:
         """What runs it is of the copy, too."""
         assert self.of_copy is not None
         return self.of_copy(copy.deepcopy(self.root, memo))
+
+    def small_pass(self, length: int) -> Run:
+        """A pass over `sample(length)`, all of it."""
+        return lambda: self.run(self.sample(length))
 
     @property
     def name(self) -> str:
@@ -241,7 +245,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention) -> Source:
         vocabulary=vocabulary,
         longest=longest,
         sample=sample,
-        small_pass=lambda length: lambda: run(sample(length), more=1),
+        probe=lambda length: lambda: run(sample(length), more=1),
         attends=attends,
         attention=attention,
         of_copy=functools.partial(Source.of_transformers, attention=attention),

@@ -183,7 +183,7 @@ def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"
 
 def _opened(source: Source, ids: Tensor) -> OpenModel:
     """The model as the survey sees one, after the tap was found to leave its output as it is."""
-    structure = find_structure(source.root, source.small_pass(SEVERAL), chosen=source.attends)
+    structure = find_structure(source.root, source.probe(SEVERAL), chosen=source.attends)
     calls = capture_calls(source.root, structure, source.small_pass(1))
     inputs = verify_attention(source.root, structure, source.small_pass(LEAST_LENGTH), skip_overflow=True)
     opened = OpenModel.of(source, structure, calls, inputs, id=source.name)

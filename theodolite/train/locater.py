@@ -79,7 +79,7 @@ class Locater:
         source = training_source(model)
         inner = source.root
         with evaluation_mode(inner):
-            structure = find_structure(inner, source.small_pass(SEVERAL), chosen=source.attends)
+            structure = find_structure(inner, source.probe(SEVERAL), chosen=source.attends)
             calls = capture_calls(inner, structure, source.small_pass(1))
             self.layers = _selected(asked, structure)
             self._projections = find_projections(inner, structure, calls, self.layers)
