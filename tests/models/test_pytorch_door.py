@@ -49,7 +49,7 @@ def _folded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     query, key, value = (t.reshape(-1, LENGTH, HEAD_WIDTH) for t in (query, _repeated(key), _repeated(value)))
     bias = (SLOPES * DISTANCE).repeat(BATCH, 1, 1)
     logits = bias.baddbmm(batch1=query, batch2=key.transpose(1, 2), beta=1.0, alpha=DEFAULT)
-    logits = logits.view(BATCH, HEADS, LENGTH, LENGTH) + torch.zeros(1).masked_fill(LATER, -3e38)
+    logits = logits.view(BATCH, HEADS, LENGTH, LENGTH) + torch.zeros(1).masked_fill(LATER, -1e9)
     weights = functional.dropout(functional.softmax(logits, dim=-1, dtype=torch.float32), 0.5, False)
     return torch.bmm(weights.view(-1, LENGTH, LENGTH), value).view(BATCH, HEADS, LENGTH, HEAD_WIDTH)
 
@@ -190,6 +190,8 @@ def test_what_is_heard_is_the_attention(kind):
     torch.testing.assert_close(output, own, rtol=1e-5, atol=1e-6)
     assert owner is layer
     assert inputs.query.shape[:2] == (BATCH, HEADS)
+    # What hides a key is a mask, and no bias.
+    assert inputs.causal or not bool((inputs.mask & LATER).any())
     weights = softmax(inputs.logits().double(), inputs.sink)
     torch.testing.assert_close(weights, expected(query, key), rtol=1e-5, atol=1e-6)
     with torch.no_grad():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
+from theodolite.models.doors.answers import is_innermost
 from theodolite.models.guard import guarded
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
@@ -80,7 +81,8 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
             hooks.stream(left.take(block) + 1, structure.layout.ordered(first_output(output)))
 
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
-        for layer, read_of in attending.values():
+        # Another tap that is open inside has answered in its place: weights are read in a pass of their own, say.
+        for layer, read_of in attending.values() if is_innermost(tap) else ():
             raise _other_attention(structure, layer, read_of[1])
 
     def leave_trunk(_module: nn.Module, _args: Any, output: Any) -> None:

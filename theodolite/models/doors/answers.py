@@ -117,6 +117,12 @@ def innermost_tapped() -> frozenset[nn.Module]:
     return taps[-1].modules if taps else frozenset()
 
 
+def is_innermost(tap: Tap) -> bool:
+    """Whether a tap was opened last in this context: it is the one that answers."""
+    taps = _taps.get()
+    return bool(taps) and taps[-1].tap is tap
+
+
 def _answer(module: nn.Module) -> Answer:
     """Who answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
     taps = _taps.get()

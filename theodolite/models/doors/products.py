@@ -12,6 +12,9 @@ from theodolite.attention.inputs import AttentionInputs, hidden_below
 
 Shape = tuple[int, ...]
 
+HIDDEN = -1e6
+"""What is added by hand to hide a key is mostly −10⁹; no bias of positions is as low."""
+
 
 @dataclass(frozen=True)
 class Logits:
@@ -36,7 +39,7 @@ class Logits:
 
     def plus(self, bias: Tensor) -> Logits:
         """With one more bias, which may be a mask: what it hides is no bias."""
-        hidden = bias <= hidden_below(bias.dtype)
+        hidden = bias <= max(hidden_below(bias.dtype), HIDDEN)
         if hidden.any():
             return self.hiding(hidden).plus(bias.masked_fill(hidden, 0))
         if not bias.any():
