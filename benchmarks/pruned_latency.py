@@ -22,7 +22,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.ratios import Ratio, seconds, where
 from theodolite import Corpus, open_model
-from theodolite.models.structure import backbone
 from theodolite.prune import magnitude, prune_model
 
 SHAPES = ((1, 1), (1, 128), (8, 128))
@@ -58,7 +57,7 @@ def models(layers: int, rounds: int, device: str) -> list[Ratio]:
     measured = []
     for shape in SHAPES:
         ids = torch.randint(1024, shape, device=device)
-        works = {name: forward(backbone(model.hf), ids) for name, model in opened.items()}
+        works = {name: forward(model.hf.base_model, ids) for name, model in opened.items()}
         measured += say(f"{shape[0]} × {shape[1]}", works, rounds, device)
     return measured
 

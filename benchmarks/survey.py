@@ -23,7 +23,6 @@ import transformers
 from benchmarks.ratios import Ratio, seconds, where
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
-from theodolite.models.structure import backbone
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.system.allocator import keep_pages
@@ -55,7 +54,7 @@ def time_ratios(rounds: int, contexts: int, device: str = "cpu") -> list[Ratio]:
         SurveyPass(model, corpus, 0, BATCH).run(Progress(contexts))
 
     works = {
-        "bare": lambda: bare(backbone(model.hf)),
+        "bare": lambda: bare(model.hf.base_model),
         "head": lambda: bare(model.hf),
         "survey": with_statistics,
     }

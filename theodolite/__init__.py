@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from theodolite.logits.constituents import constituents as constituents
     from theodolite.models import OpenModel as OpenModel
     from theodolite.models import open_model as open_model
+    from theodolite.models import open_module as open_module
     from theodolite.passes.run import Run as Run
     from theodolite.passes.survey import spectra as spectra
     from theodolite.passes.survey import survey as survey
@@ -41,6 +42,7 @@ _HOMES = {
     "decompose": "theodolite.theory.decomposition",
     "find_outliers": "theodolite.sinks.outliers",
     "open_model": "theodolite.models",
+    "open_module": "theodolite.models",
     "spectra": "theodolite.passes.survey",
     "survey": "theodolite.passes.survey",
     "trace_sinks": "theodolite.sinks.trace",

@@ -21,9 +21,8 @@ from tests.prune import families as pruned
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel, open_model
-from theodolite.models.doors.transformers import OUTSIDE_INTERFACE, tapped
-from theodolite.models.model_inputs import small_input
-from theodolite.models.structure import backbone
+from theodolite.models.doors.transformers import on_interface
+from theodolite.models.taps import tapped
 from tools import measured_families
 from tools.measured_families import OUTCOMES, Measured
 
@@ -87,7 +86,7 @@ def traits(model: OpenModel) -> list[str]:
         return attend(inputs)
 
     with tapped(model.hf, note), torch.inference_mode():
-        backbone(model.hf)(**small_input(model.hf, LENGTH))
+        model.source.run(model.source.sample(LENGTH))
     windows = sum(_windowed(inputs) for inputs in seen)
     found = {
         "causal" if model.causal else "bidirectional": True,
@@ -97,9 +96,7 @@ def traits(model: OpenModel) -> list[str]:
         "soft cap": any(inputs.softcap is not None for inputs in seen),
         "learned sink column": any(inputs.sink is not None for inputs in seen),
         _norm(model): bool(_norm(model)),
-        "outside the attention interface": any(
-            type(module).__name__ in OUTSIDE_INTERFACE for module in model.hf.modules()
-        ),
+        "outside the attention interface": not on_interface(model.hf),
     }
     return [name for name, holds in found.items() if holds]
 

@@ -39,8 +39,9 @@ LAYER_COLUMNS = ("norm", "norm_first", "rank_collapse")
 RTOL, ATOL = 1e-3, 2e-4
 """Both sides are float32 and add in other orders; what is wrong is off by more."""
 
-WEIGHTS_OF_ANOTHER_KIND = {"granite_swa", "granitemoe_swa"}
-"""Model types whose own models return other weights than the output is made with: before a learned sink scales them."""
+WEIGHTS_OF_ANOTHER_KIND = {"granite_swa", "granitemoe_swa", "squeezebert"}
+"""Model types whose own models return other weights than the output is made with: before a learned sink scales them, or
+before the softmax (SqueezeBERT)."""
 
 OUTCOMES = {
     "surveyed": "every table, and every column that was compared is what eager attention gives",
@@ -79,7 +80,7 @@ def measure(case: Case, folder: Path) -> Measured:
             **known, outcome="not built", why=f"{type(error).__name__}: {_line(error, folder, case)}"
         )
     try:
-        return Measured(**known, **surveyed(folder, ids, streams, attention))
+        return Measured(**known, **_surveyed_somehow(folder, ids, streams, attention))
     except TheodoliteError as error:
         outcome = "no attention" if case.family in WITHOUT_ATTENTION else "refused"
         return Measured(**known, outcome=outcome, why=_line(error, folder, case))
@@ -87,6 +88,22 @@ def measure(case: Case, folder: Path) -> Measured:
         return Measured(
             **known, outcome="crashed", why=f"{type(error).__name__}: {_line(error, folder, case)}"
         )
+
+
+def _surveyed_somehow(
+    folder: Path, ids: Any, streams: list[np.ndarray], attention: list[np.ndarray]
+) -> dict[str, Any]:
+    """`surveyed`; of an encoder-decoder whose decoder has no attention of its own, its encoder's tables alone."""
+    from theodolite.errors import UsageError
+
+    try:
+        return surveyed(folder, ids, streams, attention)
+    except UsageError as error:
+        config = json.loads((folder / "config.json").read_text())
+        if not config.get("is_encoder_decoder"):
+            raise
+        of_encoder = surveyed(folder, ids, [], [], "encoder")
+        return of_encoder | {"outcome": "partly", "why": f"of its encoder only: {error}"}
 
 
 def _line(error: Exception, folder: Path, case: Case) -> str:
@@ -104,14 +121,18 @@ def random_ids(folder: Path) -> Any:
 
 
 def surveyed(
-    folder: Path, ids: Any, streams: list[np.ndarray], attention: list[np.ndarray]
+    folder: Path,
+    ids: Any,
+    streams: list[np.ndarray],
+    attention: list[np.ndarray],
+    looked_at: str | None = None,
 ) -> dict[str, Any]:
     """Open and survey the model in `folder`, and compare with what `eager` gave: what `Measured` says of it."""
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import open_model
     from theodolite.passes.survey import survey
 
-    model = open_model(folder)
+    model = open_model(folder, attention=looked_at)
     corpus = Corpus.random_tokens(model.required_vocabulary(), LENGTH, CONTEXTS)
     run = survey(model, replace(corpus, contexts=ids))
     heads, layers = run.heads, run.layers
@@ -165,9 +186,17 @@ def eager(folder: Path, ids: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
         for name in ("hidden_states", "attentions")
     )
     length = ids.shape[1]
+    streams = [_in_one(hidden, tuple(ids.shape)) for hidden in streams]
     if config["model_type"] in WEIGHTS_OF_ANOTHER_KIND:
         return streams, []
     return streams, [a for a in attention if a.ndim == 4 and a.shape[2:] == (length, length)]
+
+
+def _in_one(hidden: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Several streams one behind the other, (C, T, streams · d), whether the model has them before or after these."""
+    if hidden.ndim == 4 and hidden.shape[1:3] == shape:
+        hidden = np.moveaxis(hidden, 0, 2)
+    return hidden.reshape(*hidden.shape[:2], -1)
 
 
 def _of_decoder(output: Any, name: str) -> Sequence[Any]:

@@ -10,11 +10,13 @@ import torch
 from tests import checkpoints
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.attention.key_masking import hide_keys, restore_blind_queries
-from theodolite.errors import UsageError
-from theodolite.models.doors.transformers import intervened, tapped, without_interventions
-from theodolite.models.head_weights import capture_calls, read_head_weights
+from theodolite.models.calls import capture_calls
+from theodolite.models.doors.answers import without_interventions
+from theodolite.models.head_weights import read_head_weights
 from theodolite.models.output_weights import read_output_weights
-from theodolite.models.structure import find_structure
+from theodolite.models.source import Source
+from theodolite.models.structure_search import find_structure
+from theodolite.models.taps import intervened, tapped
 
 LAYER = 1
 
@@ -26,7 +28,7 @@ def _ids(contexts: int = 2, length: int = 12) -> torch.Tensor:
 
 def _attention(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
-        return find_structure(model, {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}).attention[LAYER]
+        return find_structure(model, lambda: model(torch.zeros(1, 1, dtype=torch.int64))).attention[LAYER]
 
 
 def _times(factor: float):
@@ -146,12 +148,12 @@ def test_looks_at_the_weights_inside_are_those_of_the_model_itself():
     """Oracle: the same look outside."""
     for family in ("gpt2", "bert", "bloom"):
         model = checkpoints.build(family)
-        sample = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}
-        structure = find_structure(model, sample)
+        run = Source.of_transformers(model).small_pass(1)
+        structure = find_structure(model, run)
 
-        def look(model=model, structure=structure, sample=sample):
-            call = capture_calls(model, structure, sample)[LAYER]
-            read = read_output_weights(model, structure, LAYER, call, sample)
+        def look(model=model, structure=structure, run=run):
+            call = capture_calls(model, structure, run)[LAYER]
+            read = read_output_weights(model, structure, LAYER, call, run)
             return read, read_head_weights(model, structure, LAYER, call).w_v
 
         def never(inputs, answer):
@@ -179,19 +181,17 @@ def test_an_error_inside_leaves_no_edit():
 
 
 @torch.no_grad()
-def test_bloom_with_a_cache_is_refused_and_without_one_it_generates():
+def test_bloom_generates_with_and_without_a_cache():
     """Oracle: greedy continuation with logits of whole passes."""
     model = checkpoints.build("bloom")
     with intervened(model, _attention(model), _times(0.5)):
-        with pytest.raises(UsageError, match=r"without a cache, so earlier keys .* use_cache=False"):
-            model.generate(_ids(), max_new_tokens=4, do_sample=False)
-        model(_ids())  # one pass that fills a cache of its own is right
-        got = model.generate(_ids(), max_new_tokens=4, do_sample=False, use_cache=False)
         expected = _ids()
         for _ in range(4):
             best = model(expected, use_cache=False).logits[:, -1:].argmax(-1)
             expected = torch.cat([expected, best], dim=1)
-    assert torch.equal(got, expected)
+        for use_cache in (True, False):
+            got = model.generate(_ids(), max_new_tokens=4, do_sample=False, use_cache=use_cache)
+            assert torch.equal(got, expected)
 
 
 def _inputs(**options) -> AttentionInputs:

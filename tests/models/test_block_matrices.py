@@ -17,7 +17,6 @@ from theodolite.models.block_matrices import (
     one_expert_at_a_time,
     tapped_products,
 )
-from theodolite.models.structure import backbone
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,9 +120,9 @@ def test_products_with_experts_are_seen(family, tmp_path):
     router.register_forward_hook(route)
     ids = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        grouped = backbone(model.hf)(input_ids=ids, use_cache=False).last_hidden_state
+        grouped = model.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
         with one_expert_at_a_time(model.hf), tapped_products(told):
-            eager = backbone(model.hf)(input_ids=ids, use_cache=False).last_hidden_state
+            eager = model.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(eager, grouped, rtol=1e-4, atol=1e-4)
     for expert in range(2):
         _, tokens = torch.where((routed["chosen"] == expert).T)  # by rank of the choice, then by token

@@ -17,7 +17,7 @@ from transformers import GPT2LMHeadModel
 from transformers.initialization import no_tie_weights
 
 from tests.chaos.entries import CORPUS, ENTRIES, IDS, same
-from tests.chaos.settings import STATES, seen
+from tests.chaos.settings import OTHERS, STATES, seen, set_to
 from tests.chaos.states import in_threads
 from theodolite.errors import UsageError
 from theodolite.models import open_model
@@ -67,14 +67,22 @@ def test_all_states_at_once_change_no_number(entry, family, opened, clean):
     assert same(ours, expected)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", [*STATES, "deterministic"])
 def test_each_state_changes_no_survey_and_stays(state, opened, clean):
     model, expected = opened("gpt2"), clean("gpt2", "survey")
-    with STATES[state](model):
+    with (STATES | OTHERS)[state](model):
         before = seen(model)
         ours = survey(model, CORPUS)
         assert seen(model) == before
     assert same(ours, expected)
+
+
+def test_products_of_high_precision(opened, clean):
+    """What most training scripts set: TF32 on a GPU, bfloat16 in three parts on some CPUs."""
+    expected = clean("llama3", "survey")
+    with set_to(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"):
+        assert same(survey(opened("llama3"), CORPUS), expected)
+        assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_what_a_model_sees(opened):

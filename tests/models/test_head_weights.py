@@ -9,9 +9,8 @@ import torch
 
 from tests import checkpoints
 from theodolite.attention.inputs import attend
-from theodolite.models.doors.transformers import tapped
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.structure import backbone
+from theodolite.models.taps import tapped
 
 HEADS = 4
 
@@ -85,7 +84,7 @@ def test_probed_weights_reproduce_tapped_queries_keys_and_values(family, opened)
     else:
         sample = {"input_ids": torch.randint(checkpoints.VOCABULARY, (9, 1), generator=generator)}
     with torch.no_grad(), hooked(model, Seen()):
-        backbone(model.hf)(**sample)
+        model.hf.base_model(**sample)
     for layer, inputs in tapped_inputs.items():
         weights = model.head_weights(layer)
         assert inputs.scaling == weights.scaling
@@ -137,5 +136,5 @@ def test_tapped_scaling_of_opt_is_not_folded_into_the_query(opened):
         return attend(inputs)
 
     with torch.no_grad(), tapped(model.hf, tap):
-        backbone(model.hf)(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+        model.hf.base_model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     assert scalings == [8**-0.5] * 3

@@ -22,7 +22,6 @@ from theodolite.models import lazy_weights as reading
 from theodolite.models import open_model, open_weights
 from theodolite.models.loading import on_meta
 from theodolite.models.skeleton import build_skeleton, filled_with_rows
-from theodolite.models.structure import backbone
 from theodolite.passes.run import Run
 from theodolite.passes.survey import spectra, survey
 
@@ -147,9 +146,9 @@ def test_a_filled_skeleton_computes_what_its_rows_say(scale, checkpoint):
                 name: p.clone(memory_format=torch.contiguous_format)
                 for name, p in skeleton.named_parameters()
             }
-            got = backbone(skeleton)(input_ids=ids)[0]
+            got = skeleton.base_model(input_ids=ids)[0]
         model.load_state_dict(entries)
-        torch.testing.assert_close(got, backbone(model)(input_ids=ids)[0], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(got, model.base_model(input_ids=ids)[0], rtol=1e-5, atol=1e-7)
     assert all(p.is_meta for p in skeleton.parameters())
 
 
@@ -182,14 +181,14 @@ def test_what_cannot_be_read_by_layers_is_opened_whole_and_says_so(checkpoint, t
         patch.setattr(reading, "check_recomputed", off)
         assert "layer 0 (model.layers.0.self_attn): the attention output recomputed" in _whole(folder)
     with monkeypatch.context() as patch:
-        other = reading.call_until_tap
+        other = reading.run_until_tap
 
-        def moved(module, call):
-            inputs = other(module, call)
+        def moved(module, call, hidden):
+            inputs = other(module, call, hidden)
             inputs.key.add_(1.0)
             return inputs
 
-        patch.setattr(reading, "call_until_tap", moved)
+        patch.setattr(reading, "run_until_tap", moved)
         assert "model.layers.0.self_attn depend on weights outside it" in _whole(folder)
 
 

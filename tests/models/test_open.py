@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests import checkpoints
+from theodolite.attention.inputs import attend, softmax
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model, open_weights, verification
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.structure import NoAttention
-from tools import small_models
+from theodolite.system.choices import check_attention
+from tools import measured_families, small_models
 
 FACTS = {
     "gpt2": (True, "learned", 128),
@@ -139,35 +143,136 @@ def test_code_that_a_checkpoint_brings_is_not_run(broken, tmp_path):
     assert not marker.exists()
 
 
-def test_encoder_decoders_are_refused(tmp_path):
-    from transformers import T5Config, T5ForConditionalGeneration
+@pytest.mark.parametrize("attention", ["decoder", "encoder", "cross"])
+@pytest.mark.parametrize("family", ["t5", "bart", "encoder-decoder"])
+def test_an_encoder_decoder_is_looked_at_in_three_ways(family, attention, tmp_path):
+    """Oracle: the attention that transformers returns, and its encoder's or decoder's hidden states."""
+    if (family, attention) == ("encoder-decoder", "cross"):
+        pytest.skip("this one has none")
+    folder = _small(family, tmp_path)
+    model = open_model(folder, attention=attention)
+    hf = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager").eval()
+    ids = torch.randint(300, (3, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        own = hf(input_ids=ids, decoder_input_ids=ids, output_attentions=True, output_hidden_states=True)
+    seen = Seen()
+    with hooked(model, seen):
+        model.forward(ids)
+    weights = own[{"cross": "cross_attentions"}.get(attention, f"{attention}_attentions")]
+    streams = own["encoder_hidden_states" if attention == "encoder" else "decoder_hidden_states"]
+    assert len(seen.weights) == len(weights) == model.layers
+    for got, expected in zip(seen.weights, weights, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    for got, expected in zip(seen.streams[:-1], streams[:-1], strict=True):  # the last one is behind a norm
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert model.source.predict is None
+    name = (
+        "decoder.block.1.layer.1.EncDecAttention"
+        if attention == "cross"
+        else "decoder.block.1.layer.0.SelfAttention"
+    )
+    if family == "t5" and attention != "encoder":
+        module = hf.get_submodule(name)
+        for ours, theirs in (("w_q", "q"), ("w_k", "k"), ("w_v", "v")):
+            expected = getattr(module, theirs).weight.unflatten(0, (model.heads, -1)).mT.double()
+            torch.testing.assert_close(getattr(model.head_weights(1), ours), expected)
 
-    config = T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    _refused(tmp_path, UsageError, "T5ForConditionalGeneration is an encoder-decoder")
+
+def test_the_text_side_of_whisper(tmp_path):
+    """Oracle: the decoder's attention that transformers returns, over silence."""
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8}
+    config = transformers.WhisperConfig(
+        vocab_size=40,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        max_source_positions=15,
+        max_target_positions=20,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        **sizes,
+    )
+    hf = transformers.WhisperForConditionalGeneration(config).eval()
+    hf.save_pretrained(tmp_path)
+    model = open_model(tmp_path)
+    ids = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
+    hf.set_attn_implementation("eager")
+    with torch.no_grad():
+        own = hf(torch.zeros(2, 8, 30), decoder_input_ids=ids, output_attentions=True).decoder_attentions
+    seen = Seen()
+    with hooked(model, seen):
+        model.forward(ids)
+    for got, expected in zip(seen.weights, own, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(UsageError, match="hears speech: only its decoder's own attention is looked at"):
+        open_model(tmp_path, attention="cross")
+
+
+def test_attention_is_asked_for_where_there_are_several(tmp_path):
+    folder = _small("t5gemma2", tmp_path / "merged")
+    _refused(
+        folder, UsageError, "T5Gemma2ForConditionalGeneration has no attention of the kind that is asked for"
+    )
+    folder = _small("gpt2", tmp_path / "one")
+    with pytest.raises(
+        UsageError, match="GPT2LMHeadModel is no encoder-decoder, and attends in one way only"
+    ):
+        open_model(folder, attention="encoder")
+    with pytest.raises(UsageError, match="unknown attention both: use decoder, encoder, cross"):
+        check_attention("both")
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["diffllama", "gemma3n_text", "xlnet", "xlm", "squeezebert", "zamba", "deberta-v2", "bloom", "falcon"],
+)
+def test_hidden_states_and_attention_wherever_they_are(family, tmp_path):
+    """Oracle: what transformers returns: of several streams, all; of XLNet's, contexts come second."""
+    folder = _small(family, tmp_path)
+    model = open_model(folder)
+    ids = torch.randint(300, (3, 12), generator=torch.Generator().manual_seed(0))
+    streams, weights = measured_families.eager(folder, ids)
+    seen = Seen()
+    with hooked(model, seen):
+        model.forward(ids)
+    for got, expected in zip(seen.streams[:-1], streams[:-1], strict=True):
+        torch.testing.assert_close(got, torch.from_numpy(expected), rtol=1e-4, atol=1e-4)
+    assert len(seen.weights) == model.layers - model.heads_of.count(0)
+    for got, expected in zip(seen.weights, weights, strict=bool(weights)):  # SqueezeBERT's returns none
+        torch.testing.assert_close(got, torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
+
+
+class Seen(Hooks):
+    """Keeps streams, and attention weights by a dense softmax."""
+
+    def __init__(self):
+        self.streams, self.weights = [], []
+
+    def stream(self, layer, hidden):
+        assert layer == len(self.streams)
+        self.streams.append(hidden.clone())
+
+    def attention(self, layer, inputs):
+        assert layer >= len(self.weights)
+        self.weights.append(softmax(inputs.logits(), inputs.sink))
+        return attend(inputs)
+
+
+def _small(name, folder):
+    case = next(case for case in small_models.cases() if case.name == name)
+    small_models.build(case).save_pretrained(folder)
+    return folder
 
 
 def test_blocks_that_attend_twice_are_refused(tmp_path):
-    """The difference of two softmaxes is no attention with weights of its own."""
-    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
-
-    config = DiffLlamaConfig(
-        vocab_size=30,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=16,
+    _refused(
+        _small("longcat_flash", tmp_path),
+        UsageError,
+        "LongcatFlashForCausalLM has a block that attends twice",
     )
-    DiffLlamaForCausalLM(config).save_pretrained(tmp_path)
-    _refused(tmp_path, UsageError, "DiffLlamaForCausalLM has a block that attends twice")
-
-
-def test_several_streams_are_refused(tmp_path):
-    """Gemma 3n passes four on from block to block."""
-    case = next(case for case in small_models.cases() if case.name == "gemma3n_text")
-    small_models.build(case).save_pretrained(tmp_path)
-    _refused(tmp_path, UsageError, "Gemma3nForCausalLM has no one residual stream")
 
 
 def test_blocks_without_attention_are_layers_without_heads(tmp_path):

@@ -9,8 +9,7 @@ from tests import checkpoints
 from theodolite.attention.inputs import attend
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.doors.transformers import tapped
-from theodolite.models.structure import backbone
+from theodolite.models.taps import tapped
 
 HEADS = 4
 
@@ -66,7 +65,7 @@ def test_heads_outputs_times_output_weights_are_what_leaves_attention(family, op
     ]
     try:
         with torch.no_grad(), tapped(model.hf, tap):
-            backbone(model.hf)(**sample)
+            model.hf.base_model(**sample)
     finally:
         for hook in hooks:
             hook.remove()

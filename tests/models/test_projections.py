@@ -8,9 +8,10 @@ import transformers
 
 from tests import checkpoints
 from theodolite.errors import UsageError
-from theodolite.models.head_weights import capture_calls, read_head_weights
+from theodolite.models.calls import capture_calls
+from theodolite.models.head_weights import read_head_weights
 from theodolite.models.projections import find_projections, replaced
-from theodolite.models.structure import find_structure
+from theodolite.models.structure_search import find_structure
 
 LAYERS = [0, 1, 2]
 
@@ -23,8 +24,8 @@ def sample(family: str) -> dict[str, torch.Tensor]:
 
 def found(model: transformers.PreTrainedModel, inputs: dict[str, torch.Tensor], layers: list[int]):
     with torch.no_grad():
-        structure = find_structure(model, inputs)
-        calls = capture_calls(model, structure, inputs)
+        structure = find_structure(model, lambda: model.base_model(**inputs))
+        calls = capture_calls(model, structure, lambda: model.base_model(**inputs))
         return structure, calls, find_projections(model, structure, calls, layers)
 
 
@@ -83,8 +84,8 @@ def test_a_replaced_matrix_is_what_the_probe_reads(family):
     model = checkpoints.build(family)
     inputs = sample(family)
     with torch.no_grad():
-        structure = find_structure(model, inputs)
-        calls = capture_calls(model, structure, inputs)
+        structure = find_structure(model, lambda: model.base_model(**inputs))
+        calls = capture_calls(model, structure, lambda: model.base_model(**inputs))
         (projections,) = find_projections(model, structure, calls, [1], purpose="replacement")
     before = read_head_weights(model, structure, 1, calls[1])
     last = projections.query.heads - 1

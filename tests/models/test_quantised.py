@@ -1,29 +1,22 @@
-"""Weights that wait for a quantiser are refused by name before anything is measured; masks and old buffers are not."""
+"""Files whose weights wait for a quantiser whom nothing names are refused; masks and old buffers are not."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
-from theodolite.logits.constituents import constituents
 from theodolite.models import open_model
 from theodolite.models.lazy_weights import open_weights
-from theodolite.passes.survey import spectra, survey
-from theodolite.sinks.trace import trace_sinks
+from theodolite.passes.survey import spectra
 
 Q = "model.layers.1.self_attn.q_proj"
-IDS = torch.arange(64).view(2, 32)
-CORPUS = Corpus("ids", IDS, torch.full((2,), -1), [], 0)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -95,61 +88,6 @@ def test_a_pruned_model_s_own_names_are_no_exception(checkpoint, tmp_path):
         open_model(written(checkpoint("gpt2"), tmp_path / "wrong", wrong))
 
 
-class Scaled(nn.Module):
-    """As `transformers` has eight-bit linear layers: what it computes is right, what it holds is no W."""
-
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype, scale: str) -> None:
-        super().__init__()
-        factor = linear.weight.abs().max() / 100
-        self.weight = nn.Parameter((linear.weight / factor).to(dtype), requires_grad=False)
-        self.register_buffer(scale, factor)
-        self.factor = factor
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs @ (self.weight.float() * self.factor).T
-
-
-def in_a_live_model(model: nn.Module, dtype: torch.dtype, scale: str = "weight_scale_inv") -> None:
-    model.set_submodule(Q, Scaled(model.get_submodule(Q), dtype, scale))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "said"),
-    [
-        (torch.float8_e4m3fn, rf"{Q}\.weight is float8_e4m3fn"),
-        (torch.int8, rf"{Q}\.weight is int8"),
-        (torch.bfloat16, rf"{Q}\.weight_scale_inv scales the weight beside it"),
-    ],
-)
-def test_live_modules_are_refused_before_the_pass(dtype, said, checkpoint):
-    model = open_model(checkpoint("mistral"))
-    in_a_live_model(model.hf, dtype)
-    began: list[str] = []
-    for measure in (
-        lambda: survey(model, CORPUS, show_progress=lambda what, done, total: began.append(what)),
-        lambda: trace_sinks(model, CORPUS, show_progress=lambda what, done, total: began.append(what)),
-        lambda: spectra(model),
-        lambda: constituents(model, IDS, 1),
-    ):
-        with pytest.raises(WorkError, match=said):
-            measure()
-    assert not began
-    with pytest.raises(WorkError, match=r"q_proj\.weight"):
-        model.head_weights(1)
-    assert torch.isfinite(model.forward(IDS)).all()  # what needs no weights is measured as before
-
-
-def test_modules_without_parameters_are_refused(checkpoint):
-    model = open_model(checkpoint("llama2"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own successor is another package
-        torch.ao.quantization.quantize_dynamic(model.hf, {nn.Linear}, inplace=True)
-    with pytest.raises(
-        WorkError, match=r"layers\.0\.self_attn\.q_proj is a Linear of torch\.ao\.nn\.quantized"
-    ):
-        spectra(model)
-
-
 def test_a_config_that_names_its_quantiser_is_left_to_it(checkpoint, tmp_path):
     folder = written(checkpoint("gpt_oss"), tmp_path / "experts", lambda weights: None)
     config = json.loads((folder / "config.json").read_text())
@@ -159,3 +97,27 @@ def test_a_config_that_names_its_quantiser_is_left_to_it(checkpoint, tmp_path):
     weights["model.layers.0.mlp.experts.gate_up_proj_blocks"] = torch.ones(2, 2, dtype=torch.uint8)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert len(spectra(open_weights(folder)).heads) == 12
+
+
+def test_eight_bits_with_blocks_of_scales_are_read_by_transformers(checkpoint, tmp_path):
+    """DeepSeek's FP8. Oracle: each block of the stored numbers times its scale."""
+    blocks, stored = {}, torch.float8_e4m3fn
+
+    def eight_bits(weights: Tensors) -> None:
+        for name in [name for name in weights if name.endswith("proj.weight")]:
+            by_block = weights[name].view(-1, 8, weights[name].shape[1] // 8, 8)
+            scale = by_block.abs().amax((1, 3), keepdim=True) / torch.finfo(stored).max
+            eight = (by_block / scale).to(stored)
+            blocks[name] = (eight.float() * scale).view_as(weights[name])
+            weights[name] = eight.view_as(weights[name])
+            weights[name + "_scale_inv"] = scale[:, 0, :, 0].contiguous()
+
+    folder = written(checkpoint("mistral"), tmp_path / "model", eight_bits)
+    with pytest.raises(WorkError, match="no quantization_config"):
+        open_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    for opener in (open_model, open_weights):
+        read = opener(folder).head_weights(1).w_q.mT.flatten(0, 1)
+        torch.testing.assert_close(read, blocks[f"{Q}.weight"].double(), rtol=1e-6, atol=1e-9)

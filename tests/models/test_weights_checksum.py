@@ -120,7 +120,7 @@ def test_weights_are_read_once_a_pass(model, monkeypatch):
         calls.append(hf)
         return count(hf)
 
-    monkeypatch.setattr("theodolite.models.open.weights_checksum", counting)
+    monkeypatch.setattr("theodolite.models.opened.weights_checksum", counting)
     spectra(model)
     assert len(calls) == 1
 

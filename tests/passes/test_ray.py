@@ -23,7 +23,7 @@ from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.model_inputs import small_input
+from theodolite.models.source import Source
 from theodolite.models.verification import VERIFIED_LENGTH
 from theodolite.passes import ray_survey as distribute
 from theodolite.passes import ray_workers as crew
@@ -267,7 +267,7 @@ def test_contexts_that_kill_every_worker_are_given_up(cluster, opened, corpus, t
 def test_what_a_worker_raises_is_raised_as_itself(cluster, corpus, tmp_path):
     """The token that overflows is none of those on which an opened model is verified."""
     model = checkpoints.build("gpt2")
-    verified = small_input(model, VERIFIED_LENGTH)["input_ids"]
+    verified = Source.of_transformers(model).sample(VERIFIED_LENGTH)
     token = next(int(one) for one in corpus.contexts[5] if one not in verified)
     with torch.no_grad():
         model.transformer.wte.weight[token] = 1e38

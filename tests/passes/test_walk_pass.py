@@ -9,7 +9,6 @@ from theodolite.accumulate.walks import simulated_walk
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.measure.walks import mean_gram, walk_table
-from theodolite.models.structure import backbone
 from theodolite.passes.walk_pass import LEAST_LENGTH, check_length, read_walk
 
 
@@ -19,7 +18,7 @@ def test_the_pass_sees_what_the_model_computes(opened):
     corpus = Corpus.random_tokens(model.tokenizer, 24, 10)
     walk = read_walk(model, corpus, 0)
     with torch.inference_mode():
-        states = backbone(model.hf)(input_ids=corpus.contexts, output_hidden_states=True).hidden_states
+        states = model.hf.base_model(input_ids=corpus.contexts, output_hidden_states=True).hidden_states
     for layer in range(model.layers):  # the last of them is behind the final norm
         x = states[layer][:, 1:].double()
         expected = torch.einsum("csd,ctd->st", x, x) / 10

@@ -12,7 +12,6 @@ from torch import nn
 from tests.prune.families import opened_anew
 from theodolite.errors import WorkError
 from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
-from theodolite.models.structure import backbone
 from theodolite.prune.moments import InputMoments, Moments
 
 
@@ -32,7 +31,7 @@ def test_moments_of_every_matrix(family, full, tmp_path):
     moments = InputMoments(matrices, full=full)
     with torch.inference_mode(), moments.collecting():
         for ids in _ids().split(4):  # the last batch is smaller
-            backbone(model.hf)(input_ids=ids, use_cache=False)
+            model.hf.base_model(input_ids=ids, use_cache=False)
     for matrix in matrices:
         rows = torch.cat(kept[matrix.module]).double().numpy()
         found = moments.of(matrix)
@@ -51,7 +50,7 @@ def test_matrices_that_take_on_the_same_vectors_share_their_sum(tmp_path):
     matrices = block_matrices(model)[0]
     moments = InputMoments(matrices, full=False)
     with torch.inference_mode(), moments.collecting():
-        backbone(model.hf)(input_ids=_ids(), use_cache=False)
+        model.hf.base_model(input_ids=_ids(), use_cache=False)
     assert len(moments._sums) == 4  # of q, k, v; of o; of gate and up; of down
     by_name = {matrix.name: moments.of(matrix).diagonal for matrix in matrices}
     assert torch.equal(by_name["q"], by_name["v"])
@@ -88,7 +87,7 @@ def test_experts_are_calibrated_on_the_tokens_that_are_sent_to_them(tmp_path):
     moments = InputMoments(matrices, full=False)
     with torch.inference_mode(), one_expert_at_a_time(model.hf), moments.collecting():
         for ids in _ids().split(2):
-            backbone(model.hf)(input_ids=ids, use_cache=False)
+            model.hf.base_model(input_ids=ids, use_cache=False)
     hidden, expert = (torch.cat(parts) for parts in zip(*chosen, strict=True))
     for matrix in experts:
         rows = hidden[expert == matrix.expert].double()

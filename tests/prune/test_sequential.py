@@ -9,7 +9,7 @@ from tests.prune.families import FAMILIES, opened_anew
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.models.block_matrices import one_expert_at_a_time
-from theodolite.models.structure import backbone, first_tensor
+from theodolite.models.structure import first_tensor
 from theodolite.prune.sequential import BlockByBlock
 
 
@@ -24,7 +24,7 @@ def entering(model, corpus: Corpus, layer: int) -> torch.Tensor:
         lambda _, args, kwargs: seen.append(first_tensor(args, kwargs)), with_kwargs=True
     )
     with torch.inference_mode(), one_expert_at_a_time(model.hf):
-        backbone(model.hf)(input_ids=corpus.contexts, use_cache=False)
+        model.hf.base_model(input_ids=corpus.contexts, use_cache=False)
     hook.remove()
     return seen[0]
 
@@ -79,8 +79,8 @@ def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(tmp_
     """In its own pass, and only there, the model adds the input of the first block once more after the second."""
     model, entered, own_pass = opened_anew("gpt2", tmp_path), [], []
     first, second, _ = blocks = model.structure.blocks
-    backbone(model.hf).register_forward_pre_hook(lambda *_: own_pass.append(True))
-    backbone(model.hf).register_forward_hook(lambda *_: own_pass.clear())
+    model.hf.base_model.register_forward_pre_hook(lambda *_: own_pass.append(True))
+    model.hf.base_model.register_forward_hook(lambda *_: own_pass.clear())
     first.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
     second.register_forward_hook(lambda _, args, output: output + entered[-1] if own_pass else None)
     assert len(blocks) == 3

@@ -640,7 +640,7 @@ def test_output_weights_are_read_under_a_bar_and_once_more_where_there_are_sinks
         if what == "making tables" and not done:
             monkeypatch.setattr(OpenModel, "__getattribute__", lambda *_: pytest.fail("the model was asked"))
 
-    monkeypatch.setattr("theodolite.models.open.read_output_weights", counted)
+    monkeypatch.setattr("theodolite.models.opened.read_output_weights", counted)
     model = open_model(strong("gpt2"))
     layers = range(model.layers)
     run = trace_sinks(model, some_ids(), show_progress=show)

@@ -67,20 +67,25 @@ class AttentionStatistics(LayerSums):
     State: contexts (L); visible_keys (L, T) that a query sees; entropy (L, H, T) nats; received (L, H, T) mean
     attention a key gets; propagates and last_sees (L, H, T) counts for the last query before trailing special
     tokens; sink (L, H, T) counts of contexts; sink_later (L, H), and with trailing special tokens sink_last (L,
-    H), contexts with a sink among these; previous, same, learned (L, H) sums; entropy_spread (L, H) sums over
+    H), contexts with a sink among these, with more than one leading token sink_registers (L, H) likewise; previous,
+    same, learned (L, H) sums; entropy_spread (L, H) sums over
     contexts of the squared deviation of the context's mean entropy from that of all; gram_norm (L) the largest
     ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token; example_received and
     example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows (layer, head, token, is
     first, contexts, sinks, sum of their positions): a token may be a sink at several positions of a context.
 
-    `trailing` is how many special tokens stand behind the text of every context (`trailing_special_tokens`). A layer
+    `trailing` is how many special tokens stand behind the text of every context (`trailing_special_tokens`), `leading`
+    how many before it: those from position 1 on (an image's registers) are no later sinks. A layer
     with fewer heads than H has the first rows; one that does not attend is never updated, and its contexts stay 0.
     """
 
-    def __init__(self, layers: int, heads: int, length: int, examples: int, trailing: int = 0) -> None:
+    def __init__(
+        self, layers: int, heads: int, length: int, examples: int, trailing: int = 0, leading: int = 1
+    ) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
         by_head = ["sink_later", "previous", "same", "learned", "entropy_spread"]
         by_head += ["sink_last"] if trailing else []
+        by_head += ["sink_registers"] if leading > 1 else []
         shapes: dict[str, tuple[int, ...]] = {"contexts": (), "repeated": ()}
         shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
         self._of_heads = frozenset((*by_position, *by_head))
@@ -88,7 +93,7 @@ class AttentionStatistics(LayerSums):
         shapes |= {"gram_norm": (), "visible_keys": (length,)}
         super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys"))
         self.examples = examples
-        self.trailing = trailing
+        self.trailing, self.leading = trailing, leading
         self._sink_tokens = KeyedSums(4, dict.fromkeys(("contexts", "sinks", "positions"), ()))
 
     def update(
@@ -152,9 +157,11 @@ class AttentionStatistics(LayerSums):
     ) -> None:
         self.add("sink", layer, sink.sum(dim=0))
         end = sink.shape[-1] - self.trailing
-        self.add("sink_later", layer, sink[:, :, 1:end].any(dim=-1).sum(dim=0))
+        self.add("sink_later", layer, sink[:, :, max(1, self.leading) : end].any(dim=-1).sum(dim=0))
         if self.trailing:
             self.add("sink_last", layer, sink[:, :, end:].any(dim=-1).sum(dim=0))
+        if self.leading > 1:
+            self.add("sink_registers", layer, sink[:, :, 1 : self.leading].any(dim=-1).sum(dim=0))
         context, head, position = sink.cpu().nonzero(as_tuple=True)
         token = ids.cpu()[context, position]
         keys = torch.stack([torch.full_like(head, layer), head, token, (position == 0).long()], dim=1)

@@ -1,7 +1,8 @@
 """First moments of the residual stream: what the positional and the context basis are made of.
 
 Positions 1 … T−1 are averaged; position 0, whose token is an outlier in most models, is kept apart, and so are the
-special tokens that a tokenizer puts behind every text ([SEP]).
+special tokens that a tokenizer puts behind every text ([SEP]). Of an image the patches are averaged, and all tokens
+before them (`leading`: [CLS], registers, or none) kept apart.
 """
 
 from __future__ import annotations
@@ -43,14 +44,18 @@ class Means(LayerSums):
 
     State (N residual layers, G groups of contexts): contexts (N, G), position_sum (N, G, T, d), norm_sum (N, G),
     norm_first_sum (N, G), cosine_sum (N, G; layer ℓ against ℓ−1), collapse_sum (N, G), context_mean (N, S, d), token
-    (N, Q, d), and with `trailing` special tokens behind the text of every context norm_last_sum (N, G).
+    (N, Q, d), with `trailing` special tokens behind the text of every context norm_last_sum (N, G), and with more than
+    one `leading` token norm_registers_sum (N, G) of those from position 1 on.
     `position_sum` by group is the largest thing here: G·T·d float64 a layer, 25 MB at T = 512 and d = 768. In float32
     it would be half of that, but a sum of 10⁴ values near 10⁴ would lose what differs between the groups.
     """
 
-    def __init__(self, layers: int, length: int, width: int, sample: Sample, trailing: int = 0) -> None:
+    def __init__(
+        self, layers: int, length: int, width: int, sample: Sample, trailing: int = 0, leading: int = 1
+    ) -> None:
         scalars = ["contexts", "norm_sum", "norm_first_sum", "cosine_sum", "collapse_sum"]
         scalars += ["norm_last_sum"] if trailing else []
+        scalars += ["norm_registers_sum"] if leading > 1 else []
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(scalars, (GROUPS,))
         shapes |= {
             "position_sum": (GROUPS, length, width),
@@ -59,7 +64,7 @@ class Means(LayerSums):
         }
         super().__init__(layers, shapes)
         self.length = length
-        self.end = length - trailing
+        self.text = slice(leading, length - trailing)
         self.sample = sample
         self.groups = Groups(len(sample.slot))
         self._previous: tuple[Tensor, Tensor] | None = None
@@ -69,13 +74,17 @@ class Means(LayerSums):
         if layer and self._previous is None:
             raise RuntimeError("hidden states must come layer by layer, from layer 0")
         previous = self._previous if layer else None
-        parts = each_part(lambda part: _lengths(hidden, previous, part, self.end), len(hidden), hidden.device)
+        parts = each_part(
+            lambda part: _lengths(hidden, previous, part, self.text), len(hidden), hidden.device
+        )
         sums = {name: torch.cat([some[name] for some in parts]) for name in parts[0]}
         context_mean, norm = sums.pop("context_mean"), sums.pop("norm")
         self._previous = hidden, norm
-        sums |= {"norm_sum": norm[:, 1 : self.end].mean(dim=1), "norm_first_sum": norm[:, 0]}
-        if self.end < self.length:
-            sums["norm_last_sum"] = norm[:, self.end :].mean(dim=1)
+        sums |= {"norm_sum": norm[:, self.text].mean(dim=1), "norm_first_sum": norm[:, 0]}
+        if self.text.stop < self.length:
+            sums["norm_last_sum"] = norm[:, self.text.stop :].mean(dim=1)
+        if self.text.start > 1:
+            sums["norm_registers_sum"] = norm[:, 1 : self.text.start].mean(dim=1)
         for group, part in self.groups.parts(first_context, len(hidden)):
             count = torch.tensor(float(part.stop - part.start), dtype=torch.float64, device=hidden.device)
             self.add("contexts", layer, count, group)
@@ -105,27 +114,27 @@ def _lengths(
     hidden: Float[Tensor, "batch positions width"],
     previous: tuple[Tensor, Tensor] | None,
     part: slice,
-    end: int,
+    text: slice,
 ) -> dict[str, Tensor]:
     """Of each context of a part: its mean, the norms of its tokens, and the terms of the sums over contexts.
 
-    `previous` has the hidden states and the norms of the layer before; the text stands at positions 1 … end−1.
+    `previous` has the hidden states and the norms of the layer before; `text` are the positions that count.
     """
     h = hidden[part].to(torch.float64, copy=True)
     norm = torch.linalg.vector_norm(h, dim=-1)
-    x, mean = h[:, 1:end], h[:, 1:end].mean(dim=1)
+    x, mean = h[:, text], h[:, text].mean(dim=1)
     values = {"context_mean": mean, "norm": norm}
     if previous is not None:
-        p, p_norm = (tensor[part, 1:end].to(h) for tensor in previous)
-        cosine = torch.linalg.vecdot(x, p) / (norm[:, 1:end] * p_norm).clamp_min(1e-300)
+        p, p_norm = (tensor[part, text].to(h) for tensor in previous)
+        cosine = torch.linalg.vecdot(x, p) / (norm[:, text] * p_norm).clamp_min(1e-300)
         values["cosine_sum"] = cosine.mean(dim=1)
-    size = torch.linalg.vector_norm(norm[:, 1:end], dim=-1)
+    size = torch.linalg.vector_norm(norm[:, text], dim=-1)
     spread = torch.linalg.vector_norm(x.sub_(mean.unsqueeze(1)), dim=(1, 2))
     return values | {"collapse_sum": spread / size.clamp_min(1e-300)}
 
 
-def decomposed_means(state: State, trailing: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """μ (N, d), pos (N, T, d) and ctx (N, S, d) from the state; μ is over positions 1 … T−1−trailing."""
+def decomposed_means(state: State, trailing: int = 0, leading: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """μ (N, d), pos (N, T, d) and ctx (N, S, d) from the state; μ is over positions leading … T−1−trailing."""
     position_mean = state["position_sum"].sum(dim=1) / state["contexts"].sum(dim=1).view(-1, 1, 1)
-    mean = position_mean[:, 1 : position_mean.shape[1] - trailing].mean(dim=1)
+    mean = position_mean[:, leading : position_mean.shape[1] - trailing].mean(dim=1)
     return mean, position_mean - mean[:, None], state["context_mean"] - mean[:, None]

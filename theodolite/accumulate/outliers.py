@@ -21,19 +21,22 @@ MAXIMA = ("maximum", "maximum_first")
 class LargeValues(LayerSums):
     """Counts and maxima per layer and dimension, over positions 1 … T−1, and apart (`_first`) at position 0.
 
-    With `trailing` special tokens behind the text of every context, these are apart as well (`_last`).
+    With `trailing` special tokens behind the text of every context, these are apart as well (`_last`), and so are those
+    from position 1 on that stand before the patches of an image (`_registers`), of which `leading` are apart in all.
     """
 
     thresholds: Thresholds
     trailing: int = 0
+    leading: int = 1
 
     def text(self, values: Float[Tensor, "batch positions *rest"] | Tensor) -> Tensor:
-        """What is neither at position 0 nor of trailing special tokens."""
-        return values[:, 1 : values.shape[1] - self.trailing]
+        """What is neither at position 0 nor of other tokens apart."""
+        return values[:, self.leading : values.shape[1] - self.trailing]
 
-    def last(self, values: Tensor) -> Tensor:
-        """What is of trailing special tokens."""
-        return values[:, values.shape[1] - self.trailing :]
+    def apart(self, values: Tensor) -> dict[str, Tensor]:
+        """What is of tokens apart besides position 0, by the ending of its columns."""
+        last = {"last": values[:, values.shape[1] - self.trailing :]} if self.trailing else {}
+        return last | ({"registers": values[:, 1 : self.leading]} if self.leading > 1 else {})
 
     def add_magnitudes(
         self,
@@ -46,10 +49,10 @@ class LargeValues(LayerSums):
         self.add("maximum_first", layer, first)
         self.add("maximum", layer, later)
         largest = float(torch.maximum(first, later).max())
-        if self.trailing:
-            last = self.last(magnitude).amax(dim=(0, 1))
-            self.add("maximum_last", layer, last)
-            largest = max(largest, float(last.max()))
+        for ending, values in self.apart(magnitude).items():
+            most = values.amax(dim=(0, 1))
+            self.add(f"maximum_{ending}", layer, most)
+            largest = max(largest, float(most.max()))
         if largest >= self.thresholds.outlier:
             self.add(
                 "outlier", layer, (self.text(magnitude) >= self.thresholds.outlier).sum(dim=(0, 1)), group
@@ -66,8 +69,8 @@ class LargeValues(LayerSums):
         """Count the massive activations of one rule."""
         self.add(name, layer, self.text(massive).sum(dim=(0, 1)), group)
         self.add(f"{name}_first", layer, massive[:, 0].sum(dim=0), group)
-        if self.trailing:
-            self.add(f"{name}_last", layer, self.last(massive).sum(dim=(0, 1)), group)
+        for ending, values in self.apart(massive).items():
+            self.add(f"{name}_{ending}", layer, values.sum(dim=(0, 1)), group)
 
 
 class OutlierCounts(LargeValues):
@@ -75,14 +78,15 @@ class OutlierCounts(LargeValues):
 
     State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; massive_contexts (N, G, d),
     contexts with a massive activation after position 0; maximum, maximum_first (N, d) of |x|; with `trailing` special
-    tokens behind the text of every context massive_last, maximum_last of these. `contexts` is how many the whole
-    corpus has.
+    tokens behind the text of every context massive_last, maximum_last of these, and with more than one `leading` token
+    massive_registers, maximum_registers. `contexts` is how many the whole corpus has.
     """
 
-    def __init__(self, layers: int, width: int, contexts: int, trailing: int = 0) -> None:
-        self.trailing = trailing
-        counts = ("outlier", *MASSIVE_COUNTS, *(("massive_last",) if trailing else ()))
-        maxima = MAXIMA + (("maximum_last",) if trailing else ())
+    def __init__(self, layers: int, width: int, contexts: int, trailing: int = 0, leading: int = 1) -> None:
+        self.trailing, self.leading = trailing, leading
+        endings = [*(["last"] if trailing else []), *(["registers"] if leading > 1 else [])]
+        counts = ("outlier", *MASSIVE_COUNTS, *(f"massive_{ending}" for ending in endings))
+        maxima = (*MAXIMA, *(f"maximum_{ending}" for ending in endings))
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(counts, (GROUPS, width))
         super().__init__(layers, shapes | dict.fromkeys(maxima, (width,)), maxima=maxima)
         self.groups = Groups(contexts)

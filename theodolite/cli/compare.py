@@ -132,7 +132,7 @@ class _Passes:
     def opened(self, source: str) -> OpenModel:
         if self.stopped():
             raise KeyboardInterrupt
-        return self.opening.open(source)
+        return self.opening.open(source, self.text)
 
     def read(self, model: OpenModel) -> Corpus:
         return self.text.read(model, self.stopped)

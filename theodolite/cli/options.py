@@ -22,7 +22,7 @@ from theodolite.cli.screen import progress, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
-from theodolite.system.choices import check_dtype
+from theodolite.system.choices import check_attention, check_dtype
 from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
@@ -134,21 +134,27 @@ class Opening:
         str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
     ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
+    attention: Annotated[
+        str | None, typer.Option(help="Of an encoder-decoder: decoder (the default), encoder or cross.")
+    ] = None
 
     def check(self, *models: str | None) -> None:
         """Refuse what need not be opened to be refused, before any library of models is imported.
 
         Raises:
-            UsageError: an unknown dtype, or a folder that is no checkpoint.
+            UsageError: an unknown dtype or attention, or a folder that is no checkpoint.
         """
         check_dtype(self.dtype)
+        check_attention(self.attention)
         for model in models:
             name, options = self._options(model)
             if name is not None and (options["revision"] is None or Path(name).exists()):
                 local_folder(name)
 
-    def open(self, model: str | None) -> OpenModel:
+    def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
+
+        Of a checkpoint with two towers (CLIP) it is that of images where the `text` that is to be read holds images.
 
         `embedded` names it too, where no file is called so.
 
@@ -160,7 +166,14 @@ class Opening:
         hide_progress_bars()
         model, options = self._options(model)
         with screen.status(f"opening {model or 'the embedded model'}"):
-            return open_model(model, device=self.device, device_map=self.device_map, **options)
+            return open_model(
+                model,
+                device=self.device,
+                device_map=self.device_map,
+                tower="vision" if text is not None and text.of_images else None,
+                say=say_dimly,
+                **options,
+            )
 
     def open_weights(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
         """Open the model for its weights only, with a bar while its files are hashed."""
@@ -179,14 +192,16 @@ class Opening:
             )
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
-        """The model without its @REVISION, and dtype and revision."""
+        """The model without its @REVISION, and how it is opened."""
         if model is None or Path(model).exists():
-            return model, {"dtype": self.dtype, "revision": self.revision}
+            return model, self._given(self.revision)
         name, at, revision = model.partition("@")
         if at and self.revision is not None:
             raise UsageError(f"{model} has a revision, and so has --revision: give one")
-        options = {"dtype": self.dtype, "revision": revision or self.revision}
-        return None if name == embedded.NAME else name, options
+        return None if name == embedded.NAME else name, self._given(revision or self.revision)
+
+    def _given(self, revision: str | None) -> dict[str, Any]:
+        return {"dtype": self.dtype, "revision": revision, "attention": self.attention}
 
 
 @dataclass(frozen=True)
@@ -196,9 +211,9 @@ class Text:
     corpus: Annotated[
         str | None,
         typer.Option(
-            help="A file or folder of .txt .md .jsonl .parquet; docs, held-out, code, random, addition or few-shot; or "
-            "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python; of evaluate: held-out, its topics "
-            "that the embedded model was not trained on].",
+            help="A file or folder of .txt .md .jsonl .parquet, or of images, one label a subfolder; docs, held-out, "
+            "code, random, addition or few-shot; or hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every "
+            "Python; of evaluate: held-out, its topics that the embedded model was not trained on].",
             autocompletion=completion.corpora,
         ),
     ] = None
@@ -233,6 +248,13 @@ class Text:
 
         return Columns(self.text_column, self.label_column, self.label_rows)
 
+    @property
+    def of_images(self) -> bool:
+        """Whether it is a folder of images, or a data set that was saved; of those of the hub nothing is known yet."""
+        from theodolite.corpus.pictures import holds_images
+
+        return self.corpus is not None and holds_images(Path(self.corpus))
+
     def check(self) -> None:
         """Refuse what need not be read to be refused, before any library of models is imported.
 
@@ -251,41 +273,46 @@ class Text:
         """Read the text for this model, saying so on the screen.
 
         Raises:
-            UsageError: the model has no tokenizer, or the text gives no context.
+            UsageError: the model has no tokenizer or image processor, or the text gives no context.
             KeyboardInterrupt: `stopped()` is true.
         """
-        from theodolite.corpus.named import make_corpus
+        from theodolite.models import image_reader
 
-        tokenizer: Any = model.required_tokenizer()
+        of_images = model.vocabulary is None
+        reader = image_reader(model) if of_images else model.required_tokenizer()
         self.check()
-        longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
-        length = longest if self.length is None else self.length
+        what = "images" if of_images else "tokens"
+        with screen.status("reading the text") as status:
+
+            def show(count: int) -> None:
+                if stopped():
+                    raise KeyboardInterrupt
+                status.update(f"reading the text: {count:,} {what}")
+
+            corpus = self._read(model, reader, show)
+        if "tokens_read" in corpus.selection:
+            say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")
+        if passed_over := corpus.selection.get("files_passed_over"):
+            say_dimly(f"{corpus.name}: {counted(passed_over, 'file')} not named as images are, passed over")
+        if self.per_label is not None:
+            say_dimly(_labels_line(corpus))
+        return corpus
+
+    def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
+        from theodolite.corpus.images import refuse_length
+        from theodolite.corpus.named import make_corpus, make_image_corpus
+
         every = self.per_label is not None and not self.label_rows
         contexts = self.contexts
         if contexts is None and not every:
             contexts = max(self.default_contexts, self.per_label or 0)
-        with screen.status("reading the text") as status:
-
-            def show(tokens: int) -> None:
-                if stopped():
-                    raise KeyboardInterrupt
-                status.update(f"reading the text: {tokens:,} tokens")
-
-            corpus = make_corpus(
-                self.corpus,
-                tokenizer,
-                length,
-                contexts,
-                self.seed,
-                self.columns,
-                self.per_label,
-                show_tokens=show,
-            )
-        if "tokens_read" in corpus.selection:
-            say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")
-        if self.per_label is not None:
-            say_dimly(_labels_line(corpus))
-        return corpus
+        choice = (contexts, self.seed, self.columns, self.per_label)
+        if model.vocabulary is None:
+            refuse_length(self.length)
+            return make_image_corpus(self.corpus, reader, *choice, show_images=show)
+        longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
+        length = longest if self.length is None else self.length
+        return make_corpus(self.corpus, reader, length, *choice, show_tokens=show)
 
     def given(self) -> dict[str, object]:
         """The options that say what is read, to be refused where nothing is."""

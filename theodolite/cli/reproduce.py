@@ -136,7 +136,9 @@ class _Request:
         """The text and model options, to be refused where neither is read."""
         opening = self.opening
         of_model = {"--device": opening.device, "--device-map": opening.device_map}
-        return self.text.given() | of_model | {"--revision": opening.revision}
+        return (
+            self.text.given() | of_model | {"--revision": opening.revision, "--attention": opening.attention}
+        )
 
     def opened(self) -> OpenModel:
         return self.opening.open(self.model)
@@ -181,6 +183,8 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
     from theodolite.report.page import write_report
 
     model = request.opened()
+    if model.vocabulary is None:
+        raise UsageError(f"{model.id} reads no text, which all experiments are on: use theodolite survey")
     if focus.layer is not None or focus.head is not None:
         model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
     read = request.text.read(model, request.stopped)

@@ -127,7 +127,7 @@ def _survey_one(
     """One model's run and its report; `of`: what the bars call it."""
     from theodolite.report.page import write_report
 
-    opened = opening.open(model)
+    opened = opening.open(model, text)
     corpus = text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
     with bars(stopped, of=of) as show:

@@ -41,7 +41,7 @@ def trace_command(
 
         from theodolite.sinks.trace import trace_sinks
 
-        opened = opening.open(model)
+        opened = opening.open(model, text)
         corpus = text.read(opened, stopped)
         folder = out or default_folder(opened, corpus, "-stretches" if stretches else "-sinks")
         with bars(stopped) as show:

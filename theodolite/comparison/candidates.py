@@ -166,7 +166,10 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
             model.check_place(layer)
         if focus.layer is not None and focus.head is not None:
             model.check_place(focus.layer, focus.head)
-        prompt_or_shipped(model, focus.prompt, PROMPT)
+        if corpus.images is None:
+            prompt_or_shipped(model, focus.prompt, PROMPT)
+        elif (focus.prompt, focus.layer, focus.head) != (None, None, None):
+            raise UsageError("images are no prompt to show a head on: leave out --prompt, --layer and --head")
         with candidate.edit(model):
             pass
 

@@ -110,7 +110,8 @@ def compare_models(
         each.candidate for each in measured if alike(measured[0].run.provenance, each.run.provenance)
     ]
     traced = None
-    if heads and len(same_heads) > 1:
+    of_images = "grid" in measured[0].run.provenance["corpus"]  # whose model reads no prompt
+    if heads and len(same_heads) > 1 and not of_images:
         traced = trace_head(same_heads, work.opened, focus.prompt, heads)
     return Compared(audits, outcome(audits, measured, traced), measured[0].run)
 

@@ -87,7 +87,7 @@ class OutputsPass(CorpusPass):
             model.layers, model.heads, len(self._context), weights.shape[-1]
         )
         self._loss: Float[Tensor, " contexts"] = torch.full((self.total,), torch.nan, dtype=torch.float64)
-        self._predicts = model.causal and model.hf.get_output_embeddings() is not None
+        self._predicts = model.causal and model.source.predict is not None
         self._weights = weights
         self._first, self._last = 0, 0
 

@@ -22,9 +22,10 @@ from theodolite.comparison.survival import (
     statuses,
     within_errors,
 )
+from theodolite.corpus.patches import grid_described
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.passes.run import Run
-from theodolite.report.data import Floats, error_of, mean_over_layers, need, value_of
+from theodolite.report.data import Floats, error_of, mean_over_layers, need, provenance, value_of
 from theodolite.system.wording import counted, listed, number, percent
 
 NAMED = 5
@@ -151,7 +152,12 @@ def _moved(table: pd.DataFrame, name: str) -> str:
 
 
 def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
-    return [torch.from_numpy(need(run, "positional_basis")[:, 1:]).double() for run in runs]
+    """Without position 0, or the tokens before an image's patches."""
+    grids = [grid_described(provenance(run, "corpus") or {}) for run in runs]
+    return [
+        torch.from_numpy(need(run, "positional_basis")[:, 1 if grid is None else grid.leading :]).double()
+        for run, grid in zip(runs, grids, strict=True)
+    ]
 
 
 def overlap(first: Run, second: Run) -> tuple[Floats, float]:

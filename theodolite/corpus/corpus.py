@@ -1,15 +1,15 @@
-"""From text to a corpus: non-overlapping contexts of T tokens with labels, a hash and a seed.
+"""From text to a corpus: non-overlapping contexts of T tokens with labels, a hash and a seed; or from images.
 
 Everything that a survey reads comes through `Corpus`, wherever the text was. This module tokenizes and cuts;
-it does not find text (`documents.py` does), knows no model, and imports no model library: a tokenizer is anything
-that behaves like those of `transformers`.
+it does not find text (`documents.py` does) or images (`pictures.py`), knows no model, and imports no model library: a
+tokenizer is anything that behaves like those of `transformers`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,13 @@ from theodolite.corpus.documents import (
     stdlib_sources,
 )
 from theodolite.corpus.hub_dataset import streamed_documents
+from theodolite.corpus.images import ImageReader, Images, choose_images, refuse_length
+from theodolite.corpus.patches import PatchGrid
+from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
+from theodolite.corpus.random_tokens import drawable_ids
 from theodolite.corpus.sampling import READ_AHEAD, Choice, Sample, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, RANDOM
-from theodolite.corpus.special_tokens import SpecialTokens, Tokenizer, frame_of
+from theodolite.corpus.special_tokens import Tokenizer, frame_of
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -59,7 +63,10 @@ class Corpus:
     `labels` indexes `label_names`; −1 says that a context has no label. `selection` says, for the provenance, what
     was asked of labels: `label_column`, `label_rows`, `per_label`, and then `labels_too_short` and
     `labels_not_drawn`, how many were left out for either reason; empty where nothing was. `tokens_read` is there where
-    a text was not read to its end.
+    a text was not read to its end, `files_passed_over` where a folder of images has other files.
+
+    `images`, where the contexts are images: each has the tokens that the model makes of it, whose ids are their
+    positions. `inputs` gives what the model reads.
     """
 
     name: str
@@ -68,14 +75,36 @@ class Corpus:
     label_names: list[str]
     seed: int
     selection: dict[str, Any] = field(default_factory=dict)
+    images: Images | None = None
+
+    @property
+    def grid(self) -> PatchGrid | None:
+        """How the tokens of an image lie; None where the contexts are text."""
+        return None if self.images is None else self.images.grid
+
+    @property
+    def leading(self) -> int:
+        """Tokens at the beginning that are told apart from the others: position 0, or all before an image's patches."""
+        return 1 if self.grid is None else self.grid.leading
+
+    def inputs(self, rows: slice | Tensor) -> Tensor:
+        """What the model reads of some contexts: token ids (C, T), or pixel values (C, channels, height, width)."""
+        return self.contexts[rows] if self.images is None else self.images.pixels(rows)
+
+    def subset(self, rows: Int[Tensor, " chosen"]) -> Corpus:
+        """Some of the contexts."""
+        images = None if self.images is None else self.images.of(rows)
+        return replace(self, contexts=self.contexts[rows], labels=self.labels[rows], images=images)
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of everything that was read: length, token ids, labels and their names."""
+        """Hash of everything that was read: length, token ids or pixel values, labels and their names."""
         digest = hashlib.sha256(f"length {self.contexts.shape[1]}\n".encode())
         for name in self.label_names:
             encoded = name.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        if self.images is not None:
+            digest.update(self.images.sha256.encode())
         for tensor in (self.contexts, self.labels):
             digest.update(tensor.numpy().astype("<i8").tobytes())
         return digest.hexdigest()
@@ -84,8 +113,8 @@ class Corpus:
     def from_path(
         cls,
         path: str | Path,
-        tokenizer: Tokenizer,
-        length: int,
+        tokenizer: Tokenizer | ImageReader,
+        length: int | None = None,
         contexts: int | None = None,
         seed: int = 0,
         text_column: str = "text",
@@ -95,7 +124,10 @@ class Corpus:
         *,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
-        """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`documents.read_path`: labels, errors).
+        """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`documents.read_path`: labels, errors), or images.
+
+        With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
+        or of a data set that `datasets` has saved (`pictures.pictures_at`), as long as the model makes them.
 
         Labels of a table's rows are in `label_column` (None: `label` or `topic`, if there is one); with `label_rows`
         each row is a document with a label of its own, `row 1`, `row 2`, …, and one shorter than a context is left out.
@@ -104,10 +136,25 @@ class Corpus:
         article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
         out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document.
 
-        `show_tokens` is told how many tokens were read so far; it may raise to stop.
+        `show_tokens` is told how many tokens, or images, were read so far; it may raise to stop.
         """
         columns = Columns(text_column, label_column, label_rows)
         choice = Choice(contexts, seed, per_label, label_rows)
+        if isinstance(tokenizer, ImageReader):
+            refuse_length(length)
+            pictures, passed_over = pictures_at(path, columns)
+            selection = {"files_passed_over": passed_over} if passed_over else {}
+            return _of_images(
+                cls,
+                printable(path),
+                pictures,
+                tokenizer,
+                choice,
+                columns.described() | selection,
+                show_tokens,
+            )
+        if length is None:
+            raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         documents = read_path(path, columns)
         return _build(
             cls, printable(path), documents, tokenizer, length, choice, columns.described(), show_tokens
@@ -135,8 +182,8 @@ class Corpus:
     def from_dataset(
         cls,
         name: str,
-        tokenizer: Tokenizer,
-        length: int,
+        tokenizer: Tokenizer | ImageReader,
+        length: int | None,
         contexts: int,
         config: str | None = None,
         split: str = "train",
@@ -153,11 +200,18 @@ class Corpus:
         Labels are as in `from_path`; of WikiText, whose rows are lines, its articles' titles
         (`documents.joined_articles`). Reading stops when `sampling.READ_AHEAD` × `contexts` contexts were found, of
         which the seed chooses; with `per_label`, when as many times the labels that `contexts` has room for are
-        complete, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts. Raises `UsageError` when the dataset
+        complete, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts. With `models.image_reader(model)`
+        in place of a tokenizer it is the images of its first column of images. Raises `UsageError` when the dataset
         cannot be opened.
         """
         columns = Columns(text_column, label_column, label_rows)
         choice = Choice(contexts, seed, per_label, label_rows, streamed=True)
+        if isinstance(tokenizer, ImageReader):
+            refuse_length(length)
+            pictures = pictures_of_dataset(name, config, split, columns)
+            return _of_images(cls, name, pictures, tokenizer, choice, columns.described(), show_tokens)
+        if length is None:
+            raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         documents = streamed_documents(name, config, split, columns)
         return _build(cls, name, documents, tokenizer, length, choice, columns.described(), show_tokens)
 
@@ -213,7 +267,7 @@ class Corpus:
         """
         check_length(length)
         Choice(contexts).check()
-        ids, frame = _drawable(vocabulary, length, below)
+        ids, frame = drawable_ids(vocabulary, length, below)
         body = length - len(frame.before) - len(frame.after)
         rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
         return cls(RANDOM, rows, *numbered([None] * contexts), seed)
@@ -257,33 +311,31 @@ def _one_each(labels: Sequence[str] | None, count: int, noun: str) -> Sequence[s
     return labels
 
 
-def repeated_random_tokens(
-    vocabulary: int | Tokenizer, length: int, contexts: int, seed: int, *, below: int | None = None
-) -> tuple[Int[Tensor, "contexts length"], int, int]:
-    """Random tokens twice over, for induction: (ids, start, half), drawn as in `Corpus.random_tokens`.
+def _of_images(
+    kind: type[Corpus],
+    name: str,
+    pictures: Iterable[Picture],
+    reader: ImageReader,
+    choice: Choice,
+    selection: dict[str, Any],
+    show_images: ShowTokens,
+) -> Corpus:
+    """Choose, and read what was chosen."""
+    images, sample = choose_images(name, pictures, reader, choice, show_images)
+    contexts = torch.arange(images.grid.length).expand(len(images.pictures), -1)
+    labels, names = numbered([picture.label for picture in images.pictures])
+    return kind(name, contexts, labels, names, choice.seed, selection | _balance(choice, sample), images)
 
-    ids[:, start : start + half] stands again right behind itself; what the tokenizer puts around is around both.
-    """
-    drawable, frame = _drawable(vocabulary, length, below)
-    half = (length - len(frame.before) - len(frame.after)) // 2
-    drawn = np.random.default_rng(seed).choice(drawable, size=(contexts, half))
-    return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
 
-
-def _drawable(
-    vocabulary: int | Tokenizer, length: int, below: int | None
-) -> tuple[np.ndarray, SpecialTokens]:
-    """The ids to draw random tokens from, and what goes around them."""
-    if isinstance(vocabulary, int):
-        if vocabulary < 1:
-            raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")
-        return np.arange(vocabulary), SpecialTokens([], [], [])
-    # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
-    marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
-    named, every = set(vocabulary.all_special_ids), set(vocabulary.get_vocab().values())
-    ordinary = every - named - set(marked) or every - named or every  # some mark all of their tokens
-    ids = np.array(sorted(ordinary), dtype=np.int64)
-    return ids if below is None else ids[ids < below], frame_of(vocabulary, length)
+def _balance(choice: Choice, sample: Sample) -> dict[str, Any]:
+    """What `selection` says of a corpus with as many contexts of each label."""
+    if choice.per_label is None:
+        return {}
+    return {
+        "per_label": choice.per_label,
+        "labels_too_short": sample.too_short,
+        "labels_not_drawn": sample.not_drawn,
+    }
 
 
 def _build(
@@ -320,12 +372,7 @@ def _build(
     selection = selection or {}
     if cutter.stopped:
         selection |= {"tokens_read": cutter.tokens}
-    if choice.per_label is not None:
-        selection |= {
-            "per_label": choice.per_label,
-            "labels_too_short": sample.too_short,
-            "labels_not_drawn": sample.not_drawn,
-        }
+    selection |= _balance(choice, sample)
     contexts = torch.from_numpy(np.array(rows, dtype=np.int64))
     return kind(name, contexts, labels, names, choice.seed, selection)
 

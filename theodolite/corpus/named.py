@@ -11,7 +11,8 @@ from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digi
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus, numbered
 from theodolite.corpus.documents import TEXT_COLUMN, Columns
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
-from theodolite.corpus.spec import CODE, DOCS, FEW_SHOT, HELD_OUT, RANDOM, check_spec, dataset_of
+from theodolite.corpus.images import ImageReader
+from theodolite.corpus.spec import CODE, DOCS, FEW_SHOT, HELD_OUT, KEYWORDS, RANDOM, check_spec, dataset_of
 from theodolite.corpus.special_tokens import Tokenizer
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
@@ -74,6 +75,38 @@ def make_corpus(
     return Corpus.from_path(
         name, tokenizer, length, contexts, seed, columns.text, *labels, show_tokens=show_tokens
     )
+
+
+def make_image_corpus(
+    spec: str | Path | None,
+    reader: ImageReader,
+    contexts: int | None = None,
+    seed: int = 0,
+    columns: Columns = TEXT_COLUMN,
+    per_label: int | None = None,
+    *,
+    show_images: ShowTokens = lambda images: None,
+) -> Corpus:
+    """The images that `spec` names, as the model reads them: a path, or `hf:NAME[:CONFIG[:SPLIT]]`.
+
+    Args and errors are as for `make_corpus`.
+    """
+    if spec is None:
+        raise UsageError("the model reads images: give a folder of them, or hf:NAME (--corpus)")
+    name, labels = str(spec), (columns.label, columns.rows, per_label)
+    dataset = dataset_of(name)
+    if dataset is None:
+        if name in KEYWORDS or digits_of(name) is not None:
+            raise UsageError(
+                f"the model reads images, and {name} is text: give a folder of images, or hf:NAME"
+            )
+        return Corpus.from_path(
+            name, reader, None, contexts, seed, columns.text, *labels, show_tokens=show_images
+        )
+    of, config, split = dataset
+    some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
+    of_split = (config or None, split or "train", columns.text, seed)
+    return Corpus.from_dataset(of, reader, None, some, *of_split, *labels, show_tokens=show_images)
 
 
 def addition_corpus(

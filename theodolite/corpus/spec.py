@@ -7,6 +7,7 @@ from pathlib import Path
 from theodolite.corpus.addition_task import NAME as ADDITION
 from theodolite.corpus.addition_task import digits_of
 from theodolite.corpus.documents import Columns, files_at
+from theodolite.corpus.pictures import holds_images
 from theodolite.errors import UsageError
 
 DOCS, HELD_OUT, CODE, RANDOM, FEW_SHOT = "docs", "held-out", "code", "random", "few-shot"
@@ -49,6 +50,8 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
         if columns.labelled:
             raise UsageError(f"{name} is no table: leave out {columns.labelled}")
         return
+    if holds_images(Path(name)):
+        return  # whether images or texts are read is the model's to say
     if not Path(name).exists():
         raise UsageError(
             f"There is no file or folder {name}; give a path, or {', '.join(KEYWORDS)} or hf:NAME."

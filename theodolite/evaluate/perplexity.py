@@ -151,7 +151,7 @@ def check_predicts(model: OpenModel) -> None:
     Raises:
         UsageError: why.
     """
-    if model.hf.get_output_embeddings() is None:
+    if model.source.predict is None:
         raise UsageError(f"{model.id} predicts no tokens: evaluate a checkpoint with a language-model head")
     if not model.causal:
         raise UsageError(f"{model.id} sees later tokens too: only causal models are evaluated")

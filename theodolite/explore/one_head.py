@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import html
-import struct
 import uuid
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +33,7 @@ from theodolite.models.token_texts import token_texts
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.report.data import Floats
 from theodolite.system.files import disk_errors, write_text
+from theodolite.system.png import PALETTE, chunk, png
 from theodolite.system.wording import head_name, shown_token, visible
 
 FAINTEST = 0.005
@@ -164,24 +163,7 @@ def _named(view: HeadView, position: int) -> str:
 
 
 def _png(weights: Floats) -> bytes:
-    """The matrix as a picture, one pixel a weight: one colour, as opaque as the weight is large.
-
-    Written by hand because no picture library is a dependency. Source: PNG specification, third edition, 5 and 11.
-    """
+    """The matrix as a picture, one pixel a weight: one colour, as opaque as the weight is large."""
     most = float(np.nanmax(weights)) or 1.0
     cells = np.rint(255 * np.nan_to_num(weights) / most).astype(np.uint8)
-    rows = np.pad(cells, ((0, 0), (1, 0)))  # each line begins with its filter: 0, none
-    height, width = cells.shape
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    palette = chunk(b"PLTE", bytes(PLUM) * 256) + chunk(b"tRNS", bytes(range(256)))
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + header
-        + palette
-        + chunk(b"IDAT", zlib.compress(rows.tobytes(), 9))
-        + chunk(b"IEND", b"")
-    )
+    return png(cells, PALETTE, chunk(b"PLTE", bytes(PLUM) * 256), chunk(b"tRNS", bytes(range(256))))

@@ -170,7 +170,7 @@ _DIFFERENT = (
 
 def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     if model.vocabulary is None:
-        raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: it takes no prompt")
+        raise UsageError(f"{model.id} reads {model.source.reads}, not text: it takes no prompt")
     refuse_growth(model.required_tokenizer(), text)
     ids = tuple(model.required_tokenizer()(text, add_special_tokens=True, verbose=False)["input_ids"])
     if not model.has_tokens(torch.tensor(ids, dtype=torch.int64)):

@@ -5,25 +5,25 @@ Composes passes of the model with `measure.attribution`; knows no formula.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from jaxtyping import Float, Float64
+from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.corpus.corpus import repeated_random_tokens
+from theodolite.corpus.random_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, pattern_scores
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
-from theodolite.models.doors.transformers import tapped
 from theodolite.models.guard import measures
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
-from theodolite.models.structure import Turns
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import Decomposition, decompose_around
 
@@ -81,17 +81,24 @@ class PatternPass:
         """One forward pass; what it has found is whole when all layers are."""
         progress.checkpoint(progress.done)
         if self.patterns and not progress.done:
-            turns = Turns(self.model.structure.attention)
-
-            def score(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-                layer = turns.take(module)
-                self._scores[layer, :, : inputs.query.shape[1]] = pattern_scores(inputs, self.patterns)
-                progress.report(layer + 1)
-                return attend(inputs)
-
-            with tapped(self.model.hf, score):
+            with hooked(self.model, _PatternScores(self._scores, self.patterns, progress)):
                 self.model.forward(self.ids)
         progress.checkpoint(self.total)
+
+
+@dataclass
+class _PatternScores(Hooks):
+    """Writes the scores of each layer's heads."""
+
+    scores: Float64[Tensor, "layers patterns heads"]
+    patterns: list[Pattern]
+    progress: Progress
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Score one layer."""
+        self.scores[layer, :, : inputs.query.shape[1]] = pattern_scores(inputs, self.patterns)
+        self.progress.report(layer + 1)
+        return attend(inputs)
 
 
 class AttributionPass:
@@ -166,7 +173,9 @@ def attribution_table(state: State) -> pd.DataFrame:
 def repeated_patterns(
     model: OpenModel, length: int, contexts: int, seed: int
 ) -> tuple[Tensor, list[Pattern]]:
-    """Repeated random sequences and the patterns on them; no patterns where they are too short."""
+    """Repeated random sequences and the patterns on them; no patterns where they are too short, or images are read."""
+    if model.vocabulary is None:
+        return torch.empty(0, length, dtype=torch.int64), []
     ids, start, half = repeated_random_tokens(
         model.required_vocabulary(), length, contexts, seed, below=model.vocabulary
     )

@@ -124,7 +124,7 @@ def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
         )
     model.check_place(layer)
     if model.vocabulary is None:
-        raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not token ids")
+        raise UsageError(f"{model.id} reads {model.source.reads}, not token ids")
     if ids.ndim not in (1, 2) or 0 in ids.shape or ids.is_floating_point():
         raise UsageError(
             f"ids are {ids.dtype} of shape {tuple(ids.shape)}: give token ids of one context (positions) or "

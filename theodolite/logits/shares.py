@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
+from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import ShareSums, head_shares, share_sums
@@ -41,7 +42,7 @@ class SharesPass:
     layer → why it could not be split, and `heads`, how many each layer has.
 
     Args:
-        model, contexts: of which `sample_of` takes some.
+        model, corpus: of whose contexts `sample_of` takes some.
         seed: of the sample.
         mean, pos: μ and the positional basis of the residual layers, from all contexts.
     """
@@ -49,7 +50,7 @@ class SharesPass:
     def __init__(
         self,
         model: OpenModel,
-        contexts: Int[Tensor, "contexts positions"],
+        corpus: Corpus,
         seed: int,
         mean: Float[Tensor, "layers width"],
         pos: Float[Tensor, "layers positions width"],
@@ -57,9 +58,10 @@ class SharesPass:
         self.model = model
         self.mean = mean
         self.pos = pos
-        self.trailing = trailing_special_tokens(model.tokenizer, contexts)
-        sample = sample_of(contexts, seed)
-        self.batches = sample.split(max(1, TOKENS_A_PASS // sample.shape[1]))
+        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
+        self.corpus = corpus
+        sample = sample_of(corpus.contexts, seed)
+        self.batches = sample.split(max(1, TOKENS_A_PASS // corpus.contexts.shape[1]))
         self.total = len(self.batches) * model.layers
         self.notes: dict[str, Any] = {"refused": {}, "heads": list(model.heads_of)}
         rows = (model.layers, len(sample), model.heads)
@@ -70,7 +72,8 @@ class SharesPass:
             "low_frequency": (*rows, len(CUTOFFS)),
         }
         self._state: State = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
-        self._state["normed"] = torch.zeros(model.layers, *pos.shape[1:], dtype=model.hf.dtype)
+        normed = (model.layers, pos.shape[1], model.attention_width)
+        self._state["normed"] = torch.zeros(normed, dtype=model.source.dtype)
 
     def state(self) -> State:
         """All tensors."""
@@ -93,18 +96,26 @@ class SharesPass:
                 self._take(layer_pass, slice(first, first + len(layer_pass.stream)))
                 progress.report(number * layers + layer_pass.layer + 1)
 
-            visit_layers(self.model, self.batches[number], list(self.model.attending), visit)
+            visit_layers(
+                self.model, self.corpus.inputs(self.batches[number]), list(self.model.attending), visit
+            )
         progress.checkpoint(self.total)
 
     def _take(self, layer_pass: LayerPass, rows: slice) -> None:
         layer, state = layer_pass.layer, self._state
-        end = self.pos.shape[1] - self.trailing
-        query, key = (t[:, :, 1:end] for t in (layer_pass.inputs.query, layer_pass.inputs.key))
+        leading, grid = self.corpus.leading, self.corpus.grid
+        text = slice(leading, self.pos.shape[1] - self.trailing)
+        query, key = (t[:, :, text] for t in (layer_pass.inputs.query, layer_pass.inputs.key))
         heads = slice(query.shape[1])
-        state["low_frequency"][layer, rows, heads] = qk_low_frequency(query, key).cpu()
+        state["low_frequency"][layer, rows, heads] = qk_low_frequency(
+            query, key, None if grid is None else grid.shape
+        ).cpu()
         if rows.start == 0:
-            state["normed"][layer] = _behind_norm(layer_pass, self.mean[layer] + self.pos[layer])
-        parts = decompose_around(layer_pass.stream, self.mean[layer], self.pos[layer])
+            normed = _behind_norm(layer_pass, self.mean[layer] + self.pos[layer])
+            # Else attention reads something else than the stream
+            if normed.shape == state["normed"][layer].shape:
+                state["normed"][layer] = normed
+        parts = decompose_around(layer_pass.stream, self.mean[layer], self.pos[layer], leading)
         try:
             split = split_queries_and_keys(
                 layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
@@ -112,7 +123,7 @@ class SharesPass:
         except WorkError as error:
             self.notes["refused"][str(layer)] = str(error)
             return
-        sums = share_sums(split.query, split.key, split.inputs, self.trailing)
+        sums = share_sums(split.query, split.key, split.inputs, self.trailing, leading)
         for name in ("products", "additive", "total"):
             state[name][layer, rows, heads] = getattr(sums, name)
 
@@ -174,10 +185,10 @@ def split_contexts(length: int) -> int:
     return contexts_within(SPLIT_TOKENS, length, SPLIT_CONTEXTS // 2, SPLIT_CONTEXTS)
 
 
-def sample_of(contexts: Int[Tensor, "contexts positions"], seed: int) -> Int[Tensor, "sampled positions"]:
-    """A seeded sample of at most `split_contexts` contexts, in their order."""
+def sample_of(contexts: Int[Tensor, "contexts positions"], seed: int) -> Int[Tensor, " sampled"]:
+    """A seeded sample of at most `split_contexts` contexts, by number and in their order."""
     order = torch.randperm(len(contexts), generator=torch.Generator().manual_seed(seed))
-    return contexts[order[: split_contexts(contexts.shape[1])].sort().values]
+    return order[: split_contexts(contexts.shape[1])].sort().values
 
 
 def working_dtype(stream: Tensor) -> torch.dtype:

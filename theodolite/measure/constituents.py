@@ -185,23 +185,26 @@ def share_sums(
     key: Float[Tensor, "parts contexts key_heads positions head_width"],
     inputs: AttentionInputs,
     trailing: int = 0,
+    leading: int = 1,
 ) -> ShareSums:
     """What each constituent adds to the variance of the logits, by context; softmax-invariant.
 
     Each row of logits is centred over the keys that its query sees, as the softmax takes no notice of what is
     common to a row; a constituent's product with the centred whole, summed over keys and rows, then adds up
     over constituents to the sum of squares of the whole. Logits are those before a cap. Position 0, whose
-    token is an outlier in most models, is left out as a query and as a key, and so are `trailing` special tokens at
-    the end. No T×T matrix is kept.
+    token is an outlier in most models, is left out as a query and as a key (of an image all tokens before its patches,
+    `leading`), and so are `trailing` special tokens at the end. No T×T matrix is kept.
     """
 
     def work(part: slice) -> ShareSums:
-        return _share_sums(query[:, part], key[:, part], inputs.of_contexts(part), trailing)
+        return _share_sums(query[:, part], key[:, part], inputs.of_contexts(part), trailing, leading)
 
     return ShareSums.joined(each_part(work, query.shape[1], query.device))
 
 
-def _share_sums(query: Tensor, key: Tensor, inputs: AttentionInputs, trailing: int) -> ShareSums:
+def _share_sums(
+    query: Tensor, key: Tensor, inputs: AttentionInputs, trailing: int, leading: int
+) -> ShareSums:
     parts, contexts, heads, _, width = query.shape
     at_least = torch.promote_types(query.dtype, torch.float32)
     # The parts of a key side by side, so that one product with the centred logits serves them all.
@@ -212,10 +215,8 @@ def _share_sums(query: Tensor, key: Tensor, inputs: AttentionInputs, trailing: i
     text = inputs.key.shape[2] - trailing
     for block in replace(inputs, softcap=None).blocks():
         visible = block.logits > MASKED / 2
-        if block.first == 0:
-            visible[..., 0] = False
-        if block.start == 0:
-            visible[:, :, 0] = False
+        visible[..., : max(leading - block.first, 0)] = False
+        visible[:, :, : max(leading - block.start, 0)] = False
         if trailing:
             visible[..., max(text - block.first, 0) :] = False
             visible[:, :, max(text - block.start, 0) :] = False

@@ -1,7 +1,8 @@
 """From the means and second moments of hidden states to the geometry of position and context.
 
 One row a residual layer; all over positions 1 … T−1, position 0 apart, and with it the special tokens that a
-tokenizer puts behind every text: T counts without them. Source: Song & Zhong 2024.
+tokenizer puts behind every text: T counts without them. Of an image all `leading` tokens before its patches are apart,
+and the patches are a `grid` of rows and columns, with frequencies in two dimensions. Source: Song & Zhong 2024.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from theodolite.accumulate.outliers import MASSIVE_COUNTS, PUBLISHED
 from theodolite.accumulate.sums import GROUPS, State
 from theodolite.measure.clusters import clusters
 from theodolite.theory.singular import largest_singular_value, screenot_of_values
-from theodolite.theory.smoothness import lowest_frequencies, product_low_frequency_ratio, unit_rows
+from theodolite.theory.smoothness import (
+    Grid,
+    frequencies_below,
+    grid_frequencies,
+    lowest_frequencies,
+    product_low_frequency_ratio,
+    unit_rows,
+)
 
 SCREENOT_RANK = 20
 """Upper bound on the rank given to ScreeNOT, as published."""
@@ -40,7 +48,13 @@ Arrays = dict[str, Tensor]
 
 
 def geometry(
-    means: State, moments: State, outliers: State, sample: Sample, labels: Int[Tensor, " sampled"]
+    means: State,
+    moments: State,
+    outliers: State,
+    sample: Sample,
+    labels: Int[Tensor, " sampled"],
+    leading: int = 1,
+    grid: Grid | None = None,
 ) -> tuple[Columns, Arrays]:
     """The geometry columns of the layers table (`uncertainty.py` has their standard errors) and their arrays.
 
@@ -48,28 +62,32 @@ def geometry(
         means, moments, outliers: states of `Means`, `SecondMoments` (of the residual stream) and `OutlierCounts`.
         sample: which contexts and tokens `means` kept.
         labels: label of each kept context, −1 for none.
+        leading: tokens apart before the others.
+        grid: rows and columns of the others; None: they lie in a line.
     """
-    mean, pos, ctx = decomposed_means(means)
-    contexts = float(means["contexts"][0].sum())
-    tokens = contexts * (pos.shape[1] - 1)
+    mean, pos, ctx = decomposed_means(means, leading=leading)
+    contexts, positions = float(means["contexts"][0].sum()), pos.shape[1] - leading
+    tokens = contexts * positions
     everything = torch.ones(GROUPS, dtype=torch.float64)
-    baseline = random_maximum(pos.shape[-1], (pos.shape[1] - 1) * len(labels))
+    baseline = random_maximum(pos.shape[-1], positions * len(labels))
     found: list[Tensor] = []
     rows: list[dict[str, float]] = []
     arrays: dict[str, list[Tensor]] = {}
     order = _ordered_by_label(labels)
-    shown = torch.linspace(1, pos.shape[1] - 1, min(SHOWN_POSITIONS, pos.shape[1] - 1)).round().long()
+    shown = torch.linspace(leading, pos.shape[1] - 1, min(SHOWN_POSITIONS, positions)).round().long()
     for layer in range(len(mean)):
-        p = pos[layer, 1:]
+        p = pos[layer, leading:]
         unit, spectrum = unit_rows(p), torch.linalg.svd(p, full_matrices=False)
-        row = _positional(p, unit, spectrum[1], contexts, moments["moment"][layer])
+        row = _positional(p, unit, spectrum[1], contexts, moments["moment"][layer], grid)
         row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
-        row |= stream(means, outliers, layer, everything)
+        row |= stream(means, outliers, layer, everything, leading)
         numbers, cluster = clusters(ctx[layer], labels)
         rows.append(row | numbers)
         found.append(cluster)
         cvec = means["token"][layer] - mean[layer] - pos[layer, sample.token_position]
-        for name, value in _pictures(pos[layer], ctx[layer], unit, spectrum, cvec, shown, order).items():
+        for name, value in _pictures(
+            pos[layer], ctx[layer], unit, spectrum, cvec, shown, order, grid
+        ).items():
             arrays.setdefault(name, []).append(value)
     stacked = {name: torch.stack(values) for name, values in arrays.items()}
     stacked |= {
@@ -86,10 +104,12 @@ def geometry(
     return {name: [row[name] for row in rows] for name in rows[0]}, stacked
 
 
-def outlier_rows(outliers: State, contexts: int, length: int) -> list[dict[str, float | int]]:
+def outlier_rows(
+    outliers: State, contexts: int, length: int, leading: int = 1
+) -> list[dict[str, float | int]]:
     """One row for each layer's dimensions that are outliers, or carry a massive activation."""
     outlier, *counts = (outliers[name].sum(dim=1) for name in ("outlier", *MASSIVE_COUNTS))
-    share = outlier / (contexts * (length - 1))
+    share = outlier / (contexts * (length - leading))
     notable = torch.stack([share >= OUTLIER_SHARE, *(count > 0 for count in counts)]).any(dim=0)
     return [
         {
@@ -104,7 +124,9 @@ def outlier_rows(outliers: State, contexts: int, length: int) -> list[dict[str, 
     ]
 
 
-def _positional(p: Tensor, unit: Tensor, values: Tensor, contexts: float, moment: Tensor) -> dict[str, float]:
+def _positional(
+    p: Tensor, unit: Tensor, values: Tensor, contexts: float, moment: Tensor, grid: Grid | None
+) -> dict[str, float]:
     """Rank, norm and smoothness of the positional basis P (T−1, d), Song & Zhong 2024, section 3."""
     # ‖P tiled over contexts‖₂ = √C · ‖P‖₂, and ‖M‖₂² is the largest eigenvalue of the centred moments.
     whole = float(largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0])
@@ -116,19 +138,19 @@ def _positional(p: Tensor, unit: Tensor, values: Tensor, contexts: float, moment
         "relative_norm": math.sqrt(contexts * float(squares[0]) / whole) if whole > 0 else math.nan,
         **{
             f"low_frequency_{k}": float(r)
-            for k, r in zip(CUTOFFS, product_low_frequency_ratio(unit, unit, CUTOFFS), strict=True)
+            for k, r in zip(CUTOFFS, product_low_frequency_ratio(unit, unit, CUTOFFS, grid), strict=True)
         },
-        **product_frequencies(p, squares),
+        **product_frequencies(p, squares, grid),
     }
 
 
 def product_frequencies(
-    p: Float[Tensor, "positions width"], squares: Float[Tensor, " values"]
+    p: Float[Tensor, "positions width"], squares: Float[Tensor, " values"], grid: Grid | None = None
 ) -> dict[str, float]:
     """pp_low_frequency_1, _3, _5, _10: of P Pᵀ, its rows not normalised (Table 3); `squares` are its eigenvalues."""
-    low = lowest_frequencies(p, max(CUTOFFS))
+    low = lowest_frequencies(p, max(CUTOFFS), grid)
     energy = (low @ low.T).square().cumsum(0).cumsum(1) / squares.square().sum()
-    lowest = (min(k, len(low)) - 1 for k in CUTOFFS)
+    lowest = (frequencies_below(k, len(p), grid) - 1 for k in CUTOFFS)
     return {f"pp_low_frequency_{k}": float(energy[i, i]) for k, i in zip(CUTOFFS, lowest, strict=True)}
 
 
@@ -175,10 +197,12 @@ def random_maximum(width: int, pairs: int) -> float:
     return float(np.mean(1 - below))
 
 
-def stream(means: State, outliers: State, layer: int, chosen: Float[Tensor, " groups"]) -> dict[str, float]:
+def stream(
+    means: State, outliers: State, layer: int, chosen: Float[Tensor, " groups"], leading: int = 1
+) -> dict[str, float]:
     """Means and counts over the groups of contexts that are `chosen` (weights of 0 and 1)."""
     contexts = float(chosen @ means["contexts"][layer])
-    tokens = contexts * (means["position_sum"].shape[2] - 1)
+    tokens = contexts * (means["position_sum"].shape[2] - leading)
 
     def mean(name: str) -> float:
         return float(chosen @ means[name][layer]) / contexts
@@ -195,9 +219,11 @@ def stream(means: State, outliers: State, layer: int, chosen: Float[Tensor, " gr
         "massive_activations_first": float(first.sum()),
         "outlier_dimensions": float((outlier / tokens >= OUTLIER_SHARE).sum()),
     }
-    if "norm_last_sum" in means:
-        massive_last = chosen @ outliers["massive_last"][layer]
-        columns |= {"norm_last": mean("norm_last_sum"), "massive_activations_last": float(massive_last.sum())}
+    for ending in ("last", "registers"):
+        if f"norm_{ending}_sum" in means:
+            columns[f"norm_{ending}"] = mean(f"norm_{ending}_sum")
+            apart = chosen @ outliers[f"massive_{ending}"][layer]
+            columns[f"massive_activations_{ending}"] = float(apart.sum())
     return columns
 
 
@@ -209,6 +235,7 @@ def _pictures(
     cvec: Float[Tensor, "tokens width"],
     shown: Tensor,
     order: Tensor,
+    grid: Grid | None,
 ) -> dict[str, Tensor]:
     """What one layer's figures need: principal directions of P, the normalised Gram matrix, its DCT."""
     _, values, directions = spectrum
@@ -216,13 +243,18 @@ def _pictures(
     axes[: min(3, len(directions))] = directions[:3]
     coordinates = pos @ axes.T
     # The sign of a principal direction is arbitrary: let the farthest position have a positive coordinate.
-    farthest = coordinates[1:].abs().argmax(dim=0)
-    sign = coordinates[1:].gather(0, farthest[None]).sign()
+    apart = coordinates[len(pos) - len(unit) :]
+    farthest = apart.abs().argmax(dim=0)
+    sign = apart.gather(0, farthest[None]).sign()
     sign[sign == 0] = 1
     both = torch.nn.functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
     shown_dct = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
-    low = lowest_frequencies(unit, SHOWN_FREQUENCIES)
-    shown_dct[: len(low), : len(low)] = (low @ low.T).abs()
+    if grid is None:
+        low = lowest_frequencies(unit, SHOWN_FREQUENCIES)
+        lowest = (low @ low.T).abs()
+    else:  # of the transform's four dimensions the diagonal: how much of P̄ there is of each pair of frequencies
+        lowest = grid_frequencies(unit, SHOWN_FREQUENCIES, grid).square().sum(dim=-1)
+    shown_dct[: lowest.shape[0], : lowest.shape[1]] = lowest
     return {
         "positional_pca": (coordinates * sign).float(),
         "cvec_pca": (cvec @ axes.T * sign).float(),

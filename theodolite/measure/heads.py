@@ -34,7 +34,8 @@ def head_columns(attention: State) -> dict[str, list[float]]:
     the share of contexts in which they propagate (Bao et al. 2024, definition 1); where special tokens end every
     context ([SEP]), it is the last query before them. sink_first, sink_later: share
     of contexts with a sink at key 0, at a later key; sink_last, where special tokens end every context: at one of
-    these, which are then no later key. sink_learned: mean mass on a learned sink column.
+    these, which are then no later key; sink_registers: likewise of the tokens between [CLS] and the patches of an
+    image. sink_learned: mean mass on a learned sink column.
     previous_token: mean attention from positions 1 … T−1 to the one before. same_token: mean attention to all
     earlier equal tokens, over the queries that have one.
     """
@@ -52,8 +53,9 @@ def head_columns(attention: State) -> dict[str, list[float]]:
         "previous_token": attention["previous"] / (contexts * (length - 1)),
         "same_token": attention["same"] / attention["repeated"].view(-1, 1),  # 0/0 = NaN: no token came twice
     }
-    if "sink_last" in attention:
-        columns["sink_last"] = attention["sink_last"] / contexts
+    for name in ("sink_last", "sink_registers"):
+        if name in attention:
+            columns[name] = attention[name] / contexts
     return {name: value.flatten().tolist() for name, value in columns.items()}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.measure.geometry import CUTOFFS, Columns
-from theodolite.theory.smoothness import product_low_frequency_ratio
+from theodolite.theory.smoothness import Grid, product_low_frequency_ratio
 
 COLUMNS = ("argmax_property", "argmax_property_normed", *(f"pwp_low_frequency_{k}" for k in CUTOFFS))
 """What `positional_heads` gives, all but the second without `normed` too."""
@@ -27,6 +27,8 @@ def positional_heads(
     w_q: Float[Tensor, "heads width head_width"],
     w_k: Float[Tensor, "heads width head_width"],
     normed: Float[Tensor, "positions width"] | None = None,
+    leading: int = 1,
+    grid: Grid | None = None,
 ) -> Columns:
     """Columns of the heads table that need one layer's positional basis and weights alone, H values each.
 
@@ -41,18 +43,22 @@ def positional_heads(
         pos, mean: of the layer whose residual stream the heads read, position 0 included and ignored.
         w_q, w_k: grouped keys repeated; neither scaling nor its unit changes a column.
         normed: pos + μ through the layer's own norm, position 0 included and ignored; None: no such column.
+        leading: so many positions are included and ignored: of an image, the tokens before its patches.
+        grid: rows and columns of the others, for the frequencies; None: they lie in a line.
 
     Raises:
-        UsageError: there is no position after position 0.
+        UsageError: there is no position after those.
     """
-    if len(pos) < 2:
-        raise UsageError(f"pos has {len(pos)} positions: position 0 is left out, so give at least 2")
+    if len(pos) <= leading:
+        raise UsageError(
+            f"pos has {len(pos)} positions: position 0 is left out, so give at least {leading + 1}"
+        )
     w_q, w_k = w_q.double(), w_k.double()
-    p = pos[1:].to(w_q.device).double()
+    p = pos[leading:].to(w_q.device).double()
     columns = {"argmax_property": argmax_property(p + mean.to(p), w_q, w_k)}
     if normed is not None:
-        columns["argmax_property_normed"] = argmax_property(normed[1:].to(p), w_q, w_k)
-    ratios = qk_low_frequency(p @ w_q, p @ w_k)
+        columns["argmax_property_normed"] = argmax_property(normed[leading:].to(p), w_q, w_k)
+    ratios = qk_low_frequency(p @ w_q, p @ w_k, grid)
     for index, k in enumerate(CUTOFFS):
         columns[f"pwp_low_frequency_{k}"] = ratios[:, index]
     return {name: values.tolist() for name, values in columns.items()}
@@ -83,12 +89,13 @@ def argmax_property(
 def qk_low_frequency(
     query: Float[Tensor, "*batch query_heads queries width"],
     key: Float[Tensor, "*batch key_heads keys width"],
+    grid: Grid | None = None,
 ) -> Float64[Tensor, "*batch query_heads cutoffs"]:
     """Share of the energy of the DCT of Q Kᵀ in its K×K lowest frequencies, K = 1, 3, 5, 10 (Table 3).
 
     Of the whole matrix, unmasked, as the published ratios; biases and rotations are those within q and k.
     The paper leaves position 0 out: cut it off before. With grouped heads, key head g serves the query heads
-    `g·G … (g+1)·G − 1`. No T×T matrix is formed.
+    `g·G … (g+1)·G − 1`. No T×T matrix is formed. `grid`: rows and columns of the positions, where they lie in a plane.
 
     Raises:
         UsageError: the query heads are no multiple of the key heads.
@@ -98,7 +105,7 @@ def qk_low_frequency(
         raise UsageError(f"{heads} query heads and {key_heads} key heads: give a multiple")
     if heads != key_heads:
         key = key.repeat_interleave(heads // key_heads, dim=-3)
-    return product_low_frequency_ratio(query, key, CUTOFFS)
+    return product_low_frequency_ratio(query, key, CUTOFFS, grid)
 
 
 def _from_itself_on(start: int, stop: int, device: torch.device) -> Bool[Tensor, "rows columns"]:

@@ -30,7 +30,7 @@ from theodolite.measure.geometry import (
 )
 from theodolite.system.threads import parallel_map
 from theodolite.theory.singular import screenot_threshold
-from theodolite.theory.smoothness import lowest_frequencies
+from theodolite.theory.smoothness import Grid, frequencies_below, lowest_frequencies
 
 
 def balanced_halves() -> Float[Tensor, "halves groups"]:
@@ -60,6 +60,8 @@ def standard_errors(
     sample: Sample,
     labels: Int[Tensor, " sampled"],
     found: Int[Tensor, "layers sampled"],
+    leading: int = 1,
+    grid: Grid | None = None,
 ) -> Columns:
     """`<column>_se` for every column of `geometry.geometry`: contexts are what is drawn anew.
 
@@ -72,13 +74,13 @@ def standard_errors(
 
     Args:
         means, sketches, outliers: states of `Means`, `MomentSketches` and `Outliers`.
-        sample, labels: as for `geometry`.
+        sample, labels, leading, grid: as for `geometry`.
         found: the clusters that k-means found on the whole sample, −1 for contexts in none.
 
     Returns:
         NaN in every row with fewer than eight contexts, and where a half has no such number.
     """
-    grouped = Grouped(means, sketches, outliers, sample, labels, found)
+    grouped = Grouped(means, sketches, outliers, sample, labels, found, leading, grid)
     halves = balanced_halves()
     # Below eight contexts some groups are empty: the names are still those of a row, the numbers none.
     drawn = halves if len(sample.slot) >= GROUPS else torch.ones(1, GROUPS, dtype=torch.float64)
@@ -106,13 +108,17 @@ class Grouped:
     sample: Sample
     labels: Int[Tensor, " sampled"]
     found: Int[Tensor, "layers sampled"]
+    leading: int = 1
+    grid: Grid | None = None
 
     def statistics(self, layer: int, halves: Float[Tensor, "halves groups"]) -> list[dict[str, float]]:
         """Every column of one layer, for each row of weights 0 and 1 of the groups."""
         rows, squares = zip(
             *parallel_map(functools.partial(self._statistics, layer), list(halves)), strict=True
         )
-        ranks = _screenot_ranks(torch.stack(squares).sqrt(), self.means["position_sum"][layer, 0, 1:])
+        ranks = _screenot_ranks(
+            torch.stack(squares).sqrt(), self.means["position_sum"][layer, 0, self.leading :]
+        )
         return [{"rank": rank} | row for rank, row in zip(ranks, rows, strict=True)]
 
     def _statistics(
@@ -120,16 +126,18 @@ class Grouped:
     ) -> tuple[dict[str, float], Float[Tensor, " values"]]:
         """All columns but the rank, and the squares of the positional basis' singular values."""
         contexts = chosen @ self.means["contexts"][layer]
-        total = torch.tensordot(chosen, self.means["position_sum"][layer, :, 1:], dims=1) / contexts
+        total = (
+            torch.tensordot(chosen, self.means["position_sum"][layer, :, self.leading :], dims=1) / contexts
+        )
         mean = total.mean(dim=0)
         p = total - mean
-        row, squares = positional(p, float(contexts), self._largest(layer, chosen))
+        row, squares = positional(p, float(contexts), self._largest(layer, chosen), self.grid)
         groups = Groups(len(self.sample.slot)).of(self.sample.kept)
         kept = chosen[groups] > 0
         ctx, labels = self.means["context_mean"][layer, kept] - mean, self.labels[kept]
         row |= contextual(p.float(), ctx.float(), labels)
         row |= dict.fromkeys(("incoherence_random", "incoherence_max_random"), 0.0)  # no data in them
-        row |= stream(self.means, self.outliers, layer, chosen)
+        row |= stream(self.means, self.outliers, layer, chosen, self.leading)
         for name in (name for name in row if name.startswith("massive_activations")):  # of the whole corpus
             row[name] *= float(self.means["contexts"][layer].sum() / contexts)
         return row | clusters(ctx, labels, self.found[layer, kept])[0], squares
@@ -146,7 +154,7 @@ class Grouped:
 
 
 def positional(
-    p: Float[Tensor, "positions width"], contexts: float, largest: float
+    p: Float[Tensor, "positions width"], contexts: float, largest: float, grid: Grid | None = None
 ) -> tuple[dict[str, float], Float[Tensor, " values"]]:
     """The columns of the positional basis P but its rank, and the squares of its singular values, decreasing.
 
@@ -156,6 +164,7 @@ def positional(
         p: the positional basis, (T−1, d).
         contexts: how many contexts it is the mean of.
         largest: ‖M‖₂² of the centred hidden states M of those contexts.
+        grid: rows and columns of the positions; None: they lie in a line.
     """
     rows, columns = p.shape
     lengths = torch.linalg.vector_norm(p, dim=1)
@@ -169,16 +178,14 @@ def positional(
         gram = p.T @ p
         whole = (unit.T @ unit).square().sum()  # that of the cosines, whose matrix is larger
     squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
-    low = lowest_frequencies(unit, max(CUTOFFS))
+    low = lowest_frequencies(unit, max(CUTOFFS), grid)
     energy = (low @ low.T).square().cumsum(0).cumsum(1)
+    lowest = {k: frequencies_below(k, rows, grid) - 1 for k in CUTOFFS}
     row = {
         "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
         "relative_norm": math.sqrt(contexts * float(squares[0]) / largest) if largest > 0 else math.nan,
-        **{
-            f"low_frequency_{k}": float(energy[min(k, len(low)) - 1, min(k, len(low)) - 1] / whole)
-            for k in CUTOFFS
-        },
-        **product_frequencies(p, squares),
+        **{f"low_frequency_{k}": float(energy[lowest[k], lowest[k]] / whole) for k in CUTOFFS},
+        **product_frequencies(p, squares, grid),
     }
     return row, squares
 

@@ -22,12 +22,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from theodolite.errors import UsageError
+from theodolite.models.calls import Calls, capture_calls
 from theodolite.models.guard import measures
-from theodolite.models.head_weights import Calls, capture_calls
-from theodolite.models.model_inputs import small_input
-from theodolite.models.open import OpenModel
+from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, find_projections, refuse_replaced_weights
-from theodolite.models.structure import backbone
 
 ROUTER = re.compile(r".*(router|gate|gating)")
 """Parts of the name of what chooses experts, or weighs a shared one: as `gate`, but not `gate_proj`."""
@@ -104,11 +102,11 @@ def block_matrices(model: OpenModel) -> list[list[Matrix]]:
     Raises:
         UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules or layers.
     """
-    refuse_replaced_weights(model.hf, "pruned")
+    refuse_replaced_weights(model.root, "pruned")
     if model.structure.shared:
         raise UsageError(f"{model.id}: several layers share one block, which is not pruned")
-    names = {module: name for name, module in model.hf.named_modules()}
-    calls = capture_calls(model.hf, model.structure, small_input(model.hf, 1))
+    names = {module: name for name, module in model.root.named_modules()}
+    calls = capture_calls(model.root, model.structure, model.sample_pass)
     experts = _expert_outputs(model)
     by_block, owners = [], dict[int, str]()
     for layer, block in enumerate(model.structure.blocks):
@@ -140,7 +138,7 @@ def left_dense(model: OpenModel, matrices: Sequence[Matrix]) -> dict[str, int]:
     inside = {id(parameter) for block in model.structure.blocks for parameter in block.parameters()}
     return {
         name: parameter.numel()
-        for name, parameter in model.hf.named_parameters()
+        for name, parameter in model.root.named_parameters()
         if id(parameter) in inside
         and parameter.ndim >= 2
         and name not in pruned
@@ -160,9 +158,9 @@ def tapped_products(on_product: OnProduct) -> Iterator[None]:
 
 
 @contextmanager
-def one_expert_at_a_time(model: PreTrainedModel) -> Iterator[None]:
+def one_expert_at_a_time(model: nn.Module) -> Iterator[None]:
     """While open, experts multiply by their slices one after the other, not by all in one grouped product."""
-    if not model._can_set_experts_implementation():
+    if not isinstance(model, PreTrainedModel) or not model._can_set_experts_implementation():
         yield
         return
     before = model.config._experts_implementation
@@ -204,7 +202,7 @@ class _ProductTap(TorchFunctionMode):
 
 def _expert_outputs(model: OpenModel) -> dict[int, int]:
     """Of each 3-D parameter that is multiplied by slice by slice: the dimension of a slice's outputs, by id."""
-    stacked = [parameter for parameter in model.hf.parameters() if parameter.ndim == 3]
+    stacked = [parameter for parameter in model.root.parameters() if parameter.ndim == 3]
     slices = {part.data_ptr(): (parameter, part) for parameter in stacked for part in parameter}
     outputs: dict[int, int] = {}
 
@@ -214,8 +212,8 @@ def _expert_outputs(model: OpenModel) -> dict[int, int]:
             outputs[id(parameter)] = 0 if matrix.stride() == part.stride() else 1
 
     if stacked:
-        with torch.inference_mode(), one_expert_at_a_time(model.hf), tapped_products(on_product):
-            backbone(model.hf)(**small_input(model.hf, EXPERT_TOKENS))
+        with torch.inference_mode(), one_expert_at_a_time(model.root), tapped_products(on_product):
+            model.source.run(model.source.sample(EXPERT_TOKENS))
     return outputs
 
 
@@ -227,7 +225,7 @@ def _projections(model: OpenModel, calls: Calls, layer: int) -> dict[str, Projec
     if layer not in calls:
         return {}
     try:
-        (of_layer,) = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")
+        (of_layer,) = find_projections(model.root, model.structure, calls, [layer], purpose="replacement")
     except UsageError:
         return {}
     projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}

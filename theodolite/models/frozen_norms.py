@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.head_weights import Call, copy_in_dtype, norms_inside, run_until_tap
-from theodolite.models.structure import first_tensor, removed_on_leaving
+from theodolite.models.structure import removed_on_leaving
 
 EXACT = 64 * torch.finfo(torch.float32).eps
 """Relative error allowed of what is exact: many norms and rotations compute in float32 whatever the dtype."""
@@ -93,7 +93,8 @@ class FrozenAttention:
         call: the arguments of the call.
         entered: what entered (batch, positions, d); norms inside the module keep the scales they had for it.
 
-    `per_context` says that such norms are there: then batches must be those of `entered`.
+    `per_context` says that such norms are there, or that a mask is of all contexts: then batches must be those of
+    `entered`.
 
     Raises:
         WorkError: a norm inside cannot be frozen: it is of another form, or its weights are elsewhere.
@@ -105,9 +106,9 @@ class FrozenAttention:
         self._module = copy_in_dtype(module, entered.dtype)
         self._call = call
         # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-        self._dtype = entered.dtype if self._module is not module else first_tensor(*call).dtype
+        self._dtype = entered.dtype if self._module is not module else call.entered.dtype
         norms = {norm: name for name, norm in norms_inside(self._module)}
-        self.per_context = bool(norms)
+        self.per_context = bool(norms) or not self._reads(entered[:1])
         if norms:
             if self._module is module:
                 raise WorkError("there are norms inside, and the weights are not here to be copied")
@@ -127,6 +128,13 @@ class FrozenAttention:
             name = type(norm).__name__
             frozen = [FrozenNorm.verified(norm, inputs, output, name, EXACT) for inputs, output in of_norm]
             self._module.set_submodule(norms[norm], frozen[0] if len(frozen) == 1 else _InTurn(frozen))
+
+    def _reads(self, hidden: Tensor) -> bool:
+        try:
+            self(hidden)
+        except WorkError:
+            return False
+        return True
 
     def __call__(self, hidden: Float[Tensor, "batch positions width"]) -> AttentionInputs:
         """What arrives at the tap, while `tapped(…, stop_at_tap)` is open."""

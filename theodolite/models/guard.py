@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from theodolite.models.dequantised import not_repacked
+
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -109,7 +111,7 @@ def known_state(model: nn.Module | None = None, *, leave_inference: bool = True)
 def _model_among(objects: tuple[Any, ...]) -> nn.Module | None:
     for given in objects:
         for opened in (given, getattr(given, "model", None)):
-            model = getattr(opened, "hf", None)
+            model = getattr(opened, "root", None)
             if isinstance(model, nn.Module):
                 return model
     return None
@@ -122,7 +124,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        yield
+        with not_repacked(model):
+            yield
     finally:
         for module in training:
             module.training = True

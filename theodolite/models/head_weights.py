@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.doors.transformers import tapped, without_interventions
-from theodolite.models.quantised import refuse_quantised_modules
-from theodolite.models.structure import Structure, Turns, backbone, first_tensor, removed_on_leaving
+from theodolite.models.calls import Call
+from theodolite.models.dequantised import dequantised, quantised_layers
+from theodolite.models.doors.answers import without_interventions
+from theodolite.models.structure import Structure, removed_on_leaving
+from theodolite.models.taps import tapped
 
 ROWS = 1024
 """Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
@@ -72,13 +73,6 @@ class _Stopped(Exception):
         self.inputs = inputs
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments with which a model calls an attention module."""
-
-Calls = dict[int, Call]
-"""Those of each layer that attends."""
-
-
 class NotAffine(WorkError):
     """A layer's queries or keys are no affine function of its input."""
 
@@ -88,27 +82,7 @@ def no_head_matrix(model_id: str) -> UsageError:
     return UsageError(f"{model_id}: queries and keys are no affine function of their input in any layer")
 
 
-def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> Calls:
-    """How the model calls each layer's attention module on `sample` (one token at position 0) under the tap."""
-    with tapped(model, lambda _, inputs: attend(inputs)):
-        return capture_current_calls(model, structure, sample)
-
-
-def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> Calls:
-    """The same by the attention implementation that the model has now."""
-    calls: Calls = {}
-    turns = Turns(structure.attention)
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.setdefault(turns.take(module), (args, kwargs))
-
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in turns]
-    with removed_on_leaving(hooks), without_interventions(), torch.inference_mode():
-        backbone(model)(**sample)
-    return calls
-
-
-def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, call: Call) -> HeadWeights:
+def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: Call) -> HeadWeights:
     """Read the weights of one layer's heads; `call` is what `capture_calls` gave for this layer.
 
     Raises:
@@ -117,7 +91,7 @@ def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, 
     with without_interventions(), tapped(model, stop_at_tap), torch.inference_mode():
         attention = structure.attention_at(layer)
         module = copy_in_dtype(attention, torch.float64)
-        width = first_tensor(*call).shape[-1]
+        width = call.width
         for projection in (EXACT, BEFORE_NORM):
             weights = _affine_weights(module, call, width, projection)
             if weights is not None:
@@ -134,24 +108,41 @@ def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, 
 def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
     dtype = next(module.parameters()).dtype
 
-    def send(rows: Tensor) -> AttentionInputs:
-        return run_until_tap(module, call, as_sequences(rows, module))
+    positions = 1
 
-    at_zero = send(torch.zeros(1, width, dtype=torch.float64))
+    def send(rows: Tensor) -> AttentionInputs:
+        return run_until_tap(module, call, as_sequences(rows, module).expand(-1, positions, -1))
+
+    nothing = torch.zeros(1, width, dtype=torch.float64)
+    try:
+        at_zero = send(nothing)
+    except NotAffine:
+        positions = call.hidden.shape[1]
+        if positions == 1:
+            raise
+        at_zero = send(nothing)  # rotations or a bias of all patches of an image: rows are repeated over them
+    chunk = max(1, ROWS // positions)
     bias = _rows(at_zero)
     weights = [b.new_empty(b.shape[1], width, b.shape[2]) for b in bias]
-    for start in range(0, width, ROWS):
-        rows = torch.eye(min(ROWS, width - start), width, dtype=torch.float64).roll(start, 1)
+    for start in range(0, width, chunk):
+        rows = torch.eye(min(chunk, width - start), width, dtype=torch.float64).roll(start, 1)
         for w, answer, b in zip(weights, _rows(send(rows)), bias, strict=True):
-            w[:, start : start + ROWS] = (answer - b).transpose(0, 1)
+            if len(answer) != len(rows):
+                return None  # made of something else: the keys of an earlier layer (Gemma 3n)
+            w[:, start : start + chunk] = (answer - b).transpose(0, 1)
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tolerance = max(
         AFFINE_TOLERANCE, 32 * torch.finfo(dtype).eps
-    )  # quantised weights stay in their own dtype
+    )  # offloaded weights stay in their own dtype
     for answer, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
         expected = torch.einsum("rd,hdw->rhw", mixture, w) + b
         scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
         if not torch.isfinite(answer).all() or (answer - expected).abs().max() > tolerance * scale:
+            return None
+    if any(not w.any() and b.any() for w, b in zip(weights, bias, strict=True)):
+        # Weights that are zero, or what is made of another tensor: of a memory, say.
+        others = _rows(run_until_tap(module, call.with_others_changed(), as_sequences(nothing, module)))
+        if not all(torch.equal(now, before) for now, before in zip(others, bias, strict=True)):
             return None
     (w_q, w_k, w_v), (b_q, b_k, b_v) = weights, (b[0] for b in bias)
     return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
@@ -185,7 +176,7 @@ def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
         return hook
 
     hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
-    width = first_tensor(*call).shape[-1]
+    width = call.width
     row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with removed_on_leaving(hooks):
         inputs = run_until_tap(module, call, as_sequences(row, module))
@@ -217,36 +208,29 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInputs:
-    """`call_until_tap` with `hidden` (batch, positions, d) in place of the hidden states of `call`."""
-    return call_until_tap(module, call_with_hidden(call, hidden))
+    """What arrives at the tap for `hidden` (batch, positions, d) in place of the hidden states of `call`.
 
-
-def call_with_hidden(call: Call, hidden: Tensor) -> Call:
-    """The arguments of `call` with `hidden` (batch, positions, d) for the hidden states, in its device and dtype."""
-    entered = first_tensor(*call)
-
-    def replaced(value: Any) -> Any:
-        # By identity: CTRL hands the same one over for values, keys and queries.
-        return hidden if value is entered else _to_dtype(value, hidden)
-
-    args, kwargs = call
-    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
-
-
-def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
-    """Call the attention module and stop where it reaches the tap, while `tapped(…, stop_at_tap)` is open.
+    It stops there, while `tapped(…, stop_at_tap)` is open.
 
     Raises:
         WorkError: the module did not call its attention function.
     """
-    args, kwargs = call
+    return _until_tap(module, lambda: call.output(module, hidden))
+
+
+def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
+    """The same for the hidden states of `call`."""
+    return _until_tap(module, lambda: call.run(module))
+
+
+def _until_tap(module: nn.Module, run: Callable[[], Any]) -> AttentionInputs:
     try:
-        module(*args, **kwargs)
+        run()
     except _Stopped as stopped:
         return stopped.inputs
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as error:
         # What else it is called with (embeddings of the tokens, say) fits the model's own hidden states only.
         reason = str(error).partition("\n")[0]
         raise NotAffine(
@@ -263,12 +247,15 @@ def stop_at_tap(_: nn.Module, inputs: AttentionInputs) -> Tensor:
 def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy in `dtype`, or the module itself where its weights are on the meta device.
 
-    Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks.
+    Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks. Quantised layers
+    become plain ones.
 
     Raises:
-        WorkError: weights are numbers only to a quantiser.
+        WorkError: a layer is quantised in a way that cannot be read.
     """
-    refuse_quantised_modules([(type(module).__name__, module)])
+    plain = {
+        id(layer): dequantised(name, layer) for name, layer in quantised_layers(module, type(module).__name__)
+    }
     hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
     with ExitStack() as weights_present:
         if hooked:
@@ -279,22 +266,11 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         if any(p.is_meta for p in module.parameters()):
             return module
         # A hook knows all offloaded weights of the model: it is not copied with the module.
-        copy_of = copy.deepcopy(module, {id(child._hf_hook): child._hf_hook for child in hooked})
+        hooks = {id(child._hf_hook): child._hf_hook for child in hooked}
+        copy_of = copy.deepcopy(module, {**hooks, **plain})
     for child in copy_of.modules():
         if child.__dict__.pop("_hf_hook", None) is not None:
             del child._old_forward
             if isinstance(child.forward, functools.partial):  # else the tap has put its own there
                 del child.forward
     return copy_of.to(dtype)
-
-
-def _to_dtype(value: Any, like: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        if value.dtype == like.dtype:
-            return value.to(like.device)
-        # The lowest number of a dtype is how an additive mask hides a key: it stays the lowest.
-        lowest = value <= torch.finfo(value.dtype).min / 2
-        return value.to(like.device, like.dtype).masked_fill(
-            lowest.to(like.device), torch.finfo(like.dtype).min
-        )
-    return tuple(_to_dtype(v, like) for v in value) if isinstance(value, tuple) else value

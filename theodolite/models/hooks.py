@@ -9,10 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.models.doors.transformers import tapped
+from theodolite.errors import WorkError
+from theodolite.models.doors.answers import is_innermost
 from theodolite.models.guard import guarded
-from theodolite.models.open import OpenModel
-from theodolite.models.structure import Turns, backbone, first_output, first_tensor, removed_on_leaving
+from theodolite.models.opened import OpenModel
+from theodolite.models.source import Inputs
+from theodolite.models.structure import Structure, Turns, first_output, first_tensor, removed_on_leaving
+from theodolite.models.taps import tapped
 
 
 @runtime_checkable
@@ -32,10 +35,25 @@ class Hooks(Protocol):
         return attend(inputs)
 
 
+def positions_read(model: OpenModel, inputs: Inputs) -> int:
+    """How many positions the residual stream has for a batch."""
+    seen = _FirstStream()
+    with hooked(model, seen):
+        model.forward(inputs)
+    return seen.positions
+
+
+class _FirstStream(Hooks):
+    positions = 0
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        self.positions = hidden.shape[1]
+
+
 @contextmanager
 def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     """While open, every forward pass of `model` calls `hooks`, and it is `guarded`; it is restored on leaving."""
-    with guarded(model.hf), _hooked(model, hooks):
+    with guarded(model.root), _hooked(model, hooks):
         yield
 
 
@@ -43,30 +61,65 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     structure = model.structure
 
-    entered, left = Turns(structure.blocks), Turns(structure.blocks)
-    read, attended = Turns(structure.attention), Turns(structure.attention)
+    entered, left, read = Turns(structure.blocks), Turns(structure.blocks), Turns(structure.attention)
+    attending: dict[nn.Module, tuple[int, tuple[int, int]]] = {}
 
     def begin(_module: nn.Module, _args: Any) -> None:
-        for turns in (entered, left, read, attended):
+        for turns in (entered, left, read):
             turns.begin_pass()
+        attending.clear()
 
     # Hooks travel with copies of a module (whose weights are read, say), which are no layers.
     def enter_block(block: nn.Module, args: Any, kwargs: Any) -> None:
-        if block in entered and entered.take(block) == 0:
-            hooks.stream(0, first_tensor(args, kwargs))
+        if block in entered:
+            layer = entered.take(block)
+            if layer == 0 or structure.free:
+                hooks.stream(layer, structure.layout.ordered(first_tensor(args, kwargs)))
 
     def leave_block(block: nn.Module, _args: Any, output: Any) -> None:
         if block in left:
-            hooks.stream(left.take(block) + 1, first_output(output))
+            hooks.stream(left.take(block) + 1, structure.layout.ordered(first_output(output)))
+
+    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+        # Another tap that is open inside has answered in its place: weights are read in a pass of their own, say.
+        for layer, read_of in attending.values() if is_innermost(tap) else ():
+            raise _other_attention(structure, layer, read_of[1])
+
+    def leave_trunk(_module: nn.Module, _args: Any, output: Any) -> None:
+        hooks.stream(model.layers, structure.end.ordered(first_output(output)))
 
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in read:
-            hooks.attention_input(read.take(module), first_tensor(args, kwargs))
+            layer, hidden = read.take(module), structure.attention_layout.ordered(first_tensor(args, kwargs))
+            attending[module] = layer, (hidden.shape[0], hidden.shape[1])
+            hooks.attention_input(layer, hidden)
 
-    handles = [backbone(model.hf).register_forward_pre_hook(begin)]
-    handles.append(structure.blocks[0].register_forward_pre_hook(enter_block, with_kwargs=True))
+    trunk = model.source.trunk
+    handles = [trunk.register_forward_pre_hook(begin), trunk.register_forward_hook(end)]
+    entering = set(structure.blocks) if structure.free else {structure.blocks[0]}
+    handles += [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in entering]
     handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
-    handles += [block.register_forward_hook(leave_block) for block in left]
-    tap = tapped(model.hf, lambda module, inputs: hooks.attention(attended.take(module), inputs))
-    with removed_on_leaving(handles), tap:
+    if structure.free:
+        handles.append(trunk.register_forward_hook(leave_trunk))
+    else:
+        handles += [block.register_forward_hook(leave_block) for block in left]
+
+    def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        # A decoder's attention to its encoder; the same attention once more, to other values (DiffLlama).
+        if module not in attending:
+            return attend(inputs)
+        layer, read_of = attending.pop(module)
+        if (inputs.query.shape[0], inputs.query.shape[2]) != read_of:
+            raise _other_attention(structure, layer, read_of[1])
+        return hooks.attention(layer, inputs)
+
+    with removed_on_leaving(handles), tapped(model.root, tap):
         yield
+
+
+def _other_attention(structure: Structure, layer: int, positions: int) -> WorkError:
+    """Models may attend otherwise to long texts than to those on which they were opened (BigBird: block-sparse)."""
+    return WorkError(
+        f"layer {layer} ({structure.names[layer]}): to {positions} tokens it attends otherwise than to a few, in a way "
+        "that cannot be read: use shorter contexts"
+    )

@@ -16,46 +16,43 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.doors.transformers import tapped, without_interventions
+from theodolite.models.calls import Calls, capture_calls, capture_current_calls
+from theodolite.models.doors.answers import without_interventions
 from theodolite.models.factored import is_factored
 from theodolite.models.guard import measures
-from theodolite.models.head_weights import (
-    Call,
-    Calls,
-    call_until_tap,
-    call_with_hidden,
-    capture_calls,
-    capture_current_calls,
-    stop_at_tap,
-)
+from theodolite.models.head_weights import run_until_tap, stop_at_tap
 from theodolite.models.loading import (
     LOADING_ERRORS,
     architecture_of,
     commit_of,
     config_of,
     first_line,
+    has_adapter,
     hash_checkpoint,
     on_meta,
     refuse_more_layers,
     refuse_nonfinite_weights,
     without_progress_bars,
 )
-from theodolite.models.model_inputs import small_input
-from theodolite.models.open import OpenModel, open_model
+from theodolite.models.open import SEVERAL, open_model
+from theodolite.models.opened import OpenModel
 from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
-from theodolite.models.structure import Structure, backbone, find_structure, first_output, first_tensor
+from theodolite.models.source import Source
+from theodolite.models.structure import Structure
+from theodolite.models.structure_search import find_structure
+from theodolite.models.taps import tapped
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
-from theodolite.system.choices import check_dtype
+from theodolite.system.choices import Attention, check_dtype
 
 OTHER_WEIGHTS = 2**-6
 """Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""
@@ -71,6 +68,7 @@ def open_weights(
     *,
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
+    attention: Attention | None = None,
     say: Callable[[str], None] = lambda line: None,
     show_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> OpenModel:
@@ -81,7 +79,7 @@ def open_weights(
     that cannot be read so is opened whole.
 
     Args:
-        path_or_id, dtype, revision: as in `open_model`.
+        path_or_id, dtype, revision, attention: as in `open_model`.
         say: told in a line why the model was opened whole, if it was.
         show_progress: told (bytes done, bytes in all) while the files are hashed; it may raise to stop.
 
@@ -90,9 +88,9 @@ def open_weights(
     """
     check_dtype(dtype)
     try:
-        return _open_lazily(path_or_id, dtype, revision, show_progress)
+        return _open_lazily(path_or_id, dtype, revision, attention, show_progress)
     except CannotReadLazily as reason:
-        model = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision)
+        model = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision, attention=attention)
         say(f"opened whole, since {reason}")
         return model
 
@@ -101,6 +99,7 @@ def _open_lazily(
     path_or_id: str | Path | None,
     dtype: str | torch.dtype,
     revision: str | None,
+    attention: Attention | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
     source = embedded.FOLDER if path_or_id is None else path_or_id
@@ -110,7 +109,7 @@ def _open_lazily(
             if local is None:
                 revision = commit_of(str(source), revision)
             shards = _shards(source, dtype, revision)
-            reader = _Reader.of(shards)
+            reader = _Reader.of(shards, attention)
             attending = reader.structure.attending
             for layer in (attending[0], attending[-1]):
                 with reader.loaded(layer):
@@ -119,10 +118,9 @@ def _open_lazily(
         raise CannotReadLazily(f"this version of transformers is not known ({first_line(error)})") from error
     except LOADING_ERRORS as error:
         raise CannotReadLazily(first_line(error)) from error
-    model = shards.model
-    backbone(model).register_forward_pre_hook(_refuse_to_run)
+    reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
     return OpenModel.of(
-        model,
+        reader.source,
         reader.structure,
         reader.calls,
         reader.inputs,
@@ -200,6 +198,8 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
     config = config_of(source, revision)
     if is_factored(Path(source).expanduser()):
         raise CannotReadLazily("its matrices are factored")
+    if has_adapter(source, revision):
+        raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
     files = _files(source, config, revision)
     for path in files:
@@ -258,6 +258,7 @@ class _Reader:
     """
 
     shards: _Shards
+    source: Source
     structure: Structure
     calls: Calls
     own_calls: Calls
@@ -266,18 +267,19 @@ class _Reader:
     inputs: list[AttentionInputs]
 
     @classmethod
-    def of(cls, shards: _Shards) -> _Reader:
+    def of(cls, shards: _Shards, attention: Attention | None) -> _Reader:
         """Find the attention modules and how they are called, by forward passes without weights."""
         model = shards.model
+        source = Source.of_transformers(model, attention)
         with filled_with_rows(model, 0.0):
-            one_token, several_tokens = small_input(model, 1), small_input(model, VERIFIED_LENGTH)
-            structure = find_structure(model, one_token)
+            one_token, several_tokens = source.small_pass(1), source.small_pass(VERIFIED_LENGTH)
+            structure = find_structure(model, source.probe(SEVERAL), chosen=source.attends)
             calls = capture_calls(model, structure, one_token)
-            own_calls = capture_current_calls(model, structure, several_tokens)
+            own_calls = capture_current_calls(structure, several_tokens)
             tapped_calls = capture_calls(model, structure, several_tokens)
-        with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model) as inputs:
-            other_calls = capture_current_calls(model, structure, several_tokens)
-        return cls(shards, structure, calls, own_calls, tapped_calls, other_calls, inputs)
+        with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model, structure) as inputs:
+            other_calls = capture_current_calls(structure, several_tokens)
+        return cls(shards, source, structure, calls, own_calls, tapped_calls, other_calls, inputs)
 
     @contextmanager
     def loaded(self, layer: int) -> Iterator[None]:
@@ -299,14 +301,14 @@ class _Reader:
     def _verify(self, layer: int) -> None:
         model, name = self.shards.model, self.structure.names[layer]
         module = self.structure.attention_at(layer)
-        shape = first_tensor(*self.own_calls[layer]).shape
+        shape = self.own_calls[layer].hidden.shape
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.shards.dtype)
         with without_interventions(), torch.inference_mode():
-            own = _output(module, call_with_hidden(self.own_calls[layer], hidden))
-            with recorded_inputs(model) as recorded:
-                recomputed = _output(module, call_with_hidden(self.tapped_calls[layer], hidden))
+            own = self.own_calls[layer].output(module, hidden)
+            with recorded_inputs(model, self.structure) as recorded:
+                recomputed = self.tapped_calls[layer].output(module, hidden)
             with tapped(model, stop_at_tap):
-                other = call_until_tap(module, call_with_hidden(self.other_calls[layer], hidden))
+                other = run_until_tap(module, self.other_calls[layer], hidden)
         (inputs,) = recorded
         try:
             check_recomputed(f"layer {layer} ({name})", own, recomputed, [largest_logit(inputs)])
@@ -316,8 +318,3 @@ class _Reader:
             torch.equal(getattr(inputs, part), getattr(other, part)) for part in ("query", "key", "value")
         ):
             raise CannotReadLazily(f"queries, keys or values of {name} depend on weights outside it")
-
-
-def _output(module: nn.Module, call: Call) -> Tensor:
-    args, kwargs = call
-    return first_output(module(*args, **kwargs))

@@ -23,10 +23,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_peft_available
 from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.models.dequantised import has_own_class
 from theodolite.models.factored import is_factored, load_factored
 from theodolite.models.guard import MAKING
 from theodolite.models.quantised import FLOATS, kind_of_name, refuse_quantised_files
@@ -214,6 +215,10 @@ def load(
     """
     architecture = architecture_of(source, config)
     folder = Path(source).expanduser()
+    if has_adapter(source, revision) and not is_peft_available():
+        raise UsageError(
+            f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
+        )
     skeleton = on_meta(
         source, architecture, config
     )  # refuses what is larger than its files, before it is read
@@ -256,6 +261,14 @@ def load(
     return model
 
 
+def has_adapter(source: str | Path, revision: str | None) -> bool:
+    """Whether there is one beside the weights: `transformers` then loads both, if it finds PEFT."""
+    name = "adapter_config.json"
+    return (
+        cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
+    )
+
+
 def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
     """Other tensors (old buffers, another head) may be left over, but not those of layers like the model's own.
 
@@ -284,15 +297,10 @@ def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokeni
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where inputs go: the first device that holds a parameter, or the CPU where all are offloaded."""
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-
-
 def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
     """Raise `WorkError` where a weight is NaN or infinite; `prefix` leads to the module, where it is a part."""
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or parameter.dtype not in FLOATS.values():
+        if parameter.is_meta or parameter.dtype not in FLOATS.values() or has_own_class(parameter):
             continue
         # One such number spoils a sum, which is read at the speed of memory; a sum may overflow by itself.
         total = parameter.sum(dtype=torch.promote_types(parameter.dtype, torch.float32))
@@ -345,7 +353,8 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     """
     try:
         usable = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        # Statistics are summed in float64, which Apple's MPS lacks.
+        if usable.type == "mps":
+            raise UsageError("cannot use device mps: sums are taken in float64, which it lacks; use the CPU")
         torch.empty(0, device=usable, dtype=torch.float64)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UsageError(f"cannot use device {device}: {first_line(error)}") from error

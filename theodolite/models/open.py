@@ -1,31 +1,28 @@
-"""Open a checkpoint, check it, and know where its heads are. The way in to every measurement.
+"""Open a checkpoint, or a module that is in memory, check it, and know where its heads are: the way in.
 
 Weights come from safetensors only, and no code of a checkpoint is ever run.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
-from theodolite.models.guard import between_passes, measures, once_a_pass
-from theodolite.models.head_weights import Call, Calls, HeadWeights, capture_calls, read_head_weights
+from theodolite.models.calls import Calls, capture_calls
+from theodolite.models.dequantised import holds_quantised_layers
+from theodolite.models.guard import guarded, measures
 from theodolite.models.loading import (
     LOADING_ERRORS,
     commit_of,
     config_of,
-    device_of,
     first_line,
     hash_checkpoint,
     load,
@@ -34,362 +31,219 @@ from theodolite.models.loading import (
     usable_device,
     without_progress_bars,
 )
-from theodolite.models.model_inputs import embedded_tokens, longest_of, positions_of, small_input
-from theodolite.models.output_weights import read_output_weights, state_of
-from theodolite.models.quantised import refuse_quantised_modules
-from theodolite.models.structure import NoAttention, Structure, backbone, find_structure, first_tensor
-from theodolite.models.verification import VERIFIED_LENGTH, attention_kind, verify_attention
-from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
+from theodolite.models.opened import OpenModel
+from theodolite.models.source import Source
+from theodolite.models.structure import Layout, Structure, first_output
+from theodolite.models.structure_search import find_structure
+from theodolite.models.towers import Tower, tower_of
+from theodolite.models.training_model import unwrap
+from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
-from theodolite.system.choices import check_dtype
+from theodolite.system.choices import Attention, check_dtype
 
+SEVERAL = 3
+"""Tokens of the pass in which the structure is found: their dimension is told from that of one context."""
 
-@dataclass(frozen=True, repr=False)
-class OpenModel:
-    """A checkpoint that has been opened and verified.
-
-    Attributes:
-        hf: the model as `transformers` has it, in evaluation mode; its attention implementation is its own
-            except while it is surveyed, its head weights are read or an intervention is under way.
-        tokenizer: its tokenizer, or None where the checkpoint has none.
-        width: width of the residual stream d.
-        causal: whether a query is kept from later keys.
-        id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
-            config and weights on disk, if they were local. `weights` says whether it still has these weights.
-    """
-
-    hf: PreTrainedModel
-    structure: Structure
-    width: int
-    causal: bool
-    positions: str
-    id: str
-    _calls: Calls = field(repr=False)
-    tokenizer: PreTrainedTokenizerBase | None = None
-    revision: str | None = None
-    sha256: str | None = None
-    _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    _load_layer: Callable[[int], AbstractContextManager[None]] = field(
-        default=lambda layer: nullcontext(), repr=False, compare=False
-    )
-    _interventions: list[str] = field(default_factory=list, repr=False, compare=False)
-    _checksum: int | None = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        structure: Structure,
-        calls: Calls,
-        inputs: Sequence[AttentionInputs],
-        **rest: Any,
-    ) -> OpenModel:
-        """From what `find_structure`, `capture_calls` and `verify_attention` gave; `rest` are other attributes."""
-        causal, bias = attention_kind(inputs)
-        named = rest.get("sha256") or rest.get("revision")
-        first = calls[structure.attending[0]]
-        return cls(
-            hf=model,
-            structure=structure,
-            width=first_tensor(*first).shape[-1],
-            causal=causal,
-            positions=positions_of(model, first, bias),
-            _calls=calls,
-            _checksum=weights_checksum(model) if named else None,
-            **rest,
-        )
-
-    def __repr__(self) -> str:
-        """In a line, without the module tree that `hf` has."""
-        edits = f", {'; '.join(self._interventions)}" if self._interventions else ""
-        return (
-            f"OpenModel({self.id}: {self.hf.config.model_type}, {self.layers} layers × {self.heads} heads × width "
-            f"{self.width}, {str(self.hf.dtype).removeprefix('torch.')} on {self.device}{edits})"
-        )
-
-    @property
-    def layers(self) -> int:
-        """Number of blocks L."""
-        return len(self.structure.attention)
-
-    @property
-    def heads(self) -> int:
-        """Query heads a layer H; where layers differ (`heads_of`), of the one that has most."""
-        return self.structure.heads
-
-    @property
-    def heads_of(self) -> tuple[int, ...]:
-        """Query heads of each layer; 0 where its block does not attend (a convolution, a state space)."""
-        return self.structure.heads_of
-
-    @property
-    def attending(self) -> tuple[int, ...]:
-        """The layers that attend."""
-        return self.structure.attending
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """Every head there is, (layer, head), in order."""
-        return [(layer, head) for layer, heads in enumerate(self.heads_of) for head in range(heads)]
-
-    @property
-    def head_width(self) -> int:
-        """Width of a query d_h; where layers differ, of the widest."""
-        return self.structure.head_width
-
-    @property
-    def value_width(self) -> int:
-        """Width of a value; where layers differ, of the widest."""
-        return self.structure.value_width
-
-    @property
-    def interventions(self) -> tuple[str, ...]:
-        """Interventions that are open now, and what was done for good: it is not what the checkpoint on disk does."""
-        return tuple(self._interventions)
-
-    @contextmanager
-    def intervention(self, name: str, *edits: AbstractContextManager[object]) -> Iterator[None]:
-        """While open, so are the edits, and `name` is among `interventions`; they begin and end between passes."""
-        with ExitStack() as undo:
-            with between_passes(self.hf):
-                for edit in edits:
-                    undo.enter_context(edit)
-                self._interventions.append(name)
-            try:
-                yield
-            finally:
-                with between_passes(self.hf):
-                    self._interventions.remove(name)
-                    undo.close()
-
-    def record_intervention(self, name: str) -> None:
-        """From now on `name` is among `interventions`: its weights were changed for good."""
-        self._interventions.append(name)
-
-    def weights(self) -> Weights:
-        """What its weights are now, in memory: known once a pass, and read in whole for that."""
-        return once_a_pass(self.hf, "weights", self._weights_now)
-
-    def _weights_now(self) -> Weights:
-        if self._checksum is None or weights_checksum(self.hf) == self._checksum:
-            return Weights(self.sha256, self.revision)
-        return Weights(weights_sha256(self.hf), None, changed=True)
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs go."""
-        return device_of(self.hf)
-
-    @measures
-    def forward(self, ids: Int[Tensor, "contexts positions"]) -> Float[Tensor, "contexts positions width"]:
-        """The last hidden states of a pass without gradients, a cache or the output head."""
-        with torch.inference_mode():
-            return backbone(self.hf)(input_ids=ids.to(self.device), use_cache=False)[0]
-
-    @measures
-    def logits(
-        self, ids: Int[Tensor, "contexts positions"]
-    ) -> Float[Tensor, "contexts positions vocabulary"]:
-        """The next-token logits of a pass without gradients or a cache; the model must have an output head."""
-        with torch.inference_mode():
-            return self.hf(input_ids=ids.to(self.device), use_cache=False).logits
-
-    def required_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer.
-
-        Raises:
-            UsageError: the checkpoint has none.
-        """
-        if self.tokenizer is None:
-            raise UsageError(f"{self.id} has no tokenizer beside its weights: save one there")
-        return self.tokenizer
-
-    def required_vocabulary(self) -> Any:
-        """What random tokens are drawn from: the tokenizer, or the number of token ids.
-
-        Raises:
-            UsageError: the model reads no tokens.
-        """
-        vocabulary = self.tokenizer or self.vocabulary
-        if vocabulary is None:
-            raise UsageError(f"{self.id} reads no tokens: random ones cannot be drawn")
-        return vocabulary
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Rows of the token embedding, or None for a model that reads no tokens."""
-        if self.hf.main_input_name != "input_ids":
-            return None
-        return embedded_tokens(self.hf)
-
-    def has_tokens(self, ids: Int[Tensor, "*shape"]) -> bool:
-        """Whether all ids are in its vocabulary."""
-        return self.vocabulary is not None and not bool(((ids < 0) | (ids >= self.vocabulary)).any())
-
-    def check_tokens(self, ids: Int[Tensor, "*shape"]) -> None:
-        """Raise `UsageError` where an id is not in its vocabulary; the line names the token."""
-        if self.has_tokens(ids):
-            return
-        smallest, largest = (int(end) for end in ids.aminmax())
-        wrong = smallest if smallest < 0 else largest
-        named = self.tokenizer.convert_ids_to_tokens(wrong) if self.tokenizer and wrong >= 0 else None
-        raise UsageError(
-            f"token id {wrong}{f' ({named!r})' if named else ''} does not fit the {self.vocabulary} tokens of "
-            f"{self.id}: the tokenizer belongs to another model, or leave out of the text what was added to it later"
-        )
-
-    def has_positions(self, length: int) -> bool:
-        """Whether it has positions for so many tokens."""
-        return self.longest is None or length <= self.longest
-
-    @functools.cached_property
-    def longest(self) -> int | None:
-        """Tokens that the model has positions for, or None where it sets no limit (ALiBi)."""
-        return longest_of(self.hf)
-
-    @measures
-    def head_weights(self, layer: int) -> HeadWeights:
-        """The weights of one layer's heads: `w_q, w_k, w_v, b_q, b_k, b_v, scaling`, leading with heads.
-
-        Raises:
-            UsageError: there is no such layer.
-            NoAttention: (a `WorkError`) the layer's block does not attend.
-            NotAffine: (a `WorkError`) the layer's queries and keys are no affine function of its input.
-            WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
-        """
-        self._check_layer(layer)
-        with self._load_layer(layer):
-            return read_head_weights(self.hf, self.structure, layer, self._call(layer))
-
-    @measures
-    def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
-        """W_O of one layer's heads: its attention adds Σ_h o_h W_O[h] to the stream (before a norm of the sum).
-
-        The last one asked for is kept until the block's parameters change (writes to `.data` are not seen).
-
-        Raises:
-            UsageError: there is no such layer.
-            WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
-        """
-        self._check_layer(layer)
-        state = state_of(self.structure.blocks[layer])
-        call = self._call(layer)
-        known = self._output_weights.get(layer)
-        if known is None or known[0] != state:
-            self._output_weights.clear()
-            sample = small_input(self.hf, 1)
-            with self._load_layer(layer):
-                read = read_output_weights(self.hf, self.structure, layer, call, sample)
-            known = self._output_weights[layer] = (state, read)
-        return known[1]
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {self.layers - 1}")
-
-    def _call(self, layer: int) -> Call:
-        self.structure.attention_at(layer)  # names a layer that has none
-        return self._calls[layer]
-
-    def attention_alone(self, layer: int) -> nn.Module:
-        """The attention module of one layer, to change what it does.
-
-        Raises:
-            UsageError: other layers share it (ALBERT).
-        """
-        if self.structure.shared:
-            raise UsageError(
-                f"{self.id}: several layers share one attention module, so none can be changed alone"
-            )
-        return self.structure.attention_at(layer)
-
-    def check_weights(self) -> None:
-        """Raise `WorkError` where the weights of its attention are numbers only to a quantiser: before a pass."""
-        structure = self.structure
-        refuse_quantised_modules(
-            [(structure.names[layer], structure.attention_at(layer)) for layer in structure.attending]
-        )
-
-    def check_place(self, layer: int, head: int = 0) -> None:
-        """Raise `UsageError` where there is no such layer, or no such head in it; and where it does not attend."""
-        self._check_layer(layer)
-        try:
-            self.structure.attention_at(layer)
-        except NoAttention as error:
-            raise UsageError(str(error)) from error
-        heads = self.heads_of[layer]
-        if not 0 <= head < heads:
-            raise UsageError(f"head {head} does not exist: this model has heads 0 to {heads - 1}")
+RUNNING_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+)
+"""What models raise on inputs that they do not take."""
 
 
 @measures
 def open_model(
-    path_or_id: str | Path | None = None,
+    path_or_id: str | Path | nn.Module | None = None,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    attention: Attention | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
+    tower: Tower | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> OpenModel:
     """Open and verify a checkpoint from a folder or the hub; the embedded model where no path is given.
 
     Args:
-        path_or_id: a folder with `config.json` and safetensors weights, or a name on the hub.
+        path_or_id: a folder with `config.json` and safetensors weights, or a name on the hub. Or a model of
+            `transformers` that is in memory, or one of PEFT: it stays as and where it is, and only a tokenizer may be
+            given with it.
+        tokenizer: in place of the checkpoint's own.
+        attention: of an encoder-decoder: "decoder" (its own, as None), "encoder", or "cross" (the decoder's to the
+            encoder). Encoder and decoder read the same tokens.
         dtype: "auto" keeps the checkpoint's own; else "float32", "bfloat16" and so on.
         device: where the model goes; a CUDA device if there is one, else the CPU.
         device_map: spread the model over devices instead (needs `pip install theodolite[accelerate]`).
         revision: a branch, tag or commit on the hub.
+        tower: of a checkpoint with two (CLIP): "text" or "vision", None: text; `say` is told which in one line.
 
     Raises:
         UsageError: no such checkpoint, pickled weights, an unknown or unsupported family.
         WorkError: weights missing, NaN or infinite, or the tapped attention is not the model's own.
     """
+    if isinstance(path_or_id, nn.Module):
+        return _in_memory(path_or_id, tokenizer, attention, (dtype, device, device_map, revision, tower))
     check_dtype(dtype)
     target = usable_device(device)
-    source = embedded.FOLDER if path_or_id is None else path_or_id
-    local = local_folder(source)
+    place = embedded.FOLDER if path_or_id is None else path_or_id
+    local = local_folder(place)
     try:
         with without_progress_bars():
             if local is None:
-                revision = commit_of(str(source), revision)
-            config = config_of(source, revision)
-            model = load(source, config, dtype, device_map, revision)
+                revision = commit_of(str(place), revision)
+            config = tower_of(config_of(place, revision), tower, say)
+            model = load(place, config, dtype, device_map, revision)
     except TheodoliteError:
         raise
     except LOADING_ERRORS as error:
         no_folder = " (there is no folder of that name; with HF_HUB_OFFLINE=1 no network is waited for)"
         where = "" if local else no_folder
-        raise UsageError(f"cannot open {source}: {first_line(error)}{where}") from error
+        raise UsageError(f"cannot open {place}: {first_line(error)}{where}") from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
     refuse_nonfinite_weights(model)
+    source = Source.of_transformers(model, attention)
+    if tokenizer is None and source.vocabulary is not None:
+        tokenizer = load_tokenizer(place, revision)
+    with guarded(model):
+        parts = verified_parts(source)
     return OpenModel.of(
-        model,
-        *verified_parts(model),
-        tokenizer=load_tokenizer(source, revision),
+        source,
+        *parts,
+        tokenizer=tokenizer,
         id=embedded.NAME if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,
     )
 
 
-def verified_parts(model: PreTrainedModel) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
+def _in_memory(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    attention: Attention | None,
+    others: tuple[Any, ...],
+) -> OpenModel:
+    if others != ("auto", None, None, None, None):
+        raise UsageError(
+            f"{type(model).__name__} is in memory: move or convert it before, and give no dtype or device"
+        )
+    return _opened(Source.of_transformers(unwrap(model), attention), tokenizer, None)
+
+
+def open_module(
+    module: nn.Module,
+    *,
+    vocabulary: int | None = None,
+    forward: Callable[[nn.Module, Tensor], Any] | None = None,
+    blocks: str | Sequence[str] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    longest: int | None = None,
+    image: tuple[int, int, int] | None = None,
+) -> OpenModel:
+    """Open and verify any PyTorch module that reads token ids, or images, and attends.
+
+    Heard is attention by `scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention`, and attention that
+    is computed by hand: a product of queries and keys, a softmax, a product with values. The module stays as and where
+    it is: modes, hooks, gradients.
+
+    Args:
+        module: the module; inside `torch.compile` it is found.
+        vocabulary: ids go from 0 to this, exclusive; None: as many as the tokenizer has.
+        forward: runs the module on ids (contexts, positions), as `lambda module, ids: …`; None: it is called with them.
+            For what is predicted it must return logits (contexts, positions, vocabulary), or a tuple that begins so.
+        blocks: the name of the list of its blocks, "transformer.h" say, or those of all blocks; None: they are found.
+        tokenizer: anything that behaves like those of `transformers`, for texts.
+        longest: tokens that it has positions for, if there is a limit.
+        image: it reads images of so many channels, rows and columns; then there is no vocabulary.
+
+    Raises:
+        UsageError: it attends in no way that is heard, or not within a list of blocks; or cannot run on ids.
+        WorkError: weights are NaN or infinite, or the attention that was heard is not the module's own.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"open_module takes a torch.nn.Module, not {type(module).__name__}")
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    if image is not None:
+        if vocabulary is not None or tokenizer is not None:
+            raise UsageError("a module reads tokens or images: give vocabulary=… or image=…, not both")
+        source = Source.of_module(inner, None, forward, image=image)
+    elif vocabulary is None and tokenizer is None:
+        raise UsageError(
+            "say how many token ids there are, vocabulary=…, or give a tokenizer; for images, image=…"
+        )
+    else:
+        source = Source.of_module(inner, vocabulary or len(tokenizer or ()), forward, longest)
+    return _opened(source, tokenizer, [blocks] if isinstance(blocks, str) else blocks)
+
+
+def _opened(
+    source: Source, tokenizer: PreTrainedTokenizerBase | None, blocks: Sequence[str] | None
+) -> OpenModel:
+    usable_device(source.device)
+    with guarded(source.root):
+        refuse_nonfinite_weights(source.root)
+        return OpenModel.of(source, *verified_parts(source, blocks), tokenizer=tokenizer, id=source.name)
+
+
+def verified_parts(
+    source: Source, blocks: Sequence[str] | None = None
+) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
     """What `OpenModel.of` takes of a model in evaluation mode, from small inputs.
+
+    Args:
+        source: the model.
+        blocks: names of its blocks, or of the list that holds them; None: they are found.
 
     Raises:
         UsageError: an unsupported family, or a window in which tokens see nothing.
         WorkError: the tapped attention is not the model's own.
     """
-    structure = find_structure(model, small_input(model, 1))
-    calls = capture_calls(model, structure, small_input(model, 1))
-    inputs = verify_attention(model, structure, small_input(model, VERIFIED_LENGTH))
+    try:
+        if source.predict is not None and holds_quantised_layers(source.root):
+            source.predict(source.sample(1))  # compressed-tensors unpacks when the whole model is first run
+        structure = find_structure(source.root, source.probe(SEVERAL), blocks, source.attends)
+        if structure.free:
+            structure = _with_end(source, structure)
+        calls = capture_calls(source.root, structure, source.small_pass(1))
+        inputs = verify_attention(source.root, structure, source.small_pass(VERIFIED_LENGTH))
+    except TheodoliteError:
+        raise
+    except RUNNING_ERRORS as error:
+        raise UsageError(f"{source.name} cannot run on a few tokens: {first_line(error)}") from error
     for layer, of_layer in zip(structure.attending, inputs, strict=True):
         if of_layer.mask is not None and not bool(of_layer.mask.any(dim=-1).all()):
-            window = getattr(model.config.get_text_config(), "sliding_window", None)
             raise UsageError(
-                f"some tokens of {structure.names[layer]} see no token, not even themselves: its config.json says "
-                f"sliding_window = {window}; use a number above 0, or null for none"
+                f"some tokens of {structure.names[layer]} see no token, not even themselves{source.said_of_windows}"
             )
+    positions, tokens = inputs[0].query.shape[2], source.sample(VERIFIED_LENGTH).shape[1]
+    if source.vocabulary is not None and positions != tokens:
+        raise UsageError(
+            f"{source.name} attends from {positions} positions where it reads {tokens} tokens: theodolite needs one "
+            "position a token"
+        )
     return structure, calls, inputs
+
+
+def _with_end(source: Source, structure: Structure) -> Structure:
+    """Blocks that are no modules: with the layout of what the model returns, which ends the stream.
+
+    Raises:
+        UsageError: it returns no hidden states.
+    """
+    with torch.inference_mode():
+        last = first_output(source.run(source.sample(SEVERAL)))
+    layout = Layout.of(last.shape, 1, SEVERAL)
+    if layout is None or layout.ordered(last).shape[-1] != structure.width:
+        raise UsageError(
+            f"{source.name}: its blocks are no modules that run, so that its last hidden states must be what it "
+            f"returns, (contexts, positions, {structure.width}): give open_module such a forward, or blocks"
+        )
+    return replace(structure, end=layout)

@@ -15,27 +15,26 @@ from typing import Any
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
-from theodolite.models.doors.transformers import tapped, without_interventions
+from theodolite.models.doors.answers import without_interventions
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
     ROWS,
     Call,
     as_sequences,
-    call_with_hidden,
     copy_in_dtype,
 )
-from theodolite.models.structure import Structure, backbone, first_output, first_tensor, removed_on_leaving
+from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
+from theodolite.models.taps import tapped
 
 Sender = Callable[[Tensor, Tensor], Tensor]
 """Sends heads' outputs (rows, features) with hidden states (rows, d); returns what comes out, (rows, d)."""
 
 
 def read_output_weights(
-    model: PreTrainedModel, structure: Structure, layer: int, call: Call, sample: dict[str, Any]
+    model: nn.Module, structure: Structure, layer: int, call: Call, run: Run
 ) -> Float64[Tensor, "heads value_width width"]:
     """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, o_h the heads' outputs.
 
@@ -44,13 +43,13 @@ def read_output_weights(
         structure: as `find_structure` gives it.
         layer: which layer.
         call: what `capture_calls` gave for this layer.
-        sample: a small valid input of the model, for those whose W_O is outside the attention module.
+        run: a forward pass, for those whose W_O is outside the attention module.
 
     Raises:
         WorkError: what leaves the layer's attention is no fixed affine function of its heads' outputs.
     """
     answers = _Answers()
-    width = first_tensor(*call).shape[-1]
+    width = call.width
     with without_interventions(), torch.inference_mode():
         with tapped(model, answers.give):
             attention = _ControlledAttention(structure.attention_at(layer), call, answers)
@@ -59,7 +58,7 @@ def read_output_weights(
             passes_on = attention.passes_on(width)
             weights = None if passes_on else _linear_part(attention.send, answers.features, width)
         if passes_on:
-            output_module = _output_module(model, structure, layer, sample)
+            output_module = _output_module(model, structure, layer, run)
             if output_module is None:
                 weights = torch.eye(answers.features, dtype=torch.float64)
             else:
@@ -102,8 +101,7 @@ class _ControlledAttention:
     def send(self, outputs: Float[Tensor, "rows features"], hidden: Float[Tensor, "rows width"]) -> Tensor:
         """What leaves the module that reads `hidden` while its heads' outputs are `outputs`; each row a sequence."""
         self._answers.outputs = outputs
-        args, kwargs = call_with_hidden(self._call, as_sequences(hidden, self._module))
-        return first_output(self._module(*args, **kwargs))[:, 0].double().cpu()
+        return self._call.output(self._module, as_sequences(hidden, self._module))[:, 0].double().cpu()
 
     def passes_on(self, width: int) -> bool:
         """Whether the module returns its heads' outputs as they are."""
@@ -113,9 +111,7 @@ class _ControlledAttention:
         return result.shape == outputs.shape and torch.equal(result, outputs)
 
 
-def _output_module(
-    model: PreTrainedModel, structure: Structure, layer: int, sample: dict[str, Any]
-) -> nn.Module | None:
+def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run) -> nn.Module | None:
     """The module of the block, outside its attention module, that holds a matrix and gets the heads' outputs."""
     attention, block = structure.attention_at(layer), structure.blocks[layer]
     heads_outputs: list[Tensor] = []
@@ -134,7 +130,7 @@ def _output_module(
         if module not in inside and any(p.ndim == 2 for p in module.parameters(recurse=False)):
             hooks.append(module.register_forward_pre_hook(enter_module))
     with removed_on_leaving(hooks), tapped(model, lambda _, inputs: attend(inputs)):
-        backbone(model)(**sample)
+        run()
     if len(output_modules) > 1:
         raise WorkError(
             f"layer {layer}: {len(output_modules)} modules read the heads' outputs of {structure.names[layer]}, so "

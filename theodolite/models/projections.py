@@ -18,21 +18,20 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
-from theodolite.models.doors.transformers import tapped
+from theodolite.models.calls import Call, Calls
+from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
-    Call,
-    Calls,
     copy_in_dtype,
     norms_at_tap,
     norms_inside,
     run_until_tap,
     stop_at_tap,
 )
-from theodolite.models.structure import Structure, first_tensor
+from theodolite.models.structure import Structure
+from theodolite.models.taps import tapped
 
 Purpose = Literal["penalty", "replacement"]
 """What W_q and W_k are looked for: LocAteR needs them to give the logits, to replace them they need not."""
@@ -133,7 +132,7 @@ class Projections:
 
 
 def find_projections(
-    model: PreTrainedModel,
+    model: nn.Module,
     structure: Structure,
     calls: Calls,
     layers: list[int],
@@ -213,9 +212,9 @@ def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
     return _originals.get((module, name), parameter)
 
 
-def refuse_replaced_weights(model: PreTrainedModel, participle: str) -> None:
+def refuse_replaced_weights(model: nn.Module, participle: str) -> None:
     """Raise `UsageError` where matrices are quantised or carry an adapter; `participle` is what they cannot be."""
-    if getattr(model, "is_quantized", False) or not all(p.is_floating_point() for p in model.parameters()):
+    if getattr(model, "is_quantized", False) or holds_quantised_layers(model):
         raise UsageError(
             f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {participle}: load it in bfloat16 "
             "or float32"
@@ -263,7 +262,7 @@ class _MarkedCopy:
         self.module = module
         self.matrices = [name for name, parameter in module.named_parameters() if parameter.ndim == 2]
         self._call = call
-        width = first_tensor(*call).shape[-1]
+        width = call.width
         device = next(module.parameters()).device
         self._inputs = torch.eye(2, width, dtype=torch.float64, device=device).unsqueeze(1)
 
@@ -336,7 +335,7 @@ def _verify(module: nn.Module, call: Call, projections: QueryKeyValue) -> list[b
     for parameter in module.parameters():
         parameter.data.copy_(random(*parameter.shape))
     device = next(module.parameters()).device
-    width = first_tensor(*call).shape[-1]
+    width = call.width
     rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), random(2, width)]).to(device)
     inputs = run_until_tap(module, call, rows.unsqueeze(1))
     agree = []

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.corpus import repeated_random_tokens
+from theodolite.corpus.random_tokens import repeated_random_tokens
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.errors import UsageError
-from theodolite.models.open import OpenModel
+from theodolite.models.opened import OpenModel
 from theodolite.system.wording import counted
 
 REPEATED = 48

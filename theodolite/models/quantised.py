@@ -1,6 +1,7 @@
-"""Weights that are numbers only to a quantiser (eight bits, and a scale beside them): refused by name, never read so.
+"""Files with weights that are numbers only to a quantiser (eight bits, and a scale beside them): refused by name.
 
-What `transformers` dequantises by a `quantization_config` as it loads has plain numbers then, and is none of them.
+What a `quantization_config` names is left to `transformers`; layers that it keeps quantised are read as
+`dequantised.py` does.
 """
 
 from __future__ import annotations
@@ -66,33 +67,6 @@ def refuse_quantised_files(source: str | Path, model: nn.Module, files: Iterable
         raise WorkError(
             f"{source}: tensor {name} {what}, and config.json has no quantization_config: {WHAT_TO_DO}"
         )
-
-
-def refuse_quantised_modules(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse modules whose weights are no numbers without what a quantiser has beside them.
-
-    Args:
-        named: modules that are to be read, and their names.
-
-    Raises:
-        WorkError: the first tensor that is none of `FLOATS`, or that scales another.
-    """
-    for name, module in named:
-        for inner, child in module.named_modules(prefix=name):
-            tensors = {**child._parameters, **child._buffers}
-            for key, tensor in tensors.items():
-                weight = key in child._parameters or key == "weight"
-                if tensor is not None and weight and tensor.dtype not in FLOATS.values():
-                    kind = str(tensor.dtype).removeprefix("torch.")
-                    raise WorkError(
-                        f"tensor {inner}.{key} is {kind}, which only its quantiser reads: {WHAT_TO_DO}"
-                    )
-                if SCALE.search("." + key) and "weight" in tensors:
-                    raise WorkError(f"tensor {inner}.{key} scales the weight beside it: {WHAT_TO_DO}")
-            if "quantized" in type(child).__module__.split("."):
-                raise WorkError(
-                    f"{inner} is a {type(child).__name__} of {type(child).__module__}: {WHAT_TO_DO}"
-                )
 
 
 def kind_of_name(name: str) -> str:

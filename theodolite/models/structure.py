@@ -9,23 +9,58 @@ refused by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
-from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.errors import UsageError, WorkError
-from theodolite.models.doors.transformers import tapped
+from theodolite.errors import WorkError
 
 
 class NoAttention(WorkError):
     """A layer's block does not attend, so that it has no heads."""
+
+
+Run = Callable[[], object]
+"""A forward pass on a small input."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which dimensions of hidden states are contexts and positions; what is left is the width."""
+
+    contexts: int = 0
+    positions: int = 1
+
+    @classmethod
+    def of(cls, shape: Sequence[int], contexts: int, positions: int) -> Layout | None:
+        """That of a tensor which has so many of them; None where it has not."""
+        for layout in (cls(0, 1), cls(1, 0), cls(1, 2), cls(0, 2)):
+            if (
+                len(shape) >= 3
+                and layout.positions < len(shape)
+                and (contexts, positions)
+                == (
+                    shape[layout.contexts],
+                    shape[layout.positions],
+                )
+            ):
+                return layout
+        return None
+
+    def ordered(self, hidden: Tensor) -> Float[Tensor, "contexts positions width"]:
+        """Contexts first, then positions; several streams (DeepSeek-V4, Gemma 3n) one behind the other."""
+        if (self.contexts, self.positions) != (0, 1):
+            hidden = hidden.movedim((self.contexts, self.positions), (0, 1))
+        return hidden if hidden.ndim == 3 else hidden.flatten(2)
+
+    def placed(self, hidden: Float[Tensor, "contexts positions width"]) -> Tensor:
+        """As the model has it, where it has one stream."""
+        return hidden.movedim((0, 1), (self.contexts, self.positions))
 
 
 @dataclass(frozen=True)
@@ -39,6 +74,14 @@ class Structure:
         heads_of: query heads of each layer, 0 where it does not attend.
         head_width: of a query, where it is widest.
         value_widths: of each layer's values, 0 where it does not attend.
+        width: of the residual stream; several streams count together.
+        attention_width: of what attention modules read (Zamba's read the embeddings as well, MobileBERT's a part).
+        layout: how the residual stream lies.
+        attention_layout: how the hidden states lie that attention modules read.
+        free: whether blocks are no modules that run (XLM, lists of pairs of modules): then `blocks` are the attention
+            modules, the stream is what enters them, and in the end what the model's trunk returns.
+        end: how it lies there (SqueezeBERT's otherwise than before).
+        cross: whether keys and values are made of other hidden states than queries: those of an encoder.
     """
 
     attention: tuple[nn.Module | None, ...]
@@ -47,6 +90,13 @@ class Structure:
     heads_of: tuple[int, ...]
     head_width: int
     value_widths: tuple[int, ...]
+    width: int
+    attention_width: int
+    layout: Layout
+    attention_layout: Layout
+    free: bool
+    end: Layout
+    cross: bool
 
     @property
     def heads(self) -> int:
@@ -117,101 +167,18 @@ class Turns:
         return self._layers[module][turn % len(self._layers[module])]
 
 
-@dataclass
-class _Ran:
-    """A block that runs, and how it attends, if it does."""
-
-    block: nn.Module
-    attention: nn.Module | None = None
-    inputs: AttentionInputs | None = None
-
-
-def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:
-    """Run `sample` and see who calls the tap, and which blocks run.
-
-    Raises:
-        UsageError: nothing calls it, a block attends twice, or there is no one residual stream.
-    """
-    family = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UsageError(f"{family} is an encoder-decoder; theodolite reads models with one stack of blocks")
-    attention: set[nn.Module] = set()
-
-    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        attention.add(module)
-        return attend(inputs)
-
-    with tapped(model, record), torch.inference_mode():
-        backbone(model)(**sample)
-    if not attention:
-        raise UsageError(
-            f"{family} has no attention that goes through the attention interface of transformers; "
-            "theodolite does not support this family yet"
-        )
-    name_of = {module: name for name, module in model.named_modules()}
-    stacks = {id(stack): stack for stack in (_stack_of(model, name_of[module]) for module in attention)}
-    blocks = {block for stack in stacks.values() for block in stack}
-    layers = _layers_in_order(model, blocks, attention, sample)
-    inputs = [layer.inputs for layer in layers if layer.inputs is not None]
-    return Structure(
-        attention=tuple(layer.attention for layer in layers),
-        names=tuple(name_of[layer.attention or layer.block] for layer in layers),
-        blocks=tuple(layer.block for layer in layers),
-        heads_of=tuple(0 if layer.inputs is None else layer.inputs.query.shape[1] for layer in layers),
-        head_width=max(of_layer.query.shape[-1] for of_layer in inputs),
-        value_widths=tuple(0 if layer.inputs is None else layer.inputs.value.shape[-1] for layer in layers),
-    )
-
-
-def _layers_in_order(
-    model: PreTrainedModel, blocks: set[nn.Module], attention: set[nn.Module], sample: dict[str, Any]
-) -> list[_Ran]:
-    """The blocks that run, in the order in which they do; one that runs several times is a layer each time.
-
-    Raises:
-        UsageError: a block attends twice, or what enters one, or its attention, is not the one residual stream.
-    """
-    family = type(model).__name__
-    layers: list[_Ran] = []
-    shapes: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        shapes[module in attention].add(tuple(first_tensor(args, kwargs).shape))
-        if module not in attention:
-            layers.append(_Ran(module))
-
-    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        if layers[-1].attention is not None:
-            raise UsageError(
-                f"{family} has a block that attends twice; theodolite needs one attention a block"
-            )
-        layers[-1].attention, layers[-1].inputs = module, inputs
-        return attend(inputs)
-
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
-    with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
-        backbone(model)(**sample)
-    if len(shapes[True] | shapes[False]) > 1 or any(len(shape) != 3 for shape in shapes[False]):
-        raise UsageError(
-            f"{family} has no one residual stream: its blocks read hidden states of shapes "
-            f"{sorted(shapes[False])}, its attention of {sorted(shapes[True])}"
-        )
-    return layers
-
-
-def backbone(model: PreTrainedModel) -> nn.Module:
-    """The model without its output head: a survey needs no logits over the vocabulary."""
-    return model.base_model
-
-
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among a block's or an attention module's arguments."""
-    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    if "hidden_states" in kwargs:
+        return kwargs["hidden_states"]
+    return next(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
 
 
 def first_output(output: Any) -> Tensor:
     """The hidden states in what a block or an attention module returns."""
-    return output[0] if isinstance(output, tuple) else output
+    while isinstance(output, tuple | list | dict):
+        output = next(iter(output.values() if isinstance(output, dict) else output))
+    return output
 
 
 @contextmanager
@@ -222,16 +189,3 @@ def removed_on_leaving(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _stack_of(model: nn.Module, name: str) -> nn.ModuleList:
-    """The outermost list that holds the module of that name.
-
-    A block may itself be a list of sub-layers (T5), so the innermost one will not do.
-    """
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        parent = model.get_submodule(".".join(parts[: end - 1]))
-        if isinstance(parent, nn.ModuleList):
-            return parent
-    raise UsageError(f"{type(model).__name__}: attention module {name} is not inside a list of blocks")

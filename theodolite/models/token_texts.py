@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from theodolite.models.open import OpenModel
+from theodolite.corpus.corpus import Corpus
+from theodolite.models.opened import OpenModel
 
 MOST_PARTS = 12
 """Tokens that are tried together until they are whole characters."""
@@ -42,6 +43,11 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
         return str(tokenizer.convert_ids_to_tokens(token)) if unreadable else own
 
     return text
+
+
+def text_of_tokens(model: OpenModel, corpus: Corpus) -> Callable[[int], str]:
+    """The text of a token id of a corpus; of images, whose ids are positions, their names."""
+    return token_text(model) if corpus.grid is None else corpus.grid.token_text
 
 
 def token_texts(model: OpenModel, ids: Tensor) -> list[str]:

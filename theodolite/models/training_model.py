@@ -13,13 +13,31 @@ from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
 from theodolite.models.guard import guarded
+from theodolite.models.loading import usable_device
+from theodolite.models.opened import OpenModel
+from theodolite.models.source import Source
+
+
+def training_source(model: nn.Module | OpenModel) -> Source:
+    """What to hook and tap of a model in training, and how to run it.
+
+    Raises:
+        UsageError: as `unwrap`; it is an encoder-decoder, or on a device without float64.
+    """
+    if isinstance(model, OpenModel):
+        refuse_sharded(model.root)
+        return model.source
+    source = Source.of_transformers(unwrap(model))
+    usable_device(source.device)
+    return source
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
     """The `transformers` model inside DDP, DataParallel, `torch.compile` or PEFT.
 
     Raises:
-        UsageError: there is none, or its weights are spread over ranks, so that no rank can run it alone.
+        UsageError: there is none, or its weights are spread over ranks, so that no rank can run it alone; or PEFT has
+            learned a prompt, which is outside.
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
@@ -28,16 +46,34 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         elif isinstance(getattr(inner, "module", None), nn.Module):
             inner = inner.module
         elif callable(getattr(inner, "get_base_model", None)):
+            _refuse_learned_prompts(inner)
             inner = inner.get_base_model()
         else:
-            raise UsageError(f"{type(model).__name__} holds no model of transformers; give one that does")
-    for name, parameter in inner.named_parameters():
+            raise UsageError(
+                f"{type(model).__name__} holds no model of transformers: give open_module(model, vocabulary=…)"
+            )
+    refuse_sharded(inner)
+    return inner
+
+
+def _refuse_learned_prompts(model: Any) -> None:
+    """Raise `UsageError` where PEFT has learned what comes before every text: the base model knows nothing of it."""
+    for config in model.peft_config.values():
+        if getattr(config, "is_prompt_learning", False):
+            raise UsageError(
+                f"{type(model).__name__} has learned prompts ({config.peft_type.value}), which are outside of the "
+                "model that theodolite reads: give model.get_base_model() to measure it without them"
+            )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise `UsageError` where weights are spread over ranks, so that no rank can run the model alone."""
+    for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor" or not parameter.numel():
             raise UsageError(
                 f"{name} is spread over ranks (FSDP, ZeRO 3 or tensor parallel), and one rank alone cannot run "
                 "such a model: train without sharding to monitor it, or survey its checkpoints"
             )
-    return inner
 
 
 @contextmanager

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
 from theodolite.models.guard import MAKING, measures
-from theodolite.models.open import OpenModel, verified_parts
+from theodolite.models.open import verified_parts
+from theodolite.models.opened import OpenModel
+from theodolite.models.source import Source
 
 
 @measures
@@ -24,20 +26,21 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
     Raises:
         UsageError: it is no `transformers` model, so that nothing says how its weights begin.
     """
-    if not isinstance(model.hf, PreTrainedModel):
+    if not isinstance(model.root, PreTrainedModel):
         raise UsageError(
             f"{model.id} has no config that says how its weights begin: it has no untrained baseline"
         )
     with MAKING, torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = type(model.hf)(copy.deepcopy(model.hf.config))
-    hf = made.to(device=model.device, dtype=model.hf.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
+        made = type(model.root)(copy.deepcopy(model.root.config))
+    hf = made.to(device=model.device, dtype=model.source.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
     weights = model.weights()
-    source = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
+    origin = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
+    source = Source.of_transformers(hf)
     return OpenModel.of(
-        hf,
-        *verified_parts(hf),
+        source,
+        *verified_parts(source),
         tokenizer=model.tokenizer,
         id=f"{model.id}, untrained",
-        sha256=hashlib.sha256(source.encode()).hexdigest(),
+        sha256=hashlib.sha256(origin.encode()).hexdigest(),
     )

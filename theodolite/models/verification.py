@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.errors import WorkError
-from theodolite.models.doors.transformers import tapped
-from theodolite.models.structure import Structure, backbone, first_output, removed_on_leaving
+from theodolite.errors import UsageError, WorkError
+from theodolite.models.dequantised import holds_quantised_layers
+from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
+from theodolite.models.taps import tapped
 
 VERIFIED_LENGTH = 16
 """Tokens of the sequence on which an opened model is verified."""
@@ -25,14 +25,20 @@ ROUNDINGS = 10
 MOST_BY_LOGITS = 1e-3
 """By how much the attention output may differ because logits are large: what is wrong is off by more."""
 
+OF_QUANTISERS = 2**-4
+"""By how much it may differ in a quantised model of any dtype: where activations are rounded to eight bits, what is off
+by a last bit may be rounded the other way, by 1 % of the largest, and large logits make more of it."""
+
 
 @contextmanager
-def recorded_inputs(model: PreTrainedModel) -> Iterator[list[AttentionInputs]]:
-    """While open, the inputs of every attention layer that runs are added to the list that this yields."""
+def recorded_inputs(model: nn.Module, structure: Structure) -> Iterator[list[AttentionInputs]]:
+    """While open, the inputs of every layer's attention that runs are added to the list that this yields."""
     recorded: list[AttentionInputs] = []
 
-    def record(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-        recorded.append(inputs)
+    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        again = recorded and recorded[-1].query is inputs.query  # the same, to other values (DiffLlama)
+        if module in structure.attention and not again:
+            recorded.append(inputs)
         return attend(inputs)
 
     with tapped(model, record):
@@ -40,28 +46,35 @@ def recorded_inputs(model: PreTrainedModel) -> Iterator[list[AttentionInputs]]:
 
 
 def verify_attention(
-    model: PreTrainedModel, structure: Structure, sample: dict[str, Any], *, skip_overflow: bool = False
+    model: nn.Module, structure: Structure, run: Run, *, skip_overflow: bool = False
 ) -> list[AttentionInputs]:
     """Compare every attention module's output with the recomputed one; the attention inputs of each that attends.
 
     Args:
         model, structure: the model, and where its attention modules are.
-        sample: the arguments of the forward pass.
+        run: a forward pass.
         skip_overflow: compare nothing where the model's own outputs are NaN or infinite, as those of a training run
             that diverged: who measures it names the layer.
 
     Raises:
         WorkError: they differ by more than rounding.
     """
-    own = _attention_outputs(model, structure, sample)
-    with recorded_inputs(model) as inputs:
-        recomputed = _attention_outputs(model, structure, sample)
+    own = _attention_outputs(structure, run)
+    with recorded_inputs(model, structure) as inputs:
+        recomputed = _attention_outputs(structure, run)
     if skip_overflow and not all(torch.isfinite(output).all() for output in own):
         return inputs
     largest = [largest_logit(of_layer) for of_layer in inputs]
+    least = OF_QUANTISERS if holds_quantised_layers(model) else 0.0
     for number, layer in enumerate(structure.attending):
+        batch, _, positions, _ = inputs[number].query.shape
+        if own[number].shape[:2] != (batch, positions):
+            raise UsageError(
+                f"{structure.names[layer]} gives {tuple(own[number].shape)} for {batch} context of {positions} "
+                "positions: theodolite reads hidden states (contexts, positions, width)"
+            )
         where = f"layer {layer} ({structure.names[layer]})"
-        check_recomputed(where, own[number], recomputed[number], largest[: number + 1])
+        check_recomputed(where, own[number], recomputed[number], largest[: number + 1], least)
     return inputs
 
 
@@ -70,6 +83,7 @@ def check_recomputed(
     own: Float[Tensor, "*batch width"],
     recomputed: Float[Tensor, "*batch width"],
     largest: Sequence[float],
+    least: float = 0.0,
 ) -> None:
     """Compare the output of an attention module with the one recomputed from its queries, keys and values.
 
@@ -77,6 +91,7 @@ def check_recomputed(
         where: the layer, for the message.
         own, recomputed: the two outputs.
         largest: bounds of the logits of this layer and of those before it, whose errors travel on.
+        least: error that is rounding in any case.
 
     Raises:
         WorkError: they differ by more than rounding, or are NaN or infinite.
@@ -89,7 +104,7 @@ def check_recomputed(
     # Some families (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding
     # of its logit, which is as large as the logit is.
     eps = max(torch.finfo(own.dtype).eps, torch.finfo(torch.float32).eps)
-    rounding = max(100 * eps, min(ROUNDINGS * max(largest) * eps, MOST_BY_LOGITS))
+    rounding = max(least, 100 * eps, min(ROUNDINGS * max(largest) * eps, MOST_BY_LOGITS))
     if not error <= rounding * (1 + (len(largest) - 1) / 4):
         raise WorkError(
             f"{where}: the attention output recomputed from its queries, keys and values differs from the model's "
@@ -117,14 +132,14 @@ def attention_kind(inputs: Sequence[AttentionInputs]) -> tuple[bool, str]:
     return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
 
 
-def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Tensor]:
+def _attention_outputs(structure: Structure, run: Run) -> list[Tensor]:
     outputs: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        outputs.append(first_output(output).detach().clone())
+        outputs.append(structure.attention_layout.ordered(first_output(output)).detach().clone())
 
     modules = {structure.attention_at(layer) for layer in structure.attending}
     hooks = [module.register_forward_hook(keep) for module in modules]
     with removed_on_leaving(hooks), torch.inference_mode():
-        backbone(model)(**sample)
+        run()
     return outputs

@@ -10,10 +10,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from theodolite.models.dequantised import has_own_class
 from theodolite.models.projections import own_parameter
 from theodolite.system.checksums import digest
 from theodolite.system.threads import parallel_map
@@ -24,7 +26,8 @@ class Weights:
     """What the weights of an opened model are.
 
     Attributes:
-        sha256: of the checkpoint on disk, if that was local; of the tensors in memory where they were `changed`.
+        sha256: of the checkpoint on disk, if that was local; of the tensors where they were `changed`, or where the
+            model was opened `in_memory`.
         revision: the commit on the hub, if they are still those.
         changed: whether they are others than those that were opened.
     """
@@ -32,11 +35,12 @@ class Weights:
     sha256: str | None
     revision: str | None
     changed: bool = False
+    in_memory: bool = False
 
     def described(self) -> dict[str, str | None]:
         """As a provenance has it."""
-        changed = {"weights": "in memory, changed"} if self.changed else {}
-        return {"revision": self.revision, "sha256": self.sha256, **changed}
+        where = "in memory, changed" if self.changed else "in memory" if self.in_memory else None
+        return {"revision": self.revision, "sha256": self.sha256, **({"weights": where} if where else {})}
 
 
 def weights_checksum(model: nn.Module) -> int:
@@ -61,7 +65,17 @@ def _weights(model: nn.Module) -> Mapping[str, Tensor]:
     for name, tensor in _tensors(model):
         if not tensor.is_meta:
             found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
+    return dict(part for named in found.values() for part in _parts(*named))
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensor, or the plain ones that one of a quantiser's class is made of."""
+    if not has_own_class(tensor):
+        yield name, tensor
+        return
+    parts: Any = tensor
+    for part in parts.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.images import Images
 from theodolite.corpus.sampling import check_length, check_seed
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.hooks import Hooks, hooked, positions_read
 from theodolite.passes.provenance import versions
 from theodolite.passes.run import SCHEMA_VERSION
 from theodolite.system.progress import Progress
@@ -100,13 +101,12 @@ class CorpusPass(Hooks):
                 self._read(start, min(start + self.batch, last))
 
     def _read(self, first: int, last: int) -> None:
-        ids = self.corpus.contexts[first:last]
-        self.begin(first, ids)
-        self.forward(ids)
+        self.begin(first, self.corpus.contexts[first:last])
+        self.forward(self.corpus.inputs(slice(first, last)))
 
-    def forward(self, ids: Tensor) -> None:
-        """Run the model on a batch."""
-        self.model.forward(ids)
+    def forward(self, inputs: Tensor) -> None:
+        """Run the model on a batch: token ids, or pixel values."""
+        self.model.forward(inputs)
 
 
 def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None:
@@ -120,11 +120,11 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
     if not isinstance(corpus, Corpus):
         raise UsageError(f"this needs a Corpus, such as Corpus.from_path(…), not {type(corpus).__name__}")
     contexts, length = corpus.contexts.shape
-    if model.vocabulary is None:
-        raise UsageError(
-            f"{model.id} reads {model.hf.main_input_name}, not text: only `theodolite spectra` can measure it"
-        )
-    if not model.has_positions(length):
+    if corpus.images is not None:
+        _check_images(model, corpus.images)
+    elif model.vocabulary is None:
+        raise UsageError(f"{model.id} reads {model.source.reads}, not text: give it images (--corpus FOLDER)")
+    elif not model.has_positions(length):
         raise UsageError(
             f"contexts of {length} tokens are longer than the {model.longest} that {model.id} has positions "
             f"for: use --length {model.longest} or less"
@@ -134,7 +134,27 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         raise UsageError(
             f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"
         )
-    model.check_tokens(corpus.contexts)
+    if corpus.images is None:
+        model.check_tokens(corpus.contexts)
+
+
+def _check_images(model: OpenModel, images: Images) -> None:
+    """Refuse images of which the model does not make the tokens that they are said to have."""
+    if model.vocabulary is not None:
+        raise UsageError(f"{model.id} reads {model.source.reads}, not images: give it text")
+    blank = torch.zeros(1, *images.pixels(slice(0, 1)).shape[1:])
+    height, width = images.size
+    try:
+        tokens = positions_read(model, blank)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{model.id} cannot read images of {height} × {width}: {first_line(error)}"
+        ) from error
+    if tokens != images.grid.length:
+        raise UsageError(
+            f"{model.id} makes {tokens} tokens of an image of {height} × {width} pixels, not the {images.grid.length} "
+            "of its grid of patches"
+        )
 
 
 def fingerprint_of(model: OpenModel) -> dict[str, Any]:
@@ -144,8 +164,9 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         "versions": versions(),
         "schema_version": SCHEMA_VERSION,
         "model": weights.sha256 or weights.revision or model.id,
-        "dtype": str(model.hf.dtype),
+        "dtype": str(model.source.dtype),
         "device": model.device.type,
+        **({"attention": model.source.attention} if model.source.attention else {}),
         **({"edits": list(model.interventions)} if model.interventions else {}),
     }
 

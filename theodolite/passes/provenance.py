@@ -10,6 +10,7 @@ import torch
 
 import theodolite
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.images import Images
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.passes.run import SCHEMA_VERSION
@@ -33,10 +34,10 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
         "model": {
             "id": model.id,
             **model.weights().described(),
-            "architecture": type(model.hf).__name__,
-            "family": model.hf.config.model_type,
-            "parameters": model.hf.num_parameters(),
-            "dtype": str(model.hf.dtype).removeprefix("torch."),
+            "architecture": model.source.name,
+            "family": model.source.family,
+            "parameters": sum(p.numel() for p in model.root.parameters()),
+            "dtype": str(model.source.dtype).removeprefix("torch."),
             "layers": model.layers,
             "heads": model.heads,
             "width": model.width,
@@ -44,6 +45,7 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
             "vocabulary": model.vocabulary,
             "causal": model.causal,
             "positions": model.positions,
+            **({"attention": model.source.attention} if model.source.attention else {}),
         },
         "device": model.device.type,
     }
@@ -60,7 +62,12 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
         "labels": corpus.label_names,
         "seed": corpus.seed,
         **corpus.selection,
+        **({} if corpus.images is None else _described(corpus.images)),
     }
+
+
+def _described(images: Images) -> dict[str, Any]:
+    return {"grid": images.grid.described(), "pixels": list(images.size)}
 
 
 def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def survey_on_ray(
         WorkError: as `survey`; or three workers died of the same contexts or the same later pass.
     """
     check_fit(model, corpus)
+    if corpus.images is not None:
+        raise UsageError("workers read text, not images: survey them with `survey` (leave out --ray)")
     if model.interventions:
         raise UsageError(
             f"workers open {model.id} anew, without {', '.join(model.interventions)}: survey it with `survey`"
@@ -272,11 +274,14 @@ def shards(contexts: int, batch: int, done: int = 0) -> Iterator[tuple[int, int]
 
 
 def _job(model: OpenModel, corpus: Corpus, device: str, batch: int, seed: int, extra: Sequence[Extra]) -> Job:
+    if model.sha256 is None and model.revision is None:
+        raise UsageError(f"{model.id} is in memory: with ray=True each worker opens a checkpoint")
     return Job(
         source=_source(model.id),
         id=model.id,
-        dtype=str(model.hf.dtype).removeprefix("torch."),
+        dtype=str(model.source.dtype).removeprefix("torch."),
         revision=model.revision,
+        attention=model.source.attention,
         device=device,
         threads=torch.get_num_threads(),
         corpus=corpus,

@@ -28,6 +28,7 @@ from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.passes.survey import later_pass
 from theodolite.passes.survey_pass import SurveyPass
+from theodolite.system.choices import Attention
 from theodolite.system.interrupt import starting_others
 from theodolite.system.progress import Progress
 
@@ -60,6 +61,7 @@ class Job:
     id: str
     dtype: str
     revision: str | None
+    attention: Attention | None
     device: str
     threads: int
     corpus: Corpus
@@ -111,7 +113,13 @@ class Worker:
         job, node = self.job, _node()
         torch.set_num_threads(job.threads)
         try:
-            model = open_model(job.source, dtype=job.dtype, device=job.device, revision=job.revision)
+            model = open_model(
+                job.source,
+                dtype=job.dtype,
+                device=job.device,
+                revision=job.revision,
+                attention=job.attention,
+            )
         except TheodoliteError as error:
             raise type(error)(f"on node {node}: {error}") from error
         fingerprint = fingerprint_of(model)

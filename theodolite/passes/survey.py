@@ -19,7 +19,7 @@ from theodolite.logits.shares import SharesPass, split_contexts
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.head_weights import NO_MATRIX, no_head_matrix
-from theodolite.models.token_texts import token_text
+from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
@@ -56,7 +56,7 @@ def survey(
 
     Args:
         model: from `open_model`.
-        corpus: from a `Corpus` constructor, with the model's own tokenizer.
+        corpus: from a `Corpus` constructor, with the model's own tokenizer or `image_reader` of it.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         seed: of the kept sample and of the random sequences for induction.
@@ -233,10 +233,17 @@ def given(name: str, states: States) -> State:
 def later_pass(name: str, model: OpenModel, corpus: Corpus, seed: int, tensors: State) -> Pass:
     """One of the passes of `LATER`, from what `given` gives."""
     if name == "shares":
-        return SharesPass(model, corpus.contexts, seed, tensors["mean"], tensors["pos"])
+        return SharesPass(model, corpus, seed, tensors["mean"], tensors["pos"])
     if name == "weights":
         means = {key: tensors[key] for key in ("mean", "pos", "normed")}
-        return WeightsPass(model, inputs=part_of(tensors, "inputs"), **means)
+        grid = None if corpus.grid is None else corpus.grid.shape
+        return WeightsPass(
+            model,
+            inputs=part_of(tensors, "inputs"),
+            leading=corpus.leading,
+            grid=grid,
+            **means,
+        )
     if name == "patterns":
         return PatternPass(model, corpus.contexts.shape[1], seed)
     return AttributionPass(model, seed, tensors["scores"], tensors["mean"], tensors["pos"])
@@ -272,13 +279,13 @@ def _facts_of_text(
     contexts, length = corpus.contexts.shape
     described = describe_pass(model, corpus, seed, fingerprint)
     text_length = length - described["corpus"]["trailing_special_tokens"]
-    sample = choose_sample(contexts, text_length, (model.layers + 1) * model.width, seed)
+    sample = choose_sample(contexts, text_length, (model.layers + 1) * model.width, seed, corpus.leading)
     examples = corpus.contexts[: attention["example_received"].shape[1]]
     described["counts"] |= {
         "sampled_contexts": sample.size,
         "split_contexts": min(contexts, split_contexts(length)),
     }
-    text = token_text(model)
+    text = text_of_tokens(model, corpus)
     named = torch.cat([attention["sink_tokens"][:, 2].long(), examples.flatten()]).unique().tolist()
     notes = {
         "provenance": describe_model(model) | described,
@@ -291,4 +298,6 @@ def _facts_of_text(
         "labels": corpus.labels,
         "examples": examples.clone(),
     }
+    if corpus.images is not None:
+        tensors["pictures"] = corpus.images.reader.shown(corpus.images.pixels(slice(0, len(examples))))
     return Facts(notes, tensors)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
+from theodolite.accumulate.example_norms import ExampleNorms
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
@@ -42,12 +43,13 @@ class HeadsPass(CorpusPass):
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         super().__init__(model, corpus, seed, batch)
         contexts, length = corpus.contexts.shape
+        self.leading = corpus.leading
         self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
         self.sample = self._choose_sample()
-        self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing)
-        self.inputs = SecondMoments(model.layers, model.width)
+        self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing, self.leading)
+        self.inputs = SecondMoments(model.layers, model.attention_width)
         self.attention_statistics = AttentionStatistics(
-            model.layers, model.heads, length, min(self._examples, contexts), self.trailing
+            model.layers, model.heads, length, min(self._examples, contexts), self.trailing, self.leading
         )
         self._tokens: Tokens | None = None
         self._first = 0
@@ -75,8 +77,8 @@ class HeadsPass(CorpusPass):
         self._tokens = Tokens.of(ids, self.model.device)
 
     def _text(self, hidden: Tensor) -> Tensor:
-        """Without position 0 and the special tokens that the tokenizer puts at the end."""
-        return hidden[:, 1 : hidden.shape[1] - self.trailing]
+        """Without the tokens apart: position 0 or all before an image's patches, and special tokens at the end."""
+        return hidden[:, self.leading : hidden.shape[1] - self.trailing]
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
@@ -105,13 +107,17 @@ class SurveyPass(HeadsPass):
         super().__init__(model, corpus, seed, batch)
         self.residual = SecondMoments(model.layers + 1, model.width)
         self.sketches = MomentSketches(model.layers + 1, model.width, self.total)
-        self.outliers = OutlierCounts(model.layers + 1, model.width, self.total, self.trailing)
+        self.outliers = OutlierCounts(model.layers + 1, model.width, self.total, self.trailing, self.leading)
+        shown = min(EXAMPLES, self.total)
+        self.examples = (
+            None if corpus.grid is None else ExampleNorms(model.layers + 1, self.means.length, shown)
+        )
         self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
 
     def _choose_sample(self) -> Sample:
         contexts, length = self.corpus.contexts.shape
         vector = (self.model.layers + 1) * self.model.width
-        return choose_sample(contexts, length - self.trailing, vector, self.seed)
+        return choose_sample(contexts, length - self.trailing, vector, self.seed, self.corpus.leading)
 
     @property
     def accumulators(self) -> dict[str, LayerSums]:
@@ -121,6 +127,8 @@ class SurveyPass(HeadsPass):
             "sketches": self.sketches,
             "outliers": self.outliers,
         }
+        if self.examples is not None:
+            own["examples"] = self.examples
         return super().accumulators | own | {f"extra.{one.name}": one for one in self.extra}
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -130,6 +138,8 @@ class SurveyPass(HeadsPass):
         self.residual.update_centred(layer, centred)
         self.sketches.update_centred(layer, centred, self._first)
         self.outliers.update(layer, hidden, self._first)
+        if self.examples is not None:
+            self.examples.update(layer, hidden, self._first)
         for accumulator in self.extra:
             accumulator.stream(layer, hidden)
 
@@ -147,18 +157,18 @@ class SurveyPass(HeadsPass):
         return super().attention(layer, inputs)
 
 
-def choose_sample(contexts: int, length: int, vector: int, seed: int) -> Sample:
+def choose_sample(contexts: int, length: int, vector: int, seed: int, leading: int = 1) -> Sample:
     """A seeded sample of contexts whose means are kept (`vector` numbers each), and of single tokens.
 
-    `length` is that of a context without special tokens at its end.
+    `length` is that of a context without special tokens at its end, `leading` how many tokens are apart before.
     """
     generator = torch.Generator().manual_seed(seed)
     size = max(1, min(contexts, SAMPLED_CONTEXTS, SAMPLED_BYTES // (vector * 8)))
     slot = torch.full((contexts,), -1, dtype=torch.int64)
     slot[torch.randperm(contexts, generator=generator)[:size].sort().values] = torch.arange(size)
-    tokens = min(SAMPLED_TOKENS, contexts * (length - 1))
+    tokens = min(SAMPLED_TOKENS, contexts * (length - leading))
     return Sample(
         slot,
         torch.randint(contexts, (tokens,), generator=generator),
-        torch.randint(1, length, (tokens,), generator=generator),
+        torch.randint(leading, length, (tokens,), generator=generator),
     )

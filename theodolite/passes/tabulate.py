@@ -18,6 +18,7 @@ from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
 from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.logits.attribution import PATTERNS, attribution_table
 from theodolite.logits.shares import shares_tables
@@ -78,7 +79,16 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
 
 def survey_means(states: States) -> tuple[Tensor, Tensor, Tensor]:
     """μ (N, d), pos (N, T, d) and ctx (N, S, d) of the text that was read; trailing special tokens have a pos."""
-    return states.once("means", lambda: decomposed_means(states.of("corpus.means"), trailing_tokens(states)))
+    grid = grid_of(states)
+    leading = 1 if grid is None else grid.leading
+    return states.once(
+        "means", lambda: decomposed_means(states.of("corpus.means"), trailing_tokens(states), leading)
+    )
+
+
+def grid_of(states: States) -> PatchGrid | None:
+    """How the tokens of the images lie that were read; None where it was text."""
+    return grid_described(states.notes["facts"]["provenance"]["corpus"])
 
 
 def trailing_tokens(states: States) -> int:
@@ -128,9 +138,17 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     contexts, length = (facts["provenance"]["corpus"][name] for name in ("contexts", "length"))
     length -= trailing_tokens(states)
     means = means | {"position_sum": means["position_sum"][:, :, :length]}
-    layers, arrays = geometry(means, residual, outliers, sample, labels)
-    sketches = states.of("corpus.sketches")
-    layers |= standard_errors(means, sketches, outliers, sample, labels, arrays["context_cluster"])
+    grid = grid_of(states)
+    leading, shape = (1, None) if grid is None else (grid.leading, grid.shape)
+    layers, arrays = geometry(means, residual, outliers, sample, labels, leading, shape)
+    sketches, clusters = states.of("corpus.sketches"), arrays["context_cluster"]
+    layers |= standard_errors(means, sketches, outliers, sample, labels, clusters, leading, shape)
+    if grid is not None:
+        arrays |= {
+            "example_picture": own["pictures"],
+            "example_received": attention["example_received"].float(),
+        }
+        arrays |= {"example_norm": states.of("corpus.examples")["norm"].float()}
     texts: dict[str, str] = facts["tokens"]
 
     def text(token: int) -> str:
@@ -139,7 +157,7 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     tables = {
         "layers": pd.DataFrame({"layer": range(len(arrays["mean"])), **layers}),
         "sinks": sinks_table(attention, text),
-        "outliers": pd.DataFrame(outlier_rows(outliers, contexts, length), columns=OUTLIER_COLUMNS),
+        "outliers": pd.DataFrame(outlier_rows(outliers, contexts, length, leading), columns=OUTLIER_COLUMNS),
         "examples": examples_table(attention, own["examples"], SINK_THRESHOLD, text),
     }
     return tables, arrays

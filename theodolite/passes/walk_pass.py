@@ -5,7 +5,7 @@ The survey's own pass is not touched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
     check_length(length)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(count, generator=generator)[:CONTEXTS].sort().values
-    sample = replace(corpus, contexts=corpus.contexts[chosen], labels=corpus.labels[chosen])
+    sample = corpus.subset(chosen)
     # No walk goes on into the special tokens that a tokenizer puts at the end.
     text_length = length - trailing_special_tokens(model.tokenizer, corpus.contexts)
     check_length(text_length)

@@ -21,6 +21,7 @@ from theodolite.models.guard import measures
 from theodolite.models.head_weights import NO_MATRIX, HeadWeights, NotAffine
 from theodolite.models.structure import NoAttention
 from theodolite.system.progress import Progress
+from theodolite.theory.smoothness import Grid
 
 OUTPUT_TITLE = "reading output weights"
 """What is said while W_O is read."""
@@ -83,6 +84,7 @@ class WeightsPass:
     Args:
         inputs: the state of `SecondMoments` of what attention reads, for the columns with suffix `_data`.
         mean, pos, normed: μ, the positional basis, and μ + pos behind each layer's norm, for the positional columns.
+        leading, grid: as for `positional_heads`.
     """
 
     def __init__(
@@ -93,8 +95,11 @@ class WeightsPass:
         mean: Float[Tensor, "layers_and_1 width"] | None = None,
         pos: Float[Tensor, "layers_and_1 positions width"] | None = None,
         normed: Float[Tensor, "layers positions width"] | None = None,
+        leading: int = 1,
+        grid: Grid | None = None,
     ) -> None:
         self.model = model
+        self.leading, self.grid = leading, grid
         self.inputs, self.mean, self.pos, self.normed = inputs, mean, pos, normed
         self.total = model.layers
         self.notes: dict[str, Any] = {"spectrum_of": [], "scaling": [], "heads": list(model.heads_of)}
@@ -141,11 +146,14 @@ class WeightsPass:
             self._state[name][layer][tuple(slice(size) for size in values.shape)] = values
 
     def _positional(self, layer: int, weights: HeadWeights | None) -> State:
-        if weights is None:
+        assert self.pos is not None
+        # They do not read the stream as it is
+        if weights is None or weights.w_q.shape[1] != self.pos.shape[-1]:
             empty = torch.full((self.model.heads_of[layer],), math.nan, dtype=torch.float64)
             return dict.fromkeys(POSITIONAL, empty)
         assert self.mean is not None
-        assert self.pos is not None
         normed = None if self.normed is None else self.normed[layer]
-        columns = positional_heads(self.pos[layer], self.mean[layer], weights.w_q, weights.w_k, normed)
+        columns = positional_heads(
+            self.pos[layer], self.mean[layer], weights.w_q, weights.w_k, normed, self.leading, self.grid
+        )
         return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}

@@ -94,6 +94,8 @@ def prune_model(
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     check_fit(model, corpus, least_contexts=1)
+    if corpus.images is not None:
+        raise UsageError(f"{model.id} reads images: only models of text are pruned")
     check_form(form)
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
@@ -135,7 +137,7 @@ class _PruningRun:
         low_rank: LowRank = {}
         total = sum(map(len, self.matrices))
         described = describe_model(self.model)
-        with one_expert_at_a_time(self.model.hf):
+        with one_expert_at_a_time(self.model.root):
             stream = BlockByBlock(
                 self.model,
                 self.corpus,
@@ -172,7 +174,7 @@ class _PruningRun:
                 pruned.merged(own.holder.device) for own, pruned in zip(mine, chain(*blocks), strict=True)
             ]
         else:
-            opened = open_model(folder, dtype=self.model.hf.dtype, device="cpu")
+            opened = open_model(folder, dtype=self.model.source.dtype, device="cpu")
             finished = [matrix.read() for matrix in chain(*block_matrices(opened))]
         for own, matrix in zip(mine, finished, strict=True):
             own.write(matrix)
@@ -213,7 +215,7 @@ def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
     zeros = sum(int((matrix == 0).sum()) for matrix in held.values())
     entries = sum(matrix.numel() for matrix in held.values())
     if not entries:
-        raise UsageError(f"{type(model.hf).__name__} has no linear layers in its blocks that could be pruned")
+        raise UsageError(f"{model.source.name} has no linear layers in its blocks that could be pruned")
     share = zeros / entries
     if share > PRUNED_SHARE:
         raise UsageError(

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel
-from theodolite.models.head_weights import Call
 from theodolite.models.structure import first_tensor
 from theodolite.passes.corpus_pass import refuse_nonfinite_stream
 
@@ -28,6 +27,10 @@ MAX_ROUNDINGS = 16
 
 MOST_VARIANTS = 4
 """Distinct argument tensors per shape that a new one is compared with, to store equal ones once."""
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call, by place and by name."""
 
 
 class BlockByBlock:
@@ -47,7 +50,7 @@ class BlockByBlock:
         self._model, self._between = model, between
         self._ids = list(corpus.contexts.split(batch))
         self._hidden: list[Hidden] = []
-        self._calls: list[list[Call]] = []  # by batch, then by block, without hidden states
+        self._calls: list[list[Arguments]] = []  # by batch, then by block, without hidden states
         self._shared = _SharedArguments()
         for number, ids in enumerate(self._ids):
             calls, hidden, output = self._model_pass(ids)
@@ -95,9 +98,9 @@ class BlockByBlock:
         with torch.inference_mode():
             return _first(self._model.structure.blocks[layer](*args, **kwargs))
 
-    def _model_pass(self, ids: Tensor) -> tuple[list[Call], Hidden, Hidden]:
+    def _model_pass(self, ids: Tensor) -> tuple[list[Arguments], Hidden, Hidden]:
         """A forward pass: how each block is called, the input of the first and the output of the last one."""
-        calls: list[Call] = []
+        calls: list[Arguments] = []
         ends: list[Hidden] = []
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -123,7 +126,7 @@ class BlockByBlock:
         largest = reference.abs().max().double().clamp_min(1e-300)
         error = float((ours.double() - reference.double()).abs().max() / largest)
         if not error <= MAX_ROUNDINGS * torch.finfo(reference.dtype).eps:
-            family = type(self._model.hf).__name__
+            family = self._model.source.name
             raise WorkError(
                 f"{family}: running its blocks one by one differs from the model's own pass by {error:.1e}, so it "
                 "cannot be pruned block by block"
@@ -136,7 +139,7 @@ class _SharedArguments:
     def __init__(self) -> None:
         self._tensors: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
 
-    def call(self, call: Call) -> Call:
+    def call(self, call: Arguments) -> Arguments:
         """The arguments without hidden states, each tensor replaced by an equal one if stored."""
         args, kwargs = call
         if "hidden_states" in kwargs:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from theodolite.corpus.patches import grid_described
 from theodolite.measure.head_roles import (
     END_TOKEN_SINK,
     FIRST_TOKEN_SINK,
@@ -37,6 +38,7 @@ from theodolite.report.measures import (
 from theodolite.system.wording import (
     MISSING,
     head_name,
+    listed,
     number,
     percent,
     rounded_with_error,
@@ -163,8 +165,8 @@ def flowing(token: object) -> str:
 
 def sink_texts(run: Run) -> list[list[Token]]:
     """The example contexts, each a list of tokens in order; empty where the run has none."""
-    if run.examples is None or not len(run.examples):
-        return []
+    if run.examples is None or not len(run.examples) or grid_described(provenance(run, "corpus") or {}):
+        return []  # of images, pictures are shown
     texts = []
     ordered = run.examples.sort_values(["context", "position"], kind="stable")
     for _, rows in list(ordered.groupby("context", sort=True))[:EXAMPLE_CONTEXTS]:
@@ -358,6 +360,10 @@ def text_line(provenance: dict[str, Any]) -> str:
         return f"on {provenance['reads']}"
     if not corpus:
         return "weights only, no text was read"
+    if grid := grid_described(corpus):
+        before = f" and {listed(list(grid.before))} before" if grid.before else ""
+        tokens = f"{grid.rows} × {grid.columns} patches{before}"
+        return f"on {number(corpus['contexts'])} images of {tokens} from {visible(corpus['name'], 80)}"
     size = f"{number(corpus['contexts'])} contexts of {number(corpus['length'])} tokens"
     return f"on {size} from {visible(corpus['name'], 80)}"
 

@@ -161,12 +161,16 @@ def by_layer(count: int, draw: Callable[[int], go.Figure | Sketch], *, grid: boo
 
 
 def by_layer_of(
-    count: Callable[[Run], int], draw: Sketched[[Run, int]], *, grid: bool = False
+    count: Callable[[Run], int],
+    draw: Sketched[[Run, int]] | Callable[[Run, int], go.Figure],
+    *,
+    grid: bool = False,
 ) -> Callable[[Run], Choice]:
     """A picker over the layers that a run has."""
+    drawn: Callable[[Run, int], go.Figure | Sketch] = draw.sketch if isinstance(draw, Sketched) else draw
 
     def choice(run: Run) -> Choice:
         names = [f"layer {layer}" for layer in range(count(run))]
-        return by_name("layer", names, lambda layer: draw.sketch(run, layer), grid=grid)
+        return by_name("layer", names, lambda layer: drawn(run, layer), grid=grid)
 
     return choice

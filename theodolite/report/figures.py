@@ -29,6 +29,7 @@ from theodolite.report.drawing import geometry as figures_geometry
 from theodolite.report.drawing import heads as figures_heads
 from theodolite.report.drawing import layers as figures_layers
 from theodolite.report.drawing import outliers as figures_outliers
+from theodolite.report.drawing import patches as figures_patches
 from theodolite.report.drawing import sinks as figures_sinks
 from theodolite.report.drawing import spectra as figures_spectra
 from theodolite.report.exhibits import EXHIBITS
@@ -48,6 +49,9 @@ _CHOICES: dict[str, Sequence[object]] = {
     "name": ("spectrum", "spectrum_data"),
 }
 """What the arguments that are no places may be."""
+
+_OF_BLOCKS = (figures_constituents.head_shares, figures_patches.received_on_pictures)
+"""What is drawn of a block and not of a residual layer."""
 
 _KEYS = {"cosine_previous": "cosine"}  # figures that the page knows by another name than the function's
 
@@ -114,15 +118,17 @@ def _standalone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
     def drawn(*args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        _check(
-            bound.arguments, of_block="head" in bound.arguments or draw is figures_constituents.head_shares
-        )
+        _check(bound.arguments, of_block="head" in bound.arguments or draw in _OF_BLOCKS)
         return style.alone(draw(*args, **kwargs), *_title_and_note(draw.__name__, bound.arguments))
 
     FIGURES[draw.__name__] = drawn
     return drawn
 
 
+patch_components = _standalone(figures_patches.patch_components)
+patch_frequencies = _standalone(figures_patches.patch_frequencies)
+received_on_pictures = _standalone(figures_patches.received_on_pictures)
+norms_on_pictures = _standalone(figures_patches.norms_on_pictures)
 spiral = _standalone(figures_geometry.spiral)
 waves = _standalone(figures_geometry.waves)
 singular_values = _standalone(figures_geometry.singular_values)

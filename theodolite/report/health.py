@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from theodolite.corpus.patches import grid_described
 from theodolite.judging import HOLDS, Criterion, judge
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.report.data import (
@@ -256,17 +257,25 @@ def _positional(run: Run) -> Check | None:
     return Check("positional structure", text, True)
 
 
+def of_plane(run: Run) -> str:
+    """What is said of the frequencies of patches, which lie in rows and columns."""
+    return " of rows and of columns" if grid_described(provenance(run, "corpus") or {}) else ""
+
+
 def _smooth(run: Run) -> Check | None:
     smooth = layer_average(run, "low_frequency_10")[0]
     if not math.isfinite(smooth.value):
         return None
     share = percent_with_error(smooth.value, smooth.error)
     if judge("", "smoothness", smooth, ROUGH).answer == HOLDS:
-        text = f"The positional basis is not rough: its ten lowest frequencies hold {share} of the energy."
+        text = (
+            f"The positional basis is not rough: its ten lowest frequencies{of_plane(run)} hold {share} of the "
+            "energy."
+        )
         return Check("smoothness", text, False)
     text = (
-        f"Rough positional basis: the ten lowest frequencies hold {share} of the energy of its Gram matrix, not "
-        f"clearly more than {percent(ROUGH.limit)}: neighbouring positions have unrelated vectors."
+        f"Rough positional basis: the ten lowest frequencies{of_plane(run)} hold {share} of the energy of its Gram "
+        f"matrix, not clearly more than {percent(ROUGH.limit)}: neighbouring positions have unrelated vectors."
     )
     return Check("smoothness", text, True)
 

@@ -136,9 +136,10 @@ def _position(run: Run) -> list[str]:
             else "not smooth"
         )
         sentences.append(
-            f"The positional basis is {word}: the ten lowest frequencies hold {percent_with_error(*smooth)} of the "
-            f"energy of its Gram matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition "
-            f"about {percent(published.LOW_FREQUENCY_ADDITION)})."
+            f"The positional basis is {word}: the ten lowest frequencies{health.of_plane(run)} hold "
+            f"{percent_with_error(*smooth)} of the energy of its Gram matrix "
+            f"(GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition about "
+            f"{percent(published.LOW_FREQUENCY_ADDITION)})."
         )
     return sentences
 

@@ -126,7 +126,7 @@ def ablation_test(
     """
     check_fit(model, corpus, least_contexts=1)
     model.check_weights()
-    if model.hf.get_output_embeddings() is None:
+    if model.source.predict is None:
         raise UsageError(f"{model.id} predicts no tokens: an ablation test needs the loss")
     model.check_place(layer, head)
     ids, groups = _contexts_with_sinks(model, corpus, layer, head)

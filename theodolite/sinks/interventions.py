@@ -21,11 +21,11 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.doors.transformers import Answer, intervened
+from theodolite.models.calls import capture_calls
+from theodolite.models.doors.answers import Answer
 from theodolite.models.guard import guarded
-from theodolite.models.head_weights import capture_calls
-from theodolite.models.model_inputs import small_input
 from theodolite.models.projections import Projection, find_projections, replaced
+from theodolite.models.taps import intervened
 
 Positions = int | Sequence[int] | Tensor
 """Positions from 0 on, the same in all contexts; or a bool tensor (contexts, positions), one context for all."""
@@ -85,7 +85,7 @@ def ablate_direction(
             outside of what the head writes; on calling the model: positions that the contexts do not have.
     """
     model.check_place(layer, head)
-    with guarded(model.hf):
+    with guarded(model.root):
         weights = model.output_weights(layer)[head]
         backwards = torch.linalg.pinv(weights)
         unit, share = _writable_part(direction, weights, backwards, f"head {head} of layer {layer}")
@@ -115,7 +115,7 @@ def ablate_direction(
     edit_name = _described(
         "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries
     )
-    with model.intervention(edit_name, intervened(model.hf, model.attention_alone(layer), intervene)):
+    with model.intervention(edit_name, intervened(model.root, model.attention_alone(layer), intervene)):
         yield AblatedDirection(unit, along, share)
 
 
@@ -150,7 +150,7 @@ def attention_knockout(
     """
     model.check_place(layer, 0 if head is None else head)
     heads = list(range(model.heads_of[layer])) if head is None else [head]
-    with guarded(model.hf):
+    with guarded(model.root):
         chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
@@ -164,7 +164,7 @@ def attention_knockout(
     edit_name = _described(
         "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
     )
-    edit = intervened(model.hf, attention, intervene, of_inputs=True, whole_cache=True)
+    edit = intervened(model.root, attention, intervene, of_inputs=True, whole_cache=True)
     with model.intervention(edit_name, edit):
         yield
 
@@ -202,7 +202,7 @@ def without_low_rank(
     model.check_place(layer, 0)
     if (rank is None) == (factors is None):
         raise UsageError("give either a rank or factors")
-    with guarded(model.hf):
+    with guarded(model.root):
         projections = _projections(model, layer, tuple(of if factors is None else factors))
         shares, replacements = {}, []
         for number, (name, projection) in enumerate(projections.items()):
@@ -301,8 +301,8 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
         raise UsageError(f"{''.join(names)!r} is not of W_Q, W_K and W_V: use letters of 'qkv'")
     model.attention_alone(layer)
     with torch.no_grad():
-        calls = capture_calls(model.hf, model.structure, small_input(model.hf, 1))
-        (of_layer,) = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")
+        calls = capture_calls(model.root, model.structure, model.sample_pass)
+        (of_layer,) = find_projections(model.root, model.structure, calls, [layer], purpose="replacement")
     projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
     wanted = {name: projection for name, projection in projections.items() if name in names and projection}
     if len(wanted) < len(names):

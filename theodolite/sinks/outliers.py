@@ -8,7 +8,7 @@ has them apart. Composes passes, the accumulator and the rules; knows neither mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,7 +32,7 @@ from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.token_texts import token_text
+from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.corpus_pass import (
     Accumulator,
     CorpusPass,
@@ -132,14 +132,14 @@ def find_outliers(
     trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
     baseline_contexts = min(batch_of(corpus, None), contexts)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
-    text, weights = token_text(model), model.weights()
+    text, weights = text_of_tokens(model, corpus), model.weights()
 
     def rules(states: States, values: str) -> Activations:
         bounds = [layer.bounds(contexts * length, thresholds.level) for layer in _baselines(states, values)]
         return Activations(torch.stack(bounds), length, thresholds, trailing)
 
     def baseline(states: States) -> Pass:
-        some = _subset(corpus, order[:baseline_contexts].sort().values)
+        some = corpus.subset(order[:baseline_contexts].sort().values)
         return _OutlierPass(model, some, {STREAM: LayerBaselines(trailing), HEADS: LayerBaselines(trailing)})
 
     def count(states: States) -> Pass:
@@ -147,7 +147,7 @@ def find_outliers(
 
     def follow(states: States) -> Pass:
         carriers = _carriers(states.of(f"count.{STREAM}"), text)
-        some = _subset(corpus, torch.tensor(_followed(carriers, contexts, length), dtype=torch.int64))
+        some = corpus.subset(torch.tensor(_followed(carriers, contexts, length), dtype=torch.int64))
         followed = FollowedActivations(rules(states, STREAM), sorted(set(carriers["dimension"])))
         return _OutlierPass(model, some, {STREAM: followed})
 
@@ -184,11 +184,6 @@ def find_outliers(
             "seed": seed,
         },
     )
-
-
-def _subset(corpus: Corpus, chosen: Tensor) -> Corpus:
-    """Some contexts of a corpus."""
-    return replace(corpus, contexts=corpus.contexts[chosen], labels=corpus.labels[chosen])
 
 
 class _Sums(Accumulator, Protocol):

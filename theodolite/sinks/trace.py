@@ -26,7 +26,7 @@ from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.token_texts import token_text
+from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.corpus_pass import (
     Accumulator,
     CorpusPass,
@@ -198,7 +198,7 @@ def trace_sinks(
     if stretches:
         fingerprint["stretches"] = True
     provenance = describe_model(model) | describe_pass(model, corpus, 0, fingerprint)
-    text = token_text(model)
+    text = text_of_tokens(model, corpus)
     return run_into(
         trace_stages(model, corpus, batch, stretches),
         lambda states: trace_tables(states, provenance, text),

@@ -21,11 +21,11 @@ def local_folder(source: str | Path) -> Path | None:
             raise UsageError(f"no checkpoint at {source}: give a folder with config.json, or a hub name")
         return None
     if not folder.is_dir() or not (folder / "config.json").is_file():
-        what = (
-            "it is a run folder, so give the model"
-            if is_run(folder)
-            else "theodolite needs a folder with config.json in it"
-        )
+        what = "theodolite needs a folder with config.json in it"
+        if is_run(folder):
+            what = "it is a run folder, so give the model"
+        elif (folder / "adapter_config.json").is_file():
+            what = "it holds an adapter alone, so merge it into its model, or open_model(PeftModel.from_pretrained(…))"
         raise UsageError(f"{source} is no checkpoint: {what}")
     refuse_index(folder)
     if not weight_files(folder):

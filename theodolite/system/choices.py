@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from theodolite.errors import UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+Attention = Literal["decoder", "encoder", "cross"]
+"""Of an encoder-decoder: the decoder's to itself, the encoder's, and the decoder's to the encoder."""
+
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+
+DECODER: Attention = "decoder"
 
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 """Of pruning."""
@@ -17,6 +26,12 @@ def check_dtype(dtype: object) -> None:
     """Raise `UsageError` where it is none of `DTYPES`, with or without `torch.` before it."""
     if str(dtype).removeprefix("torch.") not in DTYPES:
         raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
+
+
+def check_attention(attention: str | None) -> None:
+    """Raise `UsageError` where it is given, and none of `ATTENTIONS`."""
+    if attention is not None and attention not in ATTENTIONS:
+        raise UsageError(f"unknown attention {attention}: use {', '.join(ATTENTIONS)}")
 
 
 def check_method(method: str) -> None:

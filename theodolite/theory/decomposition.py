@@ -50,15 +50,16 @@ def decompose(h: Tensor) -> Decomposition:
     return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=h - mean - pos - ctx[:, None])
 
 
-def decompose_around(h: Tensor, mean: Tensor, pos: Tensor) -> Decomposition:
+def decompose_around(h: Tensor, mean: Tensor, pos: Tensor, leading: int = 1) -> Decomposition:
     """Hidden states (C, T, d) with μ (d) and pos (T or more, d) from elsewhere.
 
-    ctx is the mean over positions 1 … T−1 of h − μ − pos, zero where there are none; resid is what is left.
+    ctx is the mean over positions `leading` … T−1 of h − μ − pos, zero where there are none; resid is what is left.
     """
     h = h.double()
     mean, pos = mean.to(h), pos[: h.shape[1]].to(h)
     without_pos = h - mean - pos
-    ctx = without_pos[:, 1:].mean(dim=1) if h.shape[1] > 1 else torch.zeros_like(without_pos[:, 0])
+    apart = h.shape[1] <= leading
+    ctx = torch.zeros_like(without_pos[:, 0]) if apart else without_pos[:, leading:].mean(dim=1)
     return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=without_pos - ctx[:, None])
 
 

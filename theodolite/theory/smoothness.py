@@ -3,6 +3,10 @@
 Frequencies are those of the orthonormal type-II discrete cosine transform, as in Song & Zhong 2024, section
 3.2. Tokens are rows here; theirs are columns, so our Gram matrix P Pᵀ is their PᵀP. This module must not know
 where a matrix comes from.
+
+Positions may be those of a grid of R rows and C columns, row after row (T = R·C), as the patches of an image are. Their
+frequencies are pairs (r, c), and F is F_R ⊗ F_C, the transform in two dimensions. What the paper says of the K lowest
+frequencies of a line holds of those K² with r < K and c < K, as many as there are.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
+
+Grid = tuple[int, int]
+"""Rows and columns of positions that lie in a plane."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +97,12 @@ def product_low_frequency_ratio(
     left: Float[Tensor, "*batch rows width"],
     right: Float[Tensor, "*batch columns width"],
     cutoffs: Sequence[int] = (1, 3, 5, 10),
+    grid: Grid | None = None,
 ) -> Float64[Tensor, "*batch cutoffs"]:
     """`low_frequency_ratio` of A Bᵀ for thin A and B, in O(T·width²) and without the T×T product.
 
-    The low frequencies are those of (F_K A)(F_K B)ᵀ, the whole energy is ‖A Bᵀ‖_F² = ⟨AᵀA, BᵀB⟩.
+    The low frequencies are those of (F_K A)(F_K B)ᵀ, the whole energy is ‖A Bᵀ‖_F² = ⟨AᵀA, BᵀB⟩. With a `grid`, whose
+    positions the rows of both are, the lowest are K² on either side: Σ over r, c, r', c' < K of Ĝ²[(r, c), (r', c')].
 
     Raises:
         UsageError: no cutoff, or one below 1.
@@ -101,17 +110,40 @@ def product_low_frequency_ratio(
     _check_cutoffs(cutoffs)
     left, right = left.double(), right.double()
     most = max(cutoffs)
-    low_left = _dct_matrix(left.shape[-2], most, left.device) @ left
-    low_right = _dct_matrix(right.shape[-2], most, right.device) @ right
+    low_left, low_right = lowest_frequencies(left, most, grid), lowest_frequencies(right, most, grid)
     energy = ((left.mT @ left) * (right.mT @ right)).sum((-2, -1))
-    return _corner_energies(low_left @ low_right.mT, cutoffs) / energy[..., None]
+    counts = [frequencies_below(cutoff, left.shape[-2], grid) for cutoff in cutoffs]
+    return _corner_energies(low_left @ low_right.mT, counts) / energy[..., None]
 
 
 def lowest_frequencies(
-    p: Float[Tensor, "*batch rows width"], frequencies: int
+    p: Float[Tensor, "*batch rows width"], frequencies: int, grid: Grid | None = None
 ) -> Float64[Tensor, "*batch low width"]:
-    """The lowest rows of the orthonormal type-II DCT of P along its rows, as many as there are."""
-    return _dct_matrix(p.shape[-2], frequencies, p.device) @ p.double()
+    """The lowest rows of the orthonormal type-II DCT of P along its rows, as many as there are.
+
+    With a `grid`, those of the frequencies (r, c) with both below `frequencies`, ordered by the larger of the two, so
+    that the first `frequencies_below(K, …)` rows are those below K.
+    """
+    p = p.double()
+    if grid is None:
+        return _dct_matrix(p.shape[-2], frequencies, p.device) @ p
+    spectrum = grid_frequencies(p, frequencies, grid)
+    row, column = torch.meshgrid(*(torch.arange(n) for n in spectrum.shape[-3:-1]), indexing="ij")
+    order = torch.maximum(row, column).flatten().argsort(stable=True)
+    return spectrum.flatten(-3, -2)[..., order.to(p.device), :]
+
+
+def grid_frequencies(
+    p: Float[Tensor, "*batch positions width"], frequencies: int, grid: Grid
+) -> Float64[Tensor, "*batch row_frequencies column_frequencies width"]:
+    """The lowest frequencies (r, c) of P over a grid: Σ over rows i and columns j of F_R[r, i] F_C[c, j] P[(i, j)]."""
+    rows, columns = (_dct_matrix(size, frequencies, p.device) for size in grid)
+    return torch.einsum("ri,cj,...ijd->...rcd", rows, columns, p.double().unflatten(-2, grid))
+
+
+def frequencies_below(cutoff: int, positions: int, grid: Grid | None = None) -> int:
+    """How many frequencies are below a cutoff: of a line of positions, or of a grid with both below it."""
+    return math.prod(min(cutoff, size) for size in grid or (positions,))
 
 
 def smoothness_bound(gram: Tensor, k: int | Sequence[int], m: int) -> SmoothnessBound:

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
@@ -28,11 +27,12 @@ from theodolite.measure.geometry import stream as residual_columns
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
-from theodolite.models.head_weights import capture_calls
+from theodolite.models.calls import capture_calls
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.model_inputs import embedded_tokens
-from theodolite.models.structure import find_structure
-from theodolite.models.training_model import evaluation_mode, unwrap
+from theodolite.models.open import SEVERAL
+from theodolite.models.source import Source
+from theodolite.models.structure_search import find_structure
+from theodolite.models.training_model import evaluation_mode, training_source
 from theodolite.models.verification import verify_attention
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.train.ranks import Ranks
@@ -90,29 +90,30 @@ class GeometryReader:
     """A model, and the tokens on which it is looked at again and again.
 
     Args:
-        model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT.
+        model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT. Any
+            other module as `open_module` gives it.
         ids: token ids (contexts, positions), without padding.
         ranks: the processes that share the contexts; all of them look together, and all see the same.
 
     Raises:
         UsageError: the model is of no supported family, is sharded over ranks, or the ids do not fit it.
-        WorkError: its attention, computed from its queries, keys and values, is not its own.
+        WorkError: its attention, computed from its queries, keys and values, is not its own, or is quantised in a way
+            that cannot be read.
     """
 
     def __init__(
-        self, model: nn.Module, ids: Int[Tensor, "contexts positions"], ranks: Ranks | None = None
+        self, model: nn.Module | OpenModel, ids: Int[Tensor, "contexts positions"], ranks: Ranks | None = None
     ) -> None:
-        unwrapped = unwrap(model)
-        if unwrapped.main_input_name != "input_ids":
-            raise UsageError(
-                f"{type(unwrapped).__name__} reads {unwrapped.main_input_name}: only models of tokens can be monitored"
-            )
+        source = training_source(model)
+        if source.reads != "input_ids":
+            raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
         self.ranks = ranks or Ranks()
-        self.ids = checked_ids(unwrapped, self.ranks.from_first(lambda: ids))
+        self.ids = checked_ids(source, self.ranks.from_first(lambda: ids))
         contexts = self.ranks.share(self.ids)
         self._counts = len(contexts) > 0
-        with evaluation_mode(unwrapped):
-            self.model = _opened(unwrapped, self.ids)
+        with evaluation_mode(source.root):
+            self.model = _opened(source, self.ids)
+            self.model.check_weights()
             # Those without a context of their own read another's, for the shapes.
             self._tokens = Tokens.of(contexts if self._counts else self.ids[:1], self.model.device)
 
@@ -128,7 +129,7 @@ class GeometryReader:
         """
         started = time.perf_counter()
         error = None
-        with evaluation_mode(self.model.hf):
+        with evaluation_mode(self.model.root):
             accumulators = _GeometryHooks(self.model, self._tokens, spectra)
             try:
                 with hooked(self.model, accumulators):
@@ -155,7 +156,7 @@ def residual_place(layer: int) -> str:
     return f"after block {layer - 1}" if layer else "before block 0"
 
 
-def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts positions"]:
+def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"]:
     """The ids on the CPU, found to fit the model.
 
     Raises:
@@ -172,23 +173,20 @@ def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts po
             f"(contexts, positions), {LEAST_LENGTH} positions or more"
         )
     ids = ids.detach().cpu().long()
-    vocabulary = embedded_tokens(model)
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+    if int(ids.min()) < 0 or int(ids.max()) >= (source.vocabulary or 0):
         raise UsageError(
-            f"the monitor batch holds ids from {int(ids.min())} to {int(ids.max())}, the model has {vocabulary} "
+            f"the monitor batch holds ids from {int(ids.min())} to {int(ids.max())}, the model has {source.vocabulary} "
             "tokens: use the model's own tokenizer, and no padding"
         )
     return ids
 
 
-def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
+def _opened(source: Source, ids: Tensor) -> OpenModel:
     """The model as the survey sees one, after the tap was found to leave its output as it is."""
-    sample = {"input_ids": ids[:1, :1].to(model.device), "use_cache": False}
-    structure = find_structure(model, sample)
-    calls = capture_calls(model, structure, sample)
-    few = {"input_ids": ids[:1, :LEAST_LENGTH].to(model.device), "use_cache": False}
-    inputs = verify_attention(model, structure, few, skip_overflow=True)
-    opened = OpenModel.of(model, structure, calls, inputs, id=type(model).__name__)
+    structure = find_structure(source.root, source.probe(SEVERAL), chosen=source.attends)
+    calls = capture_calls(source.root, structure, source.small_pass(1))
+    inputs = verify_attention(source.root, structure, source.small_pass(LEAST_LENGTH), skip_overflow=True)
+    opened = OpenModel.of(source, structure, calls, inputs, id=source.name)
     if not opened.has_positions(ids.shape[1]):
         raise UsageError(
             f"the monitor batch's contexts have {ids.shape[1]} tokens, the model has positions for {opened.longest}: "

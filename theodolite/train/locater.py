@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
-from theodolite.models.head_weights import capture_calls
-from theodolite.models.model_inputs import small_input
+from theodolite.models.calls import capture_calls
+from theodolite.models.open import SEVERAL
+from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, find_projections
-from theodolite.models.structure import Structure, find_structure
-from theodolite.models.training_model import evaluation_mode, unwrap
+from theodolite.models.structure import Structure
+from theodolite.models.structure_search import find_structure
+from theodolite.models.training_model import evaluation_mode, training_source
 from theodolite.train.penalty import (
     Gradient,
     check_gradient,
@@ -43,8 +45,8 @@ class Locater:
 
     Args:
         model: a `transformers` model of any family that a survey reads, as it is or inside DDP, DataParallel or
-            `torch.compile`. Its weights may be trained, loaded and moved to another device afterwards; where modules
-            are replaced (by adapters or quantised ones), a call says so.
+            `torch.compile`; any other module as `open_module` gives it. Its weights may be trained, loaded and moved to
+            another device afterwards; where modules are replaced (by adapters or quantised ones), a call says so.
         scale: κ₁, on ‖W_QK‖_F². The paper's 100 is the strength for one head of a width of 128.
         mean: κ₂, on (tr W_QK − 1)².
         layers: which attention layers, counted from 0; None: all.
@@ -60,7 +62,7 @@ class Locater:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | OpenModel,
         scale: Strength,
         mean: Strength,
         *,
@@ -74,11 +76,11 @@ class Locater:
             if not callable(strength):
                 check_strength(name, strength)
         asked = _listed(layers)
-        inner = unwrap(model)
+        source = training_source(model)
+        inner = source.root
         with evaluation_mode(inner):
-            sample = small_input(inner, 1)
-            structure = find_structure(inner, sample)
-            calls = capture_calls(inner, structure, sample)
+            structure = find_structure(inner, source.probe(SEVERAL), chosen=source.attends)
+            calls = capture_calls(inner, structure, source.small_pass(1))
             self.layers = _selected(asked, structure)
             self._projections = find_projections(inner, structure, calls, self.layers)
         name_of = {id(module): name for name, module in inner.named_modules()}

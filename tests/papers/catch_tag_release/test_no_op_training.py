@@ -41,7 +41,7 @@ def test_only_the_learned_logit_is_trained(folder):
 def test_the_softmax_is_what_the_name_says():
     """Oracle: exp x / (1 + Σ exp x) by hand, and a plain softmax."""
     from theodolite.attention.inputs import attend
-    from theodolite.models.doors.transformers import tapped
+    from theodolite.models.taps import tapped
 
     for no_op, null_term in (("none", 0.0), ("off-by-one", 1.0)):
         model = embedded_model(replace(SMALL, no_op=no_op)).eval()

@@ -144,7 +144,7 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
         raise UsageError(
             f"{len(corpus.contexts)} contexts are too few to calibrate and to measure: give 4 or more"
         )
-    if not model.causal or model.hf.get_output_embeddings() is None:
+    if not model.causal or model.source.predict is None:
         raise UsageError(f"{model.id} does not predict next tokens: pruned models are judged by that loss")
     return part_of(corpus, slice(0, None, 2)), part_of(corpus, slice(1, None, 2))
 

@@ -120,7 +120,7 @@ def _surveyed(study: Study) -> list[_Checkpoint]:
     contexts = some_contexts(corpus)
     series = []
     for step, path in series_of(model).items():
-        checkpoint = open_model(path, dtype=model.hf.dtype, device=model.device)
+        checkpoint = open_model(path, dtype=model.source.dtype, device=model.device)
         name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
         run_folder = None if study.folder is None else study.folder / name
         series.append(_Checkpoint(step, study.survey(checkpoint, contexts, run_folder)))

@@ -145,7 +145,12 @@ def dct(run: Run, layer: int = 0) -> Sketch:
 
     Song & Zhong 2024, Fig. 3, right.
     """
-    magnitudes = np.abs(need(run, "dct")[layer])
+    return spectrum_sketch(need(run, "dct")[layer], "frequency", "frequency")
+
+
+def spectrum_sketch(coefficients: Floats, x: str, y: str) -> Sketch:
+    """The magnitudes of a transform's lowest coefficients, from the top left, over the largest; `x`, `y`: the axes."""
+    magnitudes = np.abs(coefficients)
     largest = magnitudes.max()
     with np.errstate(divide="ignore", invalid="ignore"):
         decades = np.log10(magnitudes / largest) if largest > 0 else np.full_like(magnitudes, np.nan)
@@ -165,7 +170,7 @@ def dct(run: Run, layer: int = 0) -> Sketch:
     )
     axis = {"showgrid": False, "zeroline": False, "dtick": 1, "ticks": "", "constrain": "domain"}
     layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
-    return Sketch([cells], "frequency", "frequency", 440, layout)
+    return Sketch([cells], x, y, 440, layout)
 
 
 def singular_values(run: Run) -> go.Figure:

@@ -9,11 +9,12 @@ from theodolite.report.exhibit import SurveyExhibit
 from theodolite.report.exhibits.constituents import CONSTITUENT_EXHIBITS
 from theodolite.report.exhibits.heads import HEAD_EXHIBITS
 from theodolite.report.exhibits.layers import LAYER_EXHIBITS
+from theodolite.report.exhibits.patches import PATCH_EXHIBITS
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
-EXHIBITS = [*LAYER_EXHIBITS, *HEAD_EXHIBITS, *CONSTITUENT_EXHIBITS]
+EXHIBITS = [*PATCH_EXHIBITS, *LAYER_EXHIBITS, *HEAD_EXHIBITS, *CONSTITUENT_EXHIBITS]
 
 
 def exhibits(run: Run, section: str) -> list[SurveyExhibit]:

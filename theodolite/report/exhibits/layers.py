@@ -10,6 +10,7 @@ from theodolite.report.data import column, residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
 from theodolite.report.drawing import outliers as maps
+from theodolite.report.drawing.patches import is_of_text
 from theodolite.report.exhibit import SurveyExhibit, by_layer_of
 from theodolite.report.measures import BAO, SONG, ZHANG
 
@@ -30,6 +31,7 @@ _POSITION = [
         "a curve that breaks up or folds into a point before the last layer: position has been lost.",
         _by_layer(geometry.spiral, grid=True),
         wide=True,
+        when=is_of_text,
     ),
     SurveyExhibit(
         "waves",
@@ -42,6 +44,7 @@ _POSITION = [
         f"{SONG}, section 3",
         "jagged lines: neighbouring positions have unrelated vectors.",
         _by_layer(geometry.waves),
+        when=is_of_text,
     ),
     SurveyExhibit(
         "singular-values",
@@ -80,6 +83,7 @@ _POSITION = [
         f"{SONG}, Fig. 3, right",
         "energy far from the corner: a rough positional basis, as in models trained on addition.",
         _by_layer(geometry.dct),
+        when=is_of_text,
     ),
     SurveyExhibit(
         "rank",
@@ -118,7 +122,8 @@ _POSITION = [
         "Smoothness of the positional basis",
         ("layers.low_frequency_10",),
         curves.low_frequency,
-        "Share of the Gram matrix's energy in its K × K lowest frequencies.",
+        "Share of the Gram matrix's energy in its K × K lowest frequencies; of patches, those below K over rows and "
+        "over columns.",
         "K = 10 close to 1.",
         f"{SONG}, Tables 2 and 3",
         "K = 10 near one half, as in models trained on addition.",

@@ -1,0 +1,238 @@
+"""Corpora of images, against pictures that PIL and NumPy read by themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import vision
+from theodolite.corpus import images
+from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.named import make_corpus, make_image_corpus
+from theodolite.corpus.patches import PatchGrid, grid_described
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import image_reader, open_model
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    return image_reader(open_model(vision.write("vit", tmp_path_factory.mktemp("vit"))))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return vision.draw(tmp_path / "images", ["cat", "dog"], 4)
+
+
+def by_name(corpus: Corpus) -> dict[str, int]:
+    return {picture.name: index for index, picture in enumerate(corpus.images.pictures)}
+
+
+def test_pixels_are_those_of_the_image_processor(folder, reader):
+    corpus = Corpus.from_path(folder, reader)
+    for name, index in by_name(corpus).items():
+        expected = vision.pixels_of(Image.open(name))
+        np.testing.assert_allclose(corpus.inputs(slice(index, index + 1))[0], expected, atol=1e-6)
+
+
+def test_tokens_labels_and_shape(folder, reader):
+    corpus = Corpus.from_path(folder, reader)
+    assert corpus.contexts.tolist() == [list(range(17))] * 8
+    assert corpus.grid == PatchGrid(4, 4, ("[CLS]",))
+    assert corpus.leading == 1
+    for name, index in by_name(corpus).items():
+        assert f"/{corpus.label_names[corpus.labels[index]]}/" in name
+    assert set(corpus.label_names) == {"cat", "dog"}
+
+
+def test_a_flat_folder_has_no_labels(tmp_path, reader):
+    corpus = Corpus.from_path(vision.draw(tmp_path, [""], 3), reader)
+    assert corpus.labels.tolist() == [-1] * 3
+    assert corpus.label_names == []
+
+
+def test_the_seed_decides_which_and_in_which_order(folder, reader):
+    one, same, other = (Corpus.from_path(folder, reader, None, 5, seed) for seed in (1, 1, 2))
+    assert len(one.contexts) == 5
+    assert list(by_name(one)) == list(by_name(same))
+    assert one.sha256 == same.sha256
+    assert torch.equal(one.inputs(slice(0, 5)), same.inputs(slice(0, 5)))
+    assert list(by_name(one)) != list(by_name(other))
+    assert one.sha256 != other.sha256
+
+
+def test_as_many_of_each_label(folder, reader):
+    vision.draw(folder, ["fish"], 1)
+    corpus = Corpus.from_path(folder, reader, per_label=3)
+    assert sorted(corpus.label_names[label] for label in corpus.labels) == ["cat"] * 3 + ["dog"] * 3
+    assert corpus.selection == {"per_label": 3, "labels_too_short": 1, "labels_not_drawn": 0}
+    with pytest.raises(UsageError, match=r"no label of .* has 9 images: '\w+' has the most, 4"):
+        Corpus.from_path(folder, reader, per_label=9)
+
+
+def test_images_that_do_not_fit_are_read_a_batch_at_a_time(folder, reader, monkeypatch):
+    kept = Corpus.from_path(folder, reader)
+    monkeypatch.setattr(images, "KEPT_BYTES", 1000)
+    lazy = Corpus.from_path(folder, reader)
+    assert not lazy.images._kept
+    assert lazy.sha256 == kept.sha256
+    assert torch.equal(lazy.inputs(slice(2, 5)), kept.inputs(slice(2, 5)))
+    vision.picture(77).save(lazy.images.pictures[2].name)
+    with pytest.raises(WorkError, match=r"\.png has changed while it was measured"):
+        lazy.inputs(slice(2, 3))
+
+
+def test_a_subset_reads_its_own_images(folder, reader):
+    corpus = Corpus.from_path(folder, reader)
+    some = corpus.subset(torch.tensor([5, 1]))
+    assert torch.equal(some.inputs(slice(0, 2)), corpus.inputs(torch.tensor([5, 1])))
+    assert some.labels.tolist() == corpus.labels[[5, 1]].tolist()
+    assert some.sha256 != corpus.sha256
+
+
+def test_other_files_are_passed_over_and_counted(folder, reader):
+    (folder / "notes.txt").write_text("not a picture")
+    (folder / ".hidden.png").write_text("not a picture")
+    corpus = Corpus.from_path(folder, reader)
+    assert len(corpus.contexts) == 8
+    assert corpus.selection == {"files_passed_over": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"a text called an image", "no image"),
+        (b"", "no image"),
+        (b"\x89PNG\r\n\x1a\n" + b"\x00" * 40, "broken PNG|no image"),
+    ],
+)
+def test_a_broken_image_is_named(folder, reader, content, why):
+    (folder / "cat" / "broken.png").write_bytes(content)
+    with pytest.raises(
+        UsageError, match=rf"broken\.png cannot be read as an image \(.*({why}).*\): mend or remove"
+    ):
+        Corpus.from_path(folder, reader)
+
+
+def test_a_truncated_image_is_named(folder, reader):
+    whole = (folder / "cat" / "0.png").read_bytes()
+    (folder / "cat" / "0.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match=r"0\.png cannot be read as an image"):
+        Corpus.from_path(folder, reader)
+
+
+def test_places_without_images_are_refused(tmp_path, reader):
+    (tmp_path / "notes.txt").write_text("text")
+    with pytest.raises(UsageError, match=r"holds no image \(\.png"):
+        Corpus.from_path(tmp_path, reader)
+    with pytest.raises(UsageError, match="does not exist: give an image or a folder"):
+        Corpus.from_path(tmp_path / "nowhere", reader)
+    with pytest.raises(UsageError, match=r"notes\.txt is not one of \.png"):
+        Corpus.from_path(tmp_path / "notes.txt", reader)
+
+
+def test_a_length_or_rows_are_refused(folder, reader):
+    with pytest.raises(UsageError, match="as many tokens as the model makes of it: leave out --length"):
+        Corpus.from_path(folder, reader, 16)
+    with pytest.raises(UsageError, match="each a context of its own: leave out --label-rows"):
+        Corpus.from_path(folder, reader, label_rows=True)
+
+
+def test_images_of_several_sizes_are_refused(folder, reader):
+    processor = type(reader.processor)(do_resize=False)
+    vision.picture(0, (16, 16)).save(folder / "cat" / "0.png")
+    with pytest.raises(UsageError, match="makes images of several sizes"):
+        Corpus.from_path(folder, replace(reader, processor=processor))
+
+
+def test_transparent_grey_and_turned_images_are_read_upright_in_colour(tmp_path, reader):
+    grey, turned = vision.picture(1).convert("L"), vision.picture(2)
+    grey.save(tmp_path / "a.png")
+    vision.picture(3).convert("RGBA").save(tmp_path / "b.webp", lossless=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    turned.save(tmp_path / "c.png", exif=exif)
+    corpus = Corpus.from_path(tmp_path, reader)
+    expected = [grey.convert("RGB"), vision.picture(3), turned.transpose(Image.Transpose.ROTATE_270)]
+    found = {name[-5]: index for name, index in by_name(corpus).items() if name.endswith("png")}
+    found["b"] = next(index for name, index in by_name(corpus).items() if name.endswith("webp"))
+    for letter, image in zip("abc", expected, strict=True):
+        np.testing.assert_allclose(
+            corpus.inputs(slice(0, 3))[found[letter]], vision.pixels_of(image), atol=1e-6
+        )
+
+
+def dataset(count: int = 6) -> datasets.Dataset:
+    rows = {"picture": [vision.picture(i) for i in range(count)], "label": [i % 2 for i in range(count)]}
+    named = datasets.ClassLabel(names=["cat", "dog"])
+    return datasets.Dataset.from_dict(
+        rows, features=datasets.Features({"picture": datasets.Image(), "label": named})
+    )
+
+
+@pytest.mark.parametrize("in_splits", [False, True])
+def test_a_saved_data_set(tmp_path, reader, in_splits):
+    saved = datasets.DatasetDict({"train": dataset()}) if in_splits else dataset()
+    saved.save_to_disk(tmp_path / "saved")
+    corpus = Corpus.from_path(tmp_path / "saved", reader)
+    assert len(corpus.contexts) == 6
+    for name, index in by_name(corpus).items():
+        row = int(name.split()[-1]) - 1
+        assert corpus.label_names[corpus.labels[index]] == ["cat", "dog"][row % 2]
+        np.testing.assert_allclose(
+            corpus.inputs(slice(index, index + 1))[0], vision.pixels_of(vision.picture(row)), atol=1e-6
+        )
+
+
+def test_a_data_set_by_name(tmp_path, reader):
+    (tmp_path / "data").mkdir()
+    dataset().to_parquet(tmp_path / "data" / "train.parquet")
+    corpus = make_image_corpus(f"hf:{tmp_path / 'data'}", reader, 4)
+    assert len(corpus.contexts) == 4
+    assert set(corpus.label_names) == {"cat", "dog"}
+    with pytest.raises(UsageError, match="has no column of images"):
+        Corpus.from_dataset(str(tmp_path / "data"), reader, None, 4, text_column="label")
+
+
+def test_names_of_texts_are_refused(reader):
+    for name in ("docs", "random", "addition:5"):
+        with pytest.raises(UsageError, match=f"reads images, and {name} is text"):
+            make_image_corpus(name, reader)
+    with pytest.raises(UsageError, match="give a folder of them"):
+        make_image_corpus(None, reader)
+
+
+def test_a_tokenizer_finds_no_text_in_a_folder_of_images(folder):
+    from tests.checkpoints import byte_tokenizer
+
+    with pytest.raises(UsageError, match="holds no file of"):
+        make_corpus(folder, byte_tokenizer(), 8)
+    with pytest.raises(UsageError, match="give a length in tokens"):
+        Corpus.from_path(folder, byte_tokenizer())
+
+
+def test_a_grid_is_read_back_from_what_is_said_of_it():
+    grid = PatchGrid(2, 3, ("[CLS]", "register 1"))
+    assert grid_described({"grid": grid.described()}) == grid
+    assert grid_described({}) is None
+    assert [grid.token_text(position) for position in (0, 1, 2, 7)] == [
+        "[CLS]",
+        "register 1",
+        "patch 0,0",
+        "patch 1,2",
+    ]
+
+
+def test_corpora_of_text_live_without_pillow():
+    """Pillow is an extra: what reads text must not import it."""
+    code = (
+        "import sys; sys.modules['PIL'] = None; from theodolite.corpus.corpus import Corpus; Corpus.from_ids"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,326 @@
+"""Modules that attend through PyTorch's functions or by hand: what is heard is what they compute.
+
+Oracle: each module's own attention weights, which it computes beside its output by the definition.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from theodolite.attention.inputs import AttentionInputs, attend, softmax
+from theodolite.errors import UsageError
+from theodolite.models.taps import intervened, tapped
+
+BATCH, HEADS, KEY_HEADS, LENGTH, HEAD_WIDTH = 3, 4, 2, 10, 8
+WIDTH = HEADS * HEAD_WIDTH
+LATER = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+SLOPES = -torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(HEADS, 1, 1)
+DISTANCE = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).float()
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _repeated(tensor: Tensor) -> Tensor:
+    return tensor.repeat_interleave(HEADS // tensor.shape[1], dim=1)
+
+
+def _weights(
+    query: Tensor, key: Tensor, scaling: float, bias: Tensor | float = 0.0, hidden: Tensor = LATER
+) -> Tensor:
+    logits = query.double() @ _repeated(key).double().mT * scaling + bias
+    return logits.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+DEFAULT = HEAD_WIDTH**-0.5
+NONE = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+PADDED = torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.bool).index_fill_(3, torch.tensor([LENGTH - 1]), True)
+
+
+def _folded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As BLOOM does: contexts and heads in one dimension, and the bias in the product."""
+    query, key, value = (t.reshape(-1, LENGTH, HEAD_WIDTH) for t in (query, _repeated(key), _repeated(value)))
+    bias = (SLOPES * DISTANCE).repeat(BATCH, 1, 1)
+    logits = bias.baddbmm(batch1=query, batch2=key.transpose(1, 2), beta=1.0, alpha=DEFAULT)
+    logits = logits.view(BATCH, HEADS, LENGTH, LENGTH) + torch.zeros(1).masked_fill(LATER, -1e9)
+    weights = functional.dropout(functional.softmax(logits, dim=-1, dtype=torch.float32), 0.5, False)
+    return torch.bmm(weights.view(-1, LENGTH, LENGTH), value).view(BATCH, HEADS, LENGTH, HEAD_WIDTH)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    logits = torch.matmul(query, _repeated(key).transpose(2, 3)) * DEFAULT
+    logits = torch.tanh(logits / 2.0) * 2.0
+    return torch.softmax(torch.where(LATER, torch.finfo(torch.float32).min, logits), -1) @ _repeated(value)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One product for the query heads that share a key head."""
+    query = query.view(BATCH, KEY_HEADS, HEADS // KEY_HEADS, LENGTH, HEAD_WIDTH)
+    logits = query @ key.unsqueeze(2).mT
+    logits = logits.div(2.0).masked_fill(LATER, -torch.inf)
+    return (logits.softmax(-1) @ value.unsqueeze(2)).view(BATCH, HEADS, LENGTH, HEAD_WIDTH)
+
+
+def _by_einsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query, key, value = (t.transpose(1, 2) for t in (query, _repeated(key), _repeated(value)))
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * DEFAULT
+    logits = logits - 1e30 * LATER.float()
+    return torch.einsum("bhqk, bkhd -> bqhd", logits.softmax(dim=-1), value).transpose(1, 2)
+
+
+def _in_place(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    logits = query @ _repeated(key).transpose(-2, -1)
+    logits /= 2.0
+    logits += SLOPES * DISTANCE
+    logits.masked_fill_(LATER, float("-inf"))
+    return nn.Softmax(dim=-1)(logits) @ _repeated(value)
+
+
+def _multi_query(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    logits = (query * DEFAULT) @ key[:, :1].mT
+    return torch.matmul(logits.masked_fill(LATER, -1e9).softmax(-1), value[:, :1])
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def causal(batch, head, q, k):
+        return q >= k
+
+    def slope(score, batch, head, q, k):
+        return score + SLOPES.flatten()[head] * (q - k)
+
+    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+    return flex_attention(query, key, value, score_mod=slope, block_mask=mask, enable_gqa=True)
+
+
+KINDS: dict[str, tuple[Attention, Callable[[Tensor, Tensor], Tensor]]] = {
+    "causal": (
+        lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        lambda q, k: _weights(q, k, DEFAULT),
+    ),
+    "boolean mask": (
+        lambda q, k, v: functional.scaled_dot_product_attention(
+            q, _repeated(k), _repeated(v), ~(LATER | PADDED), scale=0.3
+        ),
+        lambda q, k: _weights(q, k, 0.3, hidden=LATER | PADDED),
+    ),
+    "added mask": (
+        lambda q, k, v: functional.scaled_dot_product_attention(
+            q, _repeated(k), _repeated(v), attn_mask=(SLOPES * DISTANCE).masked_fill(LATER, -torch.inf)
+        ),
+        lambda q, k: _weights(q, k, DEFAULT, SLOPES * DISTANCE),
+    ),
+    "flex": (_flex, lambda q, k: _weights(q, k, DEFAULT, SLOPES * DISTANCE)),
+    "folded": (_folded, lambda q, k: _weights(q, k, DEFAULT, SLOPES * DISTANCE)),
+    "capped": (
+        _capped,
+        lambda q, k: (
+            (2 * torch.tanh(q.double() @ _repeated(k).double().mT * DEFAULT / 2))
+            .masked_fill(LATER, -torch.inf)
+            .softmax(-1)
+        ),
+    ),
+    "grouped": (_grouped, lambda q, k: _weights(q, k, 0.5)),
+    "einsum": (_by_einsum, lambda q, k: _weights(q, k, DEFAULT)),
+    "in place": (_in_place, lambda q, k: _weights(q, k, 0.5, SLOPES * DISTANCE)),
+    "multi-query": (_multi_query, lambda q, k: _weights(q, k[:, :1].expand(-1, HEADS, -1, -1), DEFAULT)),
+}
+
+
+class _Attending(nn.Module):
+    """A layer of one's own, which knows no model library."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * KEY_HEADS * HEAD_WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values."""
+        return [
+            t.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for t in (self.q(x), *self.kv(x).chunk(2, -1))
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend by whatever way."""
+        return self.out(self.attention(*self.heads(x)).transpose(1, 2).reshape(x.shape))
+
+
+def _input() -> Tensor:
+    return torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def _heard(model: nn.Module, x: Tensor) -> tuple[Tensor, list[tuple[nn.Module, AttentionInputs]]]:
+    heard: list[tuple[nn.Module, AttentionInputs]] = []
+
+    def tap(module, inputs):
+        heard.append((module, inputs))
+        return attend(inputs)
+
+    with torch.no_grad(), tapped(model, tap):
+        output = model(x)
+    return output, heard
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flex_attention says that it is not compiled
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_heard_is_the_attention(kind):
+    attention, expected = KINDS[kind]
+    layer = _Attending(attention)
+    model, x = nn.Sequential(nn.LayerNorm(WIDTH), layer).eval(), _input()
+    with torch.no_grad():
+        own = model(x)
+        query, key, _ = layer.heads(model[0](x))
+    output, [(owner, inputs)] = _heard(model, x)
+    torch.testing.assert_close(output, own, rtol=1e-5, atol=1e-6)
+    assert owner is layer
+    assert inputs.query.shape[:2] == (BATCH, HEADS)
+    # What hides a key is a mask, and no bias.
+    assert inputs.causal or not bool((inputs.mask & LATER).any())
+    weights = softmax(inputs.logits().double(), inputs.sink)
+    torch.testing.assert_close(weights, expected(query, key), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        assert torch.equal(model(x), own)  # and afterwards it is its own again
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multihead_attention(need_weights, batch_first):
+    """Oracle: the weights that it returns."""
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first).eval()
+    x = _input() if batch_first else _input().transpose(0, 1)
+    mask = torch.zeros(LENGTH, LENGTH).masked_fill(LATER, -torch.inf)
+    options = {"attn_mask": mask, "average_attn_weights": False}
+    seen = []
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            output, weights = self.layer(x, x, x, need_weights=need_weights, **options)
+            seen.append(weights)
+            return output
+
+    model = Wrapped().eval()
+    with torch.no_grad():
+        own, own_weights = layer(x, x, x, need_weights=True, **options)
+    output, [(owner, inputs)] = _heard(model, x)
+    torch.testing.assert_close(output, own, rtol=1e-5, atol=1e-6)
+    assert owner is layer
+    torch.testing.assert_close(softmax(inputs.logits(), None), own_weights, rtol=1e-5, atol=1e-6)
+    assert (seen[-1] is None) == (not need_weights)
+    if need_weights:
+        torch.testing.assert_close(seen[-1], own_weights)
+
+
+def test_the_fast_path_of_an_encoder_is_heard():
+    """Oracle: the output of the fast path, which calls no function that could be heard."""
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3).eval()
+    x = _input()
+    with torch.no_grad():
+        own = model(x)
+    output, heard = _heard(model, x)
+    torch.testing.assert_close(output, own, rtol=1e-5, atol=1e-5)
+    assert [owner for owner, _ in heard] == [layer.self_attn for layer in model.layers]
+
+
+def test_a_score_mod_that_does_more_than_add_is_refused_by_name():
+    def squared(score, batch, head, q, k):
+        return score**2
+
+    layer = _Attending(lambda q, k, v: flex_attention(q, k, v, score_mod=squared, enable_gqa=True))
+    with pytest.raises(UsageError, match="_Attending gives flex_attention a score_mod that does more"):
+        _heard(layer, _input())
+
+
+def test_a_product_that_is_no_attention_is_left_alone():
+    """Experts that are mixed by a softmax over them, and a softmax over queries."""
+
+    def mixed(query, key, value):
+        gates = functional.linear(query, torch.ones(LENGTH, HEAD_WIDTH)).softmax(-1)
+        over_queries = (query @ _repeated(key).mT).softmax(-2)
+        return (gates @ _repeated(value)) + over_queries @ _repeated(value)
+
+    model, x = _Attending(mixed).eval(), _input()
+    with torch.no_grad():
+        own = model(x)
+    output, heard = _heard(model, x)
+    assert torch.equal(output, own)
+    assert not heard
+
+
+def test_another_model_and_another_thread_are_left_alone():
+    """Oracle: the very bits of the kernel that they use without a tap."""
+    model, other, x = (_Attending(KINDS["causal"][0]).eval() for _ in range(2)), None, _input()
+    model, other = model
+    with torch.no_grad():
+        own = other(x)
+        results = []
+        with tapped(model, lambda module, inputs: 0 * attend(inputs)):
+
+            def work():
+                with torch.no_grad():
+                    results.append(other(x))
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        assert torch.equal(results[0], own)
+
+
+def test_an_intervention_holds_in_every_thread_and_an_interrupt_ends_it():
+    model, x = _Attending(KINDS["causal"][0]).eval(), _input()
+    results = []
+
+    def work():
+        with torch.no_grad():
+            results.append(model(x))
+
+    with intervened(model, model, lambda inputs, answer: 0 * answer(inputs)):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(results[0], model.out.bias.detach().expand(x.shape))
+
+    def interrupt(module, inputs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), tapped(model, interrupt):
+        model(x)
+    work()
+    assert not torch.overrides._get_current_function_mode_stack()
+    with torch.no_grad():
+        assert torch.equal(results[1], model(x))
+
+
+def test_hooks_are_gone_when_the_last_model_is_left_in_any_order():
+    first, second = (_Attending(KINDS["causal"][0]).eval() for _ in range(2))
+    before = len(torch.nn.modules.module._global_forward_hooks)
+    outer, inner = (
+        tapped(first, lambda _, inputs: attend(inputs)),
+        tapped(second, lambda _, inputs: attend(inputs)),
+    )
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert len(_heard(second, _input())[1]) == 1
+    inner.__exit__(None, None, None)
+    assert len(torch.nn.modules.module._global_forward_hooks) == before

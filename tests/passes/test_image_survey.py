@@ -1,0 +1,231 @@
+"""A survey of models of images, against eager models that keep every hidden state and every attention matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.fft import dctn
+
+from tests import vision
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel, image_reader, open_model
+from theodolite.passes.run import Run
+from theodolite.passes.survey import survey, survey_heads
+
+CUTOFFS = (1, 3, 5, 10)
+SINK = 0.3
+
+
+@dataclass
+class Measured:
+    """A survey, and everything of the model on the same pixels."""
+
+    family: str
+    model: OpenModel
+    corpus: Corpus
+    run: Run
+    hidden: np.ndarray  # (layers + 1, C, T, d)
+    attention: np.ndarray  # (L, C, H, T, T)
+
+    @property
+    def leading(self) -> int:
+        return len(vision.BEFORE[self.family])
+
+
+@pytest.fixture(scope="module", params=list(vision.FAMILIES))
+def measured(request, tmp_path_factory) -> Measured:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = open_model(vision.write(request.param, folder / "model"))
+    drawn = vision.draw(folder / "images", ["cat", "dog"], 6)
+    corpus = Corpus.from_path(drawn, image_reader(model))
+    run = survey(model, corpus, batch=5)
+    eager = vision.build(request.param).double()
+    eager.set_attn_implementation("eager")
+    pictures = [vision.pixels_of(Image.open(picture.name)) for picture in corpus.images.pictures]
+    blocks = next(
+        module for module in eager.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == 2
+    )
+    hidden: list[torch.Tensor] = []
+    blocks[0].register_forward_pre_hook(
+        lambda _, a, k: hidden.append(k["hidden_states"] if "hidden_states" in k else a[0]), with_kwargs=True
+    )
+    for block in blocks:
+        block.register_forward_hook(lambda _, a, o: hidden.append(o[0] if isinstance(o, tuple) else o))
+    with torch.no_grad():
+        output = eager(torch.from_numpy(np.stack(pictures)), output_attentions=True)
+    return Measured(
+        request.param,
+        model,
+        corpus,
+        run,
+        np.stack([h.numpy() for h in hidden]),
+        np.stack([a.numpy() for a in output.attentions]),
+    )
+
+
+def close(got, expected, rtol=1e-4, atol=1e-5):
+    np.testing.assert_allclose(np.asarray(got, dtype=np.float64), expected, rtol=rtol, atol=atol)
+
+
+def test_tokens_are_named_and_the_grid_is_kept(measured):
+    said = measured.run.provenance["corpus"]
+    assert said["grid"] == {"rows": 4, "columns": 4, "before": vision.BEFORE[measured.family]}
+    assert said["pixels"] == [16, 16]
+    assert said["length"] == 16 + measured.leading
+    assert measured.hidden.shape[2] == said["length"]
+    first = measured.run.examples[measured.run.examples["context"] == 0]["token"].tolist()
+    patches = [f"patch {row},{column}" for row in range(4) for column in range(4)]
+    assert first == vision.BEFORE[measured.family] + patches
+
+
+def test_norms_are_of_patches_and_of_the_tokens_before_them(measured):
+    norms, layers = np.linalg.norm(measured.hidden, axis=-1), measured.run.layers
+    close(layers["norm"], norms[:, :, measured.leading :].mean(axis=(1, 2)))
+    close(layers["norm_first"], norms[:, :, 0].mean(axis=1))
+    if measured.leading > 1:
+        close(layers["norm_registers"], norms[:, :, 1 : measured.leading].mean(axis=(1, 2)))
+        assert (layers["massive_activations_registers"] == 0).all()
+    else:
+        assert "norm_registers" not in layers
+
+
+def test_means_are_over_patches(measured):
+    patches = measured.hidden[:, :, measured.leading :]
+    mean = patches.mean(axis=(1, 2))
+    close(measured.run.arrays["mean"], mean)
+    close(measured.run.arrays["positional_basis"], measured.hidden.mean(axis=1) - mean[:, None])
+    close(measured.run.arrays["context_basis"], patches.mean(axis=2) - mean[:, None])
+
+
+def test_frequencies_are_those_of_the_plane(measured):
+    """Oracle: the transform of P̄P̄ᵀ and PPᵀ as tensors of rows, columns, rows, columns."""
+    leading = measured.leading
+    for layer, row in measured.run.layers.iterrows():
+        patches = measured.hidden[layer, :, leading:]
+        p = patches.mean(axis=0) - patches.mean(axis=(0, 1))
+        unit = p / np.linalg.norm(p, axis=1, keepdims=True)
+        for name, rows in (("low_frequency", unit), ("pp_low_frequency", p)):
+            energy = np.square(dctn((rows @ rows.T).reshape(4, 4, 4, 4), type=2, norm="ortho"))
+            for k in CUTOFFS:
+                close(row[f"{name}_{k}"], energy[:k, :k, :k, :k].sum() / energy.sum())
+        spectrum = dctn(unit.reshape(4, 4, -1), type=2, norm="ortho", axes=(0, 1))
+        close(measured.run.arrays["dct"][layer][:4, :4], np.square(spectrum).sum(axis=-1))
+        assert not measured.run.arrays["dct"][layer][4:].any()
+
+
+def test_frequencies_of_a_heads_logits_are_those_of_the_plane(measured):
+    weights = measured.model.head_weights(0)
+    patches = measured.hidden[0, :, measured.leading :]
+    p = patches.mean(axis=0) - patches.mean(axis=(0, 1))
+    for head in range(2):
+        w = (weights.w_q[head].double() @ weights.w_k[head].double().T).numpy()
+        energy = np.square(dctn((p @ w @ p.T).reshape(4, 4, 4, 4), type=2, norm="ortho"))
+        row = measured.run.heads.iloc[head]
+        close(row["pwp_low_frequency_3"], energy[:3, :3, :3, :3].sum() / energy.sum())
+
+
+def test_heads_do_what_the_eager_model_does(measured):
+    attention, heads = measured.attention, measured.run.heads
+    entropy = -(attention * np.log(np.maximum(attention, 1e-300))).sum(axis=-1)
+    close(heads["entropy"], entropy.mean(axis=(1, 3)).ravel())
+    received = attention.mean(axis=3)  # (L, C, H, T): every query sees every key
+    sinks = received > SINK
+    leading = measured.leading
+    close(heads["sink_first"], sinks[..., 0].mean(axis=1).ravel())
+    close(heads["sink_later"], sinks[..., max(1, leading) :].any(axis=-1).mean(axis=1).ravel())
+    if leading > 1:
+        close(heads["sink_registers"], sinks[..., 1:leading].any(axis=-1).mean(axis=1).ravel())
+    assert heads["same_token"].isna().all()
+    assert heads["induction"].isna().all()
+    assert sinks.any(), "no sinks: the test sees nothing"
+    named = measured.run.sinks.groupby("token")["contexts"].sum().to_dict()
+    grid = measured.corpus.grid
+    expected = {grid.token_text(t): int(n) for t, n in enumerate(sinks.sum(axis=(0, 1, 2))) if n}
+    assert named == expected
+
+
+def test_pictures_are_kept_with_what_their_tokens_do(measured):
+    arrays = measured.run.arrays
+    close(arrays["example_norm"], np.linalg.norm(measured.hidden[:, :4], axis=-1))
+    close(arrays["example_received"], measured.attention[:, :4].mean(axis=3).max(axis=2))
+    for picture, of in zip(measured.corpus.images.pictures[:4], arrays["example_picture"], strict=True):
+        resized = Image.open(picture.name).resize((16, 16), Image.Resampling.BILINEAR)
+        assert np.abs(of.numpy().astype(int) - np.asarray(resized).astype(int)).max() <= 1
+
+
+def test_constituents_add_up_over_patches(measured):
+    assert measured.run.provenance["constituents_refused"] == {}
+    total = measured.run.constituents.groupby(["layer", "head"])["share"].sum()
+    close(total, 1, atol=1e-4)
+
+
+def test_the_same_survey_whatever_the_batch_and_wherever_the_images_are(measured, monkeypatch):
+    again = survey(measured.model, measured.corpus, batch=12)
+    for name in ("norm", "low_frequency_3", "relative_norm"):
+        close(again.layers[name], measured.run.layers[name], rtol=1e-9)
+    measured.corpus.images._kept.clear()
+    lazily = survey_heads(measured.model, measured.corpus)
+    close(lazily.heads["entropy"], measured.run.heads["entropy"], rtol=1e-6)
+
+
+def test_a_run_of_images_is_written_and_read(measured, tmp_path):
+    run = survey(measured.model, measured.corpus, tmp_path / "run")
+    loaded = Run.load(tmp_path / "run")
+    assert torch.equal(loaded.arrays["example_picture"], run.arrays["example_picture"])
+    assert loaded.provenance["corpus"]["grid"]["rows"] == 4
+    assert survey(measured.model, measured.corpus, tmp_path / "run").provenance == loaded.provenance
+
+
+def test_text_and_images_are_not_confused(measured, opened, corpus):
+    with pytest.raises(UsageError, match="reads pixel_values, not text: give it images"):
+        survey(measured.model, corpus)
+    with pytest.raises(UsageError, match="reads input_ids, not images: give it text"):
+        survey(opened("gpt2"), measured.corpus)
+    with pytest.raises(UsageError, match="reads input_ids, not images"):
+        image_reader(opened("gpt2"))
+
+
+def test_images_of_another_size_than_the_models(tmp_path):
+    """DINOv2 reads any size; ViT says that it does not."""
+    drawn = vision.draw(tmp_path / "images", ["cat", "dog"], 4)
+    for family in ("dinov2", "vit"):
+        folder = vision.write(family, tmp_path / family)
+        model = open_model(folder)
+        reader = image_reader(model)
+        reader.processor.size = {"height": 24, "width": 32}
+        corpus = Corpus.from_path(drawn, reader)
+        assert corpus.grid.shape == (6, 8)
+        if family == "dinov2":
+            run = survey(model, corpus)
+            assert run.provenance["corpus"]["grid"]["columns"] == 8
+            assert run.arrays["example_norm"].shape == (3, 4, 49)
+        else:
+            with pytest.raises(UsageError, match="cannot read images of 24 × 32"):
+                survey(model, corpus)
+
+
+def test_the_towers_of_clip(tmp_path):
+    folder = vision.write_clip(tmp_path / "clip")
+    said: list[str] = []
+    text, images = (open_model(folder, tower=tower, say=said.append) for tower in (None, "vision"))
+    assert [type(model.hf).__name__ for model in (text, images)] == ["CLIPTextModel", "CLIPVisionModel"]
+    assert (text.layers, images.layers) == (2, 3)
+    assert said[1] == "CLIPModel has two towers: this is the one of images (CLIPVisionModel)"
+    corpus = Corpus.from_path(vision.draw(tmp_path / "images", [""], 8), image_reader(images))
+    run = survey(images, corpus)
+    assert run.provenance["model"]["architecture"] == "CLIPVisionModel"
+    pixels = corpus.inputs(slice(0, 8))
+    import transformers
+
+    whole = transformers.CLIPModel.from_pretrained(folder)
+    expected = whole.vision_model(pixels, output_hidden_states=True).hidden_states[1]
+    close(run.layers["norm"][1], expected[:, 1:].norm(dim=-1).mean().item())
+    ids = Corpus.random_tokens(60, 12, 8)
+    assert survey(text, ids).provenance["model"]["architecture"] == "CLIPTextModel"
+    with pytest.raises(UsageError, match="tower is 'sound': give 'text' or 'vision'"):
+        open_model(folder, tower="sound")

@@ -1,0 +1,128 @@
+"""Figures of images. Oracle: the run's own numbers, read back from the figures, and PNG as PIL reads it."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.report.synthetic import make_run
+from theodolite.errors import UsageError
+from theodolite.passes.run import Run
+from theodolite.report import figures
+from theodolite.report.content import sink_texts, text_line
+from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.page import render
+from theodolite.system.png import PALETTE, chunk, png
+
+OF_IMAGES = ["patch_components", "patch_frequencies", "received_on_pictures", "norms_on_pictures"]
+OF_TEXT = ["spiral", "waves", "dct"]
+BEFORE = ["[CLS]", "register 1", "register 2", "register 3"]
+ROWS, COLUMNS = 4, 5
+
+
+def run_of_images(before: list[str] = BEFORE) -> Run:
+    """A made-up run of 3 blocks over 4 × 5 patches behind named tokens."""
+    random = np.random.default_rng(0)
+    run, length = make_run(length=len(before) + ROWS * COLUMNS), len(before) + ROWS * COLUMNS
+    arrays = run.arrays | {
+        "example_picture": torch.from_numpy(random.integers(0, 255, (4, 16, 20, 3), dtype=np.uint8)),
+        "example_norm": torch.from_numpy(random.uniform(1, 9, (4, 4, length))).float(),
+        "example_received": torch.from_numpy(random.uniform(0, 0.5, (3, 4, length))).float(),
+    }
+    grid = {"rows": ROWS, "columns": COLUMNS, "before": before}
+    corpus = run.provenance["corpus"] | {"grid": grid, "pixels": [16, 20]}
+    return replace(run, arrays=arrays, provenance=run.provenance | {"corpus": corpus})
+
+
+@pytest.fixture(scope="module")
+def images() -> Run:
+    return run_of_images()
+
+
+def picture_of(image: object) -> np.ndarray:
+    kind, _, data = image.source.partition(",")
+    assert kind == "data:image/png;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+
+
+def test_which_figures_there_are(images):
+    text = make_run()
+    others = [name for name in figures.available(text) if name not in OF_TEXT]
+    assert set(figures.available(images)) == {*others, *OF_IMAGES}
+    assert not set(figures.available(text)) & set(OF_IMAGES)
+    for name in OF_IMAGES:
+        with pytest.raises(UsageError, match="this run has no"):
+            getattr(figures, name)(text)
+
+
+def test_components_lie_where_the_patches_are(images):
+    drawn = figures.patch_components(images, 2)
+    expected = images.arrays["positional_pca"][2].numpy()[len(BEFORE) :]
+    for component, trace in enumerate(drawn.data):
+        np.testing.assert_allclose(trace.z, expected[:, component].reshape(ROWS, COLUMNS), rtol=1e-6)
+        assert trace.zmax == -trace.zmin == pytest.approx(np.abs(expected[:, component]).max())
+
+
+def test_frequencies_are_those_that_there_are(images):
+    shown = np.asarray(figures.patch_frequencies(images, 1).data[0].customdata)
+    np.testing.assert_allclose(shown, np.abs(images.arrays["dct"][1].numpy())[:ROWS, :COLUMNS], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["received_on_pictures", "norms_on_pictures"])
+@pytest.mark.parametrize("before", [BEFORE, []])
+def test_values_lie_on_the_pictures(name, before):
+    run = run_of_images(before)
+    drawn = getattr(figures, name)(run, layer=1)
+    values = run.arrays["example_received" if name[0] == "r" else "example_norm"][1].numpy()
+    if name[0] == "n":
+        values = values / np.median(values[:, len(before) :])
+    patches = [trace for trace in drawn.data if np.shape(trace.z) == (ROWS, COLUMNS)]
+    above = [trace for trace in drawn.data if np.shape(trace.z) != (ROWS, COLUMNS)]
+    assert len(patches) == 4
+    assert len(above) == (4 if before else 0)
+    for number, trace in enumerate(patches):
+        np.testing.assert_allclose(trace.z, values[number, len(before) :].reshape(ROWS, COLUMNS), rtol=1e-5)
+        assert trace.customdata[1][2] == "patch 1,2"
+        assert trace.zmax >= values.max() - 1e-5
+    for number, trace in enumerate(above):
+        np.testing.assert_allclose(trace.z[0], values[number, : len(before)], rtol=1e-5)
+        assert list(trace.customdata[0]) == before
+    for number, image in enumerate(drawn.layout.images):
+        np.testing.assert_array_equal(picture_of(image), run.arrays["example_picture"][number])
+        assert (image.x, image.y, image.sizex, image.sizey) == (-0.5, -0.5, COLUMNS, ROWS)
+        assert image.xref == patches[number].xaxis
+        assert image.yref == patches[number].yaxis
+
+
+def test_large_pictures_are_thinned():
+    run = run_of_images()
+    large = torch.arange(500, dtype=torch.int64).mul(7).remainder(256).to(torch.uint8)
+    arrays = run.arrays | {"example_picture": large[None, :, None, None].expand(4, 500, 450, 3)}
+    drawn = figures.norms_on_pictures(replace(run, arrays=arrays))
+    np.testing.assert_array_equal(picture_of(drawn.layout.images[0])[:, 0, 0], large[::3])
+
+
+def test_the_page_shows_pictures_and_no_text_of_sinks(images):
+    page = render(images)
+    assert page.count("data:image/png;base64") == 8  # four pictures in two figures, whatever the layer
+    assert sink_texts(images) == []
+    assert sink_texts(make_run())
+    for exhibit in EXHIBITS:
+        assert (f'id="data-{exhibit.key}"' in page) == exhibit.available(images)
+    line = "images of 4 × 5 patches and [CLS], register 1, register 2 and register 3 before"
+    assert line in text_line(images.provenance)
+    assert "ten lowest frequencies of rows and of columns" in page
+    assert "ten lowest frequencies of rows" not in render(make_run())
+
+
+def test_a_picture_of_a_palette_is_read_back():
+    numbers = np.arange(6, dtype=np.uint8).reshape(2, 3)
+    colours = np.arange(18, dtype=np.uint8)
+    read = Image.open(io.BytesIO(png(numbers, PALETTE, chunk(b"PLTE", colours.tobytes())))).convert("RGB")
+    np.testing.assert_array_equal(np.asarray(read), colours.reshape(2, 3, 3))

@@ -1,0 +1,176 @@
+"""Images as a corpus has them: the pictures that were chosen, and their pixels as the model reads them, when asked for.
+
+A `Corpus` of images holds one `Images`; its contexts are the tokens that the model makes of a picture, by position.
+Each picture is read once to find what cannot be read and to hash what was; it is kept where all of them fit
+`KEPT_BYTES`, and read anew otherwise, a batch at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from theodolite.corpus.documents import printable
+from theodolite.corpus.patches import PatchGrid
+from theodolite.corpus.pictures import Picture
+from theodolite.corpus.sampling import Choice, Sample, choose
+from theodolite.errors import UsageError, WorkError
+from theodolite.system.progress import ShowTokens
+
+KEPT_BYTES = 1 << 28
+"""Pixels that are kept: 256 MiB, 445 images of 3 × 224 × 224 numbers."""
+
+
+@runtime_checkable
+class ImageReader(Protocol):
+    """What a checkpoint says of how its images are read."""
+
+    def read(self, image: Any) -> Float[Tensor, "channels height width"]:
+        """The pixel values of a picture in RGB."""
+
+    def shown(
+        self, pixels: Float[Tensor, "images channels height width"]
+    ) -> UInt8[Tensor, "images height width colours"]:
+        """Pixel values as a picture that can be looked at."""
+
+    def grid_of(self, height: int, width: int) -> PatchGrid:
+        """The tokens of a picture of so many pixels."""
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Pictures in order, and how they are read.
+
+    Attributes:
+        digests: of the pixel values of each, so that a file that changes between two readings is seen.
+        size: height and width in pixels, as the model reads them.
+    """
+
+    pictures: Sequence[Picture]
+    reader: ImageReader
+    digests: Sequence[bytes]
+    size: tuple[int, int]
+    _kept: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def grid(self) -> PatchGrid:
+        """The tokens of each picture."""
+        return self.reader.grid_of(*self.size)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the pixel values that the model reads."""
+        return hashlib.sha256(b"".join(self.digests)).hexdigest()
+
+    def pixels(self, rows: slice | Tensor) -> Float[Tensor, "images channels height width"]:
+        """The pixel values of some of the pictures.
+
+        Raises:
+            WorkError: a file has changed since it was first read.
+        """
+        chosen = range(len(self.pictures))[rows] if isinstance(rows, slice) else rows.tolist()
+        return torch.stack([self._read(index) for index in chosen])
+
+    def of(self, rows: Tensor) -> Images:
+        """Some of the pictures."""
+        chosen = rows.tolist()
+        return replace(
+            self,
+            pictures=[self.pictures[index] for index in chosen],
+            digests=[self.digests[index] for index in chosen],
+        )
+
+    def _read(self, index: int) -> Tensor:
+        kept = self._kept.get(self.digests[index])
+        if kept is not None:
+            return kept
+        picture = self.pictures[index]
+        pixels = self.reader.read(picture.open())
+        if digest_of(pixels) != self.digests[index]:
+            raise WorkError(f"{picture.name} has changed while it was measured: run it again")
+        return pixels
+
+
+def digest_of(pixels: Tensor) -> bytes:
+    """Of the shape and the numbers."""
+    shape = f"{tuple(pixels.shape)}\n".encode()
+    return hashlib.sha256(shape + pixels.float().contiguous().numpy().astype("<f4").tobytes()).digest()
+
+
+def choose_images(
+    name: str, pictures: Iterable[Picture], reader: ImageReader, choice: Choice, show: ShowTokens
+) -> tuple[Images, Sample]:
+    """The pictures that `choice` keeps, read, and what it says of labels; `name` is that of the corpus.
+
+    They are in the order of its seed, so that neighbours are of any label: standard errors come from groups of them.
+
+    Raises:
+        UsageError: none is kept, or one cannot be read.
+    """
+    choice.check()
+    if choice.rows:
+        raise UsageError(f"{name} holds images, each a context of its own: leave out --label-rows")
+    seen: list[Picture] = []
+
+    def numbered() -> Iterable[tuple[str | None, list[int]]]:
+        for picture in pictures:
+            seen.append(picture)
+            yield picture.label, [len(seen) - 1]
+
+    sample = choose(numbered(), choice)
+    chosen = [seen[int(body[0])] for _, body in sample.bodies]
+    if not chosen and sample.too_short:
+        count, label = sample.longest
+        raise UsageError(
+            f"no label of {name} has {choice.per_label} images: '{printable(label)}' has the most, {count}; use a "
+            "smaller --per-label"
+        )
+    if not chosen:
+        raise UsageError(f"{name} holds no image{' with a label: leave out --per-label' if seen else ''}")
+    order = np.random.default_rng(choice.seed).permutation(len(chosen))
+    return read_images([chosen[index] for index in order], reader, show), sample
+
+
+def refuse_length(length: int | None) -> None:
+    """Refuse a length of images.
+
+    Raises:
+        UsageError: one was given.
+    """
+    if length is not None:
+        raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
+
+
+def read_images(
+    pictures: Sequence[Picture], reader: ImageReader, show: ShowTokens = lambda images: None
+) -> Images:
+    """All pictures, read once. `show` is told how many were; it may raise to stop.
+
+    Raises:
+        UsageError: one cannot be read, or is of another size than the first as the model reads it.
+    """
+    digests: list[bytes] = []
+    kept: dict[bytes, Tensor] = {}
+    shape: tuple[int, ...] = ()
+    for picture in pictures:
+        pixels = reader.read(picture.open())
+        if digests and tuple(pixels.shape) != shape:
+            raise UsageError(
+                f"{picture.name} has {pixels.shape[1]} × {pixels.shape[2]} pixels as the model reads it, "
+                f"{pictures[0].name} {shape[1]} × {shape[2]}: the checkpoint's preprocessor_config.json makes images "
+                "of several sizes; give images of one"
+            )
+        shape = tuple(pixels.shape)
+        digests.append(digest_of(pixels))
+        if len(pictures) * pixels.nbytes <= KEPT_BYTES:
+            kept[digests[-1]] = pixels
+        show(len(digests))
+    return Images(pictures, reader, digests, (shape[1], shape[2]), kept)

@@ -1,0 +1,189 @@
+"""Where images come from: files and folders, and data sets with a column of images, each with its label.
+
+A picture is known by its place and is opened when it is asked for. Nothing here knows of pixels as a model reads them
+(`images.py` does). Pillow is asked for where a picture is opened.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from theodolite.corpus.documents import LABEL_COLUMNS, TEXT_COLUMN, Columns, printable
+from theodolite.errors import UsageError, first_line
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+SAVED = ("dataset_dict.json", "dataset_info.json")
+"""What `datasets` writes into a folder that it saves."""
+
+SPLIT = "train"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image: its name for messages, where it is (a file, or its bytes), and its label (None: no label)."""
+
+    name: str
+    source: Path | bytes
+    label: str | None = None
+
+    def open(self) -> Any:
+        """The image as PIL has it, upright and in RGB; of an animation the first frame.
+
+        Raises:
+            UsageError: it cannot be read, or Pillow is not there.
+        """
+        image, operations = _pillow()
+        source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
+        try:
+            with image.open(source) as opened:
+                return operations.exif_transpose(opened).convert("RGB")
+        except (
+            OSError,
+            SyntaxError,
+            ValueError,
+            EOFError,
+            struct.error,
+            image.DecompressionBombError,
+        ) as error:
+            why = "no image" if isinstance(error, image.UnidentifiedImageError) else first_line(error)
+            raise UsageError(f"{self.name} cannot be read as an image ({why}): mend or remove it") from error
+
+
+def _pillow() -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise UsageError("images are read by Pillow: pip install theodolite[images]") from error
+    return Image, ImageOps
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file is called as images are."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether a folder is one that `datasets` has saved."""
+    return any((path / name).is_file() for name in SAVED)
+
+
+def holds_images(path: Path) -> bool:
+    """Whether a path is an image, a folder with one in it, or a saved data set; nothing is opened."""
+    if path.is_dir():
+        return is_saved_dataset(path) or any(is_image(file) for file in path.rglob("*"))
+    return is_image(path) and path.is_file()
+
+
+def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[Picture], int]:
+    """The images of a file, a folder or a saved data set in sorted order, and how many other files were passed over.
+
+    The label of a file is its folder's path below `path`; directly in it, there is none. Hidden files do not count.
+
+    Raises:
+        UsageError: there is no such place, or no image in it.
+    """
+    path = Path(path)
+    if path.is_file() and is_image(path):
+        return [Picture(printable(path), path)], 0
+    if not path.is_dir():
+        why = f"is not one of {' '.join(SUFFIXES)}" if path.exists() else "does not exist"
+        raise UsageError(f"{printable(path)} {why}: give an image or a folder of images")
+    if is_saved_dataset(path):
+        return list(_saved(path, columns)), 0
+    files = sorted(
+        (file for file in path.rglob("*") if file.is_file()),
+        key=lambda file: file.relative_to(path).as_posix(),
+    )
+    files = [f for f in files if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    images = [file for file in files if is_image(file)]
+    if not images:
+        raise UsageError(f"{printable(path)} holds no image ({' '.join(SUFFIXES)}): give another folder")
+    pictures = [
+        Picture(
+            printable(file), file, None if file.parent == path else printable(file.parent.relative_to(path))
+        )
+        for file in images
+    ]
+    return pictures, len(files) - len(images)
+
+
+def pictures_of_dataset(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Picture]:
+    """The images of a data set of the hub, or of a folder of data files, as they arrive.
+
+    Raises:
+        UsageError: it cannot be read, or has no column of images.
+    """
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(name, config, split=split, streaming=True)
+        yield from _pictures(dataset, f"Dataset {name}", columns)
+    except UsageError:
+        raise
+    except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
+        why = first_line(error) or type(error).__name__
+        raise UsageError(
+            f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a "
+            "network, give a folder that holds its files."
+        ) from error
+
+
+def _saved(path: Path, columns: Columns) -> Iterator[Picture]:
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except Exception as error:  # whatever its file libraries raise
+        raise UsageError(
+            f"{printable(path)} is no whole data set ({first_line(error)}): save it anew"
+        ) from error
+    if isinstance(dataset, datasets.DatasetDict):
+        split = SPLIT if SPLIT in dataset else next(iter(dataset))
+        dataset = dataset[split]
+    return _pictures(dataset, printable(path), columns)
+
+
+def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
+    """The rows of a data set, class numbers replaced by their names; rows without an image are left out."""
+    import datasets
+
+    features = dataset.features or {}
+    chosen = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    if columns.text != TEXT_COLUMN.text:
+        chosen = [name for name in chosen if name == columns.text]
+    if not chosen:
+        raise UsageError(
+            f"{source} has no column of images (it has: {', '.join(features)}); choose with --text-column"
+        )
+    if columns.label is not None and columns.label not in features:
+        raise UsageError(
+            f"{source} has no column '{columns.label}' (it has: {', '.join(features)}); choose with --label-column"
+        )
+    label_columns = (columns.label,) if columns.label is not None else LABEL_COLUMNS
+    label = next((name for name in label_columns if name in features), None)
+    named = features[label] if isinstance(features.get(label), datasets.ClassLabel) else None
+    rows: Iterable[Any] = dataset.cast_column(chosen[0], datasets.Image(decode=False))
+    for number, row in enumerate(rows, start=1):
+        image, value = row[chosen[0]], None if label is None else row[label]
+        if image is None:
+            continue
+        name = named.int2str(value) if named is not None and value is not None else value
+        yield Picture(f"{source} row {number}", _source_of(image), None if name is None else str(name))
+
+
+def _source_of(image: dict[str, Any]) -> Path | bytes:
+    """Where the image of a row is: in the row, in a file, or in what only `datasets` opens (a member of an archive)."""
+    import datasets
+
+    if image.get("bytes") is not None:
+        return bytes(image["bytes"])
+    if Path(image["path"]).is_file():
+        return Path(image["path"])
+    as_png = io.BytesIO()
+    datasets.Image().decode_example(image).convert("RGB").save(as_png, "PNG")
+    return as_png.getvalue()

@@ -1,0 +1,151 @@
+"""How a model calls its attention modules: to call them again, with other hidden states or in another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Cache
+
+from theodolite.attention.inputs import attend
+from theodolite.models.doors.answers import without_interventions
+from theodolite.models.structure import (
+    Layout,
+    Run,
+    Structure,
+    Turns,
+    first_output,
+    first_tensor,
+    removed_on_leaving,
+)
+from theodolite.models.taps import tapped
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments with which a model calls an attention module, and how hidden states lie in them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    layout: Layout
+
+    @property
+    def entered(self) -> Tensor:
+        """The hidden states among the arguments, as they lie there."""
+        return first_tensor(self.args, self.kwargs)
+
+    @property
+    def hidden(self) -> Float[Tensor, "batch positions width"]:
+        """The hidden states."""
+        return self.layout.ordered(self.entered)
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states."""
+        return self.hidden.shape[-1]
+
+    def with_hidden(self, hidden: Float[Tensor, "batch positions width"]) -> Call:
+        """The same with other hidden states; all else goes to their device and dtype."""
+        entered, placed = self.entered, self.layout.placed(hidden)
+        # By identity: CTRL hands the same one over for values, keys and queries.
+        return self._mapped(lambda value: placed if value is entered else _to_dtype(value, hidden))
+
+    def output(self, module: nn.Module, hidden: Float[Tensor, "batch positions width"]) -> Tensor:
+        """What the module gives for other hidden states, (batch, positions, width).
+
+        What does not broadcast over contexts is repeated: BLOOM's bias has a row for each context and head.
+        """
+        times = len(hidden) // len(self.hidden)
+        try:
+            return self.with_hidden(hidden).run(module)
+        except (RuntimeError, ValueError, AssertionError):
+            if times < 2:
+                raise
+        return self._repeated(times).with_hidden(hidden).run(module)
+
+    def run(self, module: nn.Module) -> Tensor:
+        """What the module gives, (batch, positions, width)."""
+        return self.layout.ordered(first_output(module(*self.args, **self.kwargs)))
+
+    def with_own_memory(self) -> Call:
+        """Of a cross-attention: it reads its own hidden states in place of the encoder's, so that a row reaches all."""
+        entered = self.entered
+
+        def is_memory(value: Any) -> bool:
+            if not isinstance(value, Tensor) or value is entered or value.ndim != 3:
+                return False
+            return value.is_floating_point() and value.shape[::2] == entered.shape[::2]
+
+        return self._mapped(lambda value: entered if is_memory(value) else value)
+
+    def with_others_changed(self) -> Call:
+        """With other numbers in all other tensors of the shape of its hidden states, to see what depends on them."""
+        entered = self.entered
+
+        def changed(value: Any) -> Any:
+            alike = isinstance(value, Tensor) and value is not entered and value.shape == entered.shape
+            return 2 * value + 1 if alike and value.is_floating_point() else value
+
+        return self._mapped(changed)
+
+    def without_cache(self) -> Call:
+        """Without the keys of earlier calls, to which each call would add."""
+        return self._mapped(lambda value: None if isinstance(value, Cache) else value)
+
+    def _repeated(self, times: int) -> Call:
+        """All but the hidden states of so many times the contexts."""
+        entered = self.entered
+
+        def repeated(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value is entered or value.ndim <= self.layout.contexts:
+                return value
+            sizes = [1] * value.ndim
+            sizes[self.layout.contexts] = times
+            return value.repeat(sizes)
+
+        return self._mapped(repeated)
+
+    def _mapped(self, change: Callable[[Any], Any]) -> Call:
+        args = tuple(map(change, self.args))
+        return replace(self, args=args, kwargs={name: change(value) for name, value in self.kwargs.items()})
+
+
+Calls = dict[int, Call]
+"""Those of each layer that attends."""
+
+
+def capture_calls(model: nn.Module, structure: Structure, run: Run) -> Calls:
+    """How the model calls each layer's attention module in `run` (of one token at position 0) under the tap."""
+    with tapped(model, lambda _, inputs: attend(inputs)):
+        return capture_current_calls(structure, run)
+
+
+def capture_current_calls(structure: Structure, run: Run) -> Calls:
+    """The same by the attention implementation that the model has now."""
+    calls: Calls = {}
+    turns = Turns(structure.attention)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = Call(args, kwargs, structure.attention_layout).without_cache()
+        calls.setdefault(turns.take(module), call.with_own_memory() if structure.cross else call)
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in turns]
+    with removed_on_leaving(hooks), without_interventions(), torch.inference_mode():
+        run()
+    return calls
+
+
+def _to_dtype(value: Any, like: Tensor) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        if value.dtype == like.dtype:
+            return value.to(like.device)
+        # The lowest number of a dtype is how an additive mask hides a key: it stays the lowest.
+        lowest = value <= torch.finfo(value.dtype).min / 2
+        return value.to(like.device, like.dtype).masked_fill(
+            lowest.to(like.device), torch.finfo(like.dtype).min
+        )
+    return tuple(_to_dtype(v, like) for v in value) if isinstance(value, tuple) else value

@@ -1,0 +1,147 @@
+"""Who answers an attention module: taps that measure it, and interventions that change what it gets and gives.
+
+The doors hand over what decides a module's attention, and get its output from here. No model library is known here,
+and no statistic is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.errors import UsageError
+
+Tap = Callable[[nn.Module, AttentionInputs], Tensor]
+"""Gets the attention module and its inputs; returns the output, (batch, queries, heads, value_width)."""
+
+Answer = Callable[[AttentionInputs], Tensor]
+"""From attention inputs to the output, (batch, queries, heads, value_width)."""
+
+Intervention = Callable[[AttentionInputs, Answer], Tensor]
+"""Stands between a layer and its attention: may hand other inputs on to the answer, and return another output."""
+
+
+@dataclass(frozen=True)
+class _OpenTap:
+    """A tap and the modules of the model that it was opened for."""
+
+    modules: frozenset[nn.Module]
+    tap: Tap
+
+
+@dataclass(frozen=True)
+class _OpenIntervention:
+    """An intervention in one layer's attention, while it is open."""
+
+    modules: frozenset[nn.Module]
+    module: nn.Module
+    intervene: Intervention
+    of_inputs: bool
+    whole_cache: bool
+
+
+_taps: ContextVar[tuple[_OpenTap, ...]] = ContextVar("theodolite_taps", default=())
+_suspended: ContextVar[bool] = ContextVar("theodolite_suspended", default=False)
+
+# Of the process and not of a context: they hold whoever calls the model, as changed weights would
+# (`generate` with a streamer runs in another thread).
+_interventions: list[_OpenIntervention] = []
+
+
+@contextmanager
+def listening(modules: frozenset[nn.Module], tap: Tap) -> Iterator[None]:
+    """While open, `tap` answers these modules, and copies of modules, in this context."""
+    opened = _OpenTap(modules, tap)
+    _taps.set((*_taps.get(), opened))
+    try:
+        yield
+    finally:
+        # By identity, and not by what was there before: they may be left in any order.
+        _taps.set(tuple(other for other in _taps.get() if other is not opened))
+
+
+@contextmanager
+def intervening(
+    modules: frozenset[nn.Module],
+    module: nn.Module,
+    intervene: Intervention,
+    of_inputs: bool,
+    whole_cache: bool,
+) -> Iterator[None]:
+    """While open, `intervene` is applied to the attention of one of the modules, whoever calls it."""
+    opened = _OpenIntervention(modules, module, intervene, of_inputs, whole_cache)
+    _interventions.append(opened)
+    try:
+        yield
+    finally:
+        # By identity: two equal interventions may be open at once.
+        del _interventions[next(i for i, other in enumerate(_interventions) if other is opened)]
+
+
+@contextmanager
+def without_interventions() -> Iterator[None]:
+    """While open, no intervention is applied: to look at the model itself, on inputs that none was made for."""
+    token = _suspended.set(True)
+    try:
+        yield
+    finally:
+        _suspended.reset(token)
+
+
+def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = None) -> Tensor:
+    """The output of a module's attention, (batch, queries, heads, value_width), of whoever answers it.
+
+    Args:
+        module: the attention module.
+        inputs: what decides its attention.
+        window: keys that its cache keeps, where it keeps the last ones only.
+    """
+    answer = _answer(module)
+    for opened in [] if _suspended.get() else sorted(_interventions, key=lambda e: not e.of_inputs):
+        if opened.module is module:
+            if opened.whole_cache:
+                _refuse_dropped_keys(inputs, window)
+            answer = _with_intervention(opened.intervene, answer)
+    return answer(inputs)
+
+
+def innermost_tapped() -> frozenset[nn.Module]:
+    """The modules of the model that was tapped last in this context."""
+    taps = _taps.get()
+    return taps[-1].modules if taps else frozenset()
+
+
+def is_innermost(tap: Tap) -> bool:
+    """Whether a tap was opened last in this context: it is the one that answers."""
+    taps = _taps.get()
+    return bool(taps) and taps[-1].tap is tap
+
+
+def _answer(module: nn.Module) -> Answer:
+    """Who answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
+    taps = _taps.get()
+    for opened in reversed(taps):
+        if module in opened.modules:
+            return functools.partial(opened.tap, module)
+    if not taps or any(module in opened.modules for opened in _interventions):
+        return attend
+    return functools.partial(taps[-1].tap, module)
+
+
+def _with_intervention(intervene: Intervention, answer: Answer) -> Answer:
+    return lambda inputs: intervene(inputs, answer)
+
+
+def _refuse_dropped_keys(inputs: AttentionInputs, window: int | None) -> None:
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    if window is not None and queries < keys and keys >= window:
+        raise UsageError(
+            f"the cache of this layer keeps the last {window} keys only, so that positions cannot be told any more; "
+            "call generate with use_cache=False"
+        )

@@ -1,0 +1,119 @@
+"""How a checkpoint's images are read: by its own image processor, and into which tokens.
+
+The processor is that of `transformers` on Pillow and NumPy, so that pixel values are the same with torchvision and
+without it. Which tokens stand before the patches is seen from how many the model makes of an image of noise; their
+names come from the config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from theodolite.corpus.patches import PatchGrid
+from theodolite.errors import UsageError
+from theodolite.models.hooks import positions_read
+from theodolite.models.loading import LOADING_ERRORS, first_line, without_progress_bars
+from theodolite.models.opened import OpenModel
+
+PIXELS = "pixel_values"
+CLASS_TOKEN = "[CLS]"
+MOST_UNNAMED = 1
+"""Tokens before the patches that are neither the class token nor registers: DeiT has one, for its teacher."""
+
+
+@dataclass(frozen=True)
+class CheckpointImages:
+    """An image processor, and how the model cuts what it gives into patches.
+
+    Attributes:
+        patch: height and width of a patch in pixels.
+        before: names of the tokens before the patches.
+    """
+
+    processor: Any
+    patch: tuple[int, int]
+    before: tuple[str, ...]
+
+    def read(self, image: Any) -> Float[Tensor, "channels height width"]:
+        """The pixel values of a picture in RGB."""
+        pixels: Tensor = self.processor(images=image, return_tensors="pt")[PIXELS][0]
+        if pixels.ndim != 3:
+            raise UsageError(
+                f"{type(self.processor).__name__} gives pixel values of shape {tuple(pixels.shape)} an image: "
+                "only those of (channels, height, width) are read"
+            )
+        return pixels.float()
+
+    def shown(
+        self, pixels: Float[Tensor, "images channels height width"]
+    ) -> UInt8[Tensor, "images height width colours"]:
+        """Pixel values as a picture that can be looked at: what the processor did to the colours is undone."""
+        colours = pixels.movedim(1, -1).double()
+        if getattr(self.processor, "do_normalize", False):
+            mean, deviation = (
+                torch.tensor(np.broadcast_to(values, colours.shape[-1]).copy(), dtype=torch.float64)
+                for values in (self.processor.image_mean, self.processor.image_std)
+            )
+            colours = colours * deviation + mean
+        factor = self.processor.rescale_factor if getattr(self.processor, "do_rescale", True) else 1.0
+        return (colours / factor).round().clamp(0, 255).to(torch.uint8)
+
+    def grid_of(self, height: int, width: int) -> PatchGrid:
+        """The tokens of a picture of so many pixels."""
+        return PatchGrid(height // self.patch[0], width // self.patch[1], self.before)
+
+
+def image_reader(model: OpenModel) -> CheckpointImages:
+    """How a model reads images: what `Corpus.from_path` takes in place of a tokenizer.
+
+    Raises:
+        UsageError: the model reads no images, has no image processor, or tokens that are no grid of patches.
+    """
+    source, config = model.id, model.hf.config
+    if model.source.reads != PIXELS:
+        raise UsageError(f"{source} reads {model.source.reads}, not images")
+    tokens = positions_read(model, model.source.sample(1))
+    size, patch = (_sides(getattr(config, name, None)) for name in ("image_size", "patch_size"))
+    if size is None or patch is None:
+        raise UsageError(f"{source}: its config.json does not say how its images are cut into patches")
+    leading = tokens - (size[0] // patch[0]) * (size[1] // patch[1])
+    before = _names(leading, int(getattr(config, "num_register_tokens", 0) or 0))
+    if before is None:
+        raise UsageError(
+            f"{source} makes {tokens} tokens of an image of {size[0]} × {size[1]} pixels: they are no grid of patches"
+        )
+    try:
+        with without_progress_bars():
+            processor = AutoImageProcessor.from_pretrained(
+                source, revision=model.revision, backend="pil", trust_remote_code=False
+            )
+    except LOADING_ERRORS as error:
+        raise UsageError(
+            f"{source} has no image processor that can be read ({first_line(error)}): save its "
+            "preprocessor_config.json beside its weights"
+        ) from error
+    return CheckpointImages(processor, patch, before)
+
+
+def _sides(size: Any) -> tuple[int, int] | None:
+    if isinstance(size, int):
+        return size, size
+    return (int(size[0]), int(size[1])) if isinstance(size, list | tuple) and len(size) == 2 else None
+
+
+def _names(leading: int, registers: int) -> tuple[str, ...] | None:
+    """Of the tokens before the patches; None where there cannot be as many."""
+    unnamed = leading - 1 - registers
+    if leading == 0 and not registers:
+        return ()
+    if not 0 <= unnamed <= MOST_UNNAMED:
+        return None
+    others = [f"token {1 + number}" for number in range(unnamed)]
+    return (CLASS_TOKEN, *others, *(f"register {1 + number}" for number in range(registers)))

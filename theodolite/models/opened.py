@@ -1,0 +1,343 @@
+"""A model that has been opened and verified: what every measurement is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import UsageError
+from theodolite.models.calls import Call, Calls
+from theodolite.models.dequantised import refuse_unreadable_layers
+from theodolite.models.guard import between_passes, measures, once_a_pass
+from theodolite.models.head_weights import HeadWeights, read_head_weights
+from theodolite.models.output_weights import read_output_weights, state_of
+from theodolite.models.source import Inputs, Source
+from theodolite.models.structure import NoAttention, Structure, first_output
+from theodolite.models.verification import attention_kind
+from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
+
+
+@dataclass(frozen=True, repr=False)
+class OpenModel:
+    """A checkpoint that has been opened and verified.
+
+    Attributes:
+        source: what to hook and tap, how to run it, and what it reads; in evaluation mode. How it attends is its own
+            except while it is surveyed, its head weights are read or an intervention is under way.
+        tokenizer: its tokenizer, or None where the checkpoint has none.
+        width: width of the residual stream d.
+        causal: whether a query is kept from later keys.
+        id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
+            config and weights on disk, if they were local. `weights` says whether it still has these weights.
+    """
+
+    source: Source
+    structure: Structure
+    width: int
+    causal: bool
+    positions: str
+    id: str
+    _calls: Calls = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    revision: str | None = None
+    sha256: str | None = None
+    _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _load_layer: Callable[[int], AbstractContextManager[None]] = field(
+        default=lambda layer: nullcontext(), repr=False, compare=False
+    )
+    _interventions: list[str] = field(default_factory=list, repr=False, compare=False)
+    _checksum: int | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        structure: Structure,
+        calls: Calls,
+        inputs: Sequence[AttentionInputs],
+        **rest: Any,
+    ) -> OpenModel:
+        """From what `find_structure`, `capture_calls` and `verify_attention` gave; `rest` are other attributes."""
+        causal, bias = attention_kind(inputs)
+        named = rest.get("sha256") or rest.get("revision")
+        first = calls[structure.attending[0]]
+        return cls(
+            source=source,
+            structure=structure,
+            width=structure.width,
+            causal=causal,
+            positions=positions_of(source.root, first, bias),
+            _calls=calls,
+            _checksum=weights_checksum(source.root) if named else None,
+            **rest,
+        )
+
+    def __repr__(self) -> str:
+        """In a line, without the module tree that `hf` has."""
+        edits = f", {'; '.join(self._interventions)}" if self._interventions else ""
+        return (
+            f"OpenModel({self.id}: {self.source.family}, {self.layers} layers × {self.heads} heads × width "
+            f"{self.width}, {str(self.source.dtype).removeprefix('torch.')} on {self.device}{edits})"
+        )
+
+    @property
+    def root(self) -> nn.Module:
+        """The model itself."""
+        return self.source.root
+
+    @property
+    def hf(self) -> PreTrainedModel:
+        """The model as `transformers` has it.
+
+        Raises:
+            UsageError: it is none of `transformers`.
+        """
+        if not isinstance(self.root, PreTrainedModel):
+            raise UsageError(f"{self.id} is a module of its own, and this needs a model of transformers")
+        return self.root
+
+    def sample_pass(self) -> None:
+        """A pass over one token."""
+        self.source.run(self.source.sample(1))
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks L."""
+        return len(self.structure.attention)
+
+    @property
+    def heads(self) -> int:
+        """Query heads a layer H; where layers differ (`heads_of`), of the one that has most."""
+        return self.structure.heads
+
+    @property
+    def heads_of(self) -> tuple[int, ...]:
+        """Query heads of each layer; 0 where its block does not attend (a convolution, a state space)."""
+        return self.structure.heads_of
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        return self.structure.attending
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Every head there is, (layer, head), in order."""
+        return [(layer, head) for layer, heads in enumerate(self.heads_of) for head in range(heads)]
+
+    @property
+    def head_width(self) -> int:
+        """Width of a query d_h; where layers differ, of the widest."""
+        return self.structure.head_width
+
+    @property
+    def attention_width(self) -> int:
+        """Width of what its attention modules read."""
+        return self.structure.attention_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value; where layers differ, of the widest."""
+        return self.structure.value_width
+
+    @property
+    def interventions(self) -> tuple[str, ...]:
+        """Interventions that are open now, and what was done for good: it is not what the checkpoint on disk does."""
+        return tuple(self._interventions)
+
+    @contextmanager
+    def intervention(self, name: str, *edits: AbstractContextManager[object]) -> Iterator[None]:
+        """While open, so are the edits, and `name` is among `interventions`; they begin and end between passes."""
+        with ExitStack() as undo:
+            with between_passes(self.root):
+                for edit in edits:
+                    undo.enter_context(edit)
+                self._interventions.append(name)
+            try:
+                yield
+            finally:
+                with between_passes(self.root):
+                    self._interventions.remove(name)
+                    undo.close()
+
+    def record_intervention(self, name: str) -> None:
+        """From now on `name` is among `interventions`: its weights were changed for good."""
+        self._interventions.append(name)
+
+    def weights(self) -> Weights:
+        """What its weights are now, in memory: known once a pass, and read in whole for that."""
+        return once_a_pass(self.root, "weights", self._weights_now)
+
+    def _weights_now(self) -> Weights:
+        if self.sha256 is None and self.revision is None:
+            return Weights(weights_sha256(self.root), None, in_memory=True)
+        if self._checksum is None or weights_checksum(self.root) == self._checksum:
+            return Weights(self.sha256, self.revision)
+        return Weights(weights_sha256(self.root), None, changed=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.source.device
+
+    @measures
+    def forward(self, inputs: Inputs) -> Tensor:
+        """What a pass without gradients or a cache returns: of `transformers`, the last hidden states (…, width)."""
+        with torch.inference_mode():
+            return first_output(self.source.run(inputs))
+
+    @measures
+    def logits(
+        self, ids: Int[Tensor, "contexts positions"]
+    ) -> Float[Tensor, "contexts positions vocabulary"]:
+        """The next-token logits of a pass without gradients or a cache; the model must have an output head."""
+        if self.source.predict is None:
+            raise UsageError(f"{self.id} has no output head, so it predicts no tokens")
+        with torch.inference_mode():
+            return self.source.predict(ids)
+
+    def required_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            UsageError: the checkpoint has none.
+        """
+        if self.tokenizer is None:
+            raise UsageError(f"{self.id} has no tokenizer beside its weights: save one there")
+        return self.tokenizer
+
+    def required_vocabulary(self) -> Any:
+        """What random tokens are drawn from: the tokenizer, or the number of token ids.
+
+        Raises:
+            UsageError: the model reads no tokens.
+        """
+        vocabulary = self.tokenizer or self.vocabulary
+        if vocabulary is None:
+            raise UsageError(f"{self.id} reads no tokens: random ones cannot be drawn")
+        return vocabulary
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Rows of the token embedding, or None for a model that reads no tokens."""
+        return self.source.vocabulary
+
+    def has_tokens(self, ids: Int[Tensor, "*shape"]) -> bool:
+        """Whether all ids are in its vocabulary."""
+        return self.vocabulary is not None and not bool(((ids < 0) | (ids >= self.vocabulary)).any())
+
+    def check_tokens(self, ids: Int[Tensor, "*shape"]) -> None:
+        """Raise `UsageError` where an id is not in its vocabulary; the line names the token."""
+        if self.has_tokens(ids):
+            return
+        smallest, largest = (int(end) for end in ids.aminmax())
+        wrong = smallest if smallest < 0 else largest
+        named = self.tokenizer.convert_ids_to_tokens(wrong) if self.tokenizer and wrong >= 0 else None
+        raise UsageError(
+            f"token id {wrong}{f' ({named!r})' if named else ''} does not fit the {self.vocabulary} tokens of "
+            f"{self.id}: the tokenizer belongs to another model, or leave out of the text what was added to it later"
+        )
+
+    def has_positions(self, length: int) -> bool:
+        """Whether it has positions for so many tokens."""
+        return self.longest is None or length <= self.longest
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that the model has positions for, or None where it sets no limit (ALiBi)."""
+        return self.source.longest
+
+    @measures
+    def head_weights(self, layer: int) -> HeadWeights:
+        """The weights of one layer's heads: `w_q, w_k, w_v, b_q, b_k, b_v, scaling`, leading with heads.
+
+        Raises:
+            UsageError: there is no such layer.
+            NoAttention: (a `WorkError`) the layer's block does not attend.
+            NotAffine: (a `WorkError`) the layer's queries and keys are no affine function of its input.
+            WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
+        """
+        self._check_layer(layer)
+        with self._load_layer(layer):
+            return read_head_weights(self.root, self.structure, layer, self._call(layer))
+
+    @measures
+    def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
+        """W_O of one layer's heads: its attention adds Σ_h o_h W_O[h] to the stream (before a norm of the sum).
+
+        The last one asked for is kept until the block's parameters change (writes to `.data` are not seen).
+
+        Raises:
+            UsageError: there is no such layer.
+            WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
+        """
+        self._check_layer(layer)
+        state = state_of(self.structure.blocks[layer])
+        call = self._call(layer)
+        known = self._output_weights.get(layer)
+        if known is None or known[0] != state:
+            self._output_weights.clear()
+            with self._load_layer(layer):
+                read = read_output_weights(self.root, self.structure, layer, call, self.sample_pass)
+            known = self._output_weights[layer] = (state, read)
+        return known[1]
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {self.layers - 1}")
+
+    def _call(self, layer: int) -> Call:
+        self.structure.attention_at(layer)  # names a layer that has none
+        return self._calls[layer]
+
+    def attention_alone(self, layer: int) -> nn.Module:
+        """The attention module of one layer, to change what it does.
+
+        Raises:
+            UsageError: other layers share it (ALBERT).
+        """
+        if self.structure.shared:
+            raise UsageError(
+                f"{self.id}: several layers share one attention module, so none can be changed alone"
+            )
+        return self.structure.attention_at(layer)
+
+    def check_weights(self) -> None:
+        """Raise `WorkError` where its attention is quantised in a way that cannot be read: before a pass."""
+        structure = self.structure
+        refuse_unreadable_layers(
+            [(structure.names[layer], structure.attention_at(layer)) for layer in structure.attending]
+        )
+
+    def check_place(self, layer: int, head: int = 0) -> None:
+        """Raise `UsageError` where there is no such layer, or no such head in it; and where it does not attend."""
+        self._check_layer(layer)
+        try:
+            self.structure.attention_at(layer)
+        except NoAttention as error:
+            raise UsageError(str(error)) from error
+        heads = self.heads_of[layer]
+        if not 0 <= head < heads:
+            raise UsageError(f"head {head} does not exist: this model has heads 0 to {heads - 1}")
+
+
+def positions_of(model: nn.Module, call: Call, bias: str) -> str:
+    """How the model encodes positions: "rotary", "alibi", "relative bias", "learned" or "other"."""
+    if call.kwargs.get("position_embeddings") is not None:
+        return "rotary"
+    if bias != "none":
+        return bias
+    learned = any(
+        "pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe") for name, _ in model.named_modules()
+    )
+    return (
+        "learned" if learned or any("position_embed" in n for n, _ in model.named_parameters()) else "other"
+    )

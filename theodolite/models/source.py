@@ -1,0 +1,317 @@
+"""A model as all that comes after sees it: a root to hook and tap, a way to run it, and what it reads.
+
+Of `transformers`, or any module that makes something of token ids. Nothing here knows of heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import UsageError
+from theodolite.models.structure import Run, first_output
+from theodolite.system.choices import DECODER, Attention, check_attention
+
+Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"]
+"""Token ids, or the pixel values of images."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What is asked of a model.
+
+    Attributes:
+        root: the whole model, which is hooked and tapped.
+        trunk: the module that a pass begins with, which runs the blocks.
+        run: the trunk on a batch, without an output head where it has one.
+        predict: the next-token logits of a batch; None where there is no output head.
+        reads: the name of what it reads: "input_ids", or "pixel_values" and the like.
+        family: what the model is called among its kind.
+        vocabulary: tokens that it has an embedding for; None where it reads none.
+        longest: tokens that it has positions for; None where it sets no limit (ALiBi).
+        sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
+        probe: a pass over it; an encoder reads one token more, so that a decoder's attention to it shows.
+        attends: which of its attention is looked at, in such a pass.
+        attention: of an encoder-decoder, the same by name.
+        of_copy: the same of a copy of the root.
+    """
+
+    root: nn.Module
+    trunk: nn.Module
+    run: Callable[[Inputs], Any]
+    predict: Callable[[Tensor], Float[Tensor, "contexts positions vocabulary"]] | None
+    reads: str
+    family: str
+    vocabulary: int | None
+    longest: int | None
+    sample: Callable[[int], Tensor]
+    probe: Callable[[int], Run]
+    attends: Callable[[nn.Module, AttentionInputs], bool] = lambda module, inputs: True
+    attention: Attention | None = None
+    of_copy: Callable[[Any], Source] | None = None
+
+    @classmethod
+    def of_transformers(cls, model: PreTrainedModel, attention: Attention | None = None) -> Source:
+        """A model of `transformers`.
+
+        Args:
+            model: the model.
+            attention: of an encoder-decoder, which is looked at; None: the decoder's own.
+
+        Raises:
+            UsageError: it reads neither tokens nor pixels; it has no decoder, and one is asked for.
+        """
+        if model.config.is_encoder_decoder:
+            return _of_encoder_decoder(model, attention or DECODER)
+        if attention is not None:
+            raise UsageError(f"{type(model).__name__} is no encoder-decoder, and attends in one way only")
+        name, trunk = model.main_input_name, model.base_model
+        if name not in inspect.signature(trunk.forward).parameters:  # DINOv3's is its encoder alone
+            trunk = model
+        vocabulary = embedded_tokens(model) if name == "input_ids" else None
+        longest = longest_of(model)
+        options = {"use_cache": False} if name == "input_ids" else {}
+
+        def sample(length: int) -> Tensor:
+            if vocabulary is not None:
+                return token_ids(vocabulary, min(length, longest or length)).to(device_of(model))
+            return noise_image(model)
+
+        def given(batch: Tensor) -> dict[str, Any]:
+            dtype = model.dtype if batch.is_floating_point() else batch.dtype
+            return {name: batch.to(device_of(model), dtype), **options}
+
+        def run(batch: Tensor) -> Any:
+            return trunk(**given(batch))
+
+        def probe(length: int) -> Run:
+            return lambda: run(sample(length))
+
+        def predict(batch: Tensor) -> Tensor:
+            return model(**given(batch)).logits
+
+        return cls(
+            root=model,
+            trunk=trunk,
+            run=run,
+            predict=None if model.get_output_embeddings() is None else predict,
+            reads=name,
+            family=model.config.model_type,
+            vocabulary=vocabulary,
+            longest=longest,
+            sample=sample,
+            probe=probe,
+            of_copy=cls.of_transformers,
+        )
+
+    @classmethod
+    def of_module(
+        cls,
+        module: nn.Module,
+        vocabulary: int | None,
+        forward: Callable[[nn.Module, Tensor], Any] | None = None,
+        longest: int | None = None,
+        image: tuple[int, int, int] = (3, 224, 224),
+    ) -> Source:
+        """Any module that reads token ids, or pixel values.
+
+        Args:
+            module: the module.
+            vocabulary: ids go from 0 to this, exclusive; None: it reads images.
+            forward: runs the module on ids (contexts, positions); None: it is called with them.
+            longest: tokens that it has positions for, if there is a limit.
+            image: channels, height and width of what it reads.
+        """
+        trunk = _Trunk(module, forward)
+
+        def sample(length: int) -> Tensor:
+            if vocabulary is None:
+                return noise(image).to(device_of(module), dtype_of(module))
+            return token_ids(vocabulary, min(length, longest or length)).to(device_of(module))
+
+        def predict(batch: Tensor) -> Tensor:
+            logits = first_output(trunk(batch))
+            if not isinstance(logits, Tensor) or logits.shape[:2] != batch.shape or logits.ndim != 3:
+                raise UsageError(
+                    f"{type(module).__name__} gives no logits (contexts, positions, vocabulary): give open_module a "
+                    "forward that returns them"
+                )
+            return logits
+
+        return cls(
+            root=module,
+            trunk=trunk,
+            run=trunk,
+            predict=None if vocabulary is None else predict,
+            reads="pixel_values" if vocabulary is None else "input_ids",
+            family=type(module).__name__,
+            vocabulary=vocabulary,
+            longest=longest,
+            sample=sample,
+            probe=lambda length: lambda: trunk(sample(length)),
+            of_copy=lambda copied: cls.of_module(copied, vocabulary, forward, longest, image),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
+        """What runs it is of the copy, too."""
+        assert self.of_copy is not None
+        return self.of_copy(copy.deepcopy(self.root, memo))
+
+    def small_pass(self, length: int) -> Run:
+        """A pass over `sample(length)`, all of it."""
+        return lambda: self.run(self.sample(length))
+
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self.root).__name__
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its parameters, the first that is floating-point."""
+        return dtype_of(self.root)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return device_of(self.root)
+
+    @property
+    def said_of_windows(self) -> str:
+        """What to do where a window hides every token, for the end of a message."""
+        if not isinstance(self.root, PreTrainedModel):
+            return ""
+        window = getattr(self.root.config.get_text_config(), "sliding_window", None)
+        return f": its config.json says sliding_window = {window}; use a number above 0, or null for none"
+
+
+def _of_encoder_decoder(model: PreTrainedModel, attention: Attention) -> Source:
+    """Encoder and decoder read the same tokens; the decoder as they are, without a token that begins them.
+
+    An encoder of speech (Whisper) hears silence; its own attention and the one to it are not looked at.
+    """
+    check_attention(attention)
+    hears = model.main_input_name == "input_features" and hasattr(model.config, "num_mel_bins")
+    if model.main_input_name != "input_ids" and not hears:
+        raise UsageError(f"{type(model).__name__} reads {model.main_input_name}: theodolite cannot make any")
+    if hears and attention != DECODER:
+        raise UsageError(
+            f"{type(model).__name__} hears speech: only its decoder's own attention is looked at"
+        )
+    encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
+    trunk = encoder if attention == "encoder" else model.base_model
+
+    def sample(length: int) -> Tensor:
+        return token_ids(vocabulary, min(length, longest - 1 if longest else length)).to(device_of(model))
+
+    def run(ids: Tensor, more: int = 0) -> Any:
+        ids = ids.to(device_of(model))
+        if attention == "encoder":
+            return trunk(input_ids=ids)
+        if hears:
+            bins, frames = model.config.num_mel_bins, 2 * model.config.max_source_positions
+            encoded = {
+                "input_features": torch.zeros(len(ids), bins, frames).to(device_of(model), model.dtype)
+            }
+        else:
+            encoded = {"input_ids": torch.cat([ids, ids[:, :more]], dim=1)}
+        return trunk(**encoded, decoder_input_ids=ids, use_cache=False)
+
+    of_decoder = frozenset() if attention == "encoder" else frozenset(model.get_decoder().modules())
+
+    def attends(module: nn.Module, inputs: AttentionInputs) -> bool:
+        if attention == "encoder":
+            return True
+        more = inputs.key.shape[2] - inputs.query.shape[2]
+        return module in of_decoder and more == (0 if attention == DECODER else 1)
+
+    return Source(
+        root=model,
+        trunk=trunk,
+        run=run,
+        predict=None,
+        reads="input_ids",
+        family=model.config.model_type,
+        vocabulary=vocabulary,
+        longest=longest,
+        sample=sample,
+        probe=lambda length: lambda: run(sample(length), more=1),
+        attends=attends,
+        attention=attention,
+        of_copy=functools.partial(Source.of_transformers, attention=attention),
+    )
+
+
+class _Trunk(nn.Module):
+    """Runs a module, of which it is no part: so that a pass begins with the call of a module, however it is run."""
+
+    def __init__(self, module: nn.Module, forward: Callable[[nn.Module, Tensor], Any] | None) -> None:
+        super().__init__()
+        self._run = functools.partial(forward or nn.Module.__call__, module)
+
+    def forward(self, ids: Tensor) -> Any:
+        """What the module makes of token ids."""
+        module = self._run.args[0]
+        return self._run(
+            ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
+        )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where inputs go: the first device that holds a parameter, or the CPU where all are offloaded."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Of a model's parameters, the first that is floating-point."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def longest_of(model: PreTrainedModel) -> int | None:
+    """Tokens that the model has positions for, or None where it sets no limit."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
+    names = ("max_target_positions", "max_position_embeddings")  # Whisper's decoder has its own
+    limits = (getattr(model.config, name, None) for name in names)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def embedded_tokens(model: PreTrainedModel) -> int:
+    """Rows of a model's token embedding."""
+    return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+
+
+def token_ids(vocabulary: int, length: int) -> Int[Tensor, "1 length"]:
+    """Seeded token ids."""
+    return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def noise_image(model: PreTrainedModel) -> Float[Tensor, "1 channels height width"]:
+    """A seeded image of noise.
+
+    Raises:
+        UsageError: the model reads something else.
+    """
+    if model.main_input_name != "pixel_values":
+        raise UsageError(
+            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
+        )
+    size, channels = model.config.image_size, model.config.num_channels
+    height, width = (size, size) if isinstance(size, int) else size
+    return noise((channels, height, width)).to(device_of(model), model.dtype)
+
+
+def noise(shape: tuple[int, int, int]) -> Float[Tensor, "1 channels height width"]:
+    """Seeded normal numbers as pixel values."""
+    return torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))

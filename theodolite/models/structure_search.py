@@ -1,0 +1,235 @@
+"""Finds where a model keeps its attention modules and its blocks, in one forward pass. No family is named here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.errors import UsageError
+from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
+from theodolite.models.taps import listen_to_functions, tapped
+
+
+@dataclass
+class _Ran:
+    """A block that runs, the shapes of what enters it and its attention, and how it attends, if it does."""
+
+    block: nn.Module
+    shape: tuple[int, ...]
+    left: tuple[int, ...] = ()
+    entered: tuple[int, ...] = ()
+    attention: nn.Module | None = None
+    inputs: AttentionInputs | None = None
+
+
+class _NoBlocks(Exception):
+    """Attention runs outside of every block that runs as a module."""
+
+
+Chosen = Callable[[nn.Module, AttentionInputs], bool]
+"""Which attention of a model is looked at."""
+
+
+def find_structure(
+    model: nn.Module,
+    run: Run,
+    blocks: Sequence[str] | None = None,
+    chosen: Chosen = lambda module, inputs: True,
+) -> Structure:
+    """See in a forward pass who calls the tap, and which blocks run.
+
+    Args:
+        model: the model.
+        run: a forward pass of it, over more than one token where layouts are to be told apart.
+        blocks: names of its blocks, or of the one list that holds them; None: they are found.
+        chosen: which attention is looked at: a decoder's own, say, and not the one to its encoder.
+
+    Raises:
+        UsageError: nothing calls it, a block attends twice, or there is no one residual stream.
+    """
+    family = type(model).__name__
+    attention: set[nn.Module] = set()
+    heard: set[nn.Module] = set()
+
+    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        heard.add(module)
+        if chosen(module, inputs):
+            attention.add(module)
+        return attend(inputs)
+
+    with tapped(model, record), torch.inference_mode():
+        run()
+    if not heard and listen_to_functions(model):
+        return find_structure(model, run, blocks, chosen)
+    if heard and not attention:
+        raise UsageError(
+            f"{family} has no attention of the kind that is asked for (of an encoder-decoder: its decoder's own, where "
+            "nothing else is said): see attention="
+        )
+    if not attention:
+        raise UsageError(
+            f"{family} computes no attention that could be read: it goes neither through the attention interface of "
+            "transformers nor through PyTorch's functions, and is no softmax between two products"
+        )
+    name_of = {module: name for name, module in model.named_modules()}
+    found = _named_blocks(model, blocks) if blocks else _blocks_around(model, attention, name_of)
+    try:
+        layers, free = _layers_in_order(model, found, attention, run), False
+    except _NoBlocks:
+        layers, free = _attention_in_order(model, attention, run), True
+    inputs = [layer.inputs for layer in layers if layer.inputs is not None]
+    contexts, _, positions, _ = inputs[0].query.shape
+    streams = {shape for layer in layers for shape in (layer.shape, layer.left or layer.shape)}
+    entered = {layer.entered for layer in layers if layer.inputs is not None}
+    layouts = {Layout.of(shape, contexts, positions) for shape in streams}
+    attention_layouts = {Layout.of(shape, contexts, positions) for shape in entered}
+    layout, attention_layout = next(iter(layouts)), next(iter(attention_layouts))
+    one = len(streams) == len(attention_layouts) == 1
+    if not one or layout is None or attention_layout is None or len(next(iter(entered))) != 3:
+        raise UsageError(
+            f"{family} has no one residual stream: its blocks read hidden states of shapes {sorted(streams)}, its "
+            f"attention of {sorted(entered)}"
+        )
+    return Structure(
+        attention=tuple(layer.attention for layer in layers),
+        names=tuple(name_of[layer.attention or layer.block] for layer in layers),
+        blocks=tuple(layer.block for layer in layers),
+        heads_of=tuple(0 if layer.inputs is None else layer.inputs.query.shape[1] for layer in layers),
+        head_width=max(of_layer.query.shape[-1] for of_layer in inputs),
+        value_widths=tuple(0 if layer.inputs is None else layer.inputs.value.shape[-1] for layer in layers),
+        width=math.prod(layers[0].shape) // (contexts * positions),
+        attention_width=math.prod(next(iter(entered))) // (contexts * positions),
+        layout=layout,
+        attention_layout=attention_layout,
+        free=free,
+        end=layout,
+        cross=any(of_layer.key.shape[2] != of_layer.query.shape[2] for of_layer in inputs),
+    )
+
+
+def _layers_in_order(
+    model: nn.Module, blocks: set[nn.Module], attention: set[nn.Module], run: Run
+) -> list[_Ran]:
+    """The blocks that run, in the order in which they do; one that runs several times is a layer each time.
+
+    Raises:
+        UsageError: a block attends twice, or attention is outside of every block.
+    """
+    family = type(model).__name__
+    layers: list[_Ran] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        shape = tuple(first_tensor(args, kwargs).shape)
+        if module not in attention:
+            layers.append(_Ran(module, shape))
+        elif layers:
+            layers[-1].entered = shape
+
+    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if module not in attention:
+            return attend(inputs)
+        if not layers:
+            raise _NoBlocks
+        if layers[-1].attention is module and _same_query(layers[-1], inputs):
+            return attend(inputs)  # the same attention to other values (DiffLlama)
+        if layers[-1].attention is not None:
+            raise UsageError(
+                f"{family} has a block that attends twice; theodolite needs one attention a block"
+            )
+        layers[-1].attention, layers[-1].inputs = module, inputs
+        return attend(inputs)
+
+    def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        if layers and layers[-1].block is module:
+            layers[-1].left = tuple(first_output(output).shape)
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
+    hooks += [module.register_forward_hook(leave) for module in blocks]
+    with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
+        run()
+    return layers
+
+
+def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -> list[_Ran]:
+    """The attention modules, each in place of its block, in the order in which they run."""
+    layers: list[_Ran] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        shape = tuple(first_tensor(args, kwargs).shape)
+        layers.append(_Ran(module, shape, shape, shape, attention=module))
+
+    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if module in attention and layers[-1].inputs is None:
+            layers[-1].inputs = inputs
+        return attend(inputs)
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in attention]
+    with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
+        run()
+    return layers
+
+
+def _same_query(layer: _Ran, inputs: AttentionInputs) -> bool:
+    return layer.inputs is not None and layer.inputs.query is inputs.query
+
+
+def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
+    """Blocks by name, or those of the one list that is named."""
+    try:
+        named = [model.get_submodule(name) for name in names]
+    except AttributeError as error:
+        raise UsageError(f"{type(model).__name__} has no module for blocks={list(names)}: {error}") from error
+    if len(named) == 1 and isinstance(named[0], LISTS):
+        return set(named[0].children())
+    return set(named)
+
+
+def _blocks_around(
+    model: nn.Module, attention: set[nn.Module], name_of: dict[nn.Module, str]
+) -> set[nn.Module]:
+    """The members of the lists that hold the attention modules; of what is no `ModuleList`, those like one that does.
+
+    Raises:
+        UsageError: an attention module is in no list.
+    """
+    blocks: set[nn.Module] = set()
+    for module in attention:
+        around = _list_around(model, name_of[module])
+        if around is None:
+            raise UsageError(
+                f"{type(model).__name__}: attention module {name_of[module]} is not inside a list of blocks"
+                + (
+                    ""
+                    if isinstance(model, PreTrainedModel)
+                    else ': say where they are, blocks="transformer.h"'
+                )
+            )
+        holding, block = around
+        alike = isinstance(holding, nn.ModuleList)
+        blocks |= {member for member in holding.children() if alike or type(member) is type(block)}
+    return blocks
+
+
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def _list_around(model: nn.Module, name: str) -> tuple[nn.Module, nn.Module] | None:
+    """The outermost `ModuleList` that holds the module of that name, and the member in which it is.
+
+    A block may itself be a list of sub-layers (T5), so the innermost one will not do. Where there is no such list, the
+    innermost of another kind.
+    """
+    parts = name.split(".")
+    inside = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
+    pairs = list(itertools.pairwise(inside))
+    lists = [pair for pair in pairs if isinstance(pair[0], nn.ModuleList)]
+    others = [pair for pair in pairs if isinstance(pair[0], LISTS)]
+    return lists[0] if lists else others[-1] if others else None

@@ -1,0 +1,158 @@
+"""What the tokens of images do, where they lie: the positional basis over rows and columns, and values on pictures.
+
+Tokens before the patches ([CLS], registers) are cells above a picture, in their order.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.corpus.patches import PatchGrid, grid_described
+from theodolite.errors import UsageError
+from theodolite.report import style
+from theodolite.report.data import Floats, need, provenance
+from theodolite.report.drawing.geometry import spectrum_sketch
+from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels
+from theodolite.system.png import png
+from theodolite.system.wording import for_plotly
+
+if TYPE_CHECKING:
+    from theodolite.passes.run import Run
+
+COMPONENTS = 3
+MAP, PICTURE = 270, 180  # pixels: the height of a row of maps, and of one of pictures
+STRIP = 1.6  # cells: how far above a picture the tokens before its patches are
+LEAST_RATIO = 2.0  # of a norm to the layer's median: where none is above, colours end there
+MOST_PIXELS = 224  # of a side: larger pictures are thinned
+GAPS = (0.03, 0.1)
+
+
+def grid_of(run: Run) -> PatchGrid | None:
+    """How the tokens of the run's images lie; None where it has read text, or nothing."""
+    return grid_described(provenance(run, "corpus") or {})
+
+
+def is_of_text(run: Run) -> bool:
+    """Whether the positions of the run lie in a line."""
+    return grid_of(run) is None
+
+
+def _need_grid(run: Run) -> PatchGrid:
+    grid = grid_of(run)
+    if grid is None:
+        raise UsageError("this run has no images; survey a model of images to get them")
+    return grid
+
+
+def patch_components(run: Run, layer: int = 0) -> go.Figure:
+    """The positional basis' first principal components over the rows and columns of the patches."""
+    grid, basis = _need_grid(run), need(run, "positional_pca")[layer]
+    shown = []
+    for component in range(COMPONENTS):
+        values = basis[grid.leading :, component].reshape(grid.shape)
+        most = float(np.abs(values).max()) or 1.0
+        hover = f"row %{{y}}, column %{{x}}<br>component {component + 1}: %{{z:.4g}}<extra></extra>"
+        cells = heat(values, -most, most, hover, scale=style.SIGNED)
+        shown.append(_panel(f"component {component + 1}", [cells], grid))
+    return panels(shown, COMPONENTS, height=MAP, gaps=GAPS)
+
+
+@Sketched
+def patch_frequencies(run: Run, layer: int = 0) -> Sketch:
+    """How much of the directions of the positional basis each frequency of rows and columns holds, over the most."""
+    rows, columns = _need_grid(run).shape
+    return spectrum_sketch(
+        need(run, "dct")[layer][:rows, :columns], "frequency of columns", "frequency of rows"
+    )
+
+
+def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
+    """The attention that each token of a few images receives, from the head of a block that pays it most."""
+    received = need(run, "example_received")[layer]
+    most = max(SINK_THRESHOLD, float(received.max()))
+    hover = "receives %{z:.3f}<extra></extra>"
+    return _on_pictures(run, received, 0.0, most, hover, "attention received")
+
+
+def norms_on_pictures(run: Run, layer: int = 0) -> go.Figure:
+    """The norm of each token of a few images at one layer, over the median of the layer's patches."""
+    grid, norms = _need_grid(run), need(run, "example_norm")[layer]
+    median = float(np.median(norms[:, grid.leading :])) or 1.0
+    ratios = norms / median
+    hover = "%{z:.2f} × the median norm<extra></extra>"
+    return _on_pictures(
+        run, ratios, 1.0, max(LEAST_RATIO, float(ratios.max())), hover, "norm over the median"
+    )
+
+
+def _on_pictures(run: Run, values: Floats, low: float, high: float, hover: str, title: str) -> go.Figure:
+    """Values (images, tokens) on the run's pictures, side by side: no colour at `low`, full colour at `high`."""
+    grid, pictures = _need_grid(run), need(run, "example_picture")
+    shown = []
+    for number, of_tokens in enumerate(values):
+        last = number == len(values) - 1
+        names = [for_plotly(grid.token_text(position)) for position in range(grid.length)]
+        bar = style.colour_bar(title) if last else None
+        look: dict[str, Any] = {"scale": style.OVERLAY}
+        patches = heat(
+            of_tokens[grid.leading :].reshape(grid.shape),
+            low,
+            high,
+            f"%{{customdata}}<br>{hover}",
+            bar=bar,
+            customdata=np.array(names[grid.leading :]).reshape(grid.shape),
+            **look,
+        )
+        cells = [patches]
+        if grid.leading:
+            strip = of_tokens[None, : grid.leading]
+            named = [names[: grid.leading]]
+            cells.append(
+                heat(
+                    strip,
+                    low,
+                    high,
+                    f"%{{customdata}}<br>{hover}",
+                    y=[-STRIP],
+                    dy=1,
+                    customdata=named,
+                    **look,
+                )
+            )
+        shown.append(_panel(f"image {number}", cells, grid))
+    above = STRIP + 0.2 if grid.leading else 0.0
+    drawn = panels(shown, len(shown), height=round(PICTURE * (1 + above / grid.rows)), gaps=GAPS)
+    for number, picture in enumerate(pictures[: len(shown)]):
+        suffix = "" if number == 0 else str(number + 1)
+        drawn.add_layout_image(
+            source=_data_uri(picture),
+            xref=f"x{suffix}",
+            yref=f"y{suffix}",
+            x=-0.5,
+            y=-0.5,
+            sizex=grid.columns,
+            sizey=grid.rows,
+            sizing="stretch",
+            layer="below",
+        )
+    return drawn
+
+
+def _panel(title: str, cells: list[Any], grid: PatchGrid) -> Panel:
+    top = -0.5 if len(cells) == 1 else -STRIP - 0.7
+    axis = {"showgrid": False, "zeroline": False, "ticks": "", "showticklabels": False}
+    ends = {"range": [-0.5, max(grid.columns, grid.leading if len(cells) > 1 else 0) - 0.5]}
+    down = {"range": [grid.rows - 0.5, top]}
+    return Panel(title, cells, xaxis=axis | ends, yaxis=axis | down, square=True)
+
+
+def _data_uri(picture: Any) -> str:
+    """A picture (rows, columns, colours) as a PNG in a link, thinned where it is large."""
+    step = -(-max(picture.shape[:2]) // MOST_PIXELS)
+    pixels = np.ascontiguousarray(picture[::step, ::step], dtype=np.uint8)
+    return "data:image/png;base64," + base64.b64encode(png(pixels)).decode()
