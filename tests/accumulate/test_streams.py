@@ -18,8 +18,9 @@ from theodolite.accumulate.second_moments import (
     covariance,
     low_rank,
 )
-from theodolite.accumulate.sums import GROUPS, Groups, SavedState, each_part
+from theodolite.accumulate.sums import SavedState, cache_sized_groups, each_part
 from theodolite.attention.inputs import AttentionInputs
+from theodolite.corpus.groups import GROUPS, Groups
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
 
@@ -184,7 +185,7 @@ def test_groups_are_ranges_of_equal_size_however_they_are_batched(contexts, data
     expected = np.floor(np.arange(contexts) * GROUPS / contexts)
     assert groups.of(torch.arange(contexts)).tolist() == expected.tolist()
     assert np.ptp(np.bincount(expected.astype(int), minlength=GROUPS)) <= 1
-    for parts in (groups.parts(first, batch), groups.cache_sized(first, batch, torch.device("cpu"))):
+    for parts in (groups.parts(first, batch), cache_sized_groups(groups, first, batch, torch.device("cpu"))):
         seen = [(first + i, group) for group, part in parts for i in range(part.start, part.stop)]
         assert seen == [(i, expected[i]) for i in range(first, first + batch)]
 

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, State, each_part
+from theodolite.accumulate.sums import LayerSums, State, cache_sized_groups, each_part
+from theodolite.corpus.groups import GROUPS, Groups
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Means(LayerSums):
             self.add("contexts", layer, count, group)
             for name, values in sums.items():
                 self.add(name, layer, values[part].sum(), group)
-        for group, part in self.groups.cache_sized(first_context, len(hidden), hidden.device):
+        for group, part in cache_sized_groups(self.groups, first_context, len(hidden), hidden.device):
             several = part.stop - part.start > 1
             self.add(
                 "position_sum", layer, hidden[part].double().sum(0) if several else hidden[part.start], group

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import GROUPS, Groups, LayerSums
+from theodolite.accumulate.sums import LayerSums, cache_sized_groups
+from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.theory.outliers import Thresholds, massive_activations
 
 PUBLISHED = Thresholds()
@@ -94,7 +95,7 @@ class OutlierCounts(LargeValues):
 
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
         """Take in one layer's hidden states of contexts `first_context …`."""
-        for group, part in self.groups.cache_sized(first_context, len(hidden), hidden.device):
+        for group, part in cache_sized_groups(self.groups, first_context, len(hidden), hidden.device):
             magnitude = hidden[part].abs()
             if self.add_magnitudes(layer, magnitude, group) > self.thresholds.massive:
                 massive = massive_activations(magnitude.unsqueeze(2), self.thresholds).squeeze(2)

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, Mergeable, State, each_part
+from theodolite.accumulate.sums import LayerSums, Mergeable, State, each_part
+from theodolite.corpus.groups import GROUPS, Groups
 
 SKETCH = 32
 """Directions on which a sketch sees a moment; with 16 the standard error was off by up to 25 %, with 32 by 10 %."""

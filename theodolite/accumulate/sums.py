@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
+from theodolite.corpus.groups import Groups
 from theodolite.system.threads import parallel_map
 
 Result = TypeVar("Result")
@@ -53,42 +53,6 @@ class SavedState:
     def state(self) -> State:
         """Everything that the accumulator had seen."""
         return self.tensors
-
-
-GROUPS = 8
-"""Groups of contexts: a power of two, so that Hadamard's matrix of that size gives balanced halves of them."""
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The corpus's contexts in `GROUPS` ranges of equal size (but for one context), by index in the corpus.
-
-    Ranges rather than every eighth context: neighbours are often of one document and resemble each other, and a
-    standard error from groups that share documents would be too small. The index is that in the whole corpus, so
-    that parts of it, read elsewhere, sum into the same groups. Below 8 contexts some groups are empty.
-    """
-
-    contexts: int
-
-    def of(self, context: Int[Tensor, " some"]) -> Int[Tensor, " some"]:
-        """The group of each context."""
-        return context * GROUPS // self.contexts
-
-    def parts(self, first: int, batch: int) -> Iterator[tuple[int, slice]]:
-        """The contexts `first …` of a batch, cut where a group ends: (group, slice of the batch)."""
-        start = 0
-        while start < batch:
-            group = (first + start) * GROUPS // self.contexts
-            end = -(-(group + 1) * self.contexts // GROUPS)  # the first context of the next group
-            stop = min(batch, end - first)
-            yield group, slice(start, stop)
-            start = stop
-
-    def cache_sized(self, first: int, batch: int, device: torch.device) -> Iterator[tuple[int, slice]]:
-        """Slices to work on at once, as `cache_sized` has them, each within one group."""
-        for group, part in self.parts(first, batch):
-            for inner in cache_sized(part.stop - part.start, device):
-                yield group, slice(part.start + inner.start, part.start + inner.stop)
 
 
 class LayerSums:
@@ -142,6 +106,15 @@ def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> Iterator
     step = contexts if device.type == "cpu" else max(batch, 1)
     for start in range(0, batch, step):
         yield slice(start, min(start + step, batch))
+
+
+def cache_sized_groups(
+    groups: Groups, first: int, batch: int, device: torch.device
+) -> Iterator[tuple[int, slice]]:
+    """Slices of the contexts `first …` to work on at once, as `cache_sized` has them, each within one group."""
+    for group, part in groups.parts(first, batch):
+        for inner in cache_sized(part.stop - part.start, device):
+            yield group, slice(part.start + inner.start, part.start + inner.stop)
 
 
 def each_part(

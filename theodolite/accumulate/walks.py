@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, State
+from theodolite.accumulate.sums import LayerSums, State
+from theodolite.corpus.groups import GROUPS, Groups
 
 SHOWN_POSITIONS = 64
 """Of the second moments x_s·x_t, evenly chosen."""

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import GROUPS
 from theodolite.comparison.survival import (
     HALF,
     LOST,
@@ -22,6 +21,7 @@ from theodolite.comparison.survival import (
     statuses,
     within_errors,
 )
+from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.patches import grid_described
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.passes.run import Run

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.outliers import MASSIVE_COUNTS, PUBLISHED
-from theodolite.accumulate.sums import GROUPS, State
+from theodolite.accumulate.sums import State
+from theodolite.corpus.groups import GROUPS
 from theodolite.measure.clusters import clusters
 from theodolite.theory.singular import largest_singular_value, screenot_of_values
 from theodolite.theory.smoothness import (

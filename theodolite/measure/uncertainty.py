@@ -18,7 +18,8 @@ from torch import Tensor
 
 from theodolite.accumulate.means import Sample
 from theodolite.accumulate.second_moments import low_rank
-from theodolite.accumulate.sums import GROUPS, Groups, State
+from theodolite.accumulate.sums import State
+from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.measure.clusters import clusters
 from theodolite.measure.geometry import (
     CUTOFFS,

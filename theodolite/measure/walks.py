@@ -11,8 +11,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.sums import GROUPS, State
+from theodolite.accumulate.sums import State
 from theodolite.accumulate.walks import LAGS, WalkSums
+from theodolite.corpus.groups import GROUPS
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 
 MEASURES = {

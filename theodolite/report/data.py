@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.accumulate.sums import GROUPS
+from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
 from theodolite.judging import Estimate, Estimates
 from theodolite.measure.head_roles import ROLES

@@ -19,9 +19,10 @@ from torch.nn import functional
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.sums import GROUPS, State, part_of
+from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
+from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import stream as residual_columns
 from theodolite.measure.heads import head_columns, heads_that_are

@@ -1,0 +1,38 @@
+"""A corpus in eight parts, by which standard errors are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxtyping import Int
+from torch import Tensor
+
+GROUPS = 8
+"""Groups of contexts: a power of two, so that Hadamard's matrix of that size gives balanced halves of them."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The corpus's contexts in `GROUPS` ranges of equal size (but for one context), by index in the corpus.
+
+    Ranges rather than every eighth context: neighbours are often of one document and resemble each other, and a
+    standard error from groups that share documents would be too small. The index is that in the whole corpus, so
+    that parts of it, read elsewhere, sum into the same groups. Below 8 contexts some groups are empty.
+    """
+
+    contexts: int
+
+    def of(self, context: Int[Tensor, " some"]) -> Int[Tensor, " some"]:
+        """The group of each context."""
+        return context * GROUPS // self.contexts
+
+    def parts(self, first: int, batch: int) -> Iterator[tuple[int, slice]]:
+        """The contexts `first …` of a batch, cut where a group ends: (group, slice of the batch)."""
+        start = 0
+        while start < batch:
+            group = (first + start) * GROUPS // self.contexts
+            end = -(-(group + 1) * self.contexts // GROUPS)  # the first context of the next group
+            stop = min(batch, end - first)
+            yield group, slice(start, stop)
+            start = stop
