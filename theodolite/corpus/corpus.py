@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.cutting import Cutter
+from theodolite.corpus.building import numbered, of_documents, of_images, one_each
 from theodolite.corpus.documents import (
     HELD_OUT_TOPICS,
     Columns,
@@ -30,13 +30,13 @@ from theodolite.corpus.documents import (
     stdlib_sources,
 )
 from theodolite.corpus.hub_dataset import streamed_documents
-from theodolite.corpus.images import ImageReader, Images, choose_images, refuse_length
+from theodolite.corpus.images import ImageReader, Images, refuse_length
 from theodolite.corpus.patches import PatchGrid
-from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
+from theodolite.corpus.pictures import pictures_at, pictures_of_dataset
 from theodolite.corpus.random_tokens import drawable_ids
-from theodolite.corpus.sampling import READ_AHEAD, Choice, Sample, check_length, choose
+from theodolite.corpus.sampling import Choice, check_length
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, RANDOM
-from theodolite.corpus.special_tokens import Tokenizer, frame_of
+from theodolite.corpus.special_tokens import Tokenizer
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -144,7 +144,7 @@ class Corpus:
             refuse_length(length)
             pictures, passed_over = pictures_at(path, columns)
             selection = {"files_passed_over": passed_over} if passed_over else {}
-            return _of_images(
+            return of_images(
                 cls,
                 printable(path),
                 pictures,
@@ -156,7 +156,7 @@ class Corpus:
         if length is None:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         documents = read_path(path, columns)
-        return _build(
+        return of_documents(
             cls, printable(path), documents, tokenizer, length, choice, columns.described(), show_tokens
         )
 
@@ -175,8 +175,8 @@ class Corpus:
         if isinstance(texts, str):
             raise UsageError("texts is one string; give a list of texts.")
         texts = list(texts)
-        documents = list(map(Document, texts, _one_each(labels, len(texts), "text")))
-        return _build(cls, "texts", documents, tokenizer, length, Choice(contexts, seed, per_label))
+        documents = list(map(Document, texts, one_each(labels, len(texts), "text")))
+        return of_documents(cls, "texts", documents, tokenizer, length, Choice(contexts, seed, per_label))
 
     @classmethod
     def from_dataset(
@@ -209,11 +209,11 @@ class Corpus:
         if isinstance(tokenizer, ImageReader):
             refuse_length(length)
             pictures = pictures_of_dataset(name, config, split, columns)
-            return _of_images(cls, name, pictures, tokenizer, choice, columns.described(), show_tokens)
+            return of_images(cls, name, pictures, tokenizer, choice, columns.described(), show_tokens)
         if length is None:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         documents = streamed_documents(name, config, split, columns)
-        return _build(cls, name, documents, tokenizer, length, choice, columns.described(), show_tokens)
+        return of_documents(cls, name, documents, tokenizer, length, choice, columns.described(), show_tokens)
 
     @classmethod
     def python_docs(
@@ -233,9 +233,9 @@ class Corpus:
         """
         choice = Choice(contexts, seed, per_label)
         if not held_out:
-            return _build(cls, DOCS, python_topics(), tokenizer, length, choice)
+            return of_documents(cls, DOCS, python_topics(), tokenizer, length, choice)
         unread = [Document(topic.text, None) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
-        return _build(cls, HELD_OUT, unread, tokenizer, length, choice)
+        return of_documents(cls, HELD_OUT, unread, tokenizer, length, choice)
 
     @classmethod
     def stdlib_code(
@@ -248,7 +248,7 @@ class Corpus:
     ) -> Corpus:
         """Source code of the running interpreter's standard library, with files as labels."""
         choice = Choice(contexts, seed, per_label)
-        return _build(cls, CODE, stdlib_sources(), tokenizer, length, choice)
+        return of_documents(cls, CODE, stdlib_sources(), tokenizer, length, choice)
 
     @classmethod
     def random_tokens(
@@ -292,108 +292,4 @@ class Corpus:
             raise UsageError(
                 f"token ids of shape {tuple(ids.shape)}: give whole numbers (contexts, positions)"
             )
-        return cls("token ids", ids.cpu().long(), *numbered(_one_each(labels, len(ids), "context")), seed)
-
-
-def numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:
-    """Each label's number, −1 for None, and the labels in the order of their first appearance."""
-    names = list(dict.fromkeys(label for label in labels if label is not None))
-    index = {label: position for position, label in enumerate(names)}
-    return torch.tensor([-1 if label is None else index[label] for label in labels], device="cpu"), names
-
-
-def _one_each(labels: Sequence[str] | None, count: int, noun: str) -> Sequence[str | None]:
-    """The labels, one for each of `count` things called `noun`; None: no labels."""
-    if labels is None:
-        return [None] * count
-    if len(labels) != count:
-        raise UsageError(f"There are {count} {noun}s and {len(labels)} labels; give each {noun} one label.")
-    return labels
-
-
-def _of_images(
-    kind: type[Corpus],
-    name: str,
-    pictures: Iterable[Picture],
-    reader: ImageReader,
-    choice: Choice,
-    selection: dict[str, Any],
-    show_images: ShowTokens,
-) -> Corpus:
-    """Choose, and read what was chosen."""
-    images, sample = choose_images(name, pictures, reader, choice, show_images)
-    contexts = torch.arange(images.grid.length).expand(len(images.pictures), -1)
-    labels, names = numbered([picture.label for picture in images.pictures])
-    return kind(name, contexts, labels, names, choice.seed, selection | _balance(choice, sample), images)
-
-
-def _balance(choice: Choice, sample: Sample) -> dict[str, Any]:
-    """What `selection` says of a corpus with as many contexts of each label."""
-    if choice.per_label is None:
-        return {}
-    return {
-        "per_label": choice.per_label,
-        "labels_too_short": sample.too_short,
-        "labels_not_drawn": sample.not_drawn,
-    }
-
-
-def _build(
-    kind: type[Corpus],
-    name: str,
-    documents: Iterable[Document],
-    tokenizer: Tokenizer,
-    length: int,
-    choice: Choice,
-    selection: dict[str, Any] | None = None,
-    show_tokens: ShowTokens = lambda tokens: None,
-) -> Corpus:
-    """Tokenize, cut, choose; `selection` is what is known of it beforehand."""
-    check_length(length)
-    choice.check()
-    frame = frame_of(tokenizer, length)
-    around = len(frame.before) + len(frame.after)
-    enough = None
-    if choice.contexts is not None and choice.per_label is None:
-        enough = READ_AHEAD * choice.contexts
-    cutter = Cutter(
-        tokenizer,
-        length - around,
-        frame.between,
-        packs=not choice.rows,
-        enough=enough,
-        show_tokens=show_tokens,
-    )
-    sample = choose(cutter.cut(documents), choice)
-    if not sample.bodies:
-        raise _nothing_chosen(name, length, choice, sample, cutter, around)
-    rows = [[*frame.before, *body, *frame.after] for _, body in sample.bodies]
-    labels, names = numbered([label for label, _ in sample.bodies])
-    selection = selection or {}
-    if cutter.stopped:
-        selection |= {"tokens_read": cutter.tokens}
-    selection |= _balance(choice, sample)
-    contexts = torch.from_numpy(np.array(rows, dtype=np.int64))
-    return kind(name, contexts, labels, names, choice.seed, selection)
-
-
-def _nothing_chosen(
-    name: str, length: int, choice: Choice, sample: Sample, cutter: Cutter, around: int
-) -> UsageError:
-    """Why no context was chosen, and what to do."""
-    if cutter.cuts and sample.too_short:
-        count, label = sample.longest
-        return UsageError(
-            f"no label of {name} has {choice.per_label} contexts of {length} tokens: '{printable(label)}' has the "
-            f"most, {count}; use a smaller --per-label or --length"
-        )
-    if cutter.cuts:
-        return UsageError(
-            f"{name} has no labels: leave out --per-label, or give a folder of files or a table with a --label-column"
-        )
-    if not cutter.longest:
-        return UsageError(f"{name} holds no text; give a text of at least {length} tokens.")
-    return UsageError(
-        f"{name} is shorter than one context of {length} tokens: its longest text has "
-        f"{cutter.longest + around}; use a smaller --length or a longer text."
-    )
+        return cls("token ids", ids.cpu().long(), *numbered(one_each(labels, len(ids), "context")), seed)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
-from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus, numbered
+from theodolite.corpus.building import numbered
+from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
 from theodolite.corpus.documents import TEXT_COLUMN, Columns
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.images import ImageReader
