@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from theodolite import __version__
+from theodolite.cli.commands import RayCommand, with_option_groups
 from theodolite.cli.compare import compare_command
 from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
-from theodolite.cli.options import RayCommand, with_option_groups
 from theodolite.cli.prune import prune_command
 from theodolite.cli.report import report_command
 from theodolite.cli.reproduce import reproduce_command

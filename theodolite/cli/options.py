@@ -5,17 +5,14 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from theodolite.cli import completion
 from theodolite.cli.screen import progress, say_dimly, screen
@@ -70,50 +67,6 @@ Ray = Annotated[
     ),
 ]
 Actors = Annotated[int | None, typer.Option(help="Maximum number of --ray workers [default: all that fit].")]
-
-
-class RayCommand(TyperCommand):
-    """A command whose `--ray` takes an optional address, which Typer does not support."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Turn a `--ray` without an address into `--ray=local`."""
-        following = [*args, "--"][1:]
-        bare = [
-            word == "--ray" and after.startswith("-") for word, after in zip(args, following, strict=True)
-        ]
-        return super().parse_args(
-            ctx, ["--ray=local" if alone else word for word, alone in zip(args, bare, strict=True)]
-        )
-
-
-def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that Typer can read: in the place of a parameter whose type is a dataclass, its fields as options."""
-    signature, types = inspect.signature(command), get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: kind for name, kind in types.items() if is_dataclass(kind)}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        if name not in groups:
-            parameters.append(parameter.replace(annotation=types[name]))
-            continue
-        options = get_type_hints(groups[name], include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                option.name,
-                parameter.KEYWORD_ONLY,
-                default=parameter.empty if option.default is MISSING else option.default,
-                annotation=options[option.name],
-            )
-            for option in fields(groups[name])
-        ]
-
-    @functools.wraps(command)
-    def flat(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{option.name: given.pop(option.name) for option in fields(group)})
-        command(**given)
-
-    flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return flat
 
 
 @dataclass(frozen=True)
