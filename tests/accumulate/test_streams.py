@@ -210,9 +210,7 @@ def test_sums_by_group_are_sums_over_the_groups_contexts():
     for g in range(8):
         mine = x[group == g]
         np.testing.assert_allclose(one.state()["position_sum"][0, g], mine.sum(0), atol=1e-12)
-        np.testing.assert_allclose(
-            one.state()["norm_sum"][0, g], np.linalg.norm(mine[:, 1:], axis=-1).mean(1).sum()
-        )
+        np.testing.assert_allclose(one.state()["norm_sum"][0, g], np.linalg.norm(mine[:, 1:], axis=-1).sum())
         assert one.state()["contexts"][0, g] == len(mine)
         np.testing.assert_array_equal(large.state()["outlier"][0, g], (np.abs(mine[:, 1:]) >= 6).sum((0, 1)))
 
@@ -332,7 +330,7 @@ def test_a_small_spread_of_entropies_keeps_its_digits_in_parts():
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     entropies = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1).mean(-1)
-    expected = contexts * entropies.var(axis=0)
+    expected = length**2 * contexts * entropies.var(axis=0)
     assert (entropies.std(axis=0) < 1e-5).all()
     np.testing.assert_allclose(merged.state()["entropy_spread"][0], expected, rtol=1e-7)
     np.testing.assert_allclose(seen(slice(None)).state()["entropy_spread"][0], expected, rtol=1e-7)

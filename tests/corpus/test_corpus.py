@@ -315,17 +315,19 @@ def test_make_corpus_dispatches(
     tmp_path: Path, plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple] = []
-    monkeypatch.setattr(Corpus, "python_docs", lambda *arguments: asked.append(arguments))
-    monkeypatch.setattr(Corpus, "from_dataset", lambda *arguments, show_tokens: asked.append(arguments))
+    monkeypatch.setattr(Corpus, "python_docs", lambda *arguments, pack: asked.append((*arguments, pack)))
+    monkeypatch.setattr(
+        Corpus, "from_dataset", lambda *arguments, pack, show_tokens: asked.append((*arguments, pack))
+    )
     make_corpus(None, plain, 8)
-    make_corpus("docs", plain, 8, 5, 1)
+    make_corpus("docs", plain, 8, 5, 1, pack=False)
     make_corpus("hf:wikitext:wikitext-2-raw-v1:test", plain, 8, 5, 1, Columns("body"))
     make_corpus("hf:user/set", plain, 8, columns=Columns(label="kind"), per_label=300)
     assert asked == [
-        (plain, 8, None, 0, None),
-        (plain, 8, 5, 1, None),
-        ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, False, None),
-        ("user/set", plain, 8, 300, None, "train", "text", 0, "kind", False, 300),
+        (plain, 8, None, 0, None, True),
+        (plain, 8, 5, 1, None, False),
+        ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, False, None, True),
+        ("user/set", plain, 8, 300, None, "train", "text", 0, "kind", False, 300, True),
     ]
     (tmp_path / "docs").write_text("x")
     with pytest.raises(
@@ -570,5 +572,5 @@ def test_token_ids_are_a_corpus_as_they_are():
     ):
         with pytest.raises(UsageError, match="give whole numbers"):
             Corpus.from_ids(wrong)
-    with pytest.raises(UsageError, match="2 contexts and 1 labels"):
+    with pytest.raises(UsageError, match="2 rows and 1 labels"):
         Corpus.from_ids(corpus.contexts, ["letters"])

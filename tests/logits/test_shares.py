@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.logits.conftest import LENGTH
-from theodolite import constituents
+from theodolite import Corpus, constituents
 from theodolite.logits.shares import SPLIT_CONTEXTS, sample_of
 from theodolite.models import open_model
 from theodolite.passes.survey import survey
@@ -19,7 +19,7 @@ from theodolite.theory.decomposition import PARTS
 def test_shares_of_a_survey_are_those_of_its_contexts(family, opened, corpus, surveyed):
     """Oracle: the public constituents of the sampled contexts, whole matrices, by definition in numpy."""
     model, run = opened(family), surveyed(family)
-    sample = corpus.contexts[sample_of(corpus.contexts, 0)]
+    sample = corpus.contexts[sample_of(corpus, 0)]
     assert len(sample) == SPLIT_CONTEXTS == run.provenance["counts"]["split_contexts"]
     assert run.provenance["constituents_refused"] == {}
     layer = 1
@@ -71,10 +71,11 @@ def test_a_layer_that_cannot_be_split_is_noted_and_the_survey_goes_on(checkpoint
 
 
 def test_a_sample_is_drawn_by_its_seed_and_stays_in_order():
-    contexts = torch.arange(40)[:, None].repeat(1, LENGTH)
+    ids = torch.arange(40)[:, None].repeat(1, LENGTH)
+    contexts = Corpus.from_ids(ids)
     sample = sample_of(contexts, 3)
     assert len(sample) == SPLIT_CONTEXTS
     assert sample.diff().gt(0).all()
     assert torch.equal(sample, sample_of(contexts, 3))
     assert not torch.equal(sample, sample_of(contexts, 4))
-    assert len(sample_of(contexts[:3], 0)) == 3
+    assert len(sample_of(Corpus.from_ids(ids[:3]), 0)) == 3

@@ -39,7 +39,10 @@ def state(weights) -> dict[str, torch.Tensor]:
     sums = {
         "contexts": np.full(LAYERS, float(CONTEXTS)),
         "entropy": entropy.sum(1),
-        "entropy_spread": ((means - means.mean(1, keepdims=True)) ** 2).sum(1),
+        "readers": np.full((LAYERS, LENGTH), float(CONTEXTS)),
+        "squared_lengths": np.full(LAYERS, float(CONTEXTS * LENGTH**2)),
+        "squared_entropy": LENGTH**2 * means.sum(1),
+        "entropy_spread": LENGTH**2 * ((means - means.mean(1, keepdims=True)) ** 2).sum(1),
         "sink": sink.sum(1).astype(float),
         "sink_later": sink[..., 1:].any(-1).sum(1).astype(float),
         "learned": np.zeros((LAYERS, HEADS)),

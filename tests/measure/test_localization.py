@@ -91,7 +91,7 @@ def test_what_follows_for_the_logits_is_left_open_where_no_matrix_gives_them():
 def test_the_entropy_bound_is_the_mean_of_those_of_its_queries():
     """Zhai et al. 2023, theorem 3.1, written out; attained by one logit against all others."""
     norm, keys = torch.tensor([0.0, 0.5, math.nan], dtype=torch.float64), torch.arange(1.0, 9.0)
-    bound = entropy_bound(2.0, norm, keys)
+    bound = entropy_bound(2.0, norm, keys, torch.full((8,), 3.0, dtype=torch.float64))
     assert float(bound[0]) == pytest.approx(float(keys.log().mean()))
     nu, expected = 1.0, [0.0]
     for t in range(2, 9):

@@ -108,3 +108,28 @@ def test_a_block_that_was_changed_behind_its_back_is_noticed_at_the_end(tmp_path
         model.hf.transformer.h[0].mlp.c_proj.weight *= 0
     with pytest.raises(WorkError, match="differs from the model's own pass"):
         stream.verify_end()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contexts_of_unlike_lengths_enter_each_block_as_in_a_pass_of_their_own(family, tmp_path):
+    """Oracle: a hook in a whole pass over each context alone."""
+    model = opened_anew(family, tmp_path)
+    rows, places = torch.arange(3 * 20).reshape(3, 20) % 290, torch.arange(20)
+    corpus = Corpus.from_ids(rows, attention_mask=places < torch.tensor([20, 7, 20])[:, None])
+    with one_expert_at_a_time(model.hf):
+        stream = BlockByBlock(model, corpus, 2, lambda: None)
+        for layer in range(model.layers):
+            seen: list[torch.Tensor] = []
+            hook = model.structure.blocks[layer].register_forward_pre_hook(
+                lambda _, args, kwargs, seen=seen: seen.append(first_tensor(args, kwargs)), with_kwargs=True
+            )
+            stream.read(layer)
+            hook.remove()
+            ours = [own for hidden in seen for own in hidden]
+            for place, own in enumerate(ours):
+                alone = corpus.subset(torch.tensor([place]))
+                torch.testing.assert_close(own, entering(model, alone, layer)[0], rtol=1e-5, atol=1e-5)
+            assert len(ours) == 3
+            if layer + 1 < model.layers:
+                stream.advance(layer)
+        stream.verify_end()

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.keyed import KeyedSums
-from theodolite.accumulate.sums import LayerSums, Mergeable, SavedState, State, each_part
+from theodolite.accumulate.sums import LayerSums, Mergeable, SavedState, State, each_part, placed
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.summary import (
     SINK_THRESHOLD,
@@ -64,12 +64,14 @@ class Tokens:
 class AttentionStatistics(LayerSums):
     """Sums over contexts of what L layers of H heads do with T positions.
 
-    State: contexts (L); visible_keys (L, T) that a query sees; entropy (L, H, T) nats; received (L, H, T) mean
+    State: contexts (L); readers (L, T), how many of them have a position; visible_keys (L, T) that a query sees;
+    entropy (L, H, T) nats; received (L, H, T) mean
     attention a key gets; propagates and last_sees (L, H, T) counts for the last query before trailing special
     tokens; sink (L, H, T) counts of contexts; sink_later (L, H), and with trailing special tokens sink_last (L,
     H), contexts with a sink among these, with more than one leading token sink_registers (L, H) likewise; previous,
-    same, learned (L, H) sums; entropy_spread (L, H) sums over
-    contexts of the squared deviation of the context's mean entropy from that of all; gram_norm (L) the largest
+    same, learned (L, H) sums; squared_lengths (L), squared_entropy and entropy_spread (L, H): sums over contexts of
+    their squared lengths, and weighted by these of their mean entropies, and of the squared deviations from the mean
+    so weighted; gram_norm (L) the largest
     ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token; example_received and
     example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows (layer, head, token, is
     first, contexts, sinks, sum of their positions): a token may be a sink at several positions of a context.
@@ -83,16 +85,17 @@ class AttentionStatistics(LayerSums):
         self, layers: int, heads: int, length: int, examples: int, trailing: int = 0, leading: int = 1
     ) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
-        by_head = ["sink_later", "previous", "same", "learned", "entropy_spread"]
+        by_head = ["sink_later", "previous", "same", "learned", "squared_entropy", "entropy_spread"]
         by_head += ["sink_last"] if trailing else []
         by_head += ["sink_registers"] if leading > 1 else []
-        shapes: dict[str, tuple[int, ...]] = {"contexts": (), "repeated": ()}
+        shapes: dict[str, tuple[int, ...]] = {"contexts": (), "squared_lengths": (), "repeated": ()}
         shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
         self._of_heads = frozenset((*by_position, *by_head))
+        self._by_position = frozenset((*by_position, "readers", "visible_keys"))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
-        shapes |= {"gram_norm": (), "visible_keys": (length,)}
+        shapes |= {"gram_norm": (), "visible_keys": (length,), "readers": (length,)}
         super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys"))
-        self.examples = examples
+        self.length, self.examples = length, examples
         self.trailing, self.leading = trailing, leading
         self._sink_tokens = KeyedSums(4, dict.fromkeys(("contexts", "sinks", "positions"), ()))
 
@@ -112,7 +115,7 @@ class AttentionStatistics(LayerSums):
         parts = each_part(work, batch, device)
         received = torch.cat([sums.pop("received") for sums in parts]) / seen_by.clamp_min(1)
         for sums in parts:
-            self._between(layer, sums["contexts"], sums["entropy"])
+            self._between(layer, sums["squared_lengths"], sums["squared_entropy"])
             for name, sum_ in sums.items():
                 self.add(name, layer, sum_)
         self.add("received", layer, received.sum(dim=0))
@@ -123,24 +126,28 @@ class AttentionStatistics(LayerSums):
         return output
 
     def add(self, name: str, layer: int, value: Tensor, group: int | None = None) -> None:
-        """Add `value`, whose heads may be fewer than those of another layer."""
+        """Add `value`, whose heads may be fewer than those of another layer, and its positions fewer than T."""
+        if name in self._by_position and value.shape[-1] < self.length:
+            whole = value.new_zeros(*value.shape[:-1], self.length)
+            for source, place in placed(value.shape[-1], self.length, self.trailing):
+                whole[..., place] = value[..., source]
+            value = whole
         if name in self._of_heads:
             self.at(name, layer, value.device)[: len(value)] += value
         else:
             super().add(name, layer, value, group)
 
-    def _between(self, layer: int, contexts: Tensor, entropy: Float[Tensor, "heads positions"]) -> None:
-        """Before more contexts are added: what the distance of the two means adds to the spread.
+    def _between(self, layer: int, weight: Tensor, weighted: Float[Tensor, " heads"]) -> None:
+        """Before more contexts are added: what the distance of the two weighted means adds to the spread.
 
         By the formula of Chan, Golub & LeVeque (1979). The mean of the squares less the square of the mean would keep
         few digits of a small spread, and other ones in every order.
         """
-        contexts_before = self.at("contexts", layer, entropy.device)
-        sums_before = self.at("entropy", layer, entropy.device)[: len(entropy)]
-        mean_before = sums_before.mean(dim=-1) / contexts_before.clamp_min(1)
-        difference = entropy.mean(dim=-1) / contexts.clamp_min(1) - mean_before
-        weight = contexts_before * contexts / (contexts_before + contexts).clamp_min(1)
-        self.add("entropy_spread", layer, difference.square() * weight)
+        weight_before = self.at("squared_lengths", layer, weighted.device)
+        weighted_before = self.at("squared_entropy", layer, weighted.device)[: len(weighted)]
+        difference = weighted / weight.clamp_min(1) - weighted_before / weight_before.clamp_min(1)
+        shared = weight_before * weight / (weight_before + weight).clamp_min(1)
+        self.add("entropy_spread", layer, difference.square() * shared)
 
     def update_input(self, layer: int, hidden: Float[Tensor, "batch positions width"]) -> None:
         """Take in the attention module's input X: ‖XXᵀ‖₂ = ‖X‖₂², the largest over contexts."""
@@ -174,8 +181,8 @@ class AttentionStatistics(LayerSums):
     def _examples(self, layer: int, received: Tensor, first_context: int) -> None:
         for context in range(first_context, min(first_context + len(received), self.examples)):
             largest, head = received[context - first_context].max(dim=0)
-            self.at("example_received", layer, received.device)[context] = largest
-            self.at("example_head", layer, received.device)[context] = head.double()
+            self.at("example_received", layer, received.device)[context, : len(largest)] = largest
+            self.at("example_head", layer, received.device)[context, : len(largest)] = head.double()
 
     def state(self) -> State:
         """All tensors, stacked over layers, on the CPU; sink tokens as sorted rows."""
@@ -193,7 +200,10 @@ class AttentionStatistics(LayerSums):
         state = other.state()
         for layer in range(self.layers):
             device = self._tensors["entropy"][layer].device
-            self._between(layer, state["contexts"][layer].to(device), state["entropy"][layer].to(device))
+            weight, weighted = (
+                state[name][layer].to(device) for name in ("squared_lengths", "squared_entropy")
+            )
+            self._between(layer, weight, weighted)
         super().merge(other)
         self._sink_tokens.merge(SavedState(_sink_sums(state)))
 
@@ -214,10 +224,15 @@ def _statistics(
     visible, propagates = last_query(inputs, trailing)
     entropy = summary.entropy.double()
     means = entropy.mean(dim=-1)
+    contexts = torch.tensor(float(len(entropy)), dtype=torch.float64, device=device)
+    square = entropy.shape[-1] ** 2
     sums = {
-        "contexts": torch.tensor(float(len(entropy)), dtype=torch.float64, device=device),
+        "contexts": contexts,
+        "readers": contexts.expand(entropy.shape[-1]),
         "entropy": entropy.sum(dim=0),
-        "entropy_spread": (means - means.mean(dim=0)).square().sum(dim=0),
+        "squared_lengths": contexts * square,
+        "squared_entropy": means.sum(dim=0) * square,
+        "entropy_spread": (means - means.mean(dim=0)).square().sum(dim=0) * square,
         "propagates": propagates.double().sum(dim=0),
         "last_sees": visible.double().sum(dim=0).to(device),
         "received": summary.mass,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, State, cache_sized_groups, each_part
+from theodolite.accumulate.sums import LayerSums, State, cache_sized_groups, each_part, placed
 from theodolite.corpus.groups import GROUPS, Groups
 
 
@@ -43,10 +43,13 @@ class Sample:
 class Means(LayerSums):
     """Sums over contexts of hidden states, norms, cosines and rank-collapse residuals; kept context means.
 
-    State (N residual layers, G groups of contexts): contexts (N, G), position_sum (N, G, T, d), norm_sum (N, G),
-    norm_first_sum (N, G), cosine_sum (N, G; layer ℓ against ℓ−1), collapse_sum (N, G), context_mean (N, S, d), token
-    (N, Q, d), with `trailing` special tokens behind the text of every context norm_last_sum (N, G), and with more than
-    one `leading` token norm_registers_sum (N, G) of those from position 1 on.
+    State (N residual layers, G groups of contexts): contexts (N, G); readers (N, G, T), how many of them have a
+    position, and position_sum (N, G, T, d) over these; norm_sum and cosine_sum (N, G; layer ℓ against ℓ−1) over
+    tokens; norm_first_sum and collapse_sum (N, G) over contexts; context_mean (N, S, d) and context_tokens (N, S),
+    over how many; token (N, Q, d); with `trailing` special tokens behind the text of every context norm_last_sum (N,
+    G), and with more than one `leading` token norm_registers_sum (N, G) of those from position 1 on.
+
+    A context may have fewer than T tokens; the contexts of one `update` have as many.
     `position_sum` by group is the largest thing here: G·T·d float64 a layer, 25 MB at T = 512 and d = 768. In float32
     it would be half of that, but a sum of 10⁴ values near 10⁴ would lose what differs between the groups.
     """
@@ -59,13 +62,15 @@ class Means(LayerSums):
         scalars += ["norm_registers_sum"] if leading > 1 else []
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(scalars, (GROUPS,))
         shapes |= {
+            "readers": (GROUPS, length),
             "position_sum": (GROUPS, length, width),
             "context_mean": (sample.size, width),
+            "context_tokens": (sample.size,),
             "token": (len(sample.token_context), width),
         }
         super().__init__(layers, shapes)
         self.length = length
-        self.text = slice(leading, length - trailing)
+        self.leading, self.trailing = leading, trailing
         self.sample = sample
         self.groups = Groups(len(sample.slot))
         self._previous: tuple[Tensor, Tensor] | None = None
@@ -75,33 +80,39 @@ class Means(LayerSums):
         if layer and self._previous is None:
             raise RuntimeError("hidden states must come layer by layer, from layer 0")
         previous = self._previous if layer else None
-        parts = each_part(
-            lambda part: _lengths(hidden, previous, part, self.text), len(hidden), hidden.device
-        )
+        read = hidden.shape[1]
+        text = slice(self.leading, read - self.trailing)
+        parts = each_part(lambda part: _lengths(hidden, previous, part, text), len(hidden), hidden.device)
         sums = {name: torch.cat([some[name] for some in parts]) for name in parts[0]}
         context_mean, norm = sums.pop("context_mean"), sums.pop("norm")
         self._previous = hidden, norm
-        sums |= {"norm_sum": norm[:, self.text].mean(dim=1), "norm_first_sum": norm[:, 0]}
-        if self.text.stop < self.length:
-            sums["norm_last_sum"] = norm[:, self.text.stop :].mean(dim=1)
-        if self.text.start > 1:
-            sums["norm_registers_sum"] = norm[:, 1 : self.text.start].mean(dim=1)
+        sums |= {"norm_sum": norm[:, text].sum(dim=1), "norm_first_sum": norm[:, 0]}
+        if self.trailing:
+            sums["norm_last_sum"] = norm[:, text.stop :].mean(dim=1)
+        if self.leading > 1:
+            sums["norm_registers_sum"] = norm[:, 1 : self.leading].mean(dim=1)
+        places = placed(read, self.length, self.trailing)
         for group, part in self.groups.parts(first_context, len(hidden)):
             count = torch.tensor(float(part.stop - part.start), dtype=torch.float64, device=hidden.device)
             self.add("contexts", layer, count, group)
+            for _, place in places:
+                self.at("readers", layer, hidden.device)[group, place] += count
             for name, values in sums.items():
                 self.add(name, layer, values[part].sum(), group)
         for group, part in cache_sized_groups(self.groups, first_context, len(hidden), hidden.device):
             several = part.stop - part.start > 1
-            self.add(
-                "position_sum", layer, hidden[part].double().sum(0) if several else hidden[part.start], group
-            )
+            summed = hidden[part].double().sum(0) if several else hidden[part.start]
+            for source, place in places:
+                self.at("position_sum", layer, hidden.device)[group, place] += summed[source]
         self._keep(layer, hidden, context_mean, first_context)
 
     def _keep(self, layer: int, hidden: Tensor, context_mean: Tensor, first_context: int) -> None:
         batch = hidden.shape[0]
         slots = self.sample.slot[first_context : first_context + batch].to(hidden.device)
-        self.at("context_mean", layer, hidden.device)[slots[slots >= 0]] = context_mean[slots >= 0]
+        kept = slots[slots >= 0]
+        self.at("context_mean", layer, hidden.device)[kept] = context_mean[slots >= 0]
+        tokens_of_text = hidden.shape[1] - self.leading - self.trailing
+        self.at("context_tokens", layer, hidden.device)[kept] = float(tokens_of_text)
         local = self.sample.token_context - first_context
         tokens = ((local >= 0) & (local < batch)).nonzero().flatten()
         if len(tokens):
@@ -128,14 +139,42 @@ def _lengths(
     if previous is not None:
         p, p_norm = (tensor[part, text].to(h) for tensor in previous)
         cosine = torch.linalg.vecdot(x, p) / (norm[:, text] * p_norm).clamp_min(1e-300)
-        values["cosine_sum"] = cosine.mean(dim=1)
+        values["cosine_sum"] = cosine.sum(dim=1)
     size = torch.linalg.vector_norm(norm[:, text], dim=-1)
     spread = torch.linalg.vector_norm(x.sub_(mean.unsqueeze(1)), dim=(1, 2))
     return values | {"collapse_sum": spread / size.clamp_min(1e-300)}
 
 
 def decomposed_means(state: State, trailing: int = 0, leading: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """μ (N, d), pos (N, T, d) and ctx (N, S, d) from the state; μ is over positions leading … T−1−trailing."""
-    position_mean = state["position_sum"].sum(dim=1) / state["contexts"].sum(dim=1).view(-1, 1, 1)
-    mean = position_mean[:, leading : position_mean.shape[1] - trailing].mean(dim=1)
-    return mean, position_mean - mean[:, None], state["context_mean"] - mean[:, None]
+    """μ (N, d), pos (N, T, d) and ctx (N, S, d) from the state, as `decomposed` has them of each layer."""
+    names = ("position_sum", "readers", "context_mean", "context_tokens")
+    text = slice(leading, state["position_sum"].shape[2] - trailing)
+    layers = [
+        decomposed(position_sum.sum(dim=0), readers.sum(dim=0), context_mean, tokens, text)
+        for position_sum, readers, context_mean, tokens in zip(*(state[name] for name in names), strict=True)
+    ]
+    mean, pos, ctx = zip(*layers, strict=True)
+    return torch.stack(mean), torch.stack(pos), torch.stack(ctx)
+
+
+def decomposed(
+    position_sum: Float[Tensor, "positions width"],
+    readers: Float[Tensor, " positions"],
+    context_mean: Float[Tensor, "sampled width"],
+    context_tokens: Float[Tensor, " sampled"],
+    text: slice,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """μ (d), pos (T, d) and ctx (S, d) of one layer; μ is the mean over the tokens of the text.
+
+    pos_t is of the contexts that reach position t. Where they are of unlike lengths, what a context's own positions
+    average to is taken off its mean: else ctx would say how long it is.
+    """
+    position_mean = position_sum / readers.clamp_min(1)[:, None]
+    weights = readers[text] / readers[text].sum()
+    mean = weights @ position_mean[text]
+    pos, ctx = position_mean - mean, context_mean - mean
+    longest = text.stop - text.start
+    if (context_tokens < longest).any():
+        own = pos[text].cumsum(dim=0) / torch.arange(1, longest + 1)[:, None]
+        ctx = ctx - own[context_tokens.long() - 1]
+    return mean, pos, ctx

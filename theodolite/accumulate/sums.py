@@ -101,6 +101,23 @@ class LayerSums:
                 self.add(name, layer, state[name][layer].to(tensor.device))
 
 
+def placed(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
+    """Where the positions of contexts of `read` tokens belong among those of `length`: pairs of slices, from and to.
+
+    The `apart` special tokens behind every text are the last ones, however short the text is.
+    """
+    if read == length:
+        return [(slice(None), slice(None))]
+    end = read - apart
+    text = (slice(end), slice(end))
+    return [text, (slice(end, read), slice(length - apart, length))] if apart else [text]
+
+
+def of_read(values: Tensor, read: int, apart: int) -> Tensor:
+    """Values (T, …) by position as they belong to contexts of `read` tokens: `placed` the other way round."""
+    return torch.cat([values[place] for _, place in placed(read, len(values), apart)])
+
+
 def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> Iterator[slice]:
     """Slices of a batch to work on at once: as many `contexts` at a time on a CPU as its cache holds, else all."""
     step = contexts if device.type == "cpu" else max(batch, 1)

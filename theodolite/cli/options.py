@@ -191,6 +191,14 @@ class Text:
     label_rows: Annotated[
         bool, typer.Option("--label-rows", help="Each row of a table is a document with a label of its own.")
     ] = False
+    no_pack: Annotated[
+        bool,
+        typer.Option(
+            "--no-pack",
+            help="Each document by itself: short ones and remainders are contexts of their own length, no longer "
+            "packed or dropped. --length is the longest.",
+        ),
+    ] = False
 
     default_contexts: ClassVar[int] = DEFAULT_CONTEXTS
 
@@ -245,6 +253,8 @@ class Text:
             corpus = self._read(model, reader, show)
         if "tokens_read" in corpus.selection:
             say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")
+        if short := corpus.selection.get("too_short"):
+            say_dimly(f"{corpus.name}: {counted(short, 'context')} of fewer than 4 tokens left out")
         if passed_over := corpus.selection.get("files_passed_over"):
             say_dimly(f"{corpus.name}: {counted(passed_over, 'file')} not named as images are, passed over")
         if self.per_label is not None:
@@ -265,7 +275,7 @@ class Text:
             return make_image_corpus(self.corpus, reader, *choice, show_images=show)
         longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
         length = longest if self.length is None else self.length
-        return make_corpus(self.corpus, reader, length, *choice, show_tokens=show)
+        return make_corpus(self.corpus, reader, length, *choice, pack=not self.no_pack, show_tokens=show)
 
     def given(self) -> dict[str, object]:
         """The options that say what is read, to be refused where nothing is."""
@@ -275,6 +285,7 @@ class Text:
             "--per-label": self.per_label,
             "--label-column": self.label_column,
             "--label-rows": self.label_rows or None,
+            "--no-pack": self.no_pack or None,
         }
 
 

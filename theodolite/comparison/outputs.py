@@ -55,11 +55,13 @@ SEED = 0
 def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
     """Context and position of each token at which outputs are kept."""
     contexts, length = corpus.contexts.shape
-    per_context = max(1, min(length - 1, TOKENS // contexts))
+    lengths = torch.full((contexts,), length) if corpus.lengths is None else corpus.lengths
+    per_context = max(1, min(int(lengths.min()) - 1, TOKENS // contexts))
     generator = torch.Generator().manual_seed(SEED)
     chosen = torch.tensor(evenly(contexts, TOKENS))
     positions = [
-        1 + torch.randperm(length - 1, generator=generator)[:per_context].sort().values for _ in chosen
+        1 + torch.randperm(own - 1, generator=generator)[:per_context].sort().values
+        for own in lengths[chosen].tolist()
     ]
     return chosen.repeat_interleave(per_context), torch.cat(positions)
 

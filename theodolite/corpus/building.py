@@ -17,7 +17,8 @@ from theodolite.corpus.cutting import Cutter
 from theodolite.corpus.documents import Document, printable
 from theodolite.corpus.images import ImageReader, choose_images
 from theodolite.corpus.pictures import Picture
-from theodolite.corpus.sampling import READ_AHEAD, Choice, Sample, check_length, choose
+from theodolite.corpus.ragged import padded, read_order
+from theodolite.corpus.sampling import LEAST_LENGTH, READ_AHEAD, Choice, Sample, check_length, choose
 from theodolite.corpus.special_tokens import Tokenizer, frame_of
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
@@ -32,13 +33,36 @@ def numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], li
     return torch.tensor([-1 if label is None else index[label] for label in labels], device="cpu"), names
 
 
+def of_rows(
+    kind: Callable[..., Made],
+    name: str,
+    rows: Sequence[Int[Tensor, " tokens"]],
+    labels: Sequence[str | None],
+    seed: int,
+    selection: dict[str, Any],
+) -> Made:
+    """Contexts that may be of unlike lengths, in the order in which they are read."""
+    contexts, lengths = padded(rows)
+    numbers, names = numbered(labels)
+    if lengths is not None:
+        order = read_order(lengths)
+        contexts, numbers, lengths = contexts[order], numbers[order], lengths[order]
+    return kind(name, contexts, numbers, names, seed, selection, lengths=lengths)
+
+
+def left_out(short: int) -> dict[str, Any]:
+    """What `selection` says of contexts that had too few tokens."""
+    return {"too_short": short} if short else {}
+
+
 def one_each(labels: Sequence[str] | None, count: int, noun: str) -> Sequence[str | None]:
     """The labels, one for each of `count` things called `noun`; None: no labels."""
     if labels is None:
         return [None] * count
     if len(labels) != count:
         raise UsageError(f"There are {count} {noun}s and {len(labels)} labels; give each {noun} one label.")
-    return labels
+    given = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else labels
+    return [None if label is None else str(label) for label in given]
 
 
 def of_images(
@@ -77,6 +101,8 @@ def of_documents(
     choice: Choice,
     selection: dict[str, Any] | None = None,
     show_tokens: ShowTokens = lambda tokens: None,
+    *,
+    pack: bool = True,
 ) -> Made:
     """Tokenize, cut, choose; `selection` is what is known of it beforehand."""
     check_length(length)
@@ -90,21 +116,23 @@ def of_documents(
         tokenizer,
         length - around,
         frame.between,
-        packs=not choice.rows,
+        packs=pack and not choice.rows,
+        least=None if pack else max(1, LEAST_LENGTH - around),
         enough=enough,
         show_tokens=show_tokens,
     )
     sample = choose(cutter.cut(documents), choice)
     if not sample.bodies:
         raise _nothing_chosen(name, length, choice, sample, cutter, around)
-    rows = [[*frame.before, *body, *frame.after] for _, body in sample.bodies]
-    labels, names = numbered([label for label, _ in sample.bodies])
-    selection = selection or {}
+    rows = [
+        torch.from_numpy(np.concatenate([frame.before, body, frame.after]).astype(np.int64))
+        for _, body in sample.bodies
+    ]
+    selection = (selection or {}) | left_out(cutter.too_short)
     if cutter.stopped:
         selection |= {"tokens_read": cutter.tokens}
     selection |= _balance(choice, sample)
-    contexts = torch.from_numpy(np.array(rows, dtype=np.int64))
-    return kind(name, contexts, labels, names, choice.seed, selection)
+    return of_rows(kind, name, rows, [label for label, _ in sample.bodies], choice.seed, selection)
 
 
 def _nothing_chosen(

@@ -1,4 +1,4 @@
-"""From text to a corpus: non-overlapping contexts of T tokens with labels, a hash and a seed; or from images.
+"""From text to a corpus: non-overlapping contexts with labels, a hash and a seed; or from images.
 
 Everything that a survey reads comes through `Corpus`, wherever the text was. This module tokenizes and cuts;
 it does not find text (`documents.py` does) or images (`pictures.py`), knows no model, and imports no model library: a
@@ -8,7 +8,7 @@ tokenizer is anything that behaves like those of `transformers`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.building import numbered, of_documents, of_images, one_each
+from theodolite.corpus.building import left_out, numbered, of_documents, of_images, of_rows, one_each
 from theodolite.corpus.documents import (
     HELD_OUT_TOPICS,
     Columns,
@@ -33,8 +33,9 @@ from theodolite.corpus.hub_dataset import streamed_documents
 from theodolite.corpus.images import ImageReader, Images, refuse_length
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictures import pictures_at, pictures_of_dataset
+from theodolite.corpus.ragged import NO_TOKEN, contexts_of_rows, runs
 from theodolite.corpus.random_tokens import drawable_ids
-from theodolite.corpus.sampling import Choice, check_length
+from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, RANDOM
 from theodolite.corpus.special_tokens import Tokenizer
 from theodolite.errors import UsageError
@@ -45,14 +46,15 @@ STREAMED_CONTEXTS = 256  # of endless sources (random tokens, streamed datasets)
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """C contexts of T tokens each, and where they come from.
+    """C contexts of T tokens each, or of at most T, and where they come from.
 
     Cutting. Each document that fills a context is cut into non-overlapping contexts on its own, and the
     remainder is dropped. Shorter documents (rows of a table, lines) are packed with the other short documents
     of the same label, in reading order, with the tokenizer's end-of-sequence token between them (or, without
     one, its separator). Contexts never mix labels. What the tokenizer puts before and after a sequence ([CLS]
     … [SEP], a beginning-of-sequence token) is put into every context, within its T tokens; GPT-2's puts
-    nothing.
+    nothing. With `pack=False` nothing is packed and nothing dropped: short documents and remainders are contexts of
+    their own length.
 
     Sampling. When fewer contexts are asked for than there are, a seeded sample without replacement is kept,
     in reading order; when more, all that there are. A long text is read until it gave `READ_TOKENS` tokens and
@@ -60,10 +62,14 @@ class Corpus:
     contexts of each label: labels that have fewer are left out, and so are contexts without a label; `contexts` is the
     maximum still, and of more labels than it has room for, a seeded sample is kept.
 
+    `lengths` says how many tokens each context has, None that all have T; behind them `contexts` holds no tokens.
+    Contexts of unlike lengths are not in reading order: the longest first, in each eighth of the corpus.
+
     `labels` indexes `label_names`; −1 says that a context has no label. `selection` says, for the provenance, what
     was asked of labels: `label_column`, `label_rows`, `per_label`, and then `labels_too_short` and
     `labels_not_drawn`, how many were left out for either reason; empty where nothing was. `tokens_read` is there where
-    a text was not read to its end, `files_passed_over` where a folder of images has other files.
+    a text was not read to its end, `too_short` where contexts had too few tokens to be measured, `files_passed_over`
+    where a folder of images has other files.
 
     `images`, where the contexts are images: each has the tokens that the model makes of it, whose ids are their
     positions. `inputs` gives what the model reads.
@@ -76,6 +82,7 @@ class Corpus:
     seed: int
     selection: dict[str, Any] = field(default_factory=dict)
     images: Images | None = None
+    lengths: Int[Tensor, " contexts"] | None = None
 
     @property
     def grid(self) -> PatchGrid | None:
@@ -89,12 +96,36 @@ class Corpus:
 
     def inputs(self, rows: slice | Tensor) -> Tensor:
         """What the model reads of some contexts: token ids (C, T), or pixel values (C, channels, height, width)."""
-        return self.contexts[rows] if self.images is None else self.images.pixels(rows)
+        return self.ids(rows) if self.images is None else self.images.pixels(rows)
+
+    def ids(self, rows: slice | Tensor) -> Int[Tensor, "some positions"]:
+        """The token ids of some contexts, which have one length."""
+        ids = self.contexts[rows]
+        return (
+            ids if self.lengths is None else ids[:, : max(self.lengths[rows].tolist(), default=ids.shape[1])]
+        )
+
+    def of_one_length(self, first: int, last: int) -> Iterator[slice]:
+        """The contexts `first … last − 1`, in parts that a forward pass can read at once."""
+        yield from [slice(first, last)] if self.lengths is None else runs(self.lengths, first, last)
+
+    def batches(self, batch: int) -> Iterator[slice]:
+        """All contexts, at most `batch` at a time."""
+        for first in range(0, len(self.contexts), batch):
+            yield from self.of_one_length(first, min(first + batch, len(self.contexts)))
+
+    @property
+    def tokens(self) -> Int[Tensor, " tokens"]:
+        """All token ids, one after another."""
+        return self.contexts.flatten() if self.lengths is None else self.contexts[self.contexts != NO_TOKEN]
 
     def subset(self, rows: Int[Tensor, " chosen"]) -> Corpus:
         """Some of the contexts."""
         images = None if self.images is None else self.images.of(rows)
-        return replace(self, contexts=self.contexts[rows], labels=self.labels[rows], images=images)
+        lengths = None if self.lengths is None else self.lengths[rows]
+        return replace(
+            self, contexts=self.ids(rows), labels=self.labels[rows], images=images, lengths=lengths
+        )
 
     @cached_property
     def sha256(self) -> str:
@@ -105,7 +136,7 @@ class Corpus:
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         if self.images is not None:
             digest.update(self.images.sha256.encode())
-        for tensor in (self.contexts, self.labels):
+        for tensor in (self.contexts, self.labels):  # what is no token says where a context ends
             digest.update(tensor.numpy().astype("<i8").tobytes())
         return digest.hexdigest()
 
@@ -122,6 +153,7 @@ class Corpus:
         label_rows: bool = False,
         per_label: int | None = None,
         *,
+        pack: bool = True,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
         """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`documents.read_path`: labels, errors), or images.
@@ -156,9 +188,8 @@ class Corpus:
         if length is None:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         documents = read_path(path, columns)
-        return of_documents(
-            cls, printable(path), documents, tokenizer, length, choice, columns.described(), show_tokens
-        )
+        read = (documents, tokenizer, length, choice, columns.described(), show_tokens)
+        return of_documents(cls, printable(path), *read, pack=pack)
 
     @classmethod
     def from_texts(
@@ -170,13 +201,17 @@ class Corpus:
         labels: Sequence[str] | None = None,
         seed: int = 0,
         per_label: int | None = None,
+        *,
+        pack: bool = True,
     ) -> Corpus:
         """Texts in memory, each with its label (None: no labels)."""
         if isinstance(texts, str):
             raise UsageError("texts is one string; give a list of texts.")
         texts = list(texts)
         documents = list(map(Document, texts, one_each(labels, len(texts), "text")))
-        return of_documents(cls, "texts", documents, tokenizer, length, Choice(contexts, seed, per_label))
+        return of_documents(
+            cls, "texts", documents, tokenizer, length, Choice(contexts, seed, per_label), pack=pack
+        )
 
     @classmethod
     def from_dataset(
@@ -193,6 +228,7 @@ class Corpus:
         label_rows: bool = False,
         per_label: int | None = None,
         *,
+        pack: bool = True,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
         """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.
@@ -213,7 +249,8 @@ class Corpus:
         if length is None:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         documents = streamed_documents(name, config, split, columns)
-        return of_documents(cls, name, documents, tokenizer, length, choice, columns.described(), show_tokens)
+        read = (documents, tokenizer, length, choice, columns.described(), show_tokens)
+        return of_documents(cls, name, *read, pack=pack)
 
     @classmethod
     def python_docs(
@@ -225,6 +262,7 @@ class Corpus:
         per_label: int | None = None,
         *,
         held_out: bool = False,
+        pack: bool = True,
     ) -> Corpus:
         """The language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
 
@@ -233,9 +271,9 @@ class Corpus:
         """
         choice = Choice(contexts, seed, per_label)
         if not held_out:
-            return of_documents(cls, DOCS, python_topics(), tokenizer, length, choice)
+            return of_documents(cls, DOCS, python_topics(), tokenizer, length, choice, pack=pack)
         unread = [Document(topic.text, None) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
-        return of_documents(cls, HELD_OUT, unread, tokenizer, length, choice)
+        return of_documents(cls, HELD_OUT, unread, tokenizer, length, choice, pack=pack)
 
     @classmethod
     def stdlib_code(
@@ -245,10 +283,12 @@ class Corpus:
         contexts: int | None = None,
         seed: int = 0,
         per_label: int | None = None,
+        *,
+        pack: bool = True,
     ) -> Corpus:
         """Source code of the running interpreter's standard library, with files as labels."""
         choice = Choice(contexts, seed, per_label)
-        return of_documents(cls, CODE, stdlib_sources(), tokenizer, length, choice)
+        return of_documents(cls, CODE, stdlib_sources(), tokenizer, length, choice, pack=pack)
 
     @classmethod
     def random_tokens(
@@ -274,22 +314,42 @@ class Corpus:
 
     @classmethod
     def from_ids(
-        cls, ids: Int[Tensor, "contexts length"], labels: Sequence[str] | None = None, seed: int = 0
+        cls,
+        ids: Int[Tensor, "rows positions"],
+        labels: Sequence[str] | None = None,
+        seed: int = 0,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Corpus:
-        """Token ids in memory, a context a row, each with its label (None: no labels); no tokenizer is needed.
+        """Token ids in memory, each row with its label (None: no labels); no tokenizer is needed.
+
+        A row is a context; with a mask, without its padding on the left or right; with positions that begin anew at
+        0, several packed into one. Each is read by itself, from its own position 0, and what has fewer than 4 tokens
+        is left out.
 
         Args:
-            ids: whole numbers (contexts, length); a single context may be (length).
-            labels: one a context. seed: recorded; nothing is drawn.
+            ids: whole numbers (rows, positions); a single row may be (positions).
+            labels: one a row. seed: recorded; nothing is drawn.
+            attention_mask, position_ids: as a model of `transformers` takes them, shaped as `ids`.
 
         Raises:
-            UsageError: they are no such ids, or there are more or fewer labels.
+            UsageError: they are no such ids, mask or positions, or there are more or fewer labels.
         """
+        if not isinstance(ids, Tensor):
+            ids = torch.as_tensor(ids, device="cpu")
         if ids.ndim == 1:
             ids = ids.unsqueeze(0)
-        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.is_meta)
         if ids.ndim != 2 or not ids.numel() or not whole:
-            raise UsageError(
-                f"token ids of shape {tuple(ids.shape)}: give whole numbers (contexts, positions)"
-            )
-        return cls("token ids", ids.cpu().long(), *numbered(one_each(labels, len(ids), "context")), seed)
+            raise UsageError(f"token ids of shape {tuple(ids.shape)}: give whole numbers (rows, positions)")
+        # A copy: what the caller does to the tensor later is not what was read.
+        ids = ids.detach().to("cpu", torch.int64, copy=True)
+        labels_of_rows = one_each(labels, len(ids), "row")
+        if attention_mask is None and position_ids is None:
+            return cls("token ids", ids, *numbered(labels_of_rows), seed)
+        contexts, of_row, short = contexts_of_rows(ids, attention_mask, position_ids)
+        if not contexts:
+            raise UsageError(f"no context has {LEAST_LENGTH} tokens or more: nothing can be measured")
+        own = [labels_of_rows[row] for row in of_row]
+        return of_rows(cls, "token ids", contexts, own, seed, left_out(short))

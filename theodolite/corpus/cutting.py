@@ -23,9 +23,13 @@ class Cutter:
     body: int  # tokens of a context without those around it
     between: list[int]
     packs: bool = True  # short documents of a label together; not where every document has a label of its own
+    least: int | None = (
+        None  # tokens of a context, where short documents and remainders are some; None: dropped
+    )
     enough: int | None = None  # contexts after which no more than `READ_TOKENS` are read; None: all are
     show_tokens: ShowTokens = lambda tokens: None
     longest: int = 0
+    too_short: int = 0
     cuts: int = 0
     tokens: int = 0
     stopped: bool = False
@@ -48,6 +52,14 @@ class Cutter:
                     self.cuts += 1
                     yield document.label, pending[begin : begin + self.body]
                 pending, full = pending[whole:], full or whole > 0
+            if self.least is not None and pending:
+                if len(pending) >= self.least:
+                    self.cuts += 1
+                    yield document.label, pending
+                else:
+                    self.too_short += 1
+                    self.longest = max(self.longest, len(pending))
+                continue
             if full or not pending:
                 continue
             if not self.packs:

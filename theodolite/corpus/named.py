@@ -30,6 +30,7 @@ def make_corpus(
     columns: Columns = TEXT_COLUMN,
     per_label: int | None = None,
     *,
+    pack: bool = True,
     show_tokens: ShowTokens = lambda tokens: None,
 ) -> Corpus:
     """The corpus that `spec` names: a path, or one of these.
@@ -38,17 +39,17 @@ def make_corpus(
     `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`.
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
-    `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label` and
+    `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label`, `pack` and
     `show_tokens` as in `Corpus`.
     """
     check_spec(spec, columns, per_label)
     name = DOCS if spec is None else str(spec)
     if name == DOCS:
-        return Corpus.python_docs(tokenizer, length, contexts, seed, per_label)
+        return Corpus.python_docs(tokenizer, length, contexts, seed, per_label, pack=pack)
     if name == HELD_OUT:
-        return Corpus.python_docs(tokenizer, length, contexts, seed, held_out=True)
+        return Corpus.python_docs(tokenizer, length, contexts, seed, held_out=True, pack=pack)
     if name == CODE:
-        return Corpus.stdlib_code(tokenizer, length, contexts, seed, per_label)
+        return Corpus.stdlib_code(tokenizer, length, contexts, seed, per_label, pack=pack)
     some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
     if name == RANDOM:
         return Corpus.random_tokens(tokenizer, length, some, seed)
@@ -71,10 +72,11 @@ def make_corpus(
             columns.text,
             seed,
             *labels,
+            pack=pack,
             show_tokens=show_tokens,
         )
     return Corpus.from_path(
-        name, tokenizer, length, contexts, seed, columns.text, *labels, show_tokens=show_tokens
+        name, tokenizer, length, contexts, seed, columns.text, *labels, pack=pack, show_tokens=show_tokens
     )
 
 

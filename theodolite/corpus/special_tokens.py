@@ -87,11 +87,14 @@ def refuse_growth(tokenizer: Any, text: str) -> None:
             )
 
 
-def trailing_special_tokens(tokenizer: Any, ids: Int[Tensor, "contexts length"]) -> int:
+def trailing_special_tokens(
+    tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
+) -> int:
     """How many tokens at the end of every context are those that the tokenizer puts behind a sequence ([SEP], </s>).
 
     They mark the end of a text and are no part of it, so they are told apart as position 0 is. 0 where the tokenizer
-    puts none there (most decoders), where some context ends in text, and without a tokenizer (None).
+    puts none there (most decoders), where some context ends in text, and without a tokenizer (None). `lengths` are
+    those of the contexts; None: all are as long as `ids`.
     """
     if tokenizer is None:
         return 0
@@ -99,5 +102,7 @@ def trailing_special_tokens(tokenizer: Any, ids: Int[Tensor, "contexts length"])
         after = frame_of(tokenizer, ids.shape[1]).after
     except UsageError:
         return 0
-    ends = ids[:, ids.shape[1] - len(after) :].cpu()
+    end = torch.full((len(ids),), ids.shape[1], device="cpu") if lengths is None else lengths
+    places = end[:, None] - torch.arange(len(after), 0, -1, device="cpu")
+    ends = ids.cpu().gather(1, places.clamp_min(0))
     return len(after) if after and bool((ends == torch.tensor(after, device="cpu")).all()) else 0

@@ -29,29 +29,39 @@ class Perplexity:
     """How well a model predicts a corpus.
 
     Attributes:
-        losses: (contexts,) mean loss in nats per token of each context's T − 1 predicted tokens.
-        loss, loss_se: their mean with its standard error over contexts.
+        losses: (contexts,) mean loss in nats per token of each context's predicted tokens, all but the first.
+        tokens: (contexts,) how many these are.
+        each: (contexts,) what the loss is the mean of: `losses`, or where contexts are of unlike lengths each one's
+            part in the mean over all tokens, to first order.
+        loss, loss_se: that mean with its standard error over contexts.
         perplexity, perplexity_se: exp(loss), and its standard error to first order.
-        tokens: predicted tokens in all contexts.
         batch: contexts per forward pass.
         text_bytes: (contexts,) bytes of text that each context's predicted tokens stand for (`token_bytes`); None
             without a tokenizer.
     """
 
     losses: Float[np.ndarray, " contexts"]
-    tokens: int
+    tokens: Int[np.ndarray, " contexts"]
     batch: int
     text_bytes: Float[np.ndarray, " contexts"] | None = None
 
     @property
+    def each(self) -> Float[np.ndarray, " contexts"]:
+        """What the loss is the mean of."""
+        if (self.tokens == self.tokens[0]).all():
+            return self.losses
+        loss = float(self.losses @ self.tokens / self.tokens.sum())
+        return loss + (self.losses - loss) * self.tokens / self.tokens.mean()
+
+    @property
     def loss(self) -> float:
         """Mean loss in nats per token."""
-        return mean_and_error(self.losses)[0]
+        return mean_and_error(self.each)[0]
 
     @property
     def loss_se(self) -> float:
         """Standard error of the loss over contexts; NaN for a single one."""
-        return mean_and_error(self.losses)[1]
+        return mean_and_error(self.each)[1]
 
     @property
     def perplexity(self) -> float:
@@ -77,7 +87,7 @@ class Perplexity:
         if self.text_bytes is None or not self.text_bytes.any():
             return math.nan, math.nan
         count = len(self.losses)
-        bits = self.losses * (self.tokens / count) / math.log(2)
+        bits = self.losses * self.tokens / math.log(2)
         ratio = float(bits.sum() / self.text_bytes.sum())
         if count == 1:
             return ratio, math.nan
@@ -93,7 +103,7 @@ def perplexity(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Perplexity:
-    """Loss and perplexity on a corpus; contexts have equal weight, and their first token is not predicted.
+    """Loss and perplexity on a corpus; tokens have equal weight, and the first of a context is not predicted.
 
     Args:
         model: a causal model with an output head.
@@ -107,28 +117,29 @@ def perplexity(
     """
     check_predicts(model)
     check_fit(model, corpus, least_contexts=1)
-    batch, ids = batch_of(corpus, batch), corpus.contexts
-    losses = []
-    for first in range(0, len(ids), batch):
-        show_progress(first, len(ids))
-        batch_ids = ids[first : first + batch]
-        losses.append(next_token_losses(model.logits(batch_ids), batch_ids).mean(dim=1))
-    show_progress(len(ids), len(ids))
+    batch, total = batch_of(corpus, batch), len(corpus.contexts)
+    losses, tokens, text_bytes = [], [], []
+    for part in corpus.batches(batch):
+        show_progress(part.start, total)
+        ids = corpus.ids(part)
+        losses.append(next_token_losses(model.logits(ids), ids).mean(dim=1))
+        tokens += [ids.shape[1] - 1] * len(ids)
+        text_bytes.append(_text_bytes(model, ids))
+    show_progress(total, total)
     all_losses = torch.cat(losses).numpy()
     if not np.isfinite(all_losses).all():
         raise WorkError(f"the loss of {model.id} is NaN or infinite: try --dtype float32")
-    return Perplexity(all_losses, ids[:, 1:].numel(), batch, _text_bytes(model, ids))
+    known = None if model.tokenizer is None else torch.cat(text_bytes).numpy()
+    return Perplexity(all_losses, np.array(tokens), batch, known)
 
 
-def _text_bytes(
-    model: OpenModel, ids: Int[Tensor, "contexts length"]
-) -> Float[np.ndarray, " contexts"] | None:
+def _text_bytes(model: OpenModel, ids: Int[Tensor, "contexts length"]) -> Float[Tensor, " contexts"]:
     if model.tokenizer is None:
-        return None
+        return torch.zeros(len(ids))
     tokens, places = ids[:, 1:].unique(return_inverse=True)
     size = token_bytes(model)
     sizes = torch.tensor([size(token) for token in tokens.tolist()], dtype=torch.float64)
-    return sizes[places].sum(dim=1).numpy()
+    return sizes[places].sum(dim=1)
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity) -> list[Score]:
@@ -136,7 +147,7 @@ def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity) -> list[S
     task, count = corpus.name, len(measured.losses)
     shared = (count, measured.batch, corpus.sha256)
     scores = [
-        Score(name, task, 0, "loss", measured.loss, measured.loss_se, *shared, measured.losses),
+        Score(name, task, 0, "loss", measured.loss, measured.loss_se, *shared, measured.each),
         Score(name, task, 0, "perplexity", measured.perplexity, measured.perplexity_se, *shared),
     ]
     bits, error = measured.bits_per_byte, measured.bits_per_byte_se

@@ -22,7 +22,7 @@ from theodolite.report.content import flowing
 from theodolite.report.data import provenance
 from theodolite.report.page import environment
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
-from theodolite.system.wording import counted, head_name, number, percent, shown_token, visible
+from theodolite.system.wording import counted, head_name, number, percent, shown_token, tokens_of, visible
 
 LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)
 
@@ -71,7 +71,7 @@ def head_html(view: HeadView, run: Run, measured: Run) -> str:
 def text_line(run: Run) -> str:
     """What was surveyed: contexts, length and name of the text."""
     corpus = provenance(run, "corpus") or {}
-    size = f"{counted(int(corpus['contexts']), 'context')} of {counted(int(corpus['length']), 'token')}"
+    size = f"{counted(int(corpus['contexts']), 'context')} of {tokens_of(corpus)} tokens"
     return f"{size} of {visible(corpus['name'], 60)}"
 
 

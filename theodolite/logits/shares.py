@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import State, of_read
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
@@ -58,10 +58,10 @@ class SharesPass:
         self.model = model
         self.mean = mean
         self.pos = pos
-        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
-        self.corpus = corpus
-        sample = sample_of(corpus.contexts, seed)
-        self.batches = sample.split(max(1, TOKENS_A_PASS // corpus.contexts.shape[1]))
+        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        sample = sample_of(corpus, seed)
+        self.corpus = corpus.subset(sample)
+        self.batches = list(self.corpus.batches(max(1, TOKENS_A_PASS // corpus.contexts.shape[1])))
         self.total = len(self.batches) * model.layers
         self.notes: dict[str, Any] = {"refused": {}, "heads": list(model.heads_of)}
         rows = (model.layers, len(sample), model.heads)
@@ -90,21 +90,20 @@ class SharesPass:
         layers = self.model.layers
         for number in range(progress.done // layers, len(self.batches)):
             progress.checkpoint(number * layers)
-            first = sum(len(batch) for batch in self.batches[:number])
+            rows = self.batches[number]
 
-            def visit(layer_pass: LayerPass, number: int = number, first: int = first) -> None:
-                self._take(layer_pass, slice(first, first + len(layer_pass.stream)))
+            def visit(layer_pass: LayerPass, number: int = number, rows: slice = rows) -> None:
+                self._take(layer_pass, rows)
                 progress.report(number * layers + layer_pass.layer + 1)
 
-            visit_layers(
-                self.model, self.corpus.inputs(self.batches[number]), list(self.model.attending), visit
-            )
+            visit_layers(self.model, self.corpus.inputs(rows), list(self.model.attending), visit)
         progress.checkpoint(self.total)
 
     def _take(self, layer_pass: LayerPass, rows: slice) -> None:
         layer, state = layer_pass.layer, self._state
         leading, grid = self.corpus.leading, self.corpus.grid
-        text = slice(leading, self.pos.shape[1] - self.trailing)
+        read = layer_pass.stream.shape[1]
+        text = slice(leading, read - self.trailing)
         query, key = (t[:, :, text] for t in (layer_pass.inputs.query, layer_pass.inputs.key))
         heads = slice(query.shape[1])
         state["low_frequency"][layer, rows, heads] = qk_low_frequency(
@@ -115,7 +114,8 @@ class SharesPass:
             # Else attention reads something else than the stream
             if normed.shape == state["normed"][layer].shape:
                 state["normed"][layer] = normed
-        parts = decompose_around(layer_pass.stream, self.mean[layer], self.pos[layer], leading)
+        pos = of_read(self.pos[layer], read, self.trailing)
+        parts = decompose_around(layer_pass.stream, self.mean[layer], pos, leading)
         try:
             split = split_queries_and_keys(
                 layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
@@ -185,10 +185,17 @@ def split_contexts(length: int) -> int:
     return contexts_within(SPLIT_TOKENS, length, SPLIT_CONTEXTS // 2, SPLIT_CONTEXTS)
 
 
-def sample_of(contexts: Int[Tensor, "contexts positions"], seed: int) -> Int[Tensor, " sampled"]:
-    """A seeded sample of at most `split_contexts` contexts, by number and in their order."""
-    order = torch.randperm(len(contexts), generator=torch.Generator().manual_seed(seed))
-    return order[: split_contexts(contexts.shape[1])].sort().values
+def sample_of(corpus: Corpus, seed: int) -> Int[Tensor, " sampled"]:
+    """A seeded sample of at most `split_contexts` contexts, by number and in their order.
+
+    Of contexts of unlike lengths, one of those that have as many tokens as the mean, or more: the energy of the
+    shortest is all of low frequency.
+    """
+    contexts, length = corpus.contexts.shape
+    order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
+    if corpus.lengths is not None:
+        order = order[corpus.lengths[order] >= corpus.lengths.double().mean()]
+    return order[: split_contexts(length)].sort().values
 
 
 def working_dtype(stream: Tensor) -> torch.dtype:

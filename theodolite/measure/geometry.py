@@ -1,8 +1,10 @@
 """From the means and second moments of hidden states to the geometry of position and context.
 
 One row a residual layer; all over positions 1 … T−1, position 0 apart, and with it the special tokens that a
-tokenizer puts behind every text: T counts without them. Of an image all `leading` tokens before its patches are apart,
-and the patches are a `grid` of rows and columns, with frequencies in two dimensions. Source: Song & Zhong 2024.
+tokenizer puts behind every text: T counts without them. Of contexts of unlike lengths, what is of tokens is over all
+tokens, and the positional basis ends where too few contexts reach (`positions_read`). Of an image all `leading` tokens
+before its patches are apart, and the patches are a `grid` of rows and columns, with frequencies in two dimensions.
+Source: Song & Zhong 2024.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ CUTOFFS = (1, 3, 5, 10)
 OUTLIER_SHARE = PUBLISHED.outlier_tokens
 """A dimension is an outlier dimension where at least this share of tokens exceeds 6 (Dettmers et al. 2022)."""
 
+LEAST_SHARE = 0.1
+"""Of the contexts must reach a position, where they are of unlike lengths: its mean would be that of a few contexts."""
+
 SHOWN_SINGULAR_VALUES = 60
 SHOWN_FREQUENCIES = 10
 SHOWN_POSITIONS = 64
@@ -67,8 +72,10 @@ def geometry(
         grid: rows and columns of the others; None: they lie in a line.
     """
     mean, pos, ctx = decomposed_means(means, leading=leading)
-    contexts, positions = float(means["contexts"][0].sum()), pos.shape[1] - leading
-    tokens = contexts * positions
+    tokens = means["token"] - mean[:, None] - pos[:, sample.token_position]
+    pos = pos[:, : positions_read(means)]
+    positions = pos.shape[1] - leading
+    readers = means["readers"].sum(dim=1)
     everything = torch.ones(GROUPS, dtype=torch.float64)
     baseline = random_maximum(pos.shape[-1], positions * len(labels))
     found: list[Tensor] = []
@@ -79,15 +86,15 @@ def geometry(
     for layer in range(len(mean)):
         p = pos[layer, leading:]
         unit, spectrum = unit_rows(p), torch.linalg.svd(p, full_matrices=False)
-        row = _positional(p, unit, spectrum[1], contexts, moments["moment"][layer], grid)
+        counts = readers[layer, leading : pos.shape[1]]
+        row = _positional(p, unit, spectrum[1], counts, moments["moment"][layer], grid)
         row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
         row |= stream(means, outliers, layer, everything, leading)
         numbers, cluster = clusters(ctx[layer], labels)
         rows.append(row | numbers)
         found.append(cluster)
-        cvec = means["token"][layer] - mean[layer] - pos[layer, sample.token_position]
         for name, value in _pictures(
-            pos[layer], ctx[layer], unit, spectrum, cvec, shown, order, grid
+            pos[layer], ctx[layer], unit, spectrum, tokens[layer], shown, order, grid
         ).items():
             arrays.setdefault(name, []).append(value)
     stacked = {name: torch.stack(values) for name, values in arrays.items()}
@@ -100,17 +107,21 @@ def geometry(
         "cvec_position": sample.token_position,
         "gram_position": shown,
         "gram_label": labels[order],
-        "outlier_share": (outliers["outlier"].sum(dim=1) / tokens).float(),
+        "outlier_share": (outliers["outlier"].sum(dim=1) / readers[:, leading:].sum(dim=1)[:, None]).float(),
     }
     return {name: [row[name] for row in rows] for name in rows[0]}, stacked
 
 
-def outlier_rows(
-    outliers: State, contexts: int, length: int, leading: int = 1
-) -> list[dict[str, float | int]]:
+def positions_read(means: State) -> int:
+    """So many positions, from 0 on, as `LEAST_SHARE` of the contexts have."""
+    readers = means["readers"][0].sum(dim=0)
+    return int((readers >= LEAST_SHARE * readers[0]).sum())
+
+
+def outlier_rows(outliers: State, means: State, leading: int = 1) -> list[dict[str, float | int]]:
     """One row for each layer's dimensions that are outliers, or carry a massive activation."""
     outlier, *counts = (outliers[name].sum(dim=1) for name in ("outlier", *MASSIVE_COUNTS))
-    share = outlier / (contexts * (length - leading))
+    share = outlier / means["readers"][:, :, leading:].sum(dim=(1, 2))[:, None]
     notable = torch.stack([share >= OUTLIER_SHARE, *(count > 0 for count in counts)]).any(dim=0)
     return [
         {
@@ -126,23 +137,34 @@ def outlier_rows(
 
 
 def _positional(
-    p: Tensor, unit: Tensor, values: Tensor, contexts: float, moment: Tensor, grid: Grid | None
+    p: Tensor, unit: Tensor, values: Tensor, readers: Tensor, moment: Tensor, grid: Grid | None
 ) -> dict[str, float]:
     """Rank, norm and smoothness of the positional basis P (T−1, d), Song & Zhong 2024, section 3."""
-    # ‖P tiled over contexts‖₂ = √C · ‖P‖₂, and ‖M‖₂² is the largest eigenvalue of the centred moments.
+    # ‖M‖₂² is the largest eigenvalue of the centred moments.
     whole = float(largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0])
     squares = values.square()
     rows, columns = p.shape
     return {
         "rank": float(screenot_of_values(values, (rows, columns), screenot_bound(p)).rank),
         "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
-        "relative_norm": math.sqrt(contexts * float(squares[0]) / whole) if whole > 0 else math.nan,
+        "relative_norm": math.sqrt(tiled_norm(p, squares, readers) / whole) if whole > 0 else math.nan,
         **{
             f"low_frequency_{k}": float(r)
             for k, r in zip(CUTOFFS, product_low_frequency_ratio(unit, unit, CUTOFFS, grid), strict=True)
         },
         **product_frequencies(p, squares, grid),
     }
+
+
+def tiled_norm(
+    p: Float[Tensor, "positions width"],
+    squares: Float[Tensor, " values"],
+    readers: Float[Tensor, " positions"],
+) -> float:
+    """‖P tiled over contexts‖₂²: C · ‖P‖₂², or where not all C have every position ‖diag(√readers) P‖₂²."""
+    if (readers == readers[0]).all():
+        return float(readers[0] * squares[0])
+    return float(torch.linalg.matrix_norm(p * readers.sqrt()[:, None], ord=2) ** 2)
 
 
 def product_frequencies(
@@ -203,18 +225,18 @@ def stream(
 ) -> dict[str, float]:
     """Means and counts over the groups of contexts that are `chosen` (weights of 0 and 1)."""
     contexts = float(chosen @ means["contexts"][layer])
-    tokens = contexts * (means["position_sum"].shape[2] - leading)
+    tokens = float(chosen @ means["readers"][layer, :, leading:].sum(dim=1))
 
-    def mean(name: str) -> float:
-        return float(chosen @ means[name][layer]) / contexts
+    def mean(name: str, count: float = contexts) -> float:
+        return float(chosen @ means[name][layer]) / count
 
     massive, first, outlier = (
         chosen @ outliers[name][layer] for name in ("massive", "massive_first", "outlier")
     )
     columns = {
-        "norm": mean("norm_sum"),
+        "norm": mean("norm_sum", tokens),
         "norm_first": mean("norm_first_sum"),
-        "cosine_previous": mean("cosine_sum") if layer else math.nan,
+        "cosine_previous": mean("cosine_sum", tokens) if layer else math.nan,
         "rank_collapse": mean("collapse_sum"),
         "massive_activations": float(massive.sum()),
         "massive_activations_first": float(first.sum()),

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
+from theodolite.corpus.ragged import NO_TOKEN
 
 
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
@@ -29,9 +30,9 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
 def head_columns(attention: State) -> dict[str, list[float]]:
     """Measured columns of the heads table, L · H values each, layer by layer.
 
-    entropy: mean over contexts and queries, nats; entropy_se: its standard error, contexts taken as independent
-    (NaN for one). propagation: mean over the keys that the last query sees of
-    the share of contexts in which they propagate (Bao et al. 2024, definition 1); where special tokens end every
+    entropy: mean over queries, nats; entropy_se: its standard error, contexts taken as independent
+    (NaN for one; of contexts of unlike lengths, to first order). propagation: of the keys that the last queries see,
+    the share that propagates (Bao et al. 2024, definition 1); where special tokens end every
     context ([SEP]), it is the last query before them. sink_first, sink_later: share
     of contexts with a sink at key 0, at a later key; sink_last, where special tokens end every context: at one of
     these, which are then no later key; sink_registers: likewise of the tokens between [CLS] and the patches of an
@@ -40,17 +41,20 @@ def head_columns(attention: State) -> dict[str, list[float]]:
     earlier equal tokens, over the queries that have one.
     """
     contexts = attention["contexts"].view(-1, 1)
-    length = attention["entropy"].shape[-1]
-    entropy = attention["entropy"].sum(dim=-1) / (contexts * length)
-    spread = attention["entropy_spread"] / contexts
+    queries = attention["readers"].sum(dim=-1, keepdim=True)
+    entropy = attention["entropy"].sum(dim=-1) / queries
+    weight = attention["squared_lengths"].view(-1, 1)
+    # About the mean over queries, of sums over contexts' queries: that of a ratio, to first order.
+    spread = attention["entropy_spread"] + weight * (attention["squared_entropy"] / weight - entropy).square()
+    independent = contexts / torch.where(contexts > 1, contexts - 1, torch.nan)
     columns = {
         "entropy": entropy,
-        "entropy_se": (spread / torch.where(contexts > 1, contexts - 1, torch.nan)).sqrt(),
-        "propagation": propagation_by_position(attention).nanmean(dim=-1),
+        "entropy_se": (spread * independent).sqrt() / queries,
+        "propagation": attention["propagates"].sum(dim=-1) / attention["last_sees"].sum(dim=-1),
         "sink_first": attention["sink"][:, :, 0] / contexts,
         "sink_later": attention["sink_later"] / contexts,
-        "sink_learned": attention["learned"] / (contexts * length),
-        "previous_token": attention["previous"] / (contexts * (length - 1)),
+        "sink_learned": attention["learned"] / queries,
+        "previous_token": attention["previous"] / (queries - contexts),
         "same_token": attention["same"] / attention["repeated"].view(-1, 1),  # 0/0 = NaN: no token came twice
     }
     for name in ("sink_last", "sink_registers"):
@@ -60,16 +64,16 @@ def head_columns(attention: State) -> dict[str, list[float]]:
 
 
 def head_arrays(attention: State) -> dict[str, Tensor]:
-    """Per head and position, (L, H, T): entropy, empirical ρ, mean attention received, share of sinks.
+    """Per head and position, (L, H, T), of the contexts that have it: entropy, empirical ρ, attention received, sinks.
 
     And (L, T): how many keys each query sees.
     """
-    contexts = attention["contexts"].view(-1, 1, 1)
+    readers = attention["readers"].unsqueeze(1)
     return {
-        "entropy_by_position": attention["entropy"] / contexts,
+        "entropy_by_position": attention["entropy"] / readers,
         "propagation_by_position": propagation_by_position(attention),
-        "received_by_position": attention["received"] / contexts,
-        "sink_by_position": attention["sink"] / contexts,
+        "received_by_position": attention["received"] / readers,
+        "sink_by_position": attention["sink"] / readers,
         "visible_keys": attention["visible_keys"],
     }
 
@@ -108,16 +112,16 @@ def examples_table(
     """Every token of the example contexts with the most attention that any head pays it on average."""
     received, layer = attention["example_received"].max(dim=0)
     head = attention["example_head"].gather(0, layer[None])[0].long()
-    context, position = torch.meshgrid(*(torch.arange(n) for n in ids.shape), indexing="ij")
+    context, position = places = (ids != NO_TOKEN).nonzero(as_tuple=True)
     return pd.DataFrame(
         {
-            "context": context.flatten().numpy(),
-            "position": position.flatten().numpy(),
-            "token_id": ids.flatten().numpy(),
-            "token": pd.Series([text(token) for token in ids.flatten().tolist()], dtype="object").astype(str),
-            "received": received.flatten().numpy(),
-            "layer": layer.flatten().numpy(),
-            "head": head.flatten().numpy(),
-            "sink": (received > threshold).flatten().numpy(),
+            "context": context.numpy(),
+            "position": position.numpy(),
+            "token_id": ids[places].numpy(),
+            "token": pd.Series([text(token) for token in ids[places].tolist()], dtype="object").astype(str),
+            "received": received[places].numpy(),
+            "layer": layer[places].numpy(),
+            "head": head[places].numpy(),
+            "sink": (received > threshold)[places].numpy(),
         }
     )

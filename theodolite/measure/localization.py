@@ -115,16 +115,20 @@ def localization_tables(
 
 
 def entropy_bound(
-    gram_norm: float, spectral_norm: Float[Tensor, " heads"], visible_keys: Float[Tensor, " queries"]
+    gram_norm: float,
+    spectral_norm: Float[Tensor, " heads"],
+    visible_keys: Float[Tensor, " queries"],
+    readers: Float[Tensor, " queries"],
 ) -> Float[Tensor, " heads"]:
     """The exact lower bound on the mean attention entropy, in nats; NaN where the norm is.
 
     ν = ‖XXᵀ‖₂ · ‖W_QK‖₂ · scaling, with the largest ‖XXᵀ‖₂ of any context, so that the bound holds for each. The
     bound of a query is that for as many keys as it sees (all, those up to it, or a window's), and the head's is
-    their mean.
+    their mean over queries, of which each position has as many as contexts have it (`readers`).
     """
     nu = (gram_norm * spectral_norm)[:, None]
-    return entropy_lower_bound(nu, visible_keys).mean(dim=-1)
+    # Where a layer does not attend, no query sees a key, and the bound is NaN as its norm is.
+    return entropy_lower_bound(nu, visible_keys.clamp_min(1)) @ (readers / readers.sum())
 
 
 def _unknown(heads: int) -> Float[Tensor, " heads"]:

@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from scipy.linalg import hadamard
 from torch import Tensor
+from torch.nn import functional
 
-from theodolite.accumulate.means import Sample
+from theodolite.accumulate.means import Sample, decomposed
 from theodolite.accumulate.second_moments import low_rank
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS, Groups
@@ -25,9 +26,11 @@ from theodolite.measure.geometry import (
     CUTOFFS,
     Columns,
     contextual,
+    positions_read,
     product_frequencies,
     screenot_bound,
     stream,
+    tiled_norm,
 )
 from theodolite.system.threads import parallel_map
 from theodolite.theory.singular import screenot_threshold
@@ -117,9 +120,7 @@ class Grouped:
         rows, squares = zip(
             *parallel_map(functools.partial(self._statistics, layer), list(halves)), strict=True
         )
-        ranks = _screenot_ranks(
-            torch.stack(squares).sqrt(), self.means["position_sum"][layer, 0, self.leading :]
-        )
+        ranks = _screenot_ranks(torch.stack(squares).sqrt(), self.means["position_sum"][layer, 0, self._kept])
         return [{"rank": rank} | row for rank, row in zip(ranks, rows, strict=True)]
 
     def _statistics(
@@ -127,21 +128,29 @@ class Grouped:
     ) -> tuple[dict[str, float], Float[Tensor, " values"]]:
         """All columns but the rank, and the squares of the positional basis' singular values."""
         contexts = chosen @ self.means["contexts"][layer]
-        total = (
-            torch.tensordot(chosen, self.means["position_sum"][layer, :, self.leading :], dims=1) / contexts
+        sums, readers = (
+            torch.tensordot(chosen, self.means[name][layer], dims=1) for name in ("position_sum", "readers")
         )
-        mean = total.mean(dim=0)
-        p = total - mean
-        row, squares = positional(p, float(contexts), self._largest(layer, chosen), self.grid)
         groups = Groups(len(self.sample.slot)).of(self.sample.kept)
-        kept = chosen[groups] > 0
-        ctx, labels = self.means["context_mean"][layer, kept] - mean, self.labels[kept]
+        kept, labels = chosen[groups] > 0, self.labels[chosen[groups] > 0]
+        context_mean, tokens = (self.means[name][layer, kept] for name in ("context_mean", "context_tokens"))
+        _, pos, ctx = decomposed(sums, readers, context_mean, tokens, slice(self.leading, len(sums)))
+        # Where all contexts of a half are short, it has the first positions only.
+        kept_by_half = slice(self._kept.start, min(self._kept.stop, int((readers > 0).sum())))
+        p = pos[kept_by_half]
+        row, squares = positional(p, readers[kept_by_half], self._largest(layer, chosen), self.grid)
+        most = min(self._kept.stop - self._kept.start, p.shape[1])
+        squares = functional.pad(squares, (0, most - len(squares)))
         row |= contextual(p.float(), ctx.float(), labels)
         row |= dict.fromkeys(("incoherence_random", "incoherence_max_random"), 0.0)  # no data in them
         row |= stream(self.means, self.outliers, layer, chosen, self.leading)
         for name in (name for name in row if name.startswith("massive_activations")):  # of the whole corpus
             row[name] *= float(self.means["contexts"][layer].sum() / contexts)
         return row | clusters(ctx, labels, self.found[layer, kept])[0], squares
+
+    @property
+    def _kept(self) -> slice:
+        return slice(self.leading, positions_read(self.means))
 
     def _largest(self, layer: int, chosen: Float[Tensor, " groups"]) -> float:
         """The largest eigenvalue of the chosen groups' centred second moment, as their sketches see it."""
@@ -155,7 +164,10 @@ class Grouped:
 
 
 def positional(
-    p: Float[Tensor, "positions width"], contexts: float, largest: float, grid: Grid | None = None
+    p: Float[Tensor, "positions width"],
+    readers: Float[Tensor, " positions"],
+    largest: float,
+    grid: Grid | None = None,
 ) -> tuple[dict[str, float], Float[Tensor, " values"]]:
     """The columns of the positional basis P but its rank, and the squares of its singular values, decreasing.
 
@@ -163,7 +175,7 @@ def positional(
 
     Args:
         p: the positional basis, (T−1, d).
-        contexts: how many contexts it is the mean of.
+        readers: how many contexts each position's mean is of.
         largest: ‖M‖₂² of the centred hidden states M of those contexts.
         grid: rows and columns of the positions; None: they lie in a line.
     """
@@ -184,7 +196,7 @@ def positional(
     lowest = {k: frequencies_below(k, rows, grid) - 1 for k in CUTOFFS}
     row = {
         "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
-        "relative_norm": math.sqrt(contexts * float(squares[0]) / largest) if largest > 0 else math.nan,
+        "relative_norm": math.sqrt(tiled_norm(p, squares, readers) / largest) if largest > 0 else math.nan,
         **{f"low_frequency_{k}": float(energy[lowest[k], lowest[k]] / whole) for k in CUTOFFS},
         **product_frequencies(p, squares, grid),
     }

@@ -101,8 +101,9 @@ class CorpusPass(Hooks):
                 self._read(start, min(start + self.batch, last))
 
     def _read(self, first: int, last: int) -> None:
-        self.begin(first, self.corpus.contexts[first:last])
-        self.forward(self.corpus.inputs(slice(first, last)))
+        for part in self.corpus.of_one_length(first, last):
+            self.begin(part.start, self.corpus.ids(part))
+            self.forward(self.corpus.inputs(part))
 
     def forward(self, inputs: Tensor) -> None:
         """Run the model on a batch: token ids, or pixel values."""
@@ -135,7 +136,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
             f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"
         )
     if corpus.images is None:
-        model.check_tokens(corpus.contexts)
+        model.check_tokens(corpus.tokens)
 
 
 def _check_images(model: OpenModel, images: Images) -> None:

@@ -59,6 +59,7 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
         "sha256": corpus.sha256,
         "contexts": contexts,
         "length": length,
+        **({} if corpus.lengths is None else {"shortest": int(corpus.lengths.min())}),
         "labels": corpus.label_names,
         "seed": corpus.seed,
         **corpus.selection,
@@ -72,13 +73,12 @@ def _described(images: Images) -> dict[str, Any]:
 
 def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
     """The part of the provenance that is of this corpus and this pass."""
-    contexts, length = corpus.contexts.shape
+    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
     return {
-        "corpus": describe_corpus(corpus)
-        | {"trailing_special_tokens": trailing_special_tokens(model.tokenizer, corpus.contexts)},
+        "corpus": describe_corpus(corpus) | {"trailing_special_tokens": trailing},
         "counts": {
-            "contexts": contexts,
-            "tokens": contexts * length,
+            "contexts": len(corpus.contexts),
+            "tokens": len(corpus.tokens),
             "unknown_tokens": _unknown_tokens(model, corpus),
         },
         "seed": seed,
@@ -88,4 +88,4 @@ def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict
 
 def _unknown_tokens(model: OpenModel, corpus: Corpus) -> int:
     unknown = getattr(model.tokenizer, "unk_token_id", None)
-    return 0 if unknown is None else int((corpus.contexts == unknown).sum())
+    return 0 if unknown is None else int((corpus.tokens == unknown).sum())

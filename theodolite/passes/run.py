@@ -40,6 +40,7 @@ from theodolite.system.files import (
     write_text,
 )
 from theodolite.system.run_folders import RUN, check_out, differences, provenance_at
+from theodolite.system.wording import tokens_of
 
 SCHEMA_VERSION = 4
 
@@ -102,7 +103,7 @@ class Run:
 
     def __repr__(self) -> str:
         model, corpus = self.provenance["model"], self.provenance.get("corpus")
-        text = f" on {corpus['contexts']} × {corpus['length']} tokens of {corpus['name']}" if corpus else ""
+        text = f" on {corpus['contexts']} × {tokens_of(corpus)} tokens of {corpus['name']}" if corpus else ""
         return f"Run of {model['id']} ({model['layers']} layers × {model['heads']} heads){text}"
 
     def _repr_html_(self) -> str:

@@ -14,8 +14,9 @@ import torch
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.logits.attribution import AttributionPass, PatternPass
-from theodolite.logits.shares import SharesPass, split_contexts
+from theodolite.logits.shares import SharesPass, sample_of
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.head_weights import NO_MATRIX, no_head_matrix
@@ -276,17 +277,18 @@ def _facts(provenance: dict[str, Any]) -> Stage:
 def _facts_of_text(
     model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], attention: State
 ) -> Facts:
-    contexts, length = corpus.contexts.shape
     described = describe_pass(model, corpus, seed, fingerprint)
-    text_length = length - described["corpus"]["trailing_special_tokens"]
-    sample = choose_sample(contexts, text_length, (model.layers + 1) * model.width, seed, corpus.leading)
+    trailing = described["corpus"]["trailing_special_tokens"]
+    sample = choose_sample(corpus, trailing, (model.layers + 1) * model.width, seed)
     examples = corpus.contexts[: attention["example_received"].shape[1]]
     described["counts"] |= {
         "sampled_contexts": sample.size,
-        "split_contexts": min(contexts, split_contexts(length)),
+        "split_contexts": len(sample_of(corpus, seed)),
     }
     text = text_of_tokens(model, corpus)
-    named = torch.cat([attention["sink_tokens"][:, 2].long(), examples.flatten()]).unique().tolist()
+    named = (
+        torch.cat([attention["sink_tokens"][:, 2].long(), examples[examples != NO_TOKEN]]).unique().tolist()
+    )
     notes = {
         "provenance": describe_model(model) | described,
         "tokens": {str(token): text(token) for token in named},

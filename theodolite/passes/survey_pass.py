@@ -44,7 +44,7 @@ class HeadsPass(CorpusPass):
         super().__init__(model, corpus, seed, batch)
         contexts, length = corpus.contexts.shape
         self.leading = corpus.leading
-        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
+        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
         self.sample = self._choose_sample()
         self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing, self.leading)
         self.inputs = SecondMoments(model.layers, model.attention_width)
@@ -115,9 +115,8 @@ class SurveyPass(HeadsPass):
         self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
 
     def _choose_sample(self) -> Sample:
-        contexts, length = self.corpus.contexts.shape
         vector = (self.model.layers + 1) * self.model.width
-        return choose_sample(contexts, length - self.trailing, vector, self.seed, self.corpus.leading)
+        return choose_sample(self.corpus, self.trailing, vector, self.seed)
 
     @property
     def accumulators(self) -> dict[str, LayerSums]:
@@ -157,18 +156,20 @@ class SurveyPass(HeadsPass):
         return super().attention(layer, inputs)
 
 
-def choose_sample(contexts: int, length: int, vector: int, seed: int, leading: int = 1) -> Sample:
+def choose_sample(corpus: Corpus, trailing: int, vector: int, seed: int) -> Sample:
     """A seeded sample of contexts whose means are kept (`vector` numbers each), and of single tokens.
 
-    `length` is that of a context without special tokens at its end, `leading` how many tokens are apart before.
+    `trailing` special tokens at the end of each context are no such tokens.
     """
+    contexts, length = corpus.contexts.shape
+    leading = corpus.leading
     generator = torch.Generator().manual_seed(seed)
     size = max(1, min(contexts, SAMPLED_CONTEXTS, SAMPLED_BYTES // (vector * 8)))
     slot = torch.full((contexts,), -1, dtype=torch.int64)
     slot[torch.randperm(contexts, generator=generator)[:size].sort().values] = torch.arange(size)
-    tokens = min(SAMPLED_TOKENS, contexts * (length - leading))
-    return Sample(
-        slot,
-        torch.randint(contexts, (tokens,), generator=generator),
-        torch.randint(leading, length, (tokens,), generator=generator),
-    )
+    tokens = min(SAMPLED_TOKENS, len(corpus.tokens) - contexts * (leading + trailing))
+    context = torch.randint(contexts, (tokens,), generator=generator)
+    position = torch.randint(leading, length - trailing, (tokens,), generator=generator)
+    if corpus.lengths is not None:
+        position = leading + (position - leading) % (corpus.lengths[context] - trailing - leading)
+    return Sample(slot, context, position)

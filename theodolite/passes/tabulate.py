@@ -117,10 +117,12 @@ def _entropy_bounds(states: States) -> list[float]:
         attention["gram_norm"],
         states.of("weights")["spectral_norm"],
         attention["visible_keys"],
+        attention["readers"],
         strict=True,
     )
-    # Where a layer does not attend, no query sees a key, and the bound is NaN as its norm is.
-    bounds = [entropy_bound(float(gram_norm), norm, keys.clamp_min(1)) for gram_norm, norm, keys in layerwise]
+    bounds = [
+        entropy_bound(float(gram_norm), norm, keys, readers) for gram_norm, norm, keys, readers in layerwise
+    ]
     return torch.cat(bounds).tolist()
 
 
@@ -135,9 +137,8 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     sample = Sample(own["sample_slot"], own["sample_context"], own["sample_position"])
     labels = _telling(own["labels"])[sample.kept]
     means = states.of("corpus.means")
-    contexts, length = (facts["provenance"]["corpus"][name] for name in ("contexts", "length"))
-    length -= trailing_tokens(states)
-    means = means | {"position_sum": means["position_sum"][:, :, :length]}
+    length = facts["provenance"]["corpus"]["length"] - trailing_tokens(states)
+    means = means | {name: means[name][:, :, :length] for name in ("position_sum", "readers")}
     grid = grid_of(states)
     leading, shape = (1, None) if grid is None else (grid.leading, grid.shape)
     layers, arrays = geometry(means, residual, outliers, sample, labels, leading, shape)
@@ -157,7 +158,7 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     tables = {
         "layers": pd.DataFrame({"layer": range(len(arrays["mean"])), **layers}),
         "sinks": sinks_table(attention, text),
-        "outliers": pd.DataFrame(outlier_rows(outliers, contexts, length, leading), columns=OUTLIER_COLUMNS),
+        "outliers": pd.DataFrame(outlier_rows(outliers, means, leading), columns=OUTLIER_COLUMNS),
         "examples": examples_table(attention, own["examples"], SINK_THRESHOLD, text),
     }
     return tables, arrays

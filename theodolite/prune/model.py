@@ -224,7 +224,7 @@ def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
 
 
 def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: PruningSettings) -> None:
-    tokens = corpus.contexts.numel()
+    tokens = len(corpus.tokens)
     widest = max(matrix.shape[1] for block in matrices for matrix in block)
     if settings.needs_full_moments and tokens < widest:
         raise UsageError(

@@ -48,7 +48,7 @@ class BlockByBlock:
 
     def __init__(self, model: OpenModel, corpus: Corpus, batch: int, between: Callable[[], None]) -> None:
         self._model, self._between = model, between
-        self._ids = list(corpus.contexts.split(batch))
+        self._ids = [corpus.ids(part) for part in corpus.batches(batch)]
         self._hidden: list[Hidden] = []
         self._calls: list[list[Arguments]] = []  # by batch, then by block, without hidden states
         self._shared = _SharedArguments()

@@ -43,6 +43,7 @@ from theodolite.system.wording import (
     percent,
     rounded_with_error,
     shown_token,
+    tokens_of,
     visible,
     with_error,
 )
@@ -364,7 +365,7 @@ def text_line(provenance: dict[str, Any]) -> str:
         before = f" and {listed(list(grid.before))} before" if grid.before else ""
         tokens = f"{grid.rows} × {grid.columns} patches{before}"
         return f"on {number(corpus['contexts'])} images of {tokens} from {visible(corpus['name'], 80)}"
-    size = f"{number(corpus['contexts'])} contexts of {number(corpus['length'])} tokens"
+    size = f"{number(corpus['contexts'])} contexts of {tokens_of(corpus)} tokens"
     return f"on {size} from {visible(corpus['name'], 80)}"
 
 

@@ -125,6 +125,8 @@ def ablation_test(
         UsageError: no such head, a model without an output head, or no context in which the head has a sink.
     """
     check_fit(model, corpus, least_contexts=1)
+    if corpus.lengths is not None:
+        raise UsageError("an ablation test needs contexts of one length: make the corpus with pack=True")
     model.check_weights()
     if model.source.predict is None:
         raise UsageError(f"{model.id} predicts no tokens: an ablation test needs the loss")

@@ -129,17 +129,21 @@ def find_outliers(
         )
     thresholds = thresholds or Thresholds()
     contexts, length = corpus.contexts.shape
-    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
-    baseline_contexts = min(batch_of(corpus, None), contexts)
+    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+    tokens = len(corpus.tokens)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
+    if corpus.lengths is not None:  # a baseline is of one batch: of the length that most tokens are of
+        of_length = corpus.lengths.bincount() * torch.arange(length + 1)
+        order = order[corpus.lengths[order] == of_length.argmax()]
+    order = order[: batch_of(corpus, None)]
     text, weights = text_of_tokens(model, corpus), model.weights()
 
     def rules(states: States, values: str) -> Activations:
-        bounds = [layer.bounds(contexts * length, thresholds.level) for layer in _baselines(states, values)]
+        bounds = [layer.bounds(tokens, thresholds.level) for layer in _baselines(states, values)]
         return Activations(torch.stack(bounds), length, thresholds, trailing)
 
     def baseline(states: States) -> Pass:
-        some = corpus.subset(order[:baseline_contexts].sort().values)
+        some = corpus.subset(order.sort().values)
         return _OutlierPass(model, some, {STREAM: LayerBaselines(trailing), HEADS: LayerBaselines(trailing)})
 
     def count(states: States) -> Pass:
@@ -158,7 +162,7 @@ def find_outliers(
     ]
     states = run_stages(stages, show_progress)
     state, head_state = (states.of(f"count.{values}") for values in (STREAM, HEADS))
-    later = contexts * (length - 1 - trailing)
+    later = tokens - contexts * (1 + trailing)
     carriers = _carriers(state, text)
     dimensions = _dimensions(state, later, thresholds, across_layers=True)
     head_dimensions = _dimensions(head_state, later, thresholds, across_layers=False)
@@ -177,7 +181,7 @@ def find_outliers(
             "thresholds": dict(vars(thresholds)),
             "contexts": contexts,
             "length": length,
-            "baseline_contexts": baseline_contexts,
+            "baseline_contexts": len(order),
             "followed_contexts": min(FOLLOWED_CONTEXTS, contexts) if len(growth) else 0,
             "corpus": {"name": corpus.name, "sha256": corpus.sha256},
             "model": {"id": model.id, **weights.described()},

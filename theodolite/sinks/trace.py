@@ -74,7 +74,7 @@ class TracePass(CorpusPass):
         super().__init__(model, corpus, 0, batch)
         self._stretches = stretches
         self._metric = metric
-        self._trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
+        self._trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
         self.tags = Tags(model.layers, metric.shape[-1])
         self._ids = torch.empty(0)
         self._entering = torch.empty(0)

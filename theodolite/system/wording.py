@@ -10,6 +10,8 @@ from __future__ import annotations
 import html
 import math
 import unicodedata
+from collections.abc import Mapping
+from typing import Any
 
 MISSING = "–"
 NARROW_SPACE = "\u202f"
@@ -59,6 +61,12 @@ def shown_token(text: object) -> str:
 def for_plotly(text: object) -> str:
     """`text` made visible and escaped for Plotly, whose labels read tags and entities."""
     return html.escape(visible(text), quote=False)
+
+
+def tokens_of(described: Mapping[str, Any]) -> str:
+    """How many tokens a context of a described corpus has: "64", or "5 to 64"."""
+    shortest = f"{number(described['shortest'])} to " if "shortest" in described else ""
+    return shortest + number(described["length"])
 
 
 def number(value: object, digits: int = 3) -> str:

@@ -46,6 +46,7 @@ LEAST_LENGTH = QUERIES
 
 RESIDUAL = (
     "contexts",
+    "readers",
     "norm_sum",
     "norm_first_sum",
     "cosine_sum",
@@ -148,7 +149,7 @@ class GeometryReader:
         heads = heads_that_are(columns, self.model.heads_of)
         if spectra:
             heads = heads.assign(**_spectra(self.model, attention))
-        table = pd.DataFrame(_residual_rows(part_of(sums, "residual"), self.ids.shape[1]))
+        table = pd.DataFrame(_residual_rows(part_of(sums, "residual")))
         return Geometry(step, heads, table, time.perf_counter() - started)
 
 
@@ -244,7 +245,8 @@ class _GeometryHooks(Hooks):
         """
         attention = self.attention_statistics.state()
         del attention["sink_tokens"]  # rows that differ from process to process; no column is made of them
-        spread, contexts, entropy = (attention[name] for name in ("entropy_spread", "contexts", "entropy"))
+        names = ("entropy_spread", "squared_lengths", "squared_entropy")
+        spread, weight, weighted = (attention[name] for name in names)
         parts = {"attention.": attention}
         for prefix, layers in (("queries.", self.queries), ("residual.", self.residual)):
             some = next(layer for layer in layers if layer)
@@ -261,8 +263,8 @@ class _GeometryHooks(Hooks):
             name: tensor if counts or name in maxima else 0 * tensor for name, tensor in local_sums.items()
         }
         sums = ranks.totals(local_sums, maxima)
-        whole = sums["attention.entropy"].mean(dim=-1) / sums["attention.contexts"][:, None]
-        between = contexts[:, None] * (entropy.mean(dim=-1) / contexts[:, None] - whole).square()
+        whole = sums["attention.squared_entropy"] / sums["attention.squared_lengths"][:, None]
+        between = weight[:, None] * (weighted / weight[:, None] - whole).square()
         return sums | ranks.totals({"attention.entropy_spread": (spread + between) * counts})
 
 
@@ -308,13 +310,12 @@ def _by_distance(
     return (sums / counts)[:, counts >= QUERIES // 2]
 
 
-def _residual_rows(residual: State, length: int) -> list[dict[str, float]]:
-    """Rows of the layers table. Of the sums by position only the number of positions is asked for."""
+def _residual_rows(residual: State) -> list[dict[str, float]]:
+    """Rows of the layers table."""
     everything = torch.ones(GROUPS, dtype=torch.float64)
-    means = residual | {"position_sum": torch.empty(0, 0, length)}
     rows = []
     for layer in range(len(residual["contexts"])):
-        row = residual_columns(means, residual, layer, everything)
+        row = residual_columns(residual, residual, layer, everything)
         del row["cosine_previous"]
         rows.append({"layer": layer, **row})
     return rows
@@ -350,7 +351,7 @@ def _spectra(model: OpenModel, attention: State) -> dict[str, list[Any]]:
             values["regime"][:] = UNDEFINED
         norm = values["spectral_norm"] = logit_norm(weights, heads)
         gram_norm, visible_keys = float(attention["gram_norm"][layer]), attention["visible_keys"][layer]
-        values["entropy_bound"] = entropy_bound(gram_norm, norm, visible_keys)
+        values["entropy_bound"] = entropy_bound(gram_norm, norm, visible_keys, attention["readers"][layer])
         for name in SPECTRA:
             columns[name].extend(values[name].tolist())
     return columns

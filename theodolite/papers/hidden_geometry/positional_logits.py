@@ -75,7 +75,7 @@ def _sampled(study: Study) -> Tensor:
     """A sample of the run's contexts; random ones of their length, where the text is not at hand."""
     seed = study.provenance["seed"]
     if study.corpus is not None:
-        return study.corpus.contexts[sample_of(study.corpus.contexts, seed)]
+        return study.corpus.contexts[sample_of(study.corpus, seed)]
     length = whole_positional_basis(study.run).shape[1]
     return Corpus.random_tokens(
         study.require_model().required_vocabulary(), length, SPLIT_CONTEXTS, seed

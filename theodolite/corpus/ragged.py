@@ -1,0 +1,108 @@
+"""Contexts of unlike lengths: taken out of padded and packed rows, put in order, and read by runs of one length.
+
+No padding ever reaches a model: a forward pass reads contexts of one length, each from its own first position. So
+nothing is asked of masks, of which every family of models has its own idea.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.corpus.groups import Groups
+from theodolite.corpus.sampling import LEAST_LENGTH
+from theodolite.errors import UsageError
+
+NO_TOKEN = -1
+"""Behind a context that is shorter than the longest: no model has such a token, so that reading it would fail."""
+
+
+def padded(rows: Sequence[Int[Tensor, " tokens"]]) -> tuple[Tensor, Tensor | None]:
+    """The rows as (contexts, length of the longest) with `NO_TOKEN` behind, and their lengths; None: all alike."""
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
+    contexts = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=NO_TOKEN)
+    return contexts, None if (lengths == contexts.shape[1]).all() else lengths
+
+
+def read_order(lengths: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:
+    """The longest first, within each of the eight groups: few runs, and the groups are of neighbours still."""
+    group = Groups(len(lengths)).of(torch.arange(len(lengths), device="cpu"))
+    by_length = torch.argsort(lengths, descending=True, stable=True)
+    return by_length[torch.argsort(group[by_length], stable=True)]
+
+
+def runs(lengths: Int[Tensor, " contexts"], first: int, last: int) -> Iterator[slice]:
+    """The contexts `first … last − 1` cut where their length changes."""
+    _, counts = lengths[first:last].unique_consecutive(return_counts=True)
+    for count in counts.tolist():
+        yield slice(first, first + count)
+        first += count
+
+
+def contexts_of_rows(
+    ids: Int[Tensor, "rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
+) -> tuple[list[Int[Tensor, " tokens"]], list[int], int]:
+    """The contexts of padded or packed rows, of which row each is, and how many had too few tokens to be measured.
+
+    Args:
+        ids: token ids.
+        attention_mask: 0 where a row is padded, on its left or right; as `ids`. None: nowhere.
+        position_ids: 0, 1, 2, … from the beginning of every context of a row on; as `ids`. None: a row is one.
+
+    Raises:
+        UsageError: a mask or positions of another shape, with holes, or that count otherwise.
+    """
+    mask, position_ids = (
+        given if given is None else _shaped(name, given, ids)
+        for name, given in (("attention_mask", attention_mask), ("position_ids", position_ids))
+    )
+    mask = torch.ones_like(ids) if mask is None else mask
+    contexts, rows = [], []
+    short = 0
+    for row, own_ids in enumerate(ids):
+        places = mask[row].nonzero().flatten()
+        positions = _positions(row, places) if position_ids is None else position_ids[row, places]
+        starts = (positions == 0).nonzero().flatten().tolist()
+        counted = torch.cat(
+            [torch.arange(n, device="cpu") for n in _lengths(starts, len(places))] or [places]
+        )
+        if not torch.equal(counted, positions):
+            raise UsageError(
+                f"position_ids of row {row} do not count 0, 1, 2, … from the beginning of each context on; padding "
+                "belongs in the attention_mask"
+            )
+        for context in own_ids[places].split(_lengths(starts, len(places))):
+            if len(context) < LEAST_LENGTH:
+                short += 1
+                continue
+            contexts.append(context)
+            rows.append(row)
+    return contexts, rows, short
+
+
+def _shaped(name: str, given: Tensor, ids: Tensor) -> Tensor:
+    if given.ndim == 1:
+        given = given.unsqueeze(0)
+    if given.shape != ids.shape:
+        raise UsageError(
+            f"{name} has shape {tuple(given.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"
+        )
+    return given.cpu()
+
+
+def _lengths(starts: list[int], tokens: int) -> list[int]:
+    ends = [*starts[1:], tokens]
+    return [end - start for start, end in zip(starts, ends, strict=False)]
+
+
+def _positions(row: int, places: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
+    """Those of a row that is one context, padded on the left or on the right."""
+    positions = torch.arange(len(places), device="cpu")
+    if len(places) and not torch.equal(places - places[0], positions):
+        raise UsageError(
+            f"attention_mask of row {row} has a hole: give rows that are padded on the left or right, or position_ids"
+        )
+    return positions
