@@ -13,8 +13,8 @@ import torch
 
 from theodolite import open_model
 from theodolite.accumulate.second_moments import SKETCH, STRIPS
-from theodolite.accumulate.sums import GROUPS
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.groups import GROUPS
 from theodolite.passes.ray_survey import SHARDS, shards
 from theodolite.passes.ray_workers import packed, unpacked
 from theodolite.passes.survey_pass import (
