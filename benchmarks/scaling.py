@@ -73,10 +73,10 @@ def state_bytes(s: Shape) -> dict[str, int]:
         "sums by position": residual * g * t * d,
         "second moments": (residual + s.layers) * (1 + d + d * d),
         "sketches": residual * (g * (1 + d + d * r) + d * r),
-        "sample": residual * d * (s.sampled + s.tokens_kept),
+        "sample": residual * (d * (s.sampled + s.tokens_kept) + s.sampled),
         "outliers": residual * d * (4 * g + 2),
-        "attention": s.layers * (5 * s.heads * (t + 1) + 2 * examples * t + t + 3),
-        "scalars": residual * 5 * g,
+        "attention": s.layers * (s.heads * (5 * t + 6) + 2 * examples * t + 2 * t + 4),
+        "scalars": residual * (5 + t) * g,
     }
     return {name: count * FLOAT for name, count in numbers.items()}
 
@@ -88,7 +88,7 @@ def shard_bytes(s: Shape, groups: int, sampled: int, tokens: int) -> dict[str, i
     return whole | {
         "sums by position": whole["sums by position"] * groups // GROUPS,
         "sketches": residual * (GROUPS + groups * d + groups * d * r + d * r) * FLOAT,
-        "sample": residual * d * (sampled + tokens) * FLOAT,
+        "sample": residual * (d * (sampled + tokens) + s.sampled) * FLOAT,
         "outliers": residual * d * (4 * groups + 2) * FLOAT,
     }
 

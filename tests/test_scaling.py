@@ -36,7 +36,8 @@ def test_a_state_has_the_bytes_of_the_formula(shape, opened):
     assert sum(parts.values()) == sum(tensor.nbytes for tensor in state.values())
     held = {name: state[name].nbytes for name in state}
     assert parts["sums by position"] == held["means.position_sum"]
-    assert parts["sample"] == held["means.context_mean"] + held["means.token"]
+    sample = ("means.context_mean", "means.context_tokens", "means.token")
+    assert parts["sample"] == sum(held[name] for name in sample)
     for name, prefixes in {
         "second moments": ("residual.", "inputs."),
         "sketches": ("sketches.",),
@@ -57,8 +58,8 @@ def test_a_shard_sends_at_most_the_bytes_of_the_formula(shape, opened):
     kept = int(part.sample.slot[context] >= 0), int((part.sample.token_context == context).sum())
     parts = shard_bytes(shape, 1, *kept)
     assert sent["means.position_sum"][0].nbytes == parts["sums by position"]
-    sample = sent["means.context_mean"][0].nbytes + sent["means.token"][0].nbytes
-    assert sample == parts["sample"]
+    sample = ("means.context_mean", "means.context_tokens", "means.token")
+    assert parts["sample"] == sum(sent[name][0].nbytes for name in sample)
     sketches = sum(values.nbytes for name, (values, _, _) in sent.items() if name.startswith("sketches."))
     assert sketches <= parts["sketches"] <= 1.5 * sketches
     rows = state["attention.sink_tokens"].nbytes
