@@ -9,6 +9,7 @@ is measured here.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ from theodolite.models.dequantised import not_repacked
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
+
+COMPILERS = {"torch._dynamo", "torch.nn.attention.flex_attention"}
+"""Where neither is imported nothing is compiled, and the import takes seconds; flex_attention compiles itself."""
 
 MAKING = threading.RLock()
 """Held while a model is made: transformers then changes its classes, for all threads (no ties, no first weights)."""
@@ -85,9 +89,9 @@ def once_a_pass(model: nn.Module, name: str, work: Callable[[], Result]) -> Resu
 def known_state(model: nn.Module | None = None, *, leave_inference: bool = True) -> Iterator[None]:
     """While open, PyTorch and NumPy compute as they do at the start of a process, without gradients.
 
-    Autocast is off, what is made is float32 on the CPU unless something else is asked for, products are not rounded,
-    every kernel of attention may be chosen, and NumPy's errors are its own. Dtype, precision and kernels are of the
-    whole process; the rest is of this thread.
+    Autocast is off, nothing runs compiled, what is made is float32 on the CPU unless something else is asked for,
+    products are not rounded, every kernel of attention may be chosen, and NumPy's errors are its own. Dtype, precision
+    and kernels are of the whole process; the rest is of this thread.
 
     Args:
         model: also of the devices where it lies.
@@ -98,6 +102,9 @@ def known_state(model: nn.Module | None = None, *, leave_inference: bool = True)
         if leave_inference and torch.is_inference_mode_enabled():
             undo.enter_context(torch.inference_mode(False))
         undo.enter_context(torch.no_grad())
+        if COMPILERS & sys.modules.keys():
+            # Compiled parts run as they are written: what measures them is never compiled with them.
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
         for device in sorted(devices - {"meta"}):
             if torch.is_autocast_enabled(device):
                 undo.enter_context(torch.autocast(device, enabled=False))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,11 +77,7 @@ def refuse_sharded(model: nn.Module) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """`guarded`, and without compilation; on leaving, PyTorch's random numbers are as they were, too."""
+    """`guarded`; on leaving, PyTorch's random numbers are as they were, too."""
     devices = {parameter.device for parameter in model.parameters()}
-    with ExitStack() as undo:
-        if "torch._dynamo" in sys.modules:  # else nothing here is compiled, and the import takes seconds
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
-        undo.enter_context(torch.random.fork_rng([d for d in devices if d.type == "cuda"]))
-        undo.enter_context(guarded(model))
+    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), guarded(model):
         yield
