@@ -373,3 +373,96 @@ def test_a_model_of_transformers_in_memory_is_the_one_on_disk(tmp_path):
     assert memory.layers.equals(disk.layers)
     with pytest.raises(UsageError, match="is in memory: move or convert it before"):
         open_model(hf, dtype="float64")
+
+
+class Core(nn.Module):
+    """Attends with what it is given, and has no weights."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Of contexts, positions and width, as it gets them."""
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (query, key, value))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class ByCore(Attention):
+    """Projects, and lets another module attend."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.core = Core()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend."""
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(self.core(query=q, key=k, value=v))
+
+
+class ItselfAttends(Block):
+    """Has no module for its attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add both to the stream."""
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for t in self.attention.qkv(self.norm(x)).chunk(3, -1)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + functional.linear(y, self.attention.out.weight, self.attention.out.bias)
+        return x + self.mlp(x)
+
+
+def _with_core() -> GPT:
+    model = GPT()
+    for block in model.transformer["h"]:
+        own, block.attention = block.attention, ByCore()
+        block.attention.load_state_dict(own.state_dict())
+    return model.eval()
+
+
+def _attending_itself() -> GPT:
+    model = GPT()
+    model.transformer["h"] = nn.ModuleList(ItselfAttends(False) for _ in range(LAYERS))
+    return model.eval()
+
+
+def _compiled_inside() -> GPT:
+    model = GPT().eval()
+    model.transformer["h"][0].compile()
+    model.transformer["h"][1].attention = torch.compile(model.transformer["h"][1].attention)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize("made", [_with_core, _attending_itself, _compiled_inside])
+def test_wherever_a_block_attends(made):
+    """Oracle: the same weights in a model whose blocks have an attention module."""
+    torch.manual_seed(3)
+    model, plain = made(), GPT()
+    names = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+    plain.load_state_dict(names)
+    ids = torch.randint(VOCABULARY, (CONTEXTS, LENGTH), generator=torch.Generator().manual_seed(2))
+    corpus = Corpus.from_ids(ids)
+    run, expected = (survey(open_module(of, vocabulary=VOCABULARY), corpus) for of in (model, plain.eval()))
+    for name in ("entropy", "sink_first", "previous_token"):
+        np.testing.assert_allclose(run.heads[name], expected.heads[name], rtol=1e-6)
+    np.testing.assert_allclose(run.layers["norm"], expected.layers["norm"], rtol=1e-6)
+    if made is not _attending_itself:  # whose norm is between the stream and its queries
+        np.testing.assert_allclose(
+            run.heads["frobenius_squared"], expected.heads["frobenius_squared"], rtol=1e-6
+        )
+        np.testing.assert_allclose(run.heads["share_position"], expected.heads["share_position"], rtol=1e-4)
+
+
+def test_other_keys_than_those_of_the_tokens_are_refused():
+    class WithMemory(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.attention(x, x, x, need_weights=False)[0]
+
+    model = GPT()
+    model.transformer["h"] = nn.ModuleList(WithMemory() for _ in range(LAYERS))
+    with pytest.raises(UsageError, match="its queries are not as many as its keys"):
+        open_module(model.eval(), vocabulary=VOCABULARY)

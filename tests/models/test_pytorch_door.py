@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from theodolite.attention.inputs import AttentionInputs, attend, softmax
 from theodolite.errors import UsageError
-from theodolite.models.taps import intervened, tapped
+from theodolite.models.taps import attention_not_followed, intervened, tapped
 
 BATCH, HEADS, KEY_HEADS, LENGTH, HEAD_WIDTH = 3, 4, 2, 10, 8
 WIDTH = HEADS * HEAD_WIDTH
@@ -88,6 +88,45 @@ def _multi_query(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.matmul(logits.masked_fill(LATER, -1e9).softmax(-1), value[:, :1])
 
 
+def _two_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As absorbed latent attention does: the logits are a sum of products of queries with keys."""
+    parts = zip(query.split(3, -1), _repeated(key).split(3, -1), strict=True)
+    first, *others = (q @ k.mT * DEFAULT for q, k in parts)
+    logits = sum(others, first) + SLOPES * DISTANCE
+    return logits.masked_fill(LATER, -1e9).softmax(-1) @ _repeated(value)
+
+
+def _heads_and_contexts_in_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As fairseq does: never apart on the way, and the largest logit is taken off."""
+    query, key, value = (
+        t.permute(2, 0, 1, 3).reshape(LENGTH, BATCH * HEADS, HEAD_WIDTH).transpose(0, 1)
+        for t in (query, _repeated(key), _repeated(value))
+    )
+    logits = torch.bmm(query, key.transpose(1, 2)) * DEFAULT + torch.zeros(1).masked_fill(LATER, -1e9)
+    weights = (logits - logits.amax(-1, keepdim=True)).softmax(-1)
+    return torch.bmm(weights, value).view(BATCH, HEADS, LENGTH, HEAD_WIDTH)
+
+
+def _by_einsum_of_any(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    logits = torch.einsum("...qd,...kd->...qk", query, _repeated(key)) * DEFAULT
+    logits = logits.masked_fill(LATER, -torch.inf)
+    return torch.einsum("...qk,...kd->...qd", logits.softmax(dim=-1), _repeated(value))
+
+
+def _of_five(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query, key, value = (t.unflatten(1, (KEY_HEADS, -1)) for t in (query, _repeated(key), _repeated(value)))
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True).flatten(1, 2)
+
+
+def _of_three(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query, key, value = (t.flatten(0, 1) for t in (query, _repeated(key), _repeated(value)))
+    output = functional.scaled_dot_product_attention(query, key, value, LOW)
+    return output.view(BATCH, HEADS, LENGTH, HEAD_WIDTH)
+
+
+LOW = -1e4 * LATER.float()
+
+
 def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     def causal(batch, head, q, k):
         return q >= k
@@ -97,6 +136,13 @@ def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
     return flex_attention(query, key, value, score_mod=slope, block_mask=mask, enable_gqa=True)
+
+
+def _flex_by_score(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def causal(score, batch, head, q, k):
+        return torch.where(q >= k, score, -torch.inf)
+
+    return flex_attention(query, key, value, score_mod=causal, enable_gqa=True)
 
 
 KINDS: dict[str, tuple[Attention, Callable[[Tensor, Tensor], Tensor]]] = {
@@ -117,6 +163,7 @@ KINDS: dict[str, tuple[Attention, Callable[[Tensor, Tensor], Tensor]]] = {
         lambda q, k: _weights(q, k, DEFAULT, SLOPES * DISTANCE),
     ),
     "flex": (_flex, lambda q, k: _weights(q, k, DEFAULT, SLOPES * DISTANCE)),
+    "flex, hiding": (_flex_by_score, lambda q, k: _weights(q, k, DEFAULT)),
     "folded": (_folded, lambda q, k: _weights(q, k, DEFAULT, SLOPES * DISTANCE)),
     "capped": (
         _capped,
@@ -129,8 +176,21 @@ KINDS: dict[str, tuple[Attention, Callable[[Tensor, Tensor], Tensor]]] = {
     "grouped": (_grouped, lambda q, k: _weights(q, k, 0.5)),
     "einsum": (_by_einsum, lambda q, k: _weights(q, k, DEFAULT)),
     "in place": (_in_place, lambda q, k: _weights(q, k, 0.5, SLOPES * DISTANCE)),
+    "two products": (_two_products, lambda q, k: _weights(q, k, DEFAULT, SLOPES * DISTANCE)),
+    "never apart": (_heads_and_contexts_in_one, lambda q, k: _weights(q, k, DEFAULT)),
+    "any dimensions": (_by_einsum_of_any, lambda q, k: _weights(q, k, DEFAULT)),
+    "five dimensions": (_of_five, lambda q, k: _weights(q, k, DEFAULT)),
+    "three dimensions": (_of_three, lambda q, k: _weights(q, k, DEFAULT)),
+    "low mask": (
+        lambda q, k, v: (q @ _repeated(k).mT * DEFAULT + LOW).softmax(-1) @ _repeated(v),
+        lambda q, k: _weights(q, k, DEFAULT),
+    ),
     "multi-query": (_multi_query, lambda q, k: _weights(q, k[:, :1].expand(-1, HEADS, -1, -1), DEFAULT)),
 }
+
+
+ADDED = ("added mask", "flex", "folded", "in place", "two products")
+"""Kinds that add a bias."""
 
 
 class _Attending(nn.Module):
@@ -190,6 +250,7 @@ def test_what_is_heard_is_the_attention(kind):
     torch.testing.assert_close(output, own, rtol=1e-5, atol=1e-6)
     assert owner is layer
     assert inputs.query.shape[:2] == (BATCH, HEADS)
+    assert (inputs.bias is not None) == (kind in ADDED)
     # What hides a key is a mask, and no bias.
     assert inputs.causal or not bool((inputs.mask & LATER).any())
     weights = softmax(inputs.logits().double(), inputs.sink)
@@ -242,13 +303,55 @@ def test_the_fast_path_of_an_encoder_is_heard():
     assert [owner for owner, _ in heard] == [layer.self_attn for layer in model.layers]
 
 
-def test_a_score_mod_that_does_more_than_add_is_refused_by_name():
-    def squared(score, batch, head, q, k):
-        return score**2
+@pytest.mark.parametrize(
+    "changed", [lambda s: s**2, lambda s: s.clamp(max=30), lambda s: torch.where(s < -1, 2 * s, s)]
+)
+def test_a_score_mod_that_does_more_than_add_is_refused_by_name(changed):
+    def score_mod(score, batch, head, q, k):
+        return changed(score)
 
-    layer = _Attending(lambda q, k, v: flex_attention(q, k, v, score_mod=squared, enable_gqa=True))
+    layer = _Attending(lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, enable_gqa=True))
     with pytest.raises(UsageError, match="_Attending gives flex_attention a score_mod that does more"):
         _heard(layer, _input())
+
+
+@pytest.mark.parametrize(
+    ("operation", "attention"),
+    [
+        ("__setitem__", lambda logits: _overwritten(logits).softmax(-1)),
+        (
+            "cat",
+            lambda logits: torch.cat([logits, torch.zeros(BATCH, HEADS, LENGTH, 1)], -1).softmax(-1)[
+                ..., :-1
+            ],
+        ),
+        ("clamp", lambda logits: logits.clamp(-1, 1).softmax(-1)),
+        ("einsum", lambda logits: torch.einsum("bhqk,hg->bgqk", logits, torch.eye(HEADS)).softmax(-1)),
+        ("einsum", lambda logits: (logits + torch.einsum("bhqk,hg->bgqk", logits, TALK)).softmax(-1)),
+        ("sub", lambda logits: logits.softmax(-1) - 1 / LENGTH),
+    ],
+)
+def test_what_cannot_be_followed_is_named(operation, attention):
+    """Logits that depend on the logits of other heads are no bias."""
+
+    def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query @ _repeated(key).mT) @ _repeated(value)
+
+    model = nn.Sequential(nn.LayerNorm(WIDTH), _Attending(by_hand)).eval()
+    attention_not_followed()
+    _, heard = _heard(model, _input())
+    assert not heard
+    assert attention_not_followed() == (model[1], operation)
+    assert attention_not_followed() is None
+
+
+TALK = torch.full((HEADS, HEADS), 0.1)
+
+
+def _overwritten(logits: Tensor) -> Tensor:
+    logits = logits.clone()
+    logits[..., LATER] = -torch.inf
+    return logits
 
 
 def test_a_product_that_is_no_attention_is_left_alone():

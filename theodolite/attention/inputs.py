@@ -36,8 +36,8 @@ class AttentionInputs:
     bias with one batch entry is that of all contexts, with one head that of all heads, a bias with one query that of
     all queries.
 
-    A bias of −∞ or near its dtype's lowest value (`hidden_below`) is how others write a mask: it is taken out of
-    `bias`, and `mask` hides the key, in place of `causal`.
+    A bias of −∞, near its dtype's lowest value or else far below any (`hidden_in`) is how others write a mask: it is
+    taken out of `bias`, and `mask` hides the key, in place of `causal`.
     """
 
     query: Float[Tensor, "batch heads queries width"]
@@ -51,9 +51,9 @@ class AttentionInputs:
     sink: Float[Tensor, " heads"] | None = None
 
     def __post_init__(self) -> None:
-        if self.bias is None or not self.bias.numel() or self.bias.amin() > hidden_below(self.bias.dtype):
+        hidden = None if self.bias is None else hidden_in(self.bias)
+        if self.bias is None or hidden is None:
             return
-        hidden = self.bias <= hidden_below(self.bias.dtype)
         bias = self.bias.masked_fill(hidden, 0)
         if bool((hidden == hidden[:, :1]).all()):
             hidden = hidden[:, :1]
@@ -202,6 +202,25 @@ class LogitBlock:
 def hidden_below(dtype: torch.dtype) -> float:
     """A bias of this dtype hides a key from here on: half of the lowest value, or of `MASKED`."""
     return max(MASKED, torch.finfo(dtype).min) / 2
+
+
+LEAST_BIAS = -1e6
+"""No bias of positions is as low; what is added by hand to hide a key is mostly −10⁹."""
+
+LEAST_OF_SEVERAL = -9e3
+"""Nor is this a bias where all that is as low is one number: `(1 − mask) · −10⁴`, which bfloat16 rounds to −9984."""
+
+
+def hidden_in(bias: Float[Tensor, "*lead queries keys"]) -> Bool[Tensor, "*lead queries keys"] | None:
+    """The keys that a bias hides; None where it hides none."""
+    if not bias.numel() or bias.amin() > LEAST_OF_SEVERAL:
+        return None
+    hidden = bias <= max(hidden_below(bias.dtype), LEAST_BIAS)
+    low = (bias <= LEAST_OF_SEVERAL) & ~hidden
+    values = bias[low]
+    if values.numel() and values.amin() == values.amax():
+        hidden = hidden | low
+    return hidden if hidden.any() else None
 
 
 def softmax(logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None) -> Tensor:

@@ -65,7 +65,16 @@ class OpenModel:
         inputs: Sequence[AttentionInputs],
         **rest: Any,
     ) -> OpenModel:
-        """From what `find_structure`, `capture_calls` and `verify_attention` gave; `rest` are other attributes."""
+        """From what `find_structure`, `capture_calls` and `verify_attention` gave; `rest` are other attributes.
+
+        Raises:
+            UsageError: its queries attend to other keys than those of their own tokens.
+        """
+        if structure.cross and source.attention != "cross":
+            raise UsageError(
+                f"{source.family}: its queries are not as many as its keys (memory keys, a cache, or a stream of "
+                "another): only attention among the tokens of a context is read"
+            )
         causal, bias = attention_kind(inputs)
         named = rest.get("sha256") or rest.get("revision")
         first = calls[structure.attending[0]]

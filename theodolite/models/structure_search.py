@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
-from theodolite.models.taps import listen_to_functions, tapped
+from theodolite.models.taps import attention_not_followed, listen_to_functions, tapped
 
 
 @dataclass
@@ -65,8 +65,10 @@ def find_structure(
             attention.add(module)
         return attend(inputs)
 
+    attention_not_followed()
     with tapped(model, record), torch.inference_mode():
         run()
+    lost = attention_not_followed()
     if not heard and listen_to_functions(model):
         return find_structure(model, run, blocks, chosen)
     if heard and not attention:
@@ -74,6 +76,8 @@ def find_structure(
             f"{family} has no attention of the kind that is asked for (of an encoder-decoder: its decoder's own, where "
             "nothing else is said): see attention="
         )
+    if lost is not None and not attention:
+        raise _not_followed(family, lost[1])
     if not attention:
         raise UsageError(
             f"{family} computes no attention that could be read: it goes neither through the attention interface of "
@@ -81,6 +85,8 @@ def find_structure(
         )
     name_of = {module: name for name, module in model.named_modules()}
     found = _named_blocks(model, blocks) if blocks else _blocks_around(model, attention, name_of)
+    if lost is not None and any(lost[0] in block.modules() for block in found):
+        raise _not_followed(family, lost[1])
     try:
         layers, free = _layers_in_order(model, found, attention, run), False
     except _NoBlocks:
@@ -115,6 +121,13 @@ def find_structure(
     )
 
 
+def _not_followed(family: str, operation: str) -> UsageError:
+    return UsageError(
+        f"{family} does to the logits or weights of an attention what cannot be followed: {operation}; followed are "
+        "numbers that multiply them, biases, masks, a cap by tanh and a softmax over keys"
+    )
+
+
 def _layers_in_order(
     model: nn.Module, blocks: set[nn.Module], attention: set[nn.Module], run: Run
 ) -> list[_Ran]:
@@ -123,14 +136,19 @@ def _layers_in_order(
     Raises:
         UsageError: a block attends twice, or attention is outside of every block.
     """
-    family = type(model).__name__
+    family, name_of = type(model).__name__, {module: name for name, module in model.named_modules()}
     layers: list[_Ran] = []
+    outputs: list[Tensor] = []  # of the block that ran last
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        shape = tuple(first_tensor(args, kwargs).shape)
-        if module not in attention:
+        hidden = first_tensor(args, kwargs)
+        shape = tuple(hidden.shape)
+        if module in blocks:
+            # A block may itself be what attends; but a list of attention modules (XLM's) is none of blocks.
+            if module in attention and outputs and outputs[-1] is not hidden:
+                raise _NoBlocks
             layers.append(_Ran(module, shape))
-        elif layers:
+        if module in attention and layers:
             layers[-1].entered = shape
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
@@ -140,16 +158,19 @@ def _layers_in_order(
             raise _NoBlocks
         if layers[-1].attention is module and _same_query(layers[-1], inputs):
             return attend(inputs)  # the same attention to other values (DiffLlama)
-        if layers[-1].attention is not None:
+        if (other := layers[-1].attention) is not None:
+            twice = name_of[other] if other is module else f"{name_of[other]} and {name_of[module]}"
             raise UsageError(
-                f"{family} has a block that attends twice; theodolite needs one attention a block"
+                f"{family} has a block that attends twice ({twice}); theodolite needs one attention a block, with all "
+                "of its heads"
             )
         layers[-1].attention, layers[-1].inputs = module, inputs
         return attend(inputs)
 
     def leave(module: nn.Module, _args: Any, output: Any) -> None:
         if layers and layers[-1].block is module:
-            layers[-1].left = tuple(first_output(output).shape)
+            outputs[:] = [first_output(output)]
+            layers[-1].left = tuple(outputs[0].shape)
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
     hooks += [module.register_forward_hook(leave) for module in blocks]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from theodolite.models.doors.answers import Intervention, Tap, intervening, listening
+from theodolite.models.doors.pytorch import attention_not_followed as attention_not_followed
 from theodolite.models.doors.pytorch import turn_to_functions
 from theodolite.models.doors.transformers import turn_to_interface
 

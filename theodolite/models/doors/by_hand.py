@@ -20,7 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from theodolite.attention.inputs import AttentionInputs, hidden_below
 from theodolite.models.doors.products import (
     Folded,
+    Letters,
     Logits,
+    Lost,
     Weights,
     laid_out,
     letters_of,
@@ -38,21 +40,28 @@ class ByHand:
         self._known: Any = WeakIdKeyDictionary()
 
     def attention(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | None:
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: int | None
+    ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | str | None:
         """Where a call is the product of weights with values: the attention's inputs, and its output as the product.
 
+        Where the weights could not be followed, the name of the operation that was done to them.
+
         Args:
-            name: of the function. args, kwargs: its arguments.
+            name: of the function. args, kwargs: its arguments. contexts: how many the model reads, where it is known.
         """
         if name not in PRODUCTS or not self._known:
             return None
         equation, operands = operands_of(name, args, kwargs)
-        if len(operands) != 2 or not isinstance(known := self._of(operands[0]), Weights):
+        if len(operands) != 2:
             return None
         weights, value = operands
+        known = self._of(weights)
+        if isinstance(known, Lost) and known.weights and self._of(value) is None:
+            return known.operation
+        if not isinstance(known, Weights):
+            return None
         logits = known.logits
-        letters = letters_of(weights.ndim, value.ndim) if equation is None else parsed(equation)
+        letters = _letters(equation, weights, value)
         if letters is None or value.ndim < 3:
             return None
         first, second, out = letters
@@ -70,8 +79,14 @@ class ByHand:
         laid = laid_out(value, second, [*first[:-2], column, own[0]])
         order = [[*first[:-2], row, own[0]].index(letter) for letter in out]
 
+        lead = logits.lead
+        if len(lead) == 1:
+            apart = unfolded(lead[0], contexts)
+            laid = laid.expand(*lead, *laid.shape[-2:]).reshape(*apart, *laid.shape[-2:])
+            logits = logits.with_lead(apart)
+
         def as_product(output: Tensor) -> Tensor:
-            return output.transpose(1, 2).reshape(*logits.lead, *output.shape[1:2], -1).permute(order)
+            return output.transpose(1, 2).reshape(*lead, *output.shape[1:2], -1).permute(order)
 
         return logits.inputs(laid), as_product
 
@@ -79,7 +94,7 @@ class ByHand:
         """Remember what a function's result is, where it is known."""
         if not isinstance(result, Tensor):
             if name == "__setitem__" and args[0] in self._known:
-                del self._known[args[0]]
+                self._remember(args[0], self._lost(name, args[:1]))
             return
         known = None
         if (rule := RULES.get(name)) is not None:
@@ -89,13 +104,39 @@ class ByHand:
             # Called in a way, or of shapes, that the rule does not know: then it is not followed.
             with suppress(TypeError, RuntimeError):
                 known = rule(self._of, result, *args, **kwargs)
+        self._remember(result, known or self._lost(name, args))
+
+    def _remember(self, result: Tensor, known: Any) -> None:
         if known is not None:
             self._known[result] = known
         elif self._known and result in self._known:
             del self._known[result]  # changed in place
 
+    def _lost(self, name: str, args: tuple[Any, ...]) -> Lost | None:
+        """What is left of logits or weights in the result of a function that is not followed."""
+        if not self._known:
+            return None
+        given = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])]
+        known = [of_one for t in given if isinstance(of_one := self._of(t), Logits | Weights | Lost)]
+        if not known:
+            return None
+        lost = Lost.of(next((of_one for of_one in known if isinstance(of_one, Lost)), known[0]), name)
+        return replace(lost, weights=lost.weights or name == "softmax")
+
     def _of(self, tensor: Any) -> Any:
         return self._known.get(tensor) if isinstance(tensor, Tensor) else None
+
+
+def unfolded(first: int, contexts: int | None) -> tuple[int, int]:
+    """Contexts and heads of a first dimension that is both; contexts alone, where how many there are is not known."""
+    whole = bool(contexts) and not first % (contexts or 1)
+    return (contexts, first // contexts) if whole and contexts else (first, 1)
+
+
+def _letters(equation: str | None, first: Tensor, second: Tensor) -> Letters | None:
+    if equation is None:
+        return letters_of(first.ndim, second.ndim)
+    return parsed(equation, first.ndim, second.ndim)
 
 
 # One rule a function, by its name: from what is known of its arguments, what its result is. `of` looks a tensor up.
@@ -108,7 +149,7 @@ def _product(of: Any, result: Tensor, *args: Any, **kwargs: Any) -> Logits | Non
     first, second = operands
     if first.ndim < 3 or second.ndim < 3:
         return None
-    letters = letters_of(first.ndim, second.ndim) if equation is None else parsed(equation)
+    letters = _letters(equation, first, second)
     if letters is None or len(letters[2]) < 3:
         return None
     row, column = letters[2][-2:]
@@ -166,6 +207,11 @@ def _sum(of: Any, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -
         return None
     if not isinstance(other, Tensor):
         return logits  # one number more for all keys is none
+    added = of(other)
+    if isinstance(added, Logits):
+        return logits.beside(added.times(alpha)) if result.shape == other.shape else None
+    if isinstance(added, Weights) or (isinstance(added, Lost) and added.products & logits.products):
+        return None  # what depends on the logits themselves is no bias
     return _plus(logits, other * alpha, result)
 
 
@@ -173,7 +219,11 @@ def _difference(of: Any, result: Tensor, first: Any, other: Any, *, alpha: float
     logits = of(first)
     if not isinstance(logits, Logits):
         return None
-    return logits if not isinstance(other, Tensor) else _plus(logits, -alpha * other, result)
+    if not isinstance(other, Tensor):
+        return logits
+    if other.shape[-1:] == (1,):
+        return logits  # one number more for all keys of a query is none: its largest logit, say
+    return None if of(other) is not None else _plus(logits, -alpha * other, result)
 
 
 def _plus(logits: Logits, bias: Tensor, result: Tensor) -> Logits | None:
@@ -282,7 +332,7 @@ def _same(of: Any, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Any:
         ):
             return Folded(tuple(tensor.shape[:2]))
         return None
-    if result.shape == tensor.shape:
+    if result.shape == tensor.shape or isinstance(known, Lost):
         return known
     logits = known.logits if isinstance(known, Weights) else known
     lead = tuple(result.shape[:-2])

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from theodolite.attention.inputs import AttentionInputs, hidden_below
+from theodolite.attention.inputs import AttentionInputs, hidden_in
 
 Shape = tuple[int, ...]
-
-HIDDEN = -1e6
-"""What is added by hand to hide a key is mostly −10⁹; no bias of positions is as low."""
 
 
 @dataclass(frozen=True)
 class Logits:
-    """`cap(scaling · query keyᵀ) + bias` where `mask` lets a query see a key; what broadcasts does so over `lead`."""
+    """`cap(scaling · query keyᵀ) + bias` where `mask` lets a query see a key; what broadcasts does so over `lead`.
+
+    `products` are those of queries and keys that it is made of.
+    """
 
     lead: Shape
     query: Tensor
@@ -27,6 +28,7 @@ class Logits:
     bias: Tensor | None = None
     mask: Tensor | None = None
     softcap: float | None = None
+    products: frozenset[object] = field(default_factory=lambda: frozenset({object()}))
 
     def times(self, factor: float) -> Logits:
         """All of it multiplied by a number."""
@@ -39,12 +41,26 @@ class Logits:
 
     def plus(self, bias: Tensor) -> Logits:
         """With one more bias, which may be a mask: what it hides is no bias."""
-        hidden = bias <= max(hidden_below(bias.dtype), HIDDEN)
-        if hidden.any():
+        hidden = hidden_in(bias)
+        if hidden is not None:
             return self.hiding(hidden).plus(bias.masked_fill(hidden, 0))
         if not bias.any():
             return self
         return replace(self, bias=bias if self.bias is None else self.bias + bias)
+
+    def beside(self, other: Logits) -> Logits | None:
+        """The sum of two products of queries and keys is one of both side by side; None where more was done to one."""
+        done = [(of.softcap, of.mask) for of in (self, other)]
+        if done != [(None, None)] * 2 or self.lead != other.lead or not self.scaling:
+            return None
+        scaled = other.query * (other.scaling / self.scaling)
+        joined = replace(
+            self,
+            query=_side_by_side(self.query, scaled),
+            key=_side_by_side(self.key, other.key),
+            products=self.products | other.products,
+        )
+        return joined if other.bias is None else joined.plus(other.bias)
 
     def hiding(self, hidden: Tensor) -> Logits:
         """Without the keys that are hidden."""
@@ -78,11 +94,33 @@ class Logits:
         )
 
 
+def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    lead = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
+    return torch.cat([t.expand(*lead, t.shape[-1]) for t in (first, second)], dim=-1)
+
+
 @dataclass(frozen=True)
 class Weights:
     """The softmax of logits."""
 
     logits: Logits
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What was made of logits or weights by an operation that is not followed, and whether a softmax was on the way."""
+
+    operation: str
+    products: frozenset[object]
+    weights: bool
+
+    @classmethod
+    def of(cls, known: Logits | Weights | Lost, operation: str) -> Lost:
+        """What is left of something known behind an operation."""
+        if isinstance(known, Lost):
+            return known
+        logits = known.logits if isinstance(known, Weights) else known
+        return cls(operation, logits.products, isinstance(known, Weights))
 
 
 @dataclass(frozen=True)
@@ -114,13 +152,21 @@ def letters_of(first: int, second: int) -> Letters:
     )
 
 
-def parsed(equation: str) -> Letters | None:
-    """The letters of both factors and of the product; None of what is no such equation."""
+def parsed(equation: str, first: int, second: int) -> Letters | None:
+    """The letters of both factors, of so many dimensions each, and of the product; None of what is no such equation."""
     factors, arrow, out = equation.replace(" ", "").partition("->")
     pair = factors.split(",")
-    if not arrow or len(pair) != 2 or "." in equation:
+    if not arrow or len(pair) != 2:
         return None
-    return list(pair[0]), list(pair[1]), list(out)
+    rest = [
+        max(0, ndim - len(own.replace("...", ""))) for own, ndim in zip(pair, (first, second), strict=True)
+    ]
+    dots = "".join(chr(ord("\ue000") + place) for place in range(max(rest)))  # letters that nobody writes
+    spelled = [
+        own.replace("...", dots[len(dots) - own_rest :])
+        for own, own_rest in zip((*pair, out), (*rest, len(dots)), strict=True)
+    ]
+    return list(spelled[0]), list(spelled[1]), list(spelled[2])
 
 
 def laid_out(tensor: Tensor, letters: list[str], order: list[str]) -> Tensor:

@@ -14,6 +14,7 @@ import math
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.models.doors.answers import answered, innermost_tapped
-from theodolite.models.doors.by_hand import ByHand
+from theodolite.models.doors.by_hand import ByHand, unfolded
 
 _turned: dict[nn.Module, frozenset[nn.Module]] = {}
 """The models that are turned to this door, and their modules."""
@@ -39,6 +40,8 @@ class _ThisThread(threading.local):
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, bool]] = []
         self.mode: _Hearing | None = None
+        self.contexts: int | None = None
+        self.not_followed: tuple[nn.Module, str] | None = None
 
     @property
     def owner(self) -> nn.Module:
@@ -53,7 +56,11 @@ class _ThisThread(threading.local):
             self.mode = _Hearing(self)
             self.mode.__enter__()
         given = args[0] if args else None
-        self.running.append((module, isinstance(given, Tensor) and given.ndim >= 4))
+        if self.contexts is None and isinstance(given, Tensor) and given.ndim:
+            self.contexts = len(given)
+        reads_heads = isinstance(given, Tensor) and given.ndim >= 4
+        # What has no weights is given queries, keys and values that another module makes.
+        self.running.append((module, reads_heads or next(module.parameters(), None) is None))
 
     def leave(self, module: nn.Module) -> None:
         if self.running and self.running[-1][0] is module:
@@ -64,8 +71,10 @@ class _ThisThread(threading.local):
     def stop(self) -> None:
         """Hear no more, also after an interrupt that no hook was told of."""
         self.running.clear()
+        self.contexts = None
         if self.mode is not None:
             mode, self.mode = self.mode, None
+            self.not_followed = self.not_followed or mode.not_followed
             mode.__exit__(None, None, None)
 
 
@@ -82,6 +91,10 @@ def turn_to_functions(model: nn.Module) -> ExitStack:
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         with _turning:
             if not _turned:
+                # They would fire twice for a compiled module and the one inside of it, which does no harm here.
+                warnings.filterwarnings(
+                    "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
+                )
                 _hooks.append(register_module_forward_pre_hook(_here.enter))
                 _hooks.append(register_module_forward_hook(_leave, always_call=True))
             _turned[model] = frozenset(model.modules())
@@ -107,6 +120,12 @@ def _turn_back(model: nn.Module) -> None:
     _here.stop()
 
 
+def attention_not_followed() -> tuple[nn.Module, str] | None:
+    """Whose attention could not be read and for which operation, in this thread since this was asked last."""
+    known, _here.not_followed = _here.not_followed, None
+    return known
+
+
 def _is_turned(module: nn.Module) -> bool:
     """Whether a module is of a turned model, or a copy of one of its modules that is looked at in this context."""
     turned = list(_turned.values())  # another thread may turn one meanwhile
@@ -123,6 +142,7 @@ class _Hearing(TorchFunctionMode):
         super().__init__()
         self._here = here
         self._by_hand = ByHand()
+        self.not_followed: tuple[nn.Module, str] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what attends, and follow what leads there."""
@@ -131,8 +151,10 @@ class _Hearing(TorchFunctionMode):
         if hear is not None:
             return hear(self._here.owner, func, *args, **kwargs)
         name = getattr(func, "__name__", "")
-        attention = self._by_hand.attention(name, args, kwargs)
-        if attention is not None:
+        attention = self._by_hand.attention(name, args, kwargs, self._here.contexts)
+        if isinstance(attention, str):
+            self.not_followed = self._here.owner, attention
+        elif attention is not None:
             inputs, as_product = attention
             return as_product(answered(self._here.owner, inputs))
         result = func(*args, **kwargs)
@@ -152,12 +174,14 @@ def _hear_scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    lead, mask = query.shape[:-2], attn_mask
+    lead, mask, contexts = query.shape[:-2], attn_mask, _here.contexts
     if mask is not None:
-        mask = mask[(None,) * (query.ndim - mask.ndim)]
-    query, key, value = (_of_four(tensor) for tensor in (query, key, value))
-    if mask is not None:
-        mask = _of_four(mask).expand(-1, -1, query.shape[2], key.shape[2])
+        sizes = query.shape[-2], key.shape[-2]
+        if len(lead) == 2:
+            mask = mask[(None,) * (4 - mask.ndim)].expand(-1, -1, *sizes)
+        else:
+            mask = _of_four(mask.expand(*lead, *sizes), contexts)
+    query, key, value = (_of_four(tensor, contexts) for tensor in (query, key, value))
     boolean = mask is not None and mask.dtype == torch.bool
     inputs = AttentionInputs(
         query=query,
@@ -172,11 +196,11 @@ def _hear_scaled_dot_product(
     return output.reshape(*lead, *output.shape[-2:])
 
 
-def _of_four(tensor: Tensor) -> Tensor:
-    """With contexts and heads; of three dimensions, the first is that of contexts."""
+def _of_four(tensor: Tensor, contexts: int | None) -> Tensor:
+    """With contexts and heads; of three dimensions, the first is that of contexts, or of both."""
     if tensor.ndim == 3:
-        return tensor.unsqueeze(1)
-    return tensor[(None,) * (4 - tensor.ndim)]
+        return tensor.reshape(*unfolded(len(tensor), contexts), *tensor.shape[1:])
+    return tensor.flatten(1, -3) if tensor.ndim > 4 else tensor[(None,) * (4 - tensor.ndim)]
 
 
 def _hear_multi_head(owner: nn.Module, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,28 +258,39 @@ def _hear_flex_attention(
     return answered(owner, inputs).transpose(1, 2), *statistics
 
 
+PROBED = (2.5, -3.0, 60.0, -60.0)
+"""Logits to which a `score_mod` must add what it adds to 0, at `PLACES` places of all."""
+
+PLACES = 4096
+
+
 def _added_by(score_mod: Callable[..., Tensor], owner: nn.Module, shape: Any, like: Tensor) -> Tensor | None:
-    """The bias that a `score_mod` adds; None where it adds nothing.
+    """The bias that a `score_mod` adds, −∞ where it hides a key; None where it adds nothing.
 
     Raises:
         UsageError: it does something else to the logits.
     """
+    from torch.nn.attention.flex_attention import _identity
+
+    if score_mod is _identity:
+        return None
     dtype = torch.promote_types(like.dtype, torch.float32)
-    places = [torch.arange(size, device=like.device) for size in shape]
+    number = math.prod(shape)
 
-    def modified(score: float) -> Tensor:
-        grids = torch.meshgrid(*places, indexing="ij")
-        flat = [torch.full((math.prod(shape),), score, dtype=dtype, device=like.device)]
-        flat += [grid.flatten() for grid in grids]
-        return torch.vmap(score_mod)(*flat).view(*shape)
+    def modified(score: float, places: Tensor) -> Tensor:
+        scores = torch.full(places.shape, score, dtype=dtype, device=like.device)
+        return torch.vmap(score_mod)(scores, *torch.unravel_index(places, shape))
 
-    bias, moved = modified(0.0), modified(2.5)
-    if not torch.allclose(moved - bias, torch.full_like(bias, 2.5), rtol=0, atol=1e-5):
-        raise UsageError(
-            f"{type(owner).__name__} gives flex_attention a score_mod that does more than add a bias to the logits: "
-            "it cannot be read"
-        )
-    return bias if bias.any() else None
+    bias = modified(0.0, torch.arange(number, device=like.device))
+    some = torch.arange(0, number, max(1, number // PLACES | 1), device=like.device)
+    for score in PROBED:
+        expected = bias[some] + score
+        if not torch.allclose(modified(score, some), expected, rtol=1e-5, atol=1e-4):
+            raise UsageError(
+                f"{type(owner).__name__} gives flex_attention a score_mod that does more than add a bias to the "
+                "logits: it cannot be read"
+            )
+    return bias.view(*shape) if bias.any() else None
 
 
 _HEARD: dict[Any, Callable[..., Any]] = {
