@@ -100,9 +100,9 @@ def _heads_and_contexts_in_one(query: Tensor, key: Tensor, value: Tensor) -> Ten
     """As fairseq does: never apart on the way, and the largest logit is taken off."""
     query, key, value = (
         t.permute(2, 0, 1, 3).reshape(LENGTH, BATCH * HEADS, HEAD_WIDTH).transpose(0, 1)
-        for t in (query, _repeated(key), _repeated(value))
+        for t in (DEFAULT**0.5 * query, _repeated(key) / DEFAULT**-0.5, _repeated(value))
     )
-    logits = torch.bmm(query, key.transpose(1, 2)) * DEFAULT + torch.zeros(1).masked_fill(LATER, -1e9)
+    logits = torch.bmm(query, key.transpose(1, 2)) + torch.zeros(1).masked_fill(LATER, -1e9)
     weights = (logits - logits.amax(-1, keepdim=True)).softmax(-1)
     return torch.bmm(weights, value).view(BATCH, HEADS, LENGTH, HEAD_WIDTH)
 
@@ -189,6 +189,8 @@ KINDS: dict[str, tuple[Attention, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
+SCALINGS = {"boolean mask": 0.3, "grouped": 0.5, "in place": 0.5}
+
 ADDED = ("added mask", "flex", "folded", "in place", "two products")
 """Kinds that add a bias."""
 
@@ -251,6 +253,9 @@ def test_what_is_heard_is_the_attention(kind):
     assert owner is layer
     assert inputs.query.shape[:2] == (BATCH, HEADS)
     assert (inputs.bias is not None) == (kind in ADDED)
+    # What queries and keys are multiplied by is λ, and none of W_q.
+    assert inputs.scaling == pytest.approx(SCALINGS.get(kind, DEFAULT))
+    torch.testing.assert_close(inputs.query, query, rtol=1e-5, atol=1e-6)
     # What hides a key is a mask, and no bias.
     assert inputs.causal or not bool((inputs.mask & LATER).any())
     weights = softmax(inputs.logits().double(), inputs.sink)

@@ -19,10 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from theodolite.attention.inputs import AttentionInputs, hidden_below
 from theodolite.models.doors.products import (
-    Folded,
     Letters,
     Logits,
     Lost,
+    Prepared,
     Weights,
     laid_out,
     letters_of,
@@ -30,7 +30,7 @@ from theodolite.models.doors.products import (
     parsed,
 )
 
-Follow = Callable[..., Logits | Weights | Folded | None]
+Follow = Callable[..., Logits | Weights | Prepared | None]
 
 
 class ByHand:
@@ -162,13 +162,19 @@ def _product(of: Any, result: Tensor, *args: Any, **kwargs: Any) -> Logits | Non
         return None
     query = laid_out(first, letters[0], [*lead, row, contracted[0]])
     key = laid_out(second, letters[1], [*lead, column, contracted[0]])
-    return _unfolded(of, operands, Logits(tuple(result.shape[:-2]), query, key))
+    logits = Logits(tuple(result.shape[:-2]), query, key)
+    # What queries or keys were multiplied by is λ, as in families that multiply the logits, and no part of W_q.
+    numbers = [known.factor if isinstance(known := of(t), Prepared) else 1.0 for t in (first, second)]
+    if numbers != [1.0, 1.0]:
+        logits = replace(logits, query=query / numbers[0], key=key / numbers[1], scaling=math.prod(numbers))
+    return _unfolded(of, operands, logits)
 
 
 def _unfolded(of: Any, operands: list[Tensor], logits: Logits) -> Logits:
     """Contexts and heads apart, where it is known how they were folded."""
     for operand in operands:
-        if isinstance(known := of(operand), Folded) and len(logits.lead) == 1:
+        known = of(operand)
+        if isinstance(known, Prepared) and known.lead is not None and len(logits.lead) == 1:
             return logits.with_lead(known.lead)
     return logits
 
@@ -236,9 +242,12 @@ def _plus(logits: Logits, bias: Tensor, result: Tensor) -> Logits | None:
 
 
 def _multiple(of: Any, result: Tensor, first: Any, other: Any) -> Any:
-    if of(first) is None:
+    if of(first) is None and (of(other) is not None or not isinstance(first, Tensor)):
         first, other = other, first
-    logits, number = of(first), _number(other)
+    logits = of(first)
+    if logits is None or isinstance(logits, Prepared):
+        return _scaled(logits, other, result)
+    number = _number(other)
     if not isinstance(logits, Logits):
         return logits if isinstance(logits, Weights) and number == 1 else None
     if number is not None:
@@ -252,15 +261,26 @@ def _multiple(of: Any, result: Tensor, first: Any, other: Any) -> Any:
     return None
 
 
+def _scaled(known: Prepared | None, number: Any, result: Tensor) -> Prepared | None:
+    if not isinstance(number, int | float) or not number or not math.isfinite(number):
+        return None
+    if result.ndim < 3 or not result.is_floating_point():
+        return None
+    known = known or Prepared()
+    return replace(known, factor=number * known.factor)
+
+
 def _times(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     return None if tensor is None else tensor * other
 
 
 def _quotient(of: Any, result: Tensor, first: Any, other: Any, **_: Any) -> Any:
+    if of(first) is None and isinstance(other, Tensor):
+        return None
     number = _number(other)
     if number is None:
         return None if not isinstance(other, Tensor) else _multiple(of, result, first, 1 / other)
-    return _multiple(of, result, first, 1 / number) if of(first) is not None and number else None
+    return _multiple(of, result, first, 1 / number) if number else None
 
 
 def _capped(of: Any, _result: Tensor, tensor: Any) -> Logits | None:
@@ -321,17 +341,8 @@ def _normalised(of: Any, result: Tensor, tensor: Tensor, dim: int | None = None,
 def _same(of: Any, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Any:
     """The same numbers, perhaps in another dtype, or with contexts and heads folded or apart."""
     known = of(tensor)
-    if known is None or isinstance(known, Folded):
-        if isinstance(known, Folded) and result.shape[:1] == tensor.shape[:1] and result.ndim == 3:
-            return known
-        folds = isinstance(tensor, Tensor) and tensor.ndim == 4 and result.ndim == 3
-        if (
-            folds
-            and result.shape[0] == tensor.shape[0] * tensor.shape[1]
-            and result.numel() == tensor.numel()
-        ):
-            return Folded(tuple(tensor.shape[:2]))
-        return None
+    if known is None or isinstance(known, Prepared):
+        return _prepared(known or Prepared(), result, tensor)
     if result.shape == tensor.shape or isinstance(known, Lost):
         return known
     logits = known.logits if isinstance(known, Weights) else known
@@ -343,7 +354,23 @@ def _same(of: Any, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Any:
     return Weights(logits) if isinstance(known, Weights) else logits
 
 
+def _prepared(known: Prepared, result: Tensor, tensor: Tensor) -> Prepared | None:
+    if known.lead is not None and (result.shape[:1] != tensor.shape[:1] or result.ndim != 3):
+        known = replace(known, lead=None)
+    folds = isinstance(tensor, Tensor) and tensor.ndim == 4 and result.ndim == 3
+    if folds and result.shape[0] == tensor.shape[0] * tensor.shape[1] and result.numel() == tensor.numel():
+        known = replace(known, lead=tuple(tensor.shape[:2]))
+    return None if known == Prepared() else known
+
+
+def _moved(of: Any, _result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Prepared | None:
+    """The same numbers in another order."""
+    known = of(tensor)
+    return replace(known, lead=None) if isinstance(known, Prepared) and known.factor != 1.0 else None
+
+
 PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
+
 
 RULES: dict[str, Follow] = {
     **dict.fromkeys(PRODUCTS, _product),
@@ -365,5 +392,6 @@ RULES: dict[str, Follow] = {
         ),
         _same,
     ),
+    **dict.fromkeys(("transpose", "permute", "movedim", "swapaxes", "mT", "repeat_interleave"), _moved),
 }
 """By the function's name: PyTorch has several functions of most."""

@@ -124,10 +124,11 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Folded:
-    """A tensor whose first dimension is contexts × heads."""
+class Prepared:
+    """A tensor that was multiplied by a number, or whose first dimension is contexts × heads (`lead`)."""
 
-    lead: Shape
+    factor: float = 1.0
+    lead: Shape | None = None
 
 
 def operands_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, list[Tensor]]:
