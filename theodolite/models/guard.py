@@ -57,7 +57,7 @@ def guarded(model: nn.Module) -> Iterator[None]:
     held = _held(model)
     with held.lock, ExitStack() as undo:
         undo.enter_context(held.entered())
-        undo.enter_context(known_state(model, leave_inference=held.depth == 1))
+        undo.enter_context(known_state(leave_inference=held.depth == 1))
         undo.enter_context(_evaluating(model))
         yield
 
@@ -81,8 +81,22 @@ def once_a_pass(model: nn.Module, name: str, work: Callable[[], Result]) -> Resu
         return result
 
 
+CASTING = ("cpu", "cuda", "xpu", "mps")
+"""Devices that autocast knows."""
+
+
 @contextmanager
-def known_state(model: nn.Module | None = None, *, leave_inference: bool = True) -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
+    """While open, nothing is cast: for what measures inside a forward pass that has switched autocast on by itself."""
+    with ExitStack() as undo:
+        for device in CASTING:
+            if torch.is_autocast_enabled(device):
+                undo.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def known_state(*, leave_inference: bool = True) -> Iterator[None]:
     """While open, PyTorch and NumPy compute as they do at the start of a process, without gradients.
 
     Autocast is off, what is made is float32 on the CPU unless something else is asked for, products are not rounded,
@@ -90,17 +104,13 @@ def known_state(model: nn.Module | None = None, *, leave_inference: bool = True)
     whole process; the rest is of this thread.
 
     Args:
-        model: also of the devices where it lies.
         leave_inference: what is made may be changed later, outside of the `torch.inference_mode` that is open now.
     """
-    devices = {"cpu"} | {parameter.device.type for parameter in (model.parameters() if model else ())}
     with ExitStack() as undo:
         if leave_inference and torch.is_inference_mode_enabled():
             undo.enter_context(torch.inference_mode(False))
         undo.enter_context(torch.no_grad())
-        for device in sorted(devices - {"meta"}):
-            if torch.is_autocast_enabled(device):
-                undo.enter_context(torch.autocast(device, enabled=False))
+        undo.enter_context(without_autocast())
         if torch.get_default_device().type != "cpu":
             undo.enter_context(torch.device("cpu"))
         undo.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
