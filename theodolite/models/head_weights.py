@@ -139,7 +139,7 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
         scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
         if not torch.isfinite(answer).all() or (answer - expected).abs().max() > tolerance * scale:
             return None
-    if any(not w.any() and b.any() for w, b in zip(weights, bias, strict=True)):
+    if any(w.abs().max() <= tolerance * b.abs().max() for w, b in zip(weights, bias, strict=True) if b.any()):
         # Weights that are zero, or what is made of another tensor: of a memory, say.
         others = _rows(run_until_tap(module, call.with_others_changed(), as_sequences(nothing, module)))
         if not all(torch.equal(now, before) for now, before in zip(others, bias, strict=True)):
