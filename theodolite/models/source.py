@@ -293,7 +293,7 @@ class _Trunk(nn.Module):
             what = "images" if ids.is_floating_point() else f"contexts of {ids.shape[1]} tokens"
             longer = "; give shorter ones if it has no positions for so many (longest=…)"
             raise UsageError(
-                f"{type(module).__name__} cannot run on {what}: {type(error).__name__}: {first_line(error)}"
+                f"{type(module).__name__} cannot run on {what}: {type(error).__name__}: {first_line(error).rstrip('.')}"
                 + ("" if ids.is_floating_point() else longer)
             ) from error
 
