@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from tests.models.test_open_module import (
     LONGEST,
     VOCABULARY,
     WIDTH,
+    Attention,
     ViT,
     _ids,
     _seeded,
@@ -179,3 +182,58 @@ def test_a_stream_without_contexts_is_refused_with_what_to_do():
         UsageError, match=r"Packed packs its contexts into one row of tokens: .*whose blocks read"
     ):
         open_module(packed, vocabulary=VOCABULARY)
+
+
+class Told(Attention):
+    """Beside its weights, what has the names or types of a quantiser's."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__(by_hand)
+        self.register_buffer("attn_weight_mask", torch.ones(LONGEST, LONGEST).tril().bool())
+        self.steps = nn.Parameter(torch.tensor([[3]]), requires_grad=False)
+        self.weight, self.weight_scale = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend, and scale."""
+        return super().forward(x) @ (self.weight * self.weight_scale)
+
+
+def _with_attention(attention: Callable[[], nn.Module]) -> nn.Module:
+    gpt = GPT()
+    for block in gpt.transformer["h"]:
+        block.attention = attention()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in gpt.parameters():
+        if parameter.is_floating_point():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+    return gpt.eval()
+
+
+def _spectral() -> nn.Module:
+    attention = Attention(False)
+    nn.utils.parametrizations.spectral_norm(attention.qkv)
+    return attention
+
+
+@pytest.mark.parametrize("kind", [lambda: Told(False), _spectral])
+def test_weights_are_read_whatever_stands_beside_them(kind):
+    """Oracle: tr W_q W_kᵀ from the layer's own matrix."""
+    gpt = _with_attention(kind)
+    run = survey(open_module(gpt, vocabulary=VOCABULARY), Corpus.from_ids(_ids()))
+    w_q, w_k = (
+        w.detach().double().unflatten(0, (HEADS, -1))
+        for w in gpt.transformer["h"][0].attention.qkv.weight.split(WIDTH)[:2]
+    )
+    heads = run.heads[run.heads["layer"] == 0]
+    assert heads["trace"].tolist() == pytest.approx(
+        torch.einsum("hwi,hwi->h", w_q, w_k).tolist(), rel=1e-4, abs=1e-5
+    )
+    assert heads.filter(like="share_").notna().all(axis=None)
+
+
+def test_a_penalty_is_computed_under_another_default_device():
+    """Oracle: the same under the CPU."""
+    penalty = Locater(open_module(_seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)
+    with torch.device("meta"):
+        value = penalty()
+    assert value.item() == Locater(open_module(_seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)().item()
