@@ -28,7 +28,7 @@ def _ids(contexts: int = 2, length: int = 12) -> torch.Tensor:
 
 def _attention(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
-        return find_structure(model, lambda: model(torch.zeros(1, 1, dtype=torch.int64))).attention[LAYER]
+        return find_structure(Source.of_transformers(model)).attention[LAYER]
 
 
 def _times(factor: float):
@@ -149,7 +149,7 @@ def test_looks_at_the_weights_inside_are_those_of_the_model_itself():
     for family in ("gpt2", "bert", "bloom"):
         model = checkpoints.build(family)
         run = Source.of_transformers(model).small_pass(1)
-        structure = find_structure(model, run)
+        structure = find_structure(Source.of_transformers(model))
 
         def look(model=model, structure=structure, run=run):
             call = capture_calls(model, structure, run)[LAYER]

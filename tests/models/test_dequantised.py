@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 import warnings
 from collections.abc import Callable
@@ -292,6 +293,20 @@ def test_a_wrong_matrix_is_refused():
     torch.manual_seed(0)
     with pytest.raises(WorkError, match="its answers to e_1, e_2, … do not add up to its others"):
         dequantised("q", Lying(nn.Linear(32, 16), torch.int8))
+
+
+def test_a_quantiser_that_warns_at_each_call_is_not_heard(caplog):
+    class Warning(Scaled):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            logging.getLogger(__name__).warning("inputs will be cast")
+            return super().forward(inputs)
+
+    torch.manual_seed(0)
+    layer = Warning(nn.Linear(32, 16), torch.int8)
+    dequantised("q", layer)
+    assert not caplog.records
+    layer(torch.zeros(1, 32))
+    assert len(caplog.records) == 1
 
 
 def test_layers_of_pytorch_s_own_quantiser(checkpoint):

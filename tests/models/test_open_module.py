@@ -15,6 +15,7 @@ from theodolite import Corpus, find_outliers, open_model, open_module, survey, t
 from theodolite.corpus.transformed_images import TransformedImages
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import next_token_losses
+from theodolite.models import image_reader
 from theodolite.models.head_weights import NotAffine
 from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor
@@ -270,6 +271,10 @@ def test_an_encoder_of_images_of_ones_own(tmp_path):
     with torch.no_grad():
         _check_heads(run, vit.blocks, vit.embedded(corpus.inputs(slice(0, CONTEXTS))))
     assert run.provenance["corpus"]["grid"] == {"rows": 3, "columns": 4, "before": ["[CLS]"]}
+    with pytest.raises(
+        UsageError, match=r"ViT is a module of its own, .*give TransformedImages\(transform, patch"
+    ):
+        image_reader(model)
     wrong = TransformedImages(lambda image: torch.from_numpy(np.array(image)).movedim(-1, 0) / 255, (8, 8))
     with pytest.raises(
         UsageError, match="makes 13 tokens of an image of 12 × 16 pixels, not the 3 of its grid"
@@ -293,7 +298,10 @@ def test_what_cannot_be_opened_is_said_in_a_line():
     gpt = GPT()
     for call, line in (
         (lambda: open_module(gpt), "say how many token ids there are, vocabulary=…"),
-        (lambda: open_module(nn.Linear(3, 3), vocabulary=5), "Linear cannot run on a few tokens: "),
+        (
+            lambda: open_module(nn.Linear(3, 3), vocabulary=5),
+            "Linear cannot run on contexts of 3 tokens: RuntimeError: ",
+        ),
         (
             lambda: open_module(nn.Embedding(5, 3), vocabulary=5),
             "Embedding computes no attention that could be read",

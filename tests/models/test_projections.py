@@ -11,6 +11,7 @@ from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
 from theodolite.models.head_weights import read_head_weights
 from theodolite.models.projections import find_projections, replaced
+from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
 
 LAYERS = [0, 1, 2]
@@ -24,7 +25,7 @@ def sample(family: str) -> dict[str, torch.Tensor]:
 
 def found(model: transformers.PreTrainedModel, inputs: dict[str, torch.Tensor], layers: list[int]):
     with torch.no_grad():
-        structure = find_structure(model, lambda: model.base_model(**inputs))
+        structure = find_structure(Source.of_transformers(model))
         calls = capture_calls(model, structure, lambda: model.base_model(**inputs))
         return structure, calls, find_projections(model, structure, calls, layers)
 
@@ -84,7 +85,7 @@ def test_a_replaced_matrix_is_what_the_probe_reads(family):
     model = checkpoints.build(family)
     inputs = sample(family)
     with torch.no_grad():
-        structure = find_structure(model, lambda: model.base_model(**inputs))
+        structure = find_structure(Source.of_transformers(model))
         calls = capture_calls(model, structure, lambda: model.base_model(**inputs))
         (projections,) = find_projections(model, structure, calls, [1], purpose="replacement")
     before = read_head_weights(model, structure, 1, calls[1])

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tests import checkpoints, dense
 from theodolite.errors import UsageError, WorkError
+from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
 from theodolite.train.geometry import QUERIES, GeometryReader
@@ -36,7 +37,7 @@ def dropping_gpt2() -> PreTrainedModel:
 @pytest.fixture
 def dense_run() -> dense.Dense:
     model = model_of("gpt2").eval()
-    structure = find_structure(model, lambda: model.base_model(IDS[:1, :1]))
+    structure = find_structure(Source.of_transformers(model))
     return dense.run(model, IDS, list(structure.attention), list(structure.blocks))
 
 
@@ -46,7 +47,7 @@ def test_columns_equal_the_dense_computation(family):
     model = model_of(family)
     geometry = GeometryReader(model, IDS).look(7)
     other = model_of(family).eval()
-    structure = find_structure(other, lambda: other.base_model(IDS[:1, :1]))
+    structure = find_structure(Source.of_transformers(other))
     dense_run = dense.run(other, IDS, list(structure.attention), list(structure.blocks))
     for name, expected in dense.head_columns(dense_run, IDS.numpy(), family != "bert").items():
         np.testing.assert_allclose(geometry.heads[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)

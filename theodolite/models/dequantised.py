@@ -10,6 +10,7 @@ scales), or to fewer than eight bits, there is none: refused.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,16 +60,25 @@ def holds_quantised_layers(model: nn.Module) -> bool:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether the module itself holds a weight in no type of float, of a class of its own, or with scales beside it."""
+    """Whether the module itself holds a weight in no type of float, of a class of its own, or is linear with scales.
+
+    A weight of plain floats is read as it is, whatever stands beside it, unless a linear layer has scales for it.
+    """
     held = [*module._parameters.items(), *module._buffers.items()]
     tensors = {key: tensor for key, tensor in held if tensor is not None}
     scales = {key for key in tensors if SCALE.search("." + key) and SCALE.sub("", "." + key) in OF_WEIGHTS}
     weights = {key for key in tensors if key in module._parameters or "weight" in key} - scales
+    linear = isinstance(getattr(module, "in_features", None), int)
     return (
-        any(tensors[key].dtype not in FLOATS.values() or has_own_class(tensors[key]) for key in weights)
-        or bool(scales and any("weight" in key and tensors[key].ndim > 1 for key in weights))
+        any(_is_packed(tensors[key]) or has_own_class(tensors[key]) for key in weights)
+        or bool(linear and scales and any("weight" in key and tensors[key].ndim > 1 for key in weights))
         or "quantized" in type(module).__module__.split(".")
     )
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    """Whether a matrix is in no type of float; masks and indices are no weights."""
+    return tensor.ndim > 1 and tensor.dtype not in (*FLOATS.values(), torch.bool, torch.int64)
 
 
 def has_own_class(tensor: Tensor) -> bool:
@@ -162,7 +172,7 @@ def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
         raise _unreadable(name, layer, "it does not say how wide its input is")
     tensors = [*layer.parameters(), *layer.buffers()]
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-    with _without_bias(layer):
+    with _without_bias(layer), _silent(layer):
         dtype = _dtype_of(name, layer, torch.zeros(1, width, device=device))
 
         def answer(rows: Tensor) -> Tensor:
@@ -172,6 +182,18 @@ def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
         if answer(torch.zeros(1, width)).any():
             raise _unreadable(name, layer, "it adds something to its product")
         yield answer, width
+
+
+@contextmanager
+def _silent(layer: nn.Module) -> Iterator[None]:
+    """While open, its library warns of nothing: bitsandbytes says at each call that rows are cast."""
+    logger = logging.getLogger(type(layer).__module__.partition(".")[0])
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

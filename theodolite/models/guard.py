@@ -61,7 +61,7 @@ def guarded(model: nn.Module) -> Iterator[None]:
     held = _held(model)
     with held.lock, ExitStack() as undo:
         undo.enter_context(held.entered())
-        undo.enter_context(known_state(model, leave_inference=held.depth == 1))
+        undo.enter_context(known_state(leave_inference=held.depth == 1))
         undo.enter_context(_evaluating(model))
         yield
 
@@ -85,8 +85,22 @@ def once_a_pass(model: nn.Module, name: str, work: Callable[[], Result]) -> Resu
         return result
 
 
+CASTING = ("cpu", "cuda", "xpu", "mps")
+"""Devices that autocast knows."""
+
+
 @contextmanager
-def known_state(model: nn.Module | None = None, *, leave_inference: bool = True) -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
+    """While open, nothing is cast: for what measures inside a forward pass that has switched autocast on by itself."""
+    with ExitStack() as undo:
+        for device in CASTING:
+            if torch.is_autocast_enabled(device):
+                undo.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def known_state(*, leave_inference: bool = True) -> Iterator[None]:
     """While open, PyTorch and NumPy compute as they do at the start of a process, without gradients.
 
     Autocast is off, nothing runs compiled, what is made is float32 on the CPU unless something else is asked for,
@@ -94,10 +108,8 @@ def known_state(model: nn.Module | None = None, *, leave_inference: bool = True)
     and kernels are of the whole process; the rest is of this thread.
 
     Args:
-        model: also of the devices where it lies.
         leave_inference: what is made may be changed later, outside of the `torch.inference_mode` that is open now.
     """
-    devices = {"cpu"} | {parameter.device.type for parameter in (model.parameters() if model else ())}
     with ExitStack() as undo:
         if leave_inference and torch.is_inference_mode_enabled():
             undo.enter_context(torch.inference_mode(False))
@@ -105,9 +117,7 @@ def known_state(model: nn.Module | None = None, *, leave_inference: bool = True)
         if COMPILERS & sys.modules.keys():
             # Compiled parts run as they are written: what measures them is never compiled with them.
             undo.enter_context(torch.compiler.set_stance("force_eager"))
-        for device in sorted(devices - {"meta"}):
-            if torch.is_autocast_enabled(device):
-                undo.enter_context(torch.autocast(device, enabled=False))
+        undo.enter_context(without_autocast())
         if torch.get_default_device().type != "cpu":
             undo.enter_context(torch.device("cpu"))
         undo.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))

@@ -25,6 +25,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models.calls import Call
 from theodolite.models.dequantised import dequantised, quantised_layers
 from theodolite.models.doors.answers import without_interventions
+from theodolite.models.source import device_of, dtype_of
 from theodolite.models.structure import Structure, removed_on_leaving
 from theodolite.models.taps import tapped
 
@@ -106,9 +107,7 @@ def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: 
 
 
 def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
-    dtype = next(module.parameters()).dtype
-
-    positions = 1
+    dtype, positions = dtype_of(module), 1
 
     def send(rows: Tensor) -> AttentionInputs:
         return run_until_tap(module, call, as_sequences(rows, module).expand(-1, positions, -1))
@@ -139,7 +138,7 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
         scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
         if not torch.isfinite(answer).all() or (answer - expected).abs().max() > tolerance * scale:
             return None
-    if any(not w.any() and b.any() for w, b in zip(weights, bias, strict=True)):
+    if any(w.abs().max() <= tolerance * b.abs().max() for w, b in zip(weights, bias, strict=True) if b.any()):
         # Weights that are zero, or what is made of another tensor: of a memory, say.
         others = _rows(run_until_tap(module, call.with_others_changed(), as_sequences(nothing, module)))
         if not all(torch.equal(now, before) for now, before in zip(others, bias, strict=True)):
@@ -150,7 +149,7 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
 
 def as_sequences(rows: Float[Tensor, "rows width"], module: nn.Module) -> Float[Tensor, "rows 1 width"]:
     """Each row a sequence of one token, where the module's parameters are and in their dtype."""
-    return rows.to(next(module.parameters())).unsqueeze(1)
+    return rows.to(device_of(module), dtype_of(module)).unsqueeze(1)
 
 
 def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
@@ -199,10 +198,11 @@ def _sorted_values(tensor: Tensor) -> Tensor:
 
 
 def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The norms inside an attention module, by name."""
+    """The norms inside an attention module, by name; those of weights (`spectral_norm`) are none."""
     return [
         (name, child)
         for name, child in module.named_modules()
+        if name and "parametrizations" not in name.split(".")
         if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm")
     ]
 

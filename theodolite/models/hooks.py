@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models.doors.answers import is_innermost
-from theodolite.models.guard import guarded
+from theodolite.models.guard import guarded, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Structure, Turns, first_output, first_tensor, removed_on_leaving
@@ -70,12 +70,14 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         attending.clear()
 
     # Hooks travel with copies of a module (whose weights are read, say), which are no layers.
+    @without_autocast()
     def enter_block(block: nn.Module, args: Any, kwargs: Any) -> None:
         if block in entered:
             layer = entered.take(block)
             if layer == 0 or structure.free:
                 hooks.stream(layer, structure.layout.ordered(first_tensor(args, kwargs)))
 
+    @without_autocast()
     def leave_block(block: nn.Module, _args: Any, output: Any) -> None:
         if block in left:
             hooks.stream(left.take(block) + 1, structure.layout.ordered(first_output(output)))
@@ -85,9 +87,11 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         for layer, read_of in attending.values() if is_innermost(tap) else ():
             raise _other_attention(structure, layer, read_of[1])
 
+    @without_autocast()
     def leave_trunk(_module: nn.Module, _args: Any, output: Any) -> None:
         hooks.stream(model.layers, structure.end.ordered(first_output(output)))
 
+    @without_autocast()
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in read:
             layer, hidden = read.take(module), structure.attention_layout.ordered(first_tensor(args, kwargs))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, PreTrainedModel
 
 from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
@@ -76,7 +76,13 @@ def image_reader(model: OpenModel) -> CheckpointImages:
     Raises:
         UsageError: the model reads no images, has no image processor, or tokens that are no grid of patches.
     """
-    source, config = model.id, model.hf.config
+    source = model.id
+    if not isinstance(model.root, PreTrainedModel):
+        raise UsageError(
+            f"{source} is a module of its own, which has no image processor: give "
+            "TransformedImages(transform, patch=(rows, columns)), as in docs/images.md"
+        )
+    config = model.root.config
     if model.source.reads != PIXELS:
         raise UsageError(f"{source} reads {model.source.reads}, not images")
     tokens = positions_read(model, model.source.sample(1))

@@ -41,7 +41,7 @@ from theodolite.models.loading import (
     refuse_nonfinite_weights,
     without_progress_bars,
 )
-from theodolite.models.open import SEVERAL, open_model
+from theodolite.models.open import open_model
 from theodolite.models.opened import OpenModel
 from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
@@ -273,7 +273,7 @@ class _Reader:
         source = Source.of_transformers(model, attention)
         with filled_with_rows(model, 0.0):
             one_token, several_tokens = source.small_pass(1), source.small_pass(VERIFIED_LENGTH)
-            structure = find_structure(model, source.probe(SEVERAL), chosen=source.attends)
+            structure = find_structure(source)
             calls = capture_calls(model, structure, one_token)
             own_calls = capture_current_calls(structure, several_tokens)
             tapped_calls = capture_calls(model, structure, several_tokens)

@@ -6,7 +6,6 @@ Weights come from safetensors only, and no code of a checkpoint is ever run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from theodolite.models.loading import (
 )
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
-from theodolite.models.structure import Layout, Structure, first_output
+from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.towers import Tower, tower_of
 from theodolite.models.training_model import unwrap
@@ -41,9 +40,6 @@ from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
 from theodolite.system.choices import Attention, check_dtype
-
-SEVERAL = 3
-"""Tokens of the pass in which the structure is found: their dimension is told from that of one context."""
 
 RUNNING_ERRORS = (
     RuntimeError,
@@ -135,7 +131,7 @@ def _in_memory(
         raise UsageError(
             f"{type(model).__name__} is in memory: move or convert it before, and give no dtype or device"
         )
-    return _opened(Source.of_transformers(unwrap(model), attention), tokenizer, None)
+    return _opened(Source.of_transformers(unwrap(model), attention), tokenizer)
 
 
 def open_module(
@@ -147,6 +143,7 @@ def open_module(
     tokenizer: PreTrainedTokenizerBase | None = None,
     longest: int | None = None,
     image: tuple[int, int, int] | None = None,
+    attention: str | None = None,
 ) -> OpenModel:
     """Open and verify any PyTorch module that reads token ids, or images, and attends.
 
@@ -163,6 +160,8 @@ def open_module(
         tokenizer: anything that behaves like those of `transformers`, for texts.
         longest: tokens that it has positions for, if there is a limit.
         image: it reads images of so many channels, rows and columns; then there is no vocabulary.
+        attention: of blocks that attend several times, the name of the attention modules that are looked at,
+            "self_attn" say; None: all are.
 
     Raises:
         UsageError: it attends in no way that is heard, or not within a list of blocks; or cannot run on ids.
@@ -170,37 +169,59 @@ def open_module(
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"open_module takes a torch.nn.Module, not {type(module).__name__}")
+    names = (blocks,) if isinstance(blocks, str) else blocks
+    _check_arguments(vocabulary, forward, names, tokenizer, longest, image)
+    if image is None and vocabulary is None:
+        vocabulary = len(tokenizer or ())
     inner: nn.Module = getattr(module, "_orig_mod", module)
-    if image is not None:
-        if vocabulary is not None or tokenizer is not None:
-            raise UsageError("a module reads tokens or images: give vocabulary=… or image=…, not both")
-        source = Source.of_module(inner, None, forward, image=image)
-    elif vocabulary is None and tokenizer is None:
+    source = Source.of_module(
+        inner, vocabulary, forward, longest, image, None if names is None else tuple(names), attention
+    )
+    return _opened(source, tokenizer)
+
+
+def _check_arguments(
+    vocabulary: Any, forward: Any, blocks: Any, tokenizer: Any, longest: Any, image: Any
+) -> None:
+    """Raise `UsageError` where one of `open_module` is none of its kind, or they do not go together."""
+    if image is None and vocabulary is None and tokenizer is None:
         raise UsageError(
             "say how many token ids there are, vocabulary=…, or give a tokenizer; for images, image=…"
         )
-    else:
-        source = Source.of_module(inner, vocabulary or len(tokenizer or ()), forward, longest)
-    return _opened(source, tokenizer, [blocks] if isinstance(blocks, str) else blocks)
+    if image is not None and (vocabulary is not None or tokenizer is not None):
+        raise UsageError("a module reads tokens or images: give vocabulary=… or image=…, not both")
+    if image is not None and (len(image) != 3 or not all(_is_count(size) for size in image)):
+        raise UsageError(f"image is {image!r}: give (channels, rows, columns)")
+    for name, number in (("vocabulary", vocabulary), ("longest", longest)):
+        if number is not None and not _is_count(number):
+            raise UsageError(f"{name} is {number!r}: give a whole number of tokens, 1 or more")
+    if forward is not None and not callable(forward):
+        raise UsageError(f"forward is {forward!r}: give a function, forward=lambda module, ids: …")
+    if tokenizer is not None and not callable(tokenizer):
+        raise UsageError(
+            f"the tokenizer, {type(tokenizer).__name__}, cannot be called: give one that behaves like those of "
+            "transformers, or vocabulary=… alone"
+        )
+    named = isinstance(blocks, Sequence) and blocks and all(isinstance(name, str) for name in blocks)
+    if blocks is not None and not named:
+        raise UsageError(
+            f'blocks is {type(blocks).__name__}: give the name of their list, blocks="transformer.h", or their names'
+        )
 
 
-def _opened(
-    source: Source, tokenizer: PreTrainedTokenizerBase | None, blocks: Sequence[str] | None
-) -> OpenModel:
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
+
+
+def _opened(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> OpenModel:
     usable_device(source.device)
     with guarded(source.root):
         refuse_nonfinite_weights(source.root)
-        return OpenModel.of(source, *verified_parts(source, blocks), tokenizer=tokenizer, id=source.name)
+        return OpenModel.of(source, *verified_parts(source), tokenizer=tokenizer, id=source.name)
 
 
-def verified_parts(
-    source: Source, blocks: Sequence[str] | None = None
-) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
+def verified_parts(source: Source) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
     """What `OpenModel.of` takes of a model in evaluation mode, from small inputs.
-
-    Args:
-        source: the model.
-        blocks: names of its blocks, or of the list that holds them; None: they are found.
 
     Raises:
         UsageError: an unsupported family, or a window in which tokens see nothing.
@@ -209,9 +230,7 @@ def verified_parts(
     try:
         if source.predict is not None and holds_quantised_layers(source.root):
             source.predict(source.sample(1))  # compressed-tensors unpacks when the whole model is first run
-        structure = find_structure(source.root, source.probe(SEVERAL), blocks, source.attends)
-        if structure.free:
-            structure = _with_end(source, structure)
+        structure = find_structure(source)
         calls = capture_calls(source.root, structure, source.small_pass(1))
         inputs = verify_attention(source.root, structure, source.small_pass(VERIFIED_LENGTH))
     except TheodoliteError:
@@ -230,20 +249,3 @@ def verified_parts(
             "position a token"
         )
     return structure, calls, inputs
-
-
-def _with_end(source: Source, structure: Structure) -> Structure:
-    """Blocks that are no modules: with the layout of what the model returns, which ends the stream.
-
-    Raises:
-        UsageError: it returns no hidden states.
-    """
-    with torch.inference_mode():
-        last = first_output(source.run(source.sample(SEVERAL)))
-    layout = Layout.of(last.shape, 1, SEVERAL)
-    if layout is None or layout.ordered(last).shape[-1] != structure.width:
-        raise UsageError(
-            f"{source.name}: its blocks are no modules that run, so that its last hidden states must be what it "
-            f"returns, (contexts, positions, {structure.width}): give open_module such a forward, or blocks"
-        )
-    return replace(structure, end=layout)

@@ -19,6 +19,7 @@ from theodolite.models.dequantised import refuse_unreadable_layers
 from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.head_weights import HeadWeights, read_head_weights
 from theodolite.models.output_weights import read_output_weights, state_of
+from theodolite.models.positions import positions_of
 from theodolite.models.source import Inputs, Source
 from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
@@ -35,6 +36,7 @@ class OpenModel:
         tokenizer: its tokenizer, or None where the checkpoint has none.
         width: width of the residual stream d.
         causal: whether a query is kept from later keys.
+        positions: how it encodes them, as `positions_of` says.
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
             config and weights on disk, if they were local. `weights` says whether it still has these weights.
     """
@@ -83,7 +85,7 @@ class OpenModel:
             structure=structure,
             width=structure.width,
             causal=causal,
-            positions=positions_of(source.root, first, bias),
+            positions=positions_of(source, structure, first, bias),
             _calls=calls,
             _checksum=weights_checksum(source.root) if named else None,
             **rest,
@@ -336,17 +338,3 @@ class OpenModel:
         heads = self.heads_of[layer]
         if not 0 <= head < heads:
             raise UsageError(f"head {head} does not exist: this model has heads 0 to {heads - 1}")
-
-
-def positions_of(model: nn.Module, call: Call, bias: str) -> str:
-    """How the model encodes positions: "rotary", "alibi", "relative bias", "learned" or "other"."""
-    if call.kwargs.get("position_embeddings") is not None:
-        return "rotary"
-    if bias != "none":
-        return bias
-    learned = any(
-        "pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe") for name, _ in model.named_modules()
-    )
-    return (
-        "learned" if learned or any("position_embed" in n for n, _ in model.named_parameters()) else "other"
-    )

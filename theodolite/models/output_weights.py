@@ -26,6 +26,7 @@ from theodolite.models.head_weights import (
     as_sequences,
     copy_in_dtype,
 )
+from theodolite.models.source import dtype_of
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.models.taps import tapped
 
@@ -105,8 +106,7 @@ class _ControlledAttention:
 
     def passes_on(self, width: int) -> bool:
         """Whether the module returns its heads' outputs as they are."""
-        parameter = next(self._module.parameters())
-        outputs = _random(2, self._answers.features).to(parameter.dtype).double()
+        outputs = _random(2, self._answers.features).to(dtype_of(self._module)).double()
         result = self.send(outputs, torch.zeros(2, width))
         return result.shape == outputs.shape and torch.equal(result, outputs)
 

@@ -352,7 +352,7 @@ def _verify(module: nn.Module, call: Call, projections: QueryKeyValue) -> list[b
 
 def _compact(rows: Int64[Tensor, " features"]) -> slice | Tensor:
     first, count = int(rows[0]), len(rows)
-    in_order = torch.equal(rows, torch.arange(first, first + count))
+    in_order = torch.equal(rows, torch.arange(first, first + count, device=rows.device))
     return slice(first, first + count) if in_order else rows
 
 

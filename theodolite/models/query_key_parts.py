@@ -21,7 +21,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
-from theodolite.models.guard import guarded, measures
+from theodolite.models.guard import guarded, measures, without_autocast
 from theodolite.models.head_weights import call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
@@ -148,7 +148,9 @@ class _LayerVisitor:
             call = Call(args, kwargs, self.model.structure.attention_layout).without_cache()
             try:
                 with tapped(self.model.root, stop_at_tap):
-                    self.visit(self._layer_pass(layer, attention, call))
+                    layer_pass = self._layer_pass(layer, attention, call)
+                    with without_autocast():
+                        self.visit(layer_pass)
             finally:
                 self.visiting = False
             if layer == max(self.layers):
@@ -235,7 +237,7 @@ class _Splitter:
             rounding = max(rounding, relative_error(totals[side][:checked] + off, totals[side][:checked]))
             named_side = dict(zip(named, exact, strict=True)) | {"resid": remainder}
             both.append(torch.stack([named_side[name] for name in PARTS]))
-        if not rounding <= _tolerance(layer_pass.stream):
+        if not rounding <= _tolerance(layer_pass.stream, layer_pass.inputs.query):
             raise WorkError(
                 "queries and keys of this family are no affine function of its residual stream "
                 f"(relative error {rounding:.1e})"
@@ -260,7 +262,7 @@ class _Splitter:
             stream.to(self.dtype),
             layer_pass.entered,
             type(layer_pass.norm).__name__,
-            _tolerance(stream),
+            _tolerance(stream, layer_pass.entered),
         )
 
     def _image(self, part: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,6 +294,6 @@ class _Splitter:
         return inputs.query.to(self.dtype), inputs.key.to(self.dtype)
 
 
-def _tolerance(stream: Tensor) -> float:
-    """Relative error allowed of what the model computed in its own dtype."""
-    return max(EXACT, min(256 * torch.finfo(stream.dtype).eps, 0.1))
+def _tolerance(*computed: Tensor) -> float:
+    """Relative error allowed of what the model computed in its own dtypes, of which autocast may have chosen some."""
+    return max(EXACT, min(256 * max(torch.finfo(tensor.dtype).eps for tensor in computed), 0.1))

@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, first_line
 from theodolite.models.structure import Run, first_output
 from theodolite.system.choices import DECODER, Attention, check_attention
 
@@ -42,7 +43,8 @@ class Source:
         sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
         probe: a pass over it; an encoder reads one token more, so that a decoder's attention to it shows.
         attends: which of its attention is looked at, in such a pass.
-        attention: of an encoder-decoder, the same by name.
+        attention: of an encoder-decoder, or of a module of one's own, the same by name.
+        blocks: names of its blocks, or of the one list that holds them; None: they are found.
         of_copy: the same of a copy of the root.
     """
 
@@ -58,6 +60,7 @@ class Source:
     probe: Callable[[int], Run]
     attends: Callable[[nn.Module, AttentionInputs], bool] = lambda module, inputs: True
     attention: Attention | None = None
+    blocks: tuple[str, ...] | None = None
     of_copy: Callable[[Any], Source] | None = None
 
     @classmethod
@@ -121,21 +124,31 @@ class Source:
         vocabulary: int | None,
         forward: Callable[[nn.Module, Tensor], Any] | None = None,
         longest: int | None = None,
-        image: tuple[int, int, int] = (3, 224, 224),
+        image: tuple[int, int, int] | None = None,
+        blocks: tuple[str, ...] | None = None,
+        attention: str | None = None,
     ) -> Source:
         """Any module that reads token ids, or pixel values.
 
         Args:
             module: the module.
-            vocabulary: ids go from 0 to this, exclusive; None: it reads images.
+            vocabulary: ids go from 0 to this, exclusive; None: it reads images of the size `image`.
             forward: runs the module on ids (contexts, positions); None: it is called with them.
             longest: tokens that it has positions for, if there is a limit.
             image: channels, height and width of what it reads.
+            blocks: names of its blocks, or of the one list that holds them; None: they are found.
+            attention: how the names of the attention modules that are looked at end; None: all are.
         """
         trunk = _Trunk(module, forward)
+        chosen = {
+            inner
+            for name, inner in module.named_modules(remove_duplicate=False)
+            if attention is None or f".{name}".endswith(f".{attention}")
+        }
 
         def sample(length: int) -> Tensor:
             if vocabulary is None:
+                assert image is not None
                 return noise(image).to(device_of(module), dtype_of(module))
             return token_ids(vocabulary, min(length, longest or length)).to(device_of(module))
 
@@ -159,7 +172,12 @@ class Source:
             longest=longest,
             sample=sample,
             probe=lambda length: lambda: trunk(sample(length)),
-            of_copy=lambda copied: cls.of_module(copied, vocabulary, forward, longest, image),
+            attends=lambda inner, inputs: inner in chosen,
+            attention=cast(Any, attention),  # a name of the module's own, not one of those of transformers
+            blocks=blocks,
+            of_copy=lambda copied: cls.of_module(
+                copied, vocabulary, forward, longest, image, blocks, attention
+            ),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
@@ -260,11 +278,34 @@ class _Trunk(nn.Module):
         self._run = functools.partial(forward or nn.Module.__call__, module)
 
     def forward(self, ids: Tensor) -> Any:
-        """What the module makes of token ids."""
+        """What the module makes of token ids.
+
+        Raises:
+            UsageError: the module's own code, or the `forward` that was given, raises an error.
+        """
         module = self._run.args[0]
-        return self._run(
-            ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
-        )
+        ids = ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
+        try:
+            return self._run(ids)
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) or _is_of_this_package(error):
+                raise
+            what = "images" if ids.is_floating_point() else f"contexts of {ids.shape[1]} tokens"
+            longer = "; give shorter ones if it has no positions for so many (longest=…)"
+            raise UsageError(
+                f"{type(module).__name__} cannot run on {what}: {type(error).__name__}: {first_line(error).rstrip('.')}"
+                + ("" if ids.is_floating_point() else longer)
+            ) from error
+
+
+def _is_of_this_package(error: BaseException) -> bool:
+    """Whether it came up in what measures, and not in the code that it runs or in a call of PyTorch from there."""
+    return any(
+        frame.f_globals.get("__name__", "").startswith(__name__.partition(".")[0] + ".")
+        and frame.f_globals["__name__"] != __name__
+        and frame.f_code.co_name != "__torch_function__"
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
+from theodolite.models.source import Source
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
 from theodolite.models.taps import attention_not_followed, listen_to_functions, tapped
 
@@ -34,34 +35,24 @@ class _NoBlocks(Exception):
     """Attention runs outside of every block that runs as a module."""
 
 
-Chosen = Callable[[nn.Module, AttentionInputs], bool]
-"""Which attention of a model is looked at."""
+SEVERAL = 3
+"""Tokens of the pass in which the structure is found: their dimension is told from that of one context."""
 
 
-def find_structure(
-    model: nn.Module,
-    run: Run,
-    blocks: Sequence[str] | None = None,
-    chosen: Chosen = lambda module, inputs: True,
-) -> Structure:
-    """See in a forward pass who calls the tap, and which blocks run.
-
-    Args:
-        model: the model.
-        run: a forward pass of it, over more than one token where layouts are to be told apart.
-        blocks: names of its blocks, or of the one list that holds them; None: they are found.
-        chosen: which attention is looked at: a decoder's own, say, and not the one to its encoder.
+def find_structure(source: Source) -> Structure:
+    """See in a small forward pass who calls the tap, and which blocks run: those that the source names, if it does.
 
     Raises:
         UsageError: nothing calls it, a block attends twice, or there is no one residual stream.
     """
+    model, blocks, run = source.root, source.blocks, source.probe(SEVERAL)
     family = type(model).__name__
     attention: set[nn.Module] = set()
     heard: set[nn.Module] = set()
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         heard.add(module)
-        if chosen(module, inputs):
+        if source.attends(module, inputs):
             attention.add(module)
         return attend(inputs)
 
@@ -70,7 +61,7 @@ def find_structure(
         run()
     lost = attention_not_followed()
     if not heard and listen_to_functions(model):
-        return find_structure(model, run, blocks, chosen)
+        return find_structure(source)
     if heard and not attention:
         raise UsageError(
             f"{family} has no attention of the kind that is asked for (of an encoder-decoder: its decoder's own, where "
@@ -88,7 +79,7 @@ def find_structure(
     if lost is not None and any(lost[0] in block.modules() for block in found):
         raise _not_followed(family, lost[1])
     try:
-        layers, free = _layers_in_order(model, found, attention, run), False
+        layers, free = _layers_in_order(source, found, attention, run), False
     except _NoBlocks:
         layers, free = _attention_in_order(model, attention, run), True
     inputs = [layer.inputs for layer in layers if layer.inputs is not None]
@@ -98,13 +89,18 @@ def find_structure(
     layouts = {Layout.of(shape, contexts, positions) for shape in streams}
     attention_layouts = {Layout.of(shape, contexts, positions) for shape in entered}
     layout, attention_layout = next(iter(layouts)), next(iter(attention_layouts))
+    if any(len(shape) == 2 for shape in streams):
+        raise UsageError(
+            f"{family} packs its contexts into one row of tokens: its blocks read hidden states of shapes "
+            f"{sorted(streams)}. Open a version of it whose blocks read (contexts, positions, width)"
+        )
     one = len(streams) == len(attention_layouts) == 1
     if not one or layout is None or attention_layout is None or len(next(iter(entered))) != 3:
         raise UsageError(
             f"{family} has no one residual stream: its blocks read hidden states of shapes {sorted(streams)}, its "
             f"attention of {sorted(entered)}"
         )
-    return Structure(
+    structure = Structure(
         attention=tuple(layer.attention for layer in layers),
         names=tuple(name_of[layer.attention or layer.block] for layer in layers),
         blocks=tuple(layer.block for layer in layers),
@@ -119,6 +115,7 @@ def find_structure(
         end=layout,
         cross=any(of_layer.key.shape[2] != of_layer.query.shape[2] for of_layer in inputs),
     )
+    return _with_end(source, structure) if free else structure
 
 
 def _not_followed(family: str, operation: str) -> UsageError:
@@ -129,15 +126,19 @@ def _not_followed(family: str, operation: str) -> UsageError:
 
 
 def _layers_in_order(
-    model: nn.Module, blocks: set[nn.Module], attention: set[nn.Module], run: Run
+    source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run
 ) -> list[_Ran]:
     """The blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
+    Where blocks are named, what attends outside of them is left out.
+
     Raises:
-        UsageError: a block attends twice, or attention is outside of every block.
+        UsageError: a block attends twice, or no named one does.
+        _NoBlocks: attention is outside of every block, or no named one runs.
     """
-    family, name_of = type(model).__name__, {module: name for name, module in model.named_modules()}
+    model, named = source.root, bool(source.blocks)
     layers: list[_Ran] = []
+    running: list[nn.Module] = []
     outputs: list[Tensor] = []  # of the block that ran last
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -147,27 +148,26 @@ def _layers_in_order(
             # A block may itself be what attends; but a list of attention modules (XLM's) is none of blocks.
             if module in attention and outputs and outputs[-1] is not hidden:
                 raise _NoBlocks
+            running.append(module)
             layers.append(_Ran(module, shape))
-        if module in attention and layers:
+        if module in attention and layers and (running or not named):
             layers[-1].entered = shape
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        if module not in attention:
+        if module not in attention or (named and not running):
             return attend(inputs)
         if not layers:
             raise _NoBlocks
         if layers[-1].attention is module and _same_query(layers[-1], inputs):
             return attend(inputs)  # the same attention to other values (DiffLlama)
-        if (other := layers[-1].attention) is not None:
-            twice = name_of[other] if other is module else f"{name_of[other]} and {name_of[module]}"
-            raise UsageError(
-                f"{family} has a block that attends twice ({twice}); theodolite needs one attention a block, with all "
-                "of its heads"
-            )
+        if layers[-1].attention is not None:
+            raise _attends_twice(source, layers[-1], module)
         layers[-1].attention, layers[-1].inputs = module, inputs
         return attend(inputs)
 
     def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        if module in running:
+            running.remove(module)
         if layers and layers[-1].block is module:
             outputs[:] = [first_output(output)]
             layers[-1].left = tuple(outputs[0].shape)
@@ -176,7 +176,43 @@ def _layers_in_order(
     hooks += [module.register_forward_hook(leave) for module in blocks]
     with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
         run()
+    if named and not layers:
+        raise _NoBlocks
+    if all(layer.attention is None for layer in layers):
+        raise UsageError(
+            f"{type(model).__name__}: nothing attends in blocks={list(source.blocks or ())}: name those that hold "
+            "the attention"
+        )
     return layers
+
+
+def _attends_twice(source: Source, layer: _Ran, module: nn.Module) -> UsageError:
+    name_of = {of_model: name for name, of_model in source.root.named_modules()}
+    first, second = name_of[layer.attention or module], name_of[module]
+    twice = f"{source.name} has a block that attends twice ({first}, then {second})"
+    line = f"{twice}; theodolite needs one attention a block, with all of its heads"
+    if isinstance(source.root, PreTrainedModel) or first == second:
+        return UsageError(line)
+    return UsageError(
+        f'{line}: say which, attention="{first.rpartition(".")[2]}", or in which blocks, blocks=…'
+    )
+
+
+def _with_end(source: Source, structure: Structure) -> Structure:
+    """Blocks that are no modules: with the layout of what the model returns, which ends the stream.
+
+    Raises:
+        UsageError: it returns no hidden states.
+    """
+    with torch.inference_mode():
+        last = first_output(source.run(source.sample(SEVERAL)))
+    layout = Layout.of(last.shape, 1, SEVERAL)
+    if layout is None or layout.ordered(last).shape[-1] != structure.width:
+        raise UsageError(
+            f"{source.name}: its blocks are no modules that run, so that its last hidden states must be what it "
+            f"returns, (contexts, positions, {structure.width}): give open_module such a forward, or blocks"
+        )
+    return replace(structure, end=layout)
 
 
 def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -> list[_Ran]:

@@ -65,9 +65,11 @@ def verify_attention(
     if skip_overflow and not all(torch.isfinite(output).all() for output in own):
         return inputs
     largest = [largest_logit(of_layer) for of_layer in inputs]
-    least = OF_QUANTISERS if holds_quantised_layers(model) else 0.0
+    of_quantisers = OF_QUANTISERS if holds_quantised_layers(model) else 0.0
     for number, layer in enumerate(structure.attending):
         batch, _, positions, _ = inputs[number].query.shape
+        # Under autocast an attention in bfloat16 may be followed by what is in float32 again.
+        least = max(of_quantisers, 100 * torch.finfo(inputs[number].value.dtype).eps)
         if own[number].shape[:2] != (batch, positions):
             raise UsageError(
                 f"{structure.names[layer]} gives {tuple(own[number].shape)} for {batch} context of {positions} "

@@ -30,7 +30,6 @@ from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moment
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.open import SEVERAL
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
@@ -185,7 +184,7 @@ def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"
 
 def _opened(source: Source, ids: Tensor) -> OpenModel:
     """The model as the survey sees one, after the tap was found to leave its output as it is."""
-    structure = find_structure(source.root, source.probe(SEVERAL), chosen=source.attends)
+    structure = find_structure(source)
     calls = capture_calls(source.root, structure, source.small_pass(1))
     inputs = verify_attention(source.root, structure, source.small_pass(LEAST_LENGTH), skip_overflow=True)
     opened = OpenModel.of(source, structure, calls, inputs, id=source.name)

@@ -18,7 +18,6 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
-from theodolite.models.open import SEVERAL
 from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, find_projections
 from theodolite.models.structure import Structure
@@ -79,7 +78,7 @@ class Locater:
         source = training_source(model)
         inner = source.root
         with evaluation_mode(inner):
-            structure = find_structure(inner, source.probe(SEVERAL), chosen=source.attends)
+            structure = find_structure(source)
             calls = capture_calls(inner, structure, source.small_pass(1))
             self.layers = _selected(asked, structure)
             self._projections = find_projections(inner, structure, calls, self.layers)

@@ -10,12 +10,14 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
+from theodolite.models.guard import without_autocast
 
 Tap = Callable[[nn.Module, AttentionInputs], Tensor]
 """Gets the attention module and its inputs; returns the output, (batch, queries, heads, value_width)."""
@@ -102,13 +104,27 @@ def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = No
         inputs: what decides its attention.
         window: keys that its cache keeps, where it keeps the last ones only.
     """
-    answer = _answer(module)
+    answer, inputs = _answer(module), _as_autocast(inputs)
     for opened in [] if _suspended.get() else sorted(_interventions, key=lambda e: not e.of_inputs):
         if opened.module is module:
             if opened.whole_cache:
                 _refuse_dropped_keys(inputs, window)
             answer = _with_intervention(opened.intervene, answer)
-    return answer(inputs)
+    with without_autocast():
+        return answer(inputs)
+
+
+def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
+    """Queries, keys and values as the model's own products would have them, where it runs under autocast."""
+    device = inputs.query.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return inputs
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (
+        tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+        for tensor in (inputs.query, inputs.key, inputs.value)
+    )
+    return replace(inputs, query=query, key=key, value=value)
 
 
 def innermost_tapped() -> frozenset[nn.Module]:

@@ -1,0 +1,239 @@
+"""What `open_module` is told, and what a module says of itself. Oracle: the modules' own arithmetic, in plain code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models.test_open_module import (
+    GPT,
+    HEADS,
+    LONGEST,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    ViT,
+    _ids,
+    _seeded,
+)
+from theodolite import Corpus, open_module, survey
+from theodolite.errors import UsageError
+from theodolite.train.locater import Locater
+from theodolite.train.monitor import GeometryMonitor
+
+
+class NamedBlocks(GPT):
+    """Blocks that are in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.transformer["h"]
+        del self.transformer
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, None]:
+        """Logits."""
+        return self.head(self.norm(self.second(self.first(self.embedded(ids))))), None
+
+
+def test_blocks_that_are_named_are_known_to_all():
+    """Oracle of the penalty: tr W_q W_kᵀ and its norm from the parameters."""
+    gpt = _seeded(NamedBlocks())
+    model = open_module(gpt, vocabulary=VOCABULARY, blocks=["first", "second"])
+    monitored = GeometryMonitor(model, _ids(), every=1)(0)
+    run = survey(model, Corpus.from_ids(_ids()))
+    assert monitored["entropy_mean"] == pytest.approx(run.heads["entropy"].mean(), rel=1e-5)
+    traces = []
+    for block in (gpt.first, gpt.second):
+        w_q, w_k = (w.unflatten(0, (HEADS, -1)) for w in block.attention.qkv.weight.split(WIDTH)[:2])
+        traces += torch.einsum("hwi,hwi->h", w_q, w_k).tolist()
+    assert Locater(model, 1e-3, 1e-2).table()["trace"].tolist() == pytest.approx(traces, rel=1e-4)
+
+
+class Pooled(ViT):
+    """A query attends to the patches behind the blocks, as in SigLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Classes."""
+        hidden = self.blocks(self.embedded(pixels))
+        pooled, _ = self.pool(self.first.expand(len(hidden), -1, -1), hidden, hidden)
+        return self.head(pooled[:, 0])
+
+
+def test_attention_outside_of_named_blocks_is_left_out():
+    vit = _seeded(Pooled())
+    model = open_module(vit, image=(3, 12, 16), blocks="blocks")
+    assert model.structure.attention == tuple(block.attention for block in vit.blocks)
+    pixels = torch.randn(4, 3, 12, 16, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(model.forward(pixels), vit(pixels), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UsageError, match=r"nothing attends in blocks=\['patches'\]: name those"):
+        open_module(vit, image=(3, 12, 16), blocks=["patches"])
+
+
+class Decoder(nn.Module):
+    """PyTorch's own decoder: its layers attend to themselves and to a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Hidden states."""
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        return self.decoder(self.tokens(ids), self.tokens(ids.flip(1)), tgt_mask=mask, tgt_is_causal=True)
+
+
+@pytest.mark.parametrize("kind", ["self_attn", "multihead_attn"])
+def test_one_of_two_attentions_is_chosen(kind):
+    """Oracle: the weights that PyTorch's own attention gives for what enters it."""
+    decoder = _seeded(Decoder()).eval()
+    with pytest.raises(UsageError, match=r"attends twice \(decoder\.layers\.0\.self_attn, then .*multihead"):
+        open_module(decoder, vocabulary=VOCABULARY)
+    given = []
+    layer = getattr(decoder.decoder.layers[0], kind)
+    hook = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        decoder(_ids())
+    hook.remove()
+    ((args, kwargs),) = given
+    with torch.no_grad():
+        weights = layer(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1].double()
+    entropy = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
+    model = open_module(decoder, vocabulary=VOCABULARY, attention=kind)
+    heads = survey(model, Corpus.from_ids(_ids())).heads
+    assert heads[heads["layer"] == 0]["entropy"].tolist() == pytest.approx(entropy.tolist(), rel=1e-5)
+    assert set(heads["spectrum_of"]) == {"projection" if kind == "self_attn" else "none"}
+
+
+def test_wrong_arguments_are_said_in_a_line():
+    gpt = GPT()
+
+    def broken(module: nn.Module, ids: Tensor) -> Tensor:
+        raise ZeroDivisionError("division by zero")
+
+    class Length:
+        def __len__(self) -> int:
+            return VOCABULARY
+
+    for wrong, line in (
+        ({"vocabulary": 0}, "vocabulary is 0: give a whole number of tokens, 1 or more"),
+        ({"vocabulary": "50"}, "vocabulary is '50': give a whole number"),
+        ({"longest": -1}, "longest is -1: give a whole number"),
+        ({"forward": 3}, "forward is 3: give a function"),
+        ({"forward": broken}, "GPT cannot run on contexts of 3 tokens: ZeroDivisionError: division by zero"),
+        ({"tokenizer": Length()}, "the tokenizer, Length, cannot be called"),
+        ({"blocks": 3}, "blocks is int: give the name of their list"),
+        ({"blocks": gpt.transformer["h"]}, "blocks is ModuleList: give the name of their list"),
+        ({"blocks": []}, "blocks is list: give the name of their list"),
+    ):
+        with pytest.raises(UsageError) as raised:
+            open_module(gpt, **{"vocabulary": VOCABULARY, **wrong})
+        assert str(raised.value).startswith(line)
+        assert "\n" not in str(raised.value)
+
+
+def test_contexts_longer_than_the_positions_are_refused_in_a_line():
+    ids = torch.randint(VOCABULARY, (4, LONGEST + 8), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(UsageError, match=f"GPT cannot run on contexts of {LONGEST + 8} tokens: IndexError"):
+        survey(open_module(GPT(), vocabulary=VOCABULARY), Corpus.from_ids(ids))
+
+
+def test_an_error_of_what_measures_is_not_laid_on_the_module(monkeypatch):
+    from theodolite.accumulate import attention
+
+    def fails(*args, **kwargs):
+        raise LookupError("a defect")
+
+    model = open_module(GPT(), vocabulary=VOCABULARY)
+    monkeypatch.setattr(attention.AttentionStatistics, "update", fails)
+    with pytest.raises(LookupError, match="a defect"):
+        survey(model, Corpus.from_ids(_ids()))
+
+
+class Packed(GPT):
+    """Tokens of all contexts in one row, as for a batch that is packed."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, None]:
+        """Logits."""
+        x = self.embedded(ids).flatten(0, 1)
+        for block in self.transformer["h"]:
+            x = block(x, len(ids))
+        return self.head(self.norm(x)), None
+
+
+def test_a_stream_without_contexts_is_refused_with_what_to_do():
+    packed = Packed()
+    for block in packed.transformer["h"]:
+        unpacked = block.forward
+        block.forward = lambda x, contexts, unpacked=unpacked: unpacked(
+            x.unflatten(0, (contexts, -1))
+        ).flatten(0, 1)
+    with pytest.raises(
+        UsageError, match=r"Packed packs its contexts into one row of tokens: .*whose blocks read"
+    ):
+        open_module(packed, vocabulary=VOCABULARY)
+
+
+class Told(Attention):
+    """Beside its weights, what has the names or types of a quantiser's."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__(by_hand)
+        self.register_buffer("attn_weight_mask", torch.ones(LONGEST, LONGEST).tril().bool())
+        self.steps = nn.Parameter(torch.tensor([[3]]), requires_grad=False)
+        self.weight, self.weight_scale = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend, and scale."""
+        return super().forward(x) @ (self.weight * self.weight_scale)
+
+
+def _with_attention(attention: Callable[[], nn.Module]) -> nn.Module:
+    gpt = GPT()
+    for block in gpt.transformer["h"]:
+        block.attention = attention()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in gpt.parameters():
+        if parameter.is_floating_point():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+    return gpt.eval()
+
+
+def _spectral() -> nn.Module:
+    attention = Attention(False)
+    nn.utils.parametrizations.spectral_norm(attention.qkv)
+    return attention
+
+
+@pytest.mark.parametrize("kind", [lambda: Told(False), _spectral])
+def test_weights_are_read_whatever_stands_beside_them(kind):
+    """Oracle: tr W_q W_kᵀ from the layer's own matrix."""
+    gpt = _with_attention(kind)
+    run = survey(open_module(gpt, vocabulary=VOCABULARY), Corpus.from_ids(_ids()))
+    w_q, w_k = (
+        w.detach().double().unflatten(0, (HEADS, -1))
+        for w in gpt.transformer["h"][0].attention.qkv.weight.split(WIDTH)[:2]
+    )
+    heads = run.heads[run.heads["layer"] == 0]
+    assert heads["trace"].tolist() == pytest.approx(
+        torch.einsum("hwi,hwi->h", w_q, w_k).tolist(), rel=1e-4, abs=1e-5
+    )
+    assert heads.filter(like="share_").notna().all(axis=None)
+
+
+def test_a_penalty_is_computed_under_another_default_device():
+    """Oracle: the same under the CPU."""
+    penalty = Locater(open_module(_seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)
+    with torch.device("meta"):
+        value = penalty()
+    assert value.item() == Locater(open_module(_seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)().item()

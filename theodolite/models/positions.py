@@ -1,0 +1,105 @@
+"""How a model encodes positions.
+
+A model of `transformers` is told by what it hands to its attention and by the names of its parameters. Any other module
+is asked: it reads one token over and over, so that only positions differ, and then each attention module one and the
+same hidden state at all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import WorkError
+from theodolite.models.calls import Call, capture_calls
+from theodolite.models.doors.answers import without_interventions
+from theodolite.models.head_weights import run_until_tap, stop_at_tap
+from theodolite.models.source import Source
+from theodolite.models.structure import Structure
+from theodolite.models.taps import tapped
+from theodolite.models.verification import VERIFIED_LENGTH
+
+UNKNOWN = "unknown"
+
+
+def positions_of(source: Source, structure: Structure, call: Call, bias: str) -> str:
+    """How the model encodes positions.
+
+    Args:
+        source, structure: the model.
+        call: how its first attention module is called.
+        bias: what is added to the logits, as `attention_kind` says.
+
+    Returns:
+        "rotary", "alibi", "relative bias" or "learned"; of `transformers` "other" where its names say nothing. Of any
+        other module "absolute" where positions are added to the stream (learned or fixed), "none" where nothing
+        depends on them, and "unknown" where something does in another way.
+    """
+    if not isinstance(source.root, PreTrainedModel):
+        return _seen(source, structure)
+    if call.kwargs.get("position_embeddings") is not None:
+        return "rotary"
+    return _named(source.root) if bias == "none" else bias
+
+
+def _named(model: nn.Module) -> str:
+    learned = any(
+        "pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe") for name, _ in model.named_modules()
+    )
+    return (
+        "learned" if learned or any("position_embed" in n for n, _ in model.named_parameters()) else "other"
+    )
+
+
+def _seen(source: Source, structure: Structure) -> str:
+    sample = source.sample(VERIFIED_LENGTH)
+    same = torch.zeros_like(sample) if sample.is_floating_point() else sample[:, :1].expand_as(sample)
+    with without_interventions(), torch.inference_mode():
+        calls = capture_calls(source.root, structure, lambda: source.run(same))
+        with tapped(source.root, stop_at_tap):
+            for layer in structure.attending:
+                hidden = calls[layer].hidden
+                alike = hidden[:, hidden.shape[1] // 2].unsqueeze(1).expand_as(hidden)
+                try:
+                    inputs = run_until_tap(structure.attention_at(layer), calls[layer], alike)
+                except WorkError:
+                    return UNKNOWN
+                kind = _of_attention(inputs)
+                if kind is not None:
+                    return kind
+    return "absolute" if _varies(calls[structure.attending[0]].hidden) else "none"
+
+
+def _of_attention(inputs: AttentionInputs) -> str | None:
+    """How queries, keys or logits depend on positions, whose hidden states are all the same; None: they do not."""
+    heads = [tensor.transpose(1, 2) for tensor in (inputs.query, inputs.key)]
+    if any(map(_varies, heads)):
+        lengths = [torch.linalg.vector_norm(tensor, dim=-1, keepdim=True) for tensor in heads]
+        return UNKNOWN if any(map(_varies, lengths)) else "rotary"
+    if inputs.bias is None:
+        return None
+    shape = (*inputs.query.shape[:3], inputs.key.shape[2])
+    bias = inputs.bias.double().expand(shape)
+    visible = torch.ones_like(bias, dtype=torch.bool)
+    if inputs.mask is not None:
+        visible = inputs.mask.expand(shape)
+    elif inputs.causal:
+        visible = visible.tril()
+    # What a row has in common decides no weight: it is left out, with the number of its first visible key.
+    first = visible.double().argmax(-1, keepdim=True)
+    bias = (bias - bias.gather(-1, first)) * visible
+    least = float(bias.abs().max()) * max(1e-3, 4 * torch.finfo(inputs.bias.dtype).eps)
+    if not least:
+        return None
+    last = bias[:, :, -1:].expand(shape)
+    of_keys = (bias - (last - last.gather(-1, first)) * visible).abs().max() <= least
+    return "alibi" if of_keys and last.diff(n=2).abs().max() <= least else "relative bias"
+
+
+def _varies(hidden: Tensor) -> bool:
+    """Whether what stands at positions (dimension 1), those at both ends left out, depends on them."""
+    length, of = hidden.shape[1], torch.finfo(hidden.dtype).eps
+    middle = hidden[:, length // 4 : -(length // 4) or None].double()
+    return bool((middle - middle[:, :1]).abs().max() > min(256 * of, 0.05) * middle.abs().max())
