@@ -500,3 +500,46 @@ def test_what_overflows_in_half_precision_is_told_to_use_more(tmp_path):
 def test_a_device_without_numbers_is_refused(checkpoint):
     with pytest.raises(UsageError, match="cannot use device meta, which holds no numbers: use --device cpu"):
         open_model(checkpoint("gpt2"), device="meta")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "nllb-moe"])
+def test_what_else_decides_an_attention_or_reads_its_mask(family, tmp_path):
+    """Oracle: eager attention. Queries choose 4 of the keys; NLLB's router takes the mask for one of padding."""
+    case = next(case for case in small_models.cases() if case.name == family)
+    config = small_models.small_config(case)
+    config.index_topk = 4
+    torch.manual_seed(0)
+    model = getattr(transformers, case.model_class)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter *= 3
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(0))
+    streams, weights = measured_families.eager(tmp_path, ids)
+    opened = open_model(tmp_path)
+    seen = Seen()
+    with hooked(opened, seen):
+        opened.forward(ids)
+    for got, expected in zip(seen.streams[:-1], streams[:-1], strict=True):
+        torch.testing.assert_close(got, torch.from_numpy(expected), rtol=1e-3, atol=1e-3)
+    for got, expected in zip(seen.weights, weights, strict=True):
+        torch.testing.assert_close(got, torch.from_numpy(expected), rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_would_change_itself_is_opened_from_its_folder_and_for_short_texts(tmp_path):
+    """BigBird turns to full attention on the first short text, and never back."""
+    case = next(case for case in small_models.cases() if case.name == "big_bird")
+    config = small_models.small_config(case)
+    config.block_size, config.num_random_blocks = 4, 1
+    folder = tmp_path
+    transformers.BigBirdForMaskedLM(config).save_pretrained(folder)
+    opened = open_model(folder)
+    assert opened.longest == 28  # (5 + 2 · 1) · 4, from where on it would attend to blocks
+    model = type(opened.hf).from_pretrained(folder)
+    assert model.bert.attention_type == "block_sparse"
+    with pytest.raises(UsageError, match="turns itself to full attention for good"):
+        open_model(model)
+    assert model.bert.attention_type == "block_sparse"
+    model.bert.set_attention_type("original_full")
+    assert open_model(model).layers == opened.layers

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from theodolite.corpus.documents import LABEL_COLUMNS, TEXT_COLUMN, Columns, printable
 from theodolite.errors import UsageError, first_line
 
@@ -41,7 +43,7 @@ class Picture:
         source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
         try:
             with image.open(source) as opened:
-                return operations.exif_transpose(opened).convert("RGB")
+                return _eight_bits(operations.exif_transpose(opened), image).convert("RGB")
         except (
             OSError,
             SyntaxError,
@@ -52,6 +54,15 @@ class Picture:
         ) as error:
             why = "no image" if isinstance(error, image.UnidentifiedImageError) else first_line(error)
             raise UsageError(f"{self.name} cannot be read as an image ({why}): mend or remove it") from error
+
+
+def _eight_bits(opened: Any, image: Any) -> Any:
+    """A gray image of 16 bits in 8, which Pillow would clip to white."""
+    if not opened.mode.startswith("I"):
+        return opened
+    values = np.asarray(opened, dtype=np.float64)
+    most = 255 if values.max(initial=0) < 256 else 65535
+    return image.fromarray((values * (255 / most)).round().clip(0, 255).astype(np.uint8))
 
 
 def _pillow() -> tuple[Any, Any]:

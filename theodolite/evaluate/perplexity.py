@@ -163,6 +163,8 @@ def check_predicts(model: OpenModel) -> None:
         UsageError: why.
     """
     if model.source.predict is None:
-        raise UsageError(f"{model.id} predicts no tokens: evaluate a checkpoint with a language-model head")
+        raise UsageError(
+            f"{model.id} predicts no tokens: evaluate a decoder with a language-model head (encoder-decoders are not)"
+        )
     if not model.causal:
         raise UsageError(f"{model.id} sees later tokens too: only causal models are evaluated")

@@ -211,7 +211,7 @@ class OpenModel:
     ) -> Float[Tensor, "contexts positions vocabulary"]:
         """The next-token logits of a pass without gradients or a cache; the model must have an output head."""
         if self.source.predict is None:
-            raise UsageError(f"{self.id} has no output head, so it predicts no tokens")
+            raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
         with torch.inference_mode():
             return self.source.predict(ids)
 

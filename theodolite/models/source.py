@@ -325,12 +325,26 @@ def longest_of(model: PreTrainedModel) -> int | None:
             return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
     names = ("max_target_positions", "max_position_embeddings")  # Whisper's decoder has its own
     limits = (getattr(model.config, name, None) for name in names)
-    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    longest = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    if getattr(model.config, "attention_type", None) != "block_sparse" or longest is None:
+        return longest
+    # BigBird attends in full to texts up to here, and turns itself to that for good as it is opened.
+    return min(longest, (5 + 2 * model.config.num_random_blocks) * model.config.block_size)
 
 
 def embedded_tokens(model: PreTrainedModel) -> int:
-    """Rows of a model's token embedding."""
-    return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    """Rows of a model's token embedding.
+
+    Raises:
+        UsageError: it has no one embedding of tokens (CLIP's two towers, CANINE's hashes of characters).
+    """
+    try:
+        return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    except (AttributeError, NotImplementedError) as error:
+        raise UsageError(
+            f"{type(model).__name__} has no one embedding of tokens: open the part of it that attends (text_model, "
+            "say), or its folder"
+        ) from error
 
 
 def token_ids(vocabulary: int, length: int) -> Int[Tensor, "1 length"]:

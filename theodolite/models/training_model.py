@@ -36,7 +36,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
     Raises:
         UsageError: there is none, or its weights are spread over ranks, so that no rank can run it alone; or PEFT has
-            learned a prompt, which is outside.
+            learned a prompt, which is outside; or measuring it would change it (BigBird).
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
@@ -52,6 +52,11 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
                 f"{type(model).__name__} holds no model of transformers: give open_module(model, vocabulary=…)"
             )
     refuse_sharded(inner)
+    if any(getattr(module, "attention_type", None) == "block_sparse" for module in inner.modules()):
+        raise UsageError(
+            f"{type(inner).__name__} turns itself to full attention for good as it reads a short text: call its "
+            'set_attention_type("original_full") first'
+        )
     return inner
 
 

@@ -262,9 +262,14 @@ def of_plane(run: Run) -> str:
     return " of rows and of columns" if grid_described(provenance(run, "corpus") or {}) else ""
 
 
+LEAST_SIDE = 10
+"""Rows or columns of patches: of no more, ten frequencies are all."""
+
+
 def _smooth(run: Run) -> Check | None:
     smooth = layer_average(run, "low_frequency_10")[0]
-    if not math.isfinite(smooth.value):
+    grid = grid_described(provenance(run, "corpus") or {})
+    if not math.isfinite(smooth.value) or (grid and min(grid.rows, grid.columns) <= LEAST_SIDE):
         return None
     share = percent_with_error(smooth.value, smooth.error)
     if judge("", "smoothness", smooth, ROUGH).answer == HOLDS:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from theodolite.corpus.patches import grid_described
 from theodolite.measure.head_roles import (
     END_TOKEN_SINK,
     FIRST_TOKEN_SINK,
@@ -265,7 +266,11 @@ def _later_tokens(run: Run) -> list[str]:
     """The three tokens past position 0 that were sinks most often, contexts summed over heads."""
     if run.sinks is None or not len(run.sinks):
         return []
-    later = run.sinks[~run.sinks["first"].astype(bool)]
+    grid = grid_described(provenance(run, "corpus") or {})
+    apart = (
+        grid.leading if grid else 0
+    )  # an image's tokens are their positions, and its registers are no patches
+    later = run.sinks[~run.sinks["first"].astype(bool) & (run.sinks["token_id"] >= apart)]
     counts = later.groupby("token", sort=True)["contexts"].sum()
     ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
     return [f"‘{shown_token(token)}’" for token, _ in ranked[:3]]

@@ -7,20 +7,23 @@ decides its logits.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import UsageError
 from theodolite.models.doors.answers import answered
 
 IMPLEMENTATION = "theodolite"
 
 WITH_MASKS = "theodolite_with_masks"
-"""The same, with a mask for causal attention too: modules that say that they are not causal would have none."""
+"""The same, with the masks of eager attention: modules that say that they are not causal, or nothing, would have none,
+and a model may read its mask elsewhere (NLLB's router)."""
 
 
 def attention_inputs(
@@ -74,6 +77,18 @@ def attention_inputs(
     )
 
 
+def to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
+    """To some keys only: the numbers of those that each query has chosen, (batch, queries, chosen) (DeepSeek 3.2)."""
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    chosen = torch.zeros(len(indices), queries, keys, dtype=torch.bool, device=indices.device)
+    mask = chosen.scatter_(-1, indices.long(), True).unsqueeze(1)
+    if inputs.mask is not None:
+        mask = mask & inputs.mask
+    elif inputs.causal:
+        mask = mask & mask.new_ones(queries, keys).tril_()
+    return replace(inputs, mask=mask, causal=False)
+
+
 def _tapped_attention(
     module: nn.Module,
     query: Tensor,
@@ -86,17 +101,19 @@ def _tapped_attention(
 ) -> tuple[Tensor, None]:
     known = {name: kwargs.get(name) for name in ("softcap", "s_aux", "is_causal", "position_bias")}
     inputs = attention_inputs(module, query, key, value, attention_mask, scaling, **known)
+    if kwargs.get("block_indices") is not None:
+        raise UsageError(
+            f"{type(module).__name__} attends to blocks of keys that it chooses, which cannot be read"
+        )
+    if kwargs.get("indices") is not None:
+        inputs = to_chosen_keys(inputs, kwargs["indices"])
     return answered(module, inputs, kwargs.get("sliding_window")), None
-
-
-def _every_causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
 
 AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
 AttentionInterface.register(WITH_MASKS, _tapped_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-AttentionMaskInterface.register(WITH_MASKS, _every_causal_mask)
+AttentionMaskInterface.register(WITH_MASKS, eager_mask)
 
 
 def turn_to_interface(model: nn.Module) -> ExitStack | None:
@@ -109,7 +126,8 @@ def turn_to_interface(model: nn.Module) -> ExitStack | None:
         undo.callback(_restore_implementations, before)
         for part in parts:
             told = {getattr(module, "is_causal", True) for module in part.modules()}
-            part.set_attn_implementation(WITH_MASKS if False in told else IMPLEMENTATION)
+            by_masks = False in told or not part._supports_sdpa
+            part.set_attn_implementation(WITH_MASKS if by_masks else IMPLEMENTATION)
         return undo.pop_all()
 
 
