@@ -75,6 +75,11 @@ class Projection:
         return self.rows if heads is None else self.rows.view(self.heads, -1)[heads].flatten()
 
     @property
+    def is_there(self) -> bool:
+        """Whether the module still has the parameter: a parametrisation moves it away and leaves a property."""
+        return self.name in self.module._parameters
+
+    @property
     def weight(self) -> nn.Parameter:
         """The matrix, as it is now."""
         return getattr(self.module, self.name)
@@ -242,9 +247,10 @@ def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Pro
     if projections is None or not all(agree[:2]):
         norms = ", ".join(name for name, _ in norms_inside(attention))
         why = f" (it has norms inside: {norms})" if norms else ""
+        named = "" if norms or purpose != "penalty" else ", or name what holds them, qkv=[…]"
         raise UsageError(
             f"layer {layer}: the queries and keys of {structure.names[layer]} are not its input times one weight "
-            f"matrix each{why}, so {_THEREFORE[purpose]}"
+            f"matrix each{why}, so {_THEREFORE[purpose]}{named}"
         )
     name_of = {id(submodule): name for name, submodule in module.named_modules()}
 

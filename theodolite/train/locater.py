@@ -7,7 +7,7 @@ Nothing here computes either. No weight is changed: the optimizer does that.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -18,8 +18,9 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
+from theodolite.models.named_weights import NamedWeight, NamedWeights, find_named_weights
 from theodolite.models.opened import OpenModel
-from theodolite.models.projections import Projection, find_projections
+from theodolite.models.projections import Projection, Projections, find_projections
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
@@ -50,6 +51,9 @@ class Locater:
         mean: κ₂, on (tr W_QK − 1)².
         layers: which attention layers, counted from 0; None: all.
         gradient: "exact" or "published", as in `locater_penalty`.
+        qkv: where a module's weights are not found (tensors of three dimensions, weights that are computed from
+            others), their names inside each attention module: `["q.weight", "k.weight"]`, or of one that holds both.
+            They are verified against the queries and keys that the module attends with.
 
     W_QK is that of relative distance 0 in families with rotary positions, of the weights without biases.
 
@@ -67,6 +71,7 @@ class Locater:
         *,
         layers: Iterable[int] | None = None,
         gradient: Gradient = "exact",
+        qkv: str | Sequence[str] | None = None,
     ) -> None:
         check_gradient(gradient)
         self._strengths = {"scale": scale, "mean": mean}
@@ -81,7 +86,11 @@ class Locater:
             structure = find_structure(source)
             calls = capture_calls(inner, structure, source.small_pass(1))
             self.layers = _selected(asked, structure)
-            self._projections = find_projections(inner, structure, calls, self.layers)
+            self._projections: Sequence[Projections | NamedWeights] = (
+                find_projections(inner, structure, calls, self.layers)
+                if qkv is None
+                else find_named_weights(inner, structure, calls, self.layers, qkv)
+            )
         name_of = {id(module): name for name, module in inner.named_modules()}
         self._model = inner
         self._held = {
@@ -243,14 +252,9 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
     return lambda step: strength * min(step / steps, 1.0)
 
 
-def _is_held(model: nn.Module, name: str, projection: Projection) -> bool:
-    module = name.rpartition(".")[0]
+def _is_held(model: nn.Module, name: str, place: Projection | NamedWeight) -> bool:
     try:
-        # A parametrisation moves the parameter away and leaves a property of its name.
-        return (
-            model.get_submodule(module) is projection.module
-            and projection.name in projection.module._parameters
-        )
+        return model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there
     except AttributeError:  # there is nothing of that name any more
         return False
 
