@@ -9,7 +9,6 @@ is measured here.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,13 +21,11 @@ import torch
 from torch import nn
 
 from theodolite.models.dequantised import not_repacked
+from theodolite.system.eager import eagerly
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-
-COMPILERS = {"torch._dynamo", "torch.nn.attention.flex_attention"}
-"""Where neither is imported nothing is compiled, and the import takes seconds; flex_attention compiles itself."""
 
 MAKING = threading.RLock()
 """Held while a model is made: transformers then changes its classes, for all threads (no ties, no first weights)."""
@@ -114,9 +111,7 @@ def known_state(*, leave_inference: bool = True) -> Iterator[None]:
         if leave_inference and torch.is_inference_mode_enabled():
             undo.enter_context(torch.inference_mode(False))
         undo.enter_context(torch.no_grad())
-        if COMPILERS & sys.modules.keys():
-            # Compiled parts run as they are written: what measures them is never compiled with them.
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(eagerly())
         undo.enter_context(without_autocast())
         if torch.get_default_device().type != "cpu":
             undo.enter_context(torch.device("cpu"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import threading
 import types
 import warnings
@@ -29,6 +28,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.models.doors.answers import answered, innermost_tapped
 from theodolite.models.doors.by_hand import ByHand, unfolded
+from theodolite.system.eager import eagerly
 
 _turned: dict[nn.Module, frozenset[nn.Module]] = {}
 """The models that are turned to this door, and their modules."""
@@ -84,11 +84,7 @@ _here = _ThisThread()
 def turn_to_functions(model: nn.Module) -> ExitStack:
     """Let a model's calls of PyTorch's attention be heard; what ends it."""
     with ExitStack() as undo:
-        if "torch.nn.attention.flex_attention" in sys.modules or "torch._dynamo" in sys.modules:
-            # What is compiled is not heard; flex_attention compiles itself.
-            import torch._dynamo
-
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(eagerly())  # what is compiled is not heard
         with _turning:
             if not _turned:
                 # They would fire twice for a compiled module and the one inside of it, which does no harm here.
