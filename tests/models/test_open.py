@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests import checkpoints
+from theodolite import Corpus, survey
 from theodolite.attention.inputs import attend, softmax
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model, open_weights, verification
@@ -543,3 +545,17 @@ def test_a_model_that_would_change_itself_is_opened_from_its_folder_and_for_shor
     assert model.bert.attention_type == "block_sparse"
     model.bert.set_attention_type("original_full")
     assert open_model(model).layers == opened.layers
+
+
+@pytest.mark.parametrize("attention", ["decoder", "encoder", "cross"])
+def test_contexts_that_come_second_in_layers_that_attend_by_hand(attention, tmp_path):
+    """Oracle: the weights that FSMT returns; a survey runs its attention modules by themselves, too."""
+    folder = _small("fsmt", tmp_path)
+    model = open_model(folder, attention=attention)
+    ids = torch.randint(200, (5, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        output = model.hf(input_ids=ids, decoder_input_ids=ids, output_attentions=True, use_cache=False)
+    weights = torch.stack(output[f"{attention}_attentions"]).double()
+    entropy = -torch.xlogy(weights, weights).sum(-1).mean(dim=(1, 3)).flatten()
+    run = survey(model, Corpus.from_ids(ids), batch=2)
+    np.testing.assert_allclose(run.heads["entropy"], entropy, rtol=1e-4)

@@ -40,14 +40,19 @@ class ByHand:
         self._known: Any = WeakIdKeyDictionary()
 
     def attention(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: int | None
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        contexts: Callable[[int], int | None],
     ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | str | None:
         """Where a call is the product of weights with values: the attention's inputs, and its output as the product.
 
         Where the weights could not be followed, the name of the operation that was done to them.
 
         Args:
-            name: of the function. args, kwargs: its arguments. contexts: how many the model reads, where it is known.
+            name: of the function. args, kwargs: its arguments. contexts: how many the model reads with so
+                many queries, where it is known.
         """
         if name not in PRODUCTS or not self._known:
             return None
@@ -81,7 +86,7 @@ class ByHand:
 
         lead = logits.lead
         if len(lead) == 1:
-            apart = unfolded(lead[0], contexts)
+            apart = unfolded(lead[0], contexts(weights.shape[-2]))
             laid = laid.expand(*lead, *laid.shape[-2:]).reshape(*apart, *laid.shape[-2:])
             logits = logits.with_lead(apart)
 

@@ -40,7 +40,7 @@ class _ThisThread(threading.local):
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, bool]] = []
         self.mode: _Hearing | None = None
-        self.contexts: int | None = None
+        self.read: tuple[int, ...] = ()  # the first two dimensions of what entered first
         self.not_followed: tuple[nn.Module, str] | None = None
 
     @property
@@ -49,6 +49,13 @@ class _ThisThread(threading.local):
         readers = (module for module, reads_heads in reversed(self.running) if not reads_heads)
         return next(readers, self.running[-1][0])
 
+    def contexts(self, queries: int) -> int | None:
+        """How many contexts are read, with so many queries: they may come first or second; None: not known."""
+        if len(self.read) < 2:
+            return None
+        first, second = self.read
+        return second if first == queries else first
+
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self.running:
             if not _is_turned(module):
@@ -56,8 +63,8 @@ class _ThisThread(threading.local):
             self.mode = _Hearing(self)
             self.mode.__enter__()
         given = args[0] if args else None
-        if self.contexts is None and isinstance(given, Tensor) and given.ndim:
-            self.contexts = len(given)
+        if not self.read and isinstance(given, Tensor):
+            self.read = tuple(given.shape[:2])
         reads_heads = isinstance(given, Tensor) and given.ndim >= 4
         # What has no weights is given queries, keys and values that another module makes.
         self.running.append((module, reads_heads or next(module.parameters(), None) is None))
@@ -71,7 +78,7 @@ class _ThisThread(threading.local):
     def stop(self) -> None:
         """Hear no more, also after an interrupt that no hook was told of."""
         self.running.clear()
-        self.contexts = None
+        self.read = ()
         if self.mode is not None:
             mode, self.mode = self.mode, None
             self.not_followed = self.not_followed or mode.not_followed
@@ -170,7 +177,7 @@ def _hear_scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    lead, mask, contexts = query.shape[:-2], attn_mask, _here.contexts
+    lead, mask, contexts = query.shape[:-2], attn_mask, _here.contexts(query.shape[-2])
     if mask is not None:
         sizes = query.shape[-2], key.shape[-2]
         if len(lead) == 2:
