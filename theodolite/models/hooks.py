@@ -113,7 +113,8 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         if module not in attending:
             return attend(inputs)
         layer, read_of = attending.pop(module)
-        if (inputs.query.shape[0], inputs.query.shape[2]) != read_of:
+        own_keys = structure.cross or inputs.key.shape[2] == inputs.query.shape[2]
+        if (inputs.query.shape[0], inputs.query.shape[2]) != read_of or not own_keys:
             raise _other_attention(structure, layer, read_of[1])
         return hooks.attention(layer, inputs)
 

@@ -92,12 +92,11 @@ def turn_to_functions(model: nn.Module) -> ExitStack:
     """Let a model's calls of PyTorch's attention be heard; what ends it."""
     with ExitStack() as undo:
         undo.enter_context(eagerly())  # what is compiled is not heard
+        undo.enter_context(warnings.catch_warnings())
+        # They fire twice for a compiled module and the one inside of it, which does no harm here.
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         with _turning:
             if not _turned:
-                # They would fire twice for a compiled module and the one inside of it, which does no harm here.
-                warnings.filterwarnings(
-                    "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
-                )
                 _hooks.append(register_module_forward_pre_hook(_here.enter))
                 _hooks.append(register_module_forward_hook(_leave, always_call=True))
             _turned[model] = frozenset(model.modules())
