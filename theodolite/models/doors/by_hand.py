@@ -28,6 +28,7 @@ from theodolite.models.doors.products import (
     letters_of,
     operands_of,
     parsed,
+    unfolded,
 )
 
 Follow = Callable[..., Logits | Weights | Prepared | None]
@@ -130,12 +131,6 @@ class ByHand:
 
     def _of(self, tensor: Any) -> Any:
         return self._known.get(tensor) if isinstance(tensor, Tensor) else None
-
-
-def unfolded(first: int, contexts: int | None) -> tuple[int, int]:
-    """Contexts and heads of a first dimension that is both; contexts alone, where how many there are is not known."""
-    whole = bool(contexts) and not first % (contexts or 1)
-    return (contexts, first // contexts) if whole and contexts else (first, 1)
 
 
 def _letters(equation: str | None, first: Tensor, second: Tensor) -> Letters | None:

@@ -180,6 +180,12 @@ def laid_out(tensor: Tensor, letters: list[str], order: list[str]) -> Tensor:
     return tensor
 
 
+def unfolded(first: int, contexts: int | None) -> tuple[int, int]:
+    """Contexts and heads of a first dimension that is both; contexts alone, where how many there are is not known."""
+    whole = bool(contexts) and not first % (contexts or 1)
+    return (contexts, first // contexts) if whole and contexts else (first, 1)
+
+
 def _with_lead(tensor: Tensor | None, lead: Shape, new: Shape) -> Tensor | None:
     """What broadcasts over `lead` as what broadcasts over `new`, dimensions that hold the same in another shape."""
     if tensor is None or (lead == new and tensor.ndim == len(new) + 2):

@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.models.doors.answers import answered, innermost_tapped
-from theodolite.models.doors.by_hand import ByHand, unfolded
+from theodolite.models.doors.by_hand import ByHand
+from theodolite.models.doors.products import unfolded
 from theodolite.system.eager import eagerly
 
 _turned: dict[nn.Module, frozenset[nn.Module]] = {}
