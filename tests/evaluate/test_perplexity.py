@@ -97,7 +97,7 @@ def test_a_loss_too_large_for_a_number_is_an_infinite_perplexity():
 
 @pytest.mark.parametrize(
     ("family", "says"),
-    [("bert", "sees later tokens too"), ("vit", "predicts no tokens: evaluate a checkpoint")],
+    [("bert", "sees later tokens too"), ("vit", "predicts no tokens: evaluate a decoder")],
 )
 def test_what_predicts_no_next_token_is_refused(opened, family, says):
     model = opened(family)

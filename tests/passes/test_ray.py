@@ -387,7 +387,7 @@ def test_the_command_stops_at_a_signal_and_goes_on(number, cluster, checkpoint, 
     """
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(
-        "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 50
+        "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 150
     )
     read = ["survey", checkpoint("gpt2"), "--corpus", text, "--length", "32", "--batch", "1", "--json"]
     arguments = [*map(str, read), "--out", str(out), "--actors", "1", "--ray"]
