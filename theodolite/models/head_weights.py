@@ -25,12 +25,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models.calls import Call
 from theodolite.models.dequantised import dequantised, quantised_layers
 from theodolite.models.doors.answers import without_interventions
-from theodolite.models.shards import (
-    copies_of_dtensors,
-    gathered,
-    without_foreign_forward,
-    without_foreign_hooks,
-)
+from theodolite.models.shards import alone, copies_of_dtensors, gathered, without_foreign_hooks
 from theodolite.models.source import device_of, dtype_of
 from theodolite.models.structure import Structure, removed_on_leaving
 from theodolite.models.taps import tapped
@@ -276,7 +271,7 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         weights_present.enter_context(gathered(module.modules()))
         own_hooks = weights_present.enter_context(without_foreign_hooks(module))
         memo = {**hooks, **plain, **copies_of_dtensors(module), **own_hooks}
-        copy_of = without_foreign_forward(copy.deepcopy(module, memo))
+        copy_of = alone(copy.deepcopy(module, memo), module)
     for child in copy_of.modules():
         if child.__dict__.pop("_hf_hook", None) is not None:
             del child._old_forward

@@ -48,7 +48,7 @@ class Part:
         """Of a gradient of all of it (of this rank's heads), while it is gathered."""
         owner = flat_owner(place[0])
         if is_dtensor(parameter):
-            return cls(parameter, _shard_of(gradient, parameter))
+            return cls(parameter, _shard_of(gradient, parameter, place[0]))
         if owner is None:
             return cls(parameter, gradient)
         piece, start = _flat_piece(gradient, parameter, owner)
@@ -115,7 +115,8 @@ class WholeParameters:
             stack.enter_context(gathered(dict.fromkeys(module for module, _ in self._places)))
             held: list[Any] = [module._parameters[name] for module, name in self._places]
             self._own = [self._dtensors.get(place, p) for place, p in zip(self._places, held, strict=True)]
-            self.leaves = [nn.Parameter(of_own_heads(p.detach())) for p in self._own]
+            owned = zip(self._places, self._own, strict=True)
+            self.leaves = [nn.Parameter(of_own_heads(p.detach(), module)) for (module, _), p in owned]
             try:
                 self._put(self.leaves)
                 yield
@@ -134,9 +135,9 @@ class WholeParameters:
         ]
 
 
-def _shard_of(gradient: Tensor, parameter: DTensor) -> DTensor:
+def _shard_of(gradient: Tensor, parameter: DTensor, module: nn.Module) -> DTensor:
     """A gradient of this rank's heads as that of a DTensor."""
-    mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh)
+    mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh, module)
     placement: Any
     for dimension, placement in enumerate(parameter.placements):
         if dimension in over_heads:

@@ -33,7 +33,10 @@ _flat: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 """The modules whose parameters lie in a flat one, and what holds it."""
 
 _head_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The process group over which the heads of a model are spread."""
+"""The process group over which a model, each module of which is named, is parallel."""
+
+_has_own_heads: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Of attention modules and those inside of them, whether each rank computes some of the heads."""
 
 
 class _Tap(Protocol):
@@ -59,17 +62,22 @@ def register_spread(outermost: nn.Module) -> None:
     flat = [module for module in outermost.modules() if isinstance(module, FullyShardedDataParallel)]
     for owner in flat:  # those inside come later, and hold what is theirs
         _flat.update((module, owner) for module in owner.modules())
-    group = _head_group(outermost)
+    group = _parallel_group(outermost)
     for module in outermost.modules() if group is not None else ():
         _head_groups[module] = group
 
 
-def head_group(model: nn.Module) -> Any:
-    """The process group over which the heads of a model are spread, or None."""
+def parallel_group(model: nn.Module) -> Any:
+    """The process group whose ranks run a model on the same contexts, tensor parallel, or None."""
     return _head_groups.get(model)
 
 
-def _head_group(model: nn.Module) -> Any:
+def head_group(module: nn.Module) -> Any:
+    """The same of an attention module or a part of it, where each rank has some of the heads, else None."""
+    return _head_groups.get(module) if _has_own_heads.get(module) else None
+
+
+def _parallel_group(model: nn.Module) -> Any:
     """What is a DTensor after FSDP2 has gathered its own is split for tensor parallelism."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
@@ -148,17 +156,17 @@ def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
 def copies_of_dtensors(module: nn.Module) -> dict[int, nn.Parameter]:
     """By the ids of a module's DTensors, plain parameters: whole, or those of this rank's heads."""
     return {
-        id(p): nn.Parameter(of_own_heads(p.detach()).clone(), requires_grad=p.requires_grad)
+        id(p): nn.Parameter(of_own_heads(p.detach(), module).clone(), requires_grad=p.requires_grad)
         for p in module.parameters()
         if is_dtensor(p)
     }
 
 
-def of_own_heads(tensor: Tensor) -> Tensor:
-    """A DTensor made whole, but for what tensor parallelism splits; other tensors as they are."""
+def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
+    """A DTensor made whole, but for heads of other ranks, where the module has some of them; others as they are."""
     if not is_dtensor(tensor):
         return tensor
-    mesh, over_heads = tensor.device_mesh, dimensions_of_heads(tensor.device_mesh)
+    mesh, over_heads = tensor.device_mesh, dimensions_of_heads(tensor.device_mesh, module)
     if len(over_heads) == mesh.ndim:
         return tensor.to_local()
     whole = tensor.full_tensor()
@@ -169,13 +177,16 @@ def of_own_heads(tensor: Tensor) -> Tensor:
     return whole
 
 
-def dimensions_of_heads(mesh: Any) -> set[int]:
-    """The dimensions of a mesh over which heads are spread."""
-    groups = {tuple(distributed.get_process_group_ranks(group)) for group in set(_head_groups.values())}
+def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
+    """The dimensions of a mesh over which the heads of an attention module are spread."""
+    group = head_group(module)
+    if group is None:
+        return set()
+    ranks = distributed.get_process_group_ranks(group)
     return {
         dimension
         for dimension in range(mesh.ndim)
-        if tuple(distributed.get_process_group_ranks(mesh.get_group(dimension))) in groups
+        if distributed.get_process_group_ranks(mesh.get_group(dimension)) == ranks
     }
 
 
@@ -203,12 +214,14 @@ def without_foreign_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
             child.__class__ = kind
 
 
-def without_foreign_forward(module: nn.Module) -> nn.Module:
-    """A copy's modules run their class's `forward`, not one that gathers for the original."""
-    for child in module.modules():
+def alone(copied: nn.Module, module: nn.Module) -> nn.Module:
+    """A copy of a module runs its class's `forward`, not one that gathers for the original; its heads are the same."""
+    for child in copied.modules():
         if _is_foreign(child.__dict__.get("forward")):
             del child.forward
-    return module
+    if module in _has_own_heads:
+        _has_own_heads[copied] = _has_own_heads[module]
+    return copied
 
 
 def _is_foreign(function: Any) -> bool:
@@ -219,7 +232,7 @@ def _is_foreign(function: Any) -> bool:
 
 def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
     """A tap that gets the heads of all ranks where they are spread, and of whose output this rank keeps its own."""
-    group = head_group(model)
+    group = parallel_group(model)
     if group is None:
         return tap
 
@@ -231,13 +244,23 @@ def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
             if is_dtensor(tensor := getattr(inputs, name))
         }
         inputs = replace(inputs, **local)
+        if module not in _has_own_heads:
+            _tell_heads(module, inputs.query, group)
+        if not _has_own_heads[module]:
+            return tap(module, inputs)
         own = inputs.query.shape[1]
         output = tap(module, _joined(inputs, group))
-        rank = distributed.get_rank(group)
-        mine = output.unflatten(2, (-1, own))[:, :, rank]
+        mine = output.unflatten(2, (-1, own))[:, :, distributed.get_rank(group)]
         return mine if mesh is None else DTensor.from_local(mine, mesh, [Shard(2)], run_check=False)
 
     return gathering
+
+
+def _tell_heads(module: nn.Module, query: Tensor, group: Any) -> None:
+    """Ranks that compute the same attention, of weights that are split or not, have the same queries."""
+    sums = joined_heads(query.double().sum().reshape(1), group)
+    split = bool((sums != sums[0]).any())
+    _has_own_heads.update((child, split) for child in module.modules())
 
 
 def joined_heads(tensor: Tensor, group: Any, dimension: int = -1) -> Tensor:

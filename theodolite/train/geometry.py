@@ -30,7 +30,7 @@ from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moment
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.shards import head_group, is_spread
+from theodolite.models.shards import is_spread, parallel_group
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
@@ -111,7 +111,7 @@ class GeometryReader:
         if source.reads != "input_ids":
             raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
         self._spread = is_spread(source.root)
-        self.ranks = Ranks.current(head_group(source.root)) if over_ranks or self._spread else Ranks()
+        self.ranks = Ranks.current(parallel_group(source.root)) if over_ranks or self._spread else Ranks()
         self.ids = checked_ids(source, self.ranks.from_first(lambda: ids))
         contexts = self.ranks.share(self.ids)
         self._counts = len(contexts) > 0 and self.ranks.leads

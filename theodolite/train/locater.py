@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
@@ -165,12 +165,8 @@ class Locater:
                 gradients = torch.autograd.grad(value, whole.leaves)
                 owned = zip(whole.parts(gradients), whole.trained, strict=True)
                 parts += [part for part, is_trained in owned if is_trained]
-            values.append(value.detach())
-        total = torch.stack([value.to(values[0].device) for value in values]).sum()
-        group = head_group(self._model)
-        if group is not None:
-            distributed.all_reduce(total, group=group)
-        return total, parts
+            values.append(joined_heads(value.detach().reshape(1), head_group(layer.query.module)).sum())
+        return torch.stack([value.to(values[0].device) for value in values]).sum(), parts
 
     def _wholes(self) -> list[WholeParameters]:
         return self._whole or [WholeParameters(layer.places) for layer in self._projections]
@@ -190,7 +186,7 @@ class Locater:
             with whole.gathering(), torch.no_grad():
                 _check_held(self._model, held)
                 moments = torch.stack(head_moments(*layer.factors()))
-            traces, squares = joined_heads(moments, head_group(self._model)).tolist()
+            traces, squares = joined_heads(moments, head_group(layer.query.module)).tolist()
             rows += [
                 {"layer": layer.layer, "head": head, "trace": trace, "frobenius_squared": square}
                 for head, (trace, square) in enumerate(zip(traces, squares, strict=True))
