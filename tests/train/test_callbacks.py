@@ -26,9 +26,8 @@ from transformers import (
 from transformers import Trainer as OriginalTrainer
 
 from theodolite.errors import UsageError
-from theodolite.train.callbacks import GeometryCallback
+from theodolite.train.callbacks import GeometryCallback, LocaterCallback
 from theodolite.train.geometry import GeometryReader
-from theodolite.train.locater import LocaterCallback
 from theodolite.train.monitor import GeometryWarning
 from theodolite.train.trackers import TrackedCallback, TrackerWarning
 

@@ -90,6 +90,15 @@ class Projection:
         """The rows as a slice where they follow one another."""
         return _compact(self.rows)
 
+    @property
+    def is_view(self) -> bool:
+        """Whether W is a view of the matrix: its entries as they are, features that follow one another."""
+        return self.factor is None and isinstance(self.span, slice)
+
+    def view_of(self, matrix: Tensor) -> Float[Tensor, "heads width head_width"]:
+        """What lies in another matrix where W does: in the gradient, say."""
+        return self.split_heads(_entries(matrix, self.dimension, self.span))
+
     def split_heads(self, entries: Tensor) -> Float[Tensor, "heads width head_width"]:
         """W of every head, from its entries of the matrix."""
         if self.dimension == 0:
@@ -120,9 +129,9 @@ class Projections:
         """
         query, key = self.query, self.key
         if query.weight is not key.weight:
-            return query.split_heads(_entries(query, query.span)), key.split_heads(_entries(key, key.span))
+            return query.view_of(query.weight), key.view_of(key.weight)
         # One reading, so that the backward pass fills one gradient of the fused matrix and not two.
-        both = _entries(query, self._joint_span)
+        both = _entries(query.weight, query.dimension, self._joint_span)
         w_q, w_k = both.split([len(query.rows), len(key.rows)], dim=query.dimension)
         return query.split_heads(w_q), key.split_heads(w_k)
 
@@ -346,7 +355,7 @@ def _verify(module: nn.Module, call: Call, projections: QueryKeyValue) -> list[b
         if projection is None:
             agree.append(False)
             continue
-        weights, answer = projection.split_heads(_entries(projection, projection.span)), arrived[:, :, 0]
+        weights, answer = projection.view_of(projection.weight), arrived[:, :, 0]
         expected = torch.einsum("rd,hdw->rhw", rows[1:], weights)
         difference = answer[1:].double() - answer[0] - expected
         agree.append(bool(difference.abs().max() <= AFFINE_TOLERANCE * float(expected.abs().max())))
@@ -359,9 +368,10 @@ def _compact(rows: Int64[Tensor, " features"]) -> slice | Tensor:
     return slice(first, first + count) if in_order else rows
 
 
-def _entries(projection: Projection, span: slice | Tensor) -> Tensor:
-    """The entries of the projection's matrix whose output features `span` names."""
-    weight, dimension = projection.weight, projection.dimension
-    if isinstance(span, slice):
-        return weight.narrow(dimension, span.start, span.stop - span.start)
-    return weight.index_select(dimension, span.to(weight.device))
+def _entries(weight: Tensor, dimension: int, span: slice | Tensor) -> Tensor:
+    """The entries of a matrix whose output features `span` names."""
+    if not isinstance(span, slice):
+        return weight.index_select(dimension, span.to(weight.device))
+    if span == slice(0, weight.shape[dimension]):
+        return weight  # to narrow all of it would cost a copy of the gradient
+    return weight.narrow(dimension, span.start, span.stop - span.start)

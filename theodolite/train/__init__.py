@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from theodolite.train.callbacks import GeometryCallback as GeometryCallback
+    from theodolite.train.callbacks import LocaterCallback as LocaterCallback
     from theodolite.train.locater import Locater as Locater
-    from theodolite.train.locater import LocaterCallback as LocaterCallback
     from theodolite.train.locater import warm_up as warm_up
     from theodolite.train.monitor import GeometryMonitor as GeometryMonitor
     from theodolite.train.penalty import locater_penalty as locater_penalty
@@ -20,7 +20,7 @@ _HOMES = {
     "GeometryCallback": "theodolite.train.callbacks",
     "GeometryMonitor": "theodolite.train.monitor",
     "Locater": "theodolite.train.locater",
-    "LocaterCallback": "theodolite.train.locater",
+    "LocaterCallback": "theodolite.train.callbacks",
     "locater_penalty": "theodolite.train.penalty",
     "warm_up": "theodolite.train.locater",
 }

@@ -1,10 +1,11 @@
-"""The monitor inside the `transformers` Trainer: its numbers go wherever the Trainer's own numbers go.
+"""The monitor and LocAteR inside the `transformers` Trainer: numbers go wherever the Trainer's own numbers go.
 
-Nothing is measured or judged here.
+Nothing is measured, judged or differentiated here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from theodolite.models.shard_gradients import is_of_deepspeed
 from theodolite.models.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
+from theodolite.train.locater import Locater, Strength, listed_layers
 from theodolite.train.monitor import GeometryMonitor, monitor_batch, scalars
+from theodolite.train.penalty import Gradient, check_gradient, check_strength
 from theodolite.train.ranks import Ranks
 from theodolite.train.trackers import TrackedCallback
 
@@ -116,3 +120,94 @@ class GeometryCallback(TrackedCallback):
             logs["epoch"] = state.epoch
         state.log_history.append({**logs, "step": state.global_step})  # type: ignore[dict-item]
         self._log_to_trackers(args, state, control, logs)
+
+
+class LocaterCallback(TrackedCallback):
+    """LocAteR in the Trainer: `LocaterCallback(scale=1e-3, mean=1e-2).attach(trainer)` before `trainer.train()`.
+
+    At the beginning of every optimizer step the gradient of the penalty is put where the micro-batches then add
+    theirs. So it counts once a step, whatever the accumulation, the number of processes and how the loss is
+    averaged over tokens; it is clipped together with the loss's gradient, as that of a sum would be, and goes
+    through the loss scaling of float16. The loss that is logged stays that of the task; the penalty, with its
+    strengths, is logged beside it as `locater`: in `state.log_history`, on the terminal and in the trackers (not in
+    these if it is given to the Trainer as one of its `callbacks`, not by `attach`).
+
+    Arguments as in `Locater`; a function κ gets `state.global_step`. `locater` holds the penalty from the
+    beginning of training on.
+
+    Raises, when training begins:
+        UsageError: as `Locater` does, or DeepSpeed or FSDP shard the model.
+    """
+
+    def __init__(
+        self,
+        scale: Strength,
+        mean: Strength,
+        *,
+        layers: Iterable[int] | None = None,
+        gradient: Gradient = "exact",
+    ) -> None:
+        check_gradient(gradient)
+        for name, strength in (("scale", scale), ("mean", mean)):
+            if not callable(strength):
+                check_strength(name, strength)
+        self.locater: Locater | None = None
+        self._scale, self._mean = scale, mean
+        self._layers = listed_layers(layers)
+        self._gradient: Gradient = gradient
+        self._penalty: Tensor | None = None
+        self._of_deepspeed: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the weights.
+
+        Warns:
+            TrackerWarning: there are trackers, and the callback was not attached.
+        """
+        self._warn_if_unattached(args, state)
+        self.locater = Locater(
+            kwargs["model"], self._scale, self._mean, layers=self._layers, gradient=self._gradient
+        )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the penalty's gradient where those of the micro-batches will be added; with DeepSpeed, as it steps."""
+        assert self.locater is not None  # on_train_begin comes first
+        optimizer = kwargs["optimizer"]
+        if not any(map(is_of_deepspeed, self.locater.parameters)):
+            scaler = getattr(optimizer, "scaler", None)  # of float16; accelerate keeps it there
+            # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
+            self._add(state.global_step, 1.0 if scaler is None else scaler.get_scale())
+        elif self._of_deepspeed is None:
+            # It has no gradients but between backward and its step, and accelerate calls both at once.
+            self._of_deepspeed = optimizer.optimizer
+            step = self._of_deepspeed.step
+
+            def add_and_step(*args: Any, **kwargs: Any) -> Any:
+                self._add(state.global_step, float(self._of_deepspeed.loss_scale))
+                return step(*args, **kwargs)
+
+            self._of_deepspeed.step = add_and_step
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """DeepSpeed's optimizer steps as before."""
+        if self._of_deepspeed is not None:
+            del self._of_deepspeed.step
+            self._of_deepspeed = None
+
+    def _add(self, step: int, factor: float) -> None:
+        assert self.locater is not None
+        self._penalty = self.locater.add_gradient(step, factor)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Add the penalty of the last step to what is logged of the training loss, for the callbacks that follow."""
+        logs = kwargs.get("logs") or {}
+        if self._penalty is not None and "loss" in logs:
+            logs["locater"] = state.log_history[-1]["locater"] = self._penalty.item()

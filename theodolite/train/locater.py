@@ -1,4 +1,4 @@
-"""LocAteR on a model of `transformers`: for a loop of one's own (`Locater`) and for the Trainer (`LocaterCallback`).
+"""LocAteR on a model, for a loop of one's own; `callbacks.py` puts it into the Trainer.
 
 The penalty itself is in `penalty.py`, and where a model keeps its factors is found by `models/projections.py`.
 Nothing here computes either. No weight is changed: the optimizer does that.
@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
@@ -28,12 +27,12 @@ from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
 from theodolite.train.penalty import (
     Gradient,
+    add_penalty_gradient,
     check_gradient,
     check_strength,
     head_moments,
     penalty_of_moments,
 )
-from theodolite.train.trackers import TrackedCallback
 
 Strength = float | Callable[[int], float]
 """κ: a number, or a function of how many optimizer steps are done."""
@@ -81,7 +80,7 @@ class Locater:
         for name, strength in self._strengths.items():
             if not callable(strength):
                 check_strength(name, strength)
-        asked = _listed(layers)
+        asked = listed_layers(layers)
         source = training_source(model)
         inner = source.root
         with evaluation_mode(inner):
@@ -121,16 +120,14 @@ class Locater:
                 gradients are FSDP1's or DeepSpeed's to make, which leaves `add_gradient`.
         """
         if not self._together:
-            for held in self._held:
-                _check_held(self._model, held)
-            self._check_trained()
+            self._check()
             return self._penalty(self._projections, self._strengths_at(step))
         if not all(whole.dtensors for whole in self._whole):
             raise UsageError(
                 "FSDP1 and DeepSpeed make the gradients of their weights themselves: call add_gradient() between "
                 "backward and the optimizer's step"
             )
-        value, parts = self._gathered(step)
+        value, parts = self._gathered(self._strengths_at(step))
         return _Attached.apply(value, parts, *(part.parameter for part in parts))
 
     def add_gradient(self, step: int | None = None, factor: float = 1.0) -> Float[Tensor, ""]:
@@ -148,15 +145,31 @@ class Locater:
         Raises:
             UsageError: as a call does.
         """
-        value, parts = self._gathered(step)
+        strengths = self._strengths_at(step)
         with torch.no_grad():
+            if not self._together and all(map(_is_direct, self._projections)):
+                self._check()
+                values = [self._added(layer, strengths, factor) for layer in self._projections]
+                return torch.stack([value.to(values[0].device) for value in values]).sum()
+            value, parts = self._gathered(strengths)
             for part in parts:
                 part.times(factor).add()
         return value
 
-    def _gathered(self, step: int | None) -> tuple[Tensor, list[Part]]:
+    def _added(self, layer: Any, strengths: tuple[float, float], factor: float) -> Tensor:
+        """The penalty of one layer, whose gradient is added where it belongs."""
+        into: list[Tensor | None] = []
+        for projection in (layer.query, layer.key):
+            weight = projection.weight
+            if weight.requires_grad and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            into.append(projection.view_of(weight.grad) if weight.requires_grad else None)
+        w_q, w_k = (p.view_of(p.weight) for p in (layer.query, layer.key))
+        return add_penalty_gradient(w_q, w_k, into[0], into[1], *strengths, self._gradient, factor)
+
+    def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[Part]]:
         """The penalty, and this rank's parts of its gradients; the whole weights of one layer at a time."""
-        values, parts, strengths = [], [], self._strengths_at(step)
+        values, parts = [], []
         self._check_trained()
         for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
             with whole.gathering(), torch.enable_grad():
@@ -193,6 +206,11 @@ class Locater:
             ]
         return pd.DataFrame(rows)
 
+    def _check(self) -> None:
+        for held in self._held:
+            _check_held(self._model, held)
+        self._check_trained()
+
     def _check_trained(self) -> None:
         if not self.parameters:
             raise UsageError(
@@ -212,97 +230,6 @@ class Locater:
         now = strength(step)
         check_strength(name, now)
         return now
-
-
-class LocaterCallback(TrackedCallback):
-    """LocAteR in the Trainer: `LocaterCallback(scale=1e-3, mean=1e-2).attach(trainer)` before `trainer.train()`.
-
-    At the beginning of every optimizer step the gradient of the penalty is put where the micro-batches then add
-    theirs. So it counts once a step, whatever the accumulation, the number of processes and how the loss is
-    averaged over tokens; it is clipped together with the loss's gradient, as that of a sum would be, and goes
-    through the loss scaling of float16. The loss that is logged stays that of the task; the penalty, with its
-    strengths, is logged beside it as `locater`: in `state.log_history`, on the terminal and in the trackers (not in
-    these if it is given to the Trainer as one of its `callbacks`, not by `attach`).
-
-    Arguments as in `Locater`; a function κ gets `state.global_step`. `locater` holds the penalty from the
-    beginning of training on.
-
-    Raises, when training begins:
-        UsageError: as `Locater` does, or DeepSpeed or FSDP shard the model.
-    """
-
-    def __init__(
-        self,
-        scale: Strength,
-        mean: Strength,
-        *,
-        layers: Iterable[int] | None = None,
-        gradient: Gradient = "exact",
-    ) -> None:
-        check_gradient(gradient)
-        for name, strength in (("scale", scale), ("mean", mean)):
-            if not callable(strength):
-                check_strength(name, strength)
-        self.locater: Locater | None = None
-        self._scale, self._mean = scale, mean
-        self._layers = _listed(layers)
-        self._gradient: Gradient = gradient
-        self._penalty: Tensor | None = None
-        self._of_deepspeed: Any = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Find the weights.
-
-        Warns:
-            TrackerWarning: there are trackers, and the callback was not attached.
-        """
-        self._warn_if_unattached(args, state)
-        self.locater = Locater(
-            kwargs["model"], self._scale, self._mean, layers=self._layers, gradient=self._gradient
-        )
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Put the penalty's gradient where those of the micro-batches will be added; with DeepSpeed, as it steps."""
-        assert self.locater is not None  # on_train_begin comes first
-        optimizer = kwargs["optimizer"]
-        if not any(map(is_of_deepspeed, self.locater.parameters)):
-            scaler = getattr(optimizer, "scaler", None)  # of float16; accelerate keeps it there
-            # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
-            self._add(state.global_step, 1.0 if scaler is None else scaler.get_scale())
-        elif self._of_deepspeed is None:
-            # It has no gradients but between backward and its step, and accelerate calls both at once.
-            self._of_deepspeed = optimizer.optimizer
-            step = self._of_deepspeed.step
-
-            def add_and_step(*args: Any, **kwargs: Any) -> Any:
-                self._add(state.global_step, float(self._of_deepspeed.loss_scale))
-                return step(*args, **kwargs)
-
-            self._of_deepspeed.step = add_and_step
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """DeepSpeed's optimizer steps as before."""
-        if self._of_deepspeed is not None:
-            del self._of_deepspeed.step
-            self._of_deepspeed = None
-
-    def _add(self, step: int, factor: float) -> None:
-        assert self.locater is not None
-        self._penalty = self.locater.add_gradient(step, factor)
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Add the penalty of the last step to what is logged of the training loss, for the callbacks that follow."""
-        logs = kwargs.get("logs") or {}
-        if self._penalty is not None and "loss" in logs:
-            logs["locater"] = state.log_history[-1]["locater"] = self._penalty.item()
 
 
 class _Attached(torch.autograd.Function):
@@ -340,6 +267,17 @@ def _check_held(model: nn.Module, held: dict[str, Projection | NamedWeight]) -> 
             )
 
 
+def _is_direct(layer: Projections | NamedWeights) -> bool:
+    """Whether W_q and W_k are views of matrices in float32 or float64, each with a gradient of its own."""
+    return isinstance(layer, Projections) and all(
+        projection.is_view
+        and projection.weight.dtype in (torch.float32, torch.float64)
+        and projection.weight.dtype == layer.query.weight.dtype
+        and not is_of_deepspeed(projection.weight)
+        for projection in (layer.query, layer.key)
+    )
+
+
 def _is_held(model: nn.Module, name: str, place: Projection | NamedWeight) -> bool:
     try:
         return model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there
@@ -347,7 +285,12 @@ def _is_held(model: nn.Module, name: str, place: Projection | NamedWeight) -> bo
         return False
 
 
-def _listed(layers: Iterable[int] | None) -> list[int] | None:
+def listed_layers(layers: Iterable[int] | None) -> list[int] | None:
+    """The layers asked for, as numbers.
+
+    Raises:
+        UsageError: they are no whole numbers.
+    """
     if layers is None:
         return None
     try:

@@ -125,6 +125,53 @@ def head_moments(
     return traces.flatten(-2), squares.flatten(-2)
 
 
+def add_penalty_gradient(
+    w_q: Float[Tensor, "heads width head_width"],
+    w_k: Float[Tensor, "key_heads width head_width"],
+    into_q: Float[Tensor, "heads width head_width"] | None,
+    into_k: Float[Tensor, "key_heads width head_width"] | None,
+    scale: float,
+    mean: float,
+    gradient: Gradient,
+    factor: float = 1.0,
+) -> Float[Tensor, ""]:
+    """The penalty of float32 or float64 factors; its gradients, times `factor`, are added to `into_q` and `into_k`.
+
+    They are views of gradients, or None where factors are not trained.
+
+    2κ₁ W_q (W_kᵀ W_k) + 2κ₂ (t − 1) W_k, t = tr W_QK, and the same for W_k: without a graph or a copy of them, which
+    is half of what automatic differentiation takes.
+    """
+    with torch.autocast(w_q.device.type, enabled=False):
+        groups = w_k.shape[0]
+        grouped_q, shared_k = w_q.unflatten(0, (groups, -1)), w_k.unsqueeze(1)
+        gram_q, gram_k = grouped_q.mT @ grouped_q, w_k.mT @ w_k
+        traces = (grouped_q * shared_k).sum((-2, -1))
+        value = penalty_of_moments(
+            traces, (gram_q * gram_k.unsqueeze(1)).sum((-2, -1)), scale, mean, gradient
+        )
+        # Of the exact gradient t − 1, of the published (t − 1) t.
+        slope = 2 * (traces - 1) if gradient == "exact" else (traces - 1) * traces
+        slope = (factor * mean * slope)[..., None, None]
+        strength = 2 * factor * scale
+        if into_q is not None:
+            _add_product(into_q, w_q, (strength * gram_k).repeat_interleave(len(w_q) // groups, dim=0))
+            into_q.unflatten(0, (groups, -1)).addcmul_(shared_k, slope)
+        if into_k is not None:
+            _add_product(into_k, w_k, strength * gram_q.sum(dim=1))
+            for query, by_head in zip(grouped_q.unbind(1), slope.unbind(1), strict=True):
+                into_k.addcmul_(query, by_head)
+        return value
+
+
+def _add_product(into: Tensor, w: Tensor, gram: Tensor) -> None:
+    """Add w @ gram in the layout of the matrix that `into` is a view of; a Gram matrix is its own transpose."""
+    if into.stride(-2) == 1:
+        into.mT.baddbmm_(gram, w.mT)
+    else:
+        into.baddbmm_(w, gram)
+
+
 class _FrobeniusSquared(torch.autograd.Function):
     """‖W_q W_kᵀ‖_F² of w_q (..., G, n, d, d_h) and w_k (..., G, 1, d, d_h), and the two Gram matrices.
 
