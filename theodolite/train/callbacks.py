@@ -99,6 +99,19 @@ class GeometryCallback(TrackedCallback):
         """Look after a step, if a look is due."""
         self._look(args, state, control)
 
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Put the loss that the Trainer logs beside the looks; at its step a look was had already."""
+        loss = (logs or {}).get("loss")
+        if self.monitor is not None and self.monitor.last is not None and isinstance(loss, float):
+            self.monitor(state.global_step, loss)
+
     def _look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         if self.monitor is None:
             return

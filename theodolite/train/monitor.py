@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ class GeometryMonitor:
         ids: the monitor batch, token ids (contexts, positions) without padding; 8 × 128 do (see `monitor_batch`).
         every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
-        folder: where `heads.jsonl`, `layers.jsonl` and `alarms.jsonl` go, one row a line; None: nowhere.
+        folder: where `heads.jsonl`, `layers.jsonl`, `alarms.jsonl` and `losses.jsonl` go, one row a line, for
+            `theodolite watch`; None: nowhere.
         limits: the levels of alarm.
         over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
             must make the monitor and call it at every step; the batch is that of the first one, which alone writes
@@ -102,23 +103,30 @@ class GeometryMonitor:
         self._started = time.perf_counter()
         self._seconds = 0.0
 
-    def __call__(self, step: int) -> dict[str, float]:
+    def __call__(self, step: int, loss: float | Tensor | None = None) -> dict[str, float]:
         """Look, if a look is due after `step` optimizer steps; the numbers to plot, else {}.
+
+        Args:
+            step: optimizer steps done.
+            loss: of this step, for the record, whether or not a look is due. A tensor is waited for on its device:
+                on a GPU give it only at the steps at which it is logged anyway.
 
         Warns:
             GeometryWarning: a head or a layer collapses, or hidden states are no numbers any more.
             RecordWarning: an earlier record was moved aside, or the record cannot be written any more.
 
         Raises:
-            UsageError: the step is before that of the last call.
+            UsageError: the step is before that of the last call, or the loss is not one number.
             WorkError: the record cannot be begun.
         """
-        step = int(step)
+        step, value = int(step), None if loss is None else _one_number(loss)
         if self._step is None:
             self._begin(step)
         elif step < self._step:
             raise UsageError(f"step went from {self._step} to {step}: count steps over all epochs")
         self._step = step
+        if value is not None:
+            self._write(step, lambda: self._record.write_loss(step, value))
         if self._broken or not self._due(step):
             return {}
         number = step // self.every if self.last is None else self._number + 1
@@ -134,16 +142,21 @@ class GeometryMonitor:
         self.last = geometry
         self._number = number
         self.alarms += self.new_alarms
-        try:
-            self._record.write(geometry, self.new_alarms)
-        except WorkError as error:
-            self._record = Record(None)
-            self._warn(f"step {step}: {error}; the looks go on without a record", RecordWarning)
+        self._write(step, lambda: self._record.write(geometry, self.new_alarms))
         for line in alarm_lines(self.new_alarms):
             self._warn(line)
         self._seconds += geometry.seconds
         share = self._seconds / (time.perf_counter() - self._started)
         return scalars(geometry) | {"alarms": float(self._judge.active), "time_share": share}
+
+    def _write(self, step: int, write: Callable[[], None]) -> None:
+        """Add to the record; what cannot be written is not tried again."""
+        try:
+            write()
+        except WorkError as error:
+            self._record = Record(None)
+            message = f"step {step}: {error}; the looks go on without a record"
+            self._warn(message, RecordWarning, stacklevel=4)
 
     def _begin(self, step: int) -> None:
         """Begin at a step; at a later one than 0, go on from what the folder holds of the steps before."""
@@ -249,3 +262,15 @@ def monitor_batch(
         )
     length = min(length, usable[-1])
     return torch.stack([ids[:length] for ids in candidates if len(ids) >= length][:contexts]).long()
+
+
+def _one_number(loss: float | Tensor) -> float:
+    """A loss as Python's number; NaN stays one.
+
+    Raises:
+        UsageError: it is not one number.
+    """
+    try:
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"loss is {loss!r:.60}: give one number, or a tensor of one") from None

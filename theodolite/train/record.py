@@ -16,14 +16,14 @@ from theodolite.system.files import disk_errors, json_text, write_text
 from theodolite.train.alarms import Alarm
 from theodolite.train.geometry import Geometry
 
-FILES = ("heads", "layers", "alarms")
+FILES = ("heads", "layers", "alarms", "losses")
 
 JUDGED = {"entropy_share", "propagation", "at_distance", "same_token", "sink_first", "sink_learned"}
 """Columns of the heads that a resumed monitor judges again."""
 
 
 class Record:
-    """The tables of all looks, as lines of JSON in a folder; a NaN is `null`.
+    """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`.
 
     Args:
         folder: where; None: nowhere.
@@ -65,7 +65,9 @@ class Record:
                         f"{damaged} damaged lines"
                     )
             for name in FILES:
-                remaining = [row for row in rows[name] if steps and row["step"] in whole]
+                # A loss belongs to a step that is done, whether or not there was a look.
+                done = range(step + 1) if name == "losses" else whole
+                remaining = [row for row in rows[name] if steps and row["step"] in done]
                 write_text(self._folder / f"{name}.jsonl", "".join(map(_line, remaining)))
         return [Geometry(at, _table(heads[at]), _table(layers[at]), 0.0) for at in steps], message
 
@@ -103,18 +105,28 @@ class Record:
         Raises:
             WorkError: the folder cannot be written.
         """
-        if self._folder is None:
-            return
         at = {"step": geometry.step}
         rows = {
             "heads": [at | row for row in geometry.heads.to_dict("records")],
             "layers": [at | row for row in geometry.layers.to_dict("records")],
             "alarms": [alarm.as_dict() for alarm in alarms],
         }
-        with disk_errors(self._folder):
-            for name, lines in rows.items():
-                with (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-                    file.write("".join(map(_line, lines)))
+        for name, lines in rows.items():
+            self._append(name, lines)
+
+    def write_loss(self, step: int, loss: float) -> None:
+        """Append the loss of a step; of several for one step the last counts.
+
+        Raises:
+            WorkError: the folder cannot be written.
+        """
+        self._append("losses", [{"step": step, "loss": loss}])
+
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        if self._folder is None:
+            return
+        with disk_errors(self._folder), (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.write("".join(map(_line, rows)))
 
 
 def _line(row: dict[str, Any]) -> str:
