@@ -16,10 +16,8 @@ from theodolite.models.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
 from theodolite.train.monitor import GeometryMonitor, monitor_batch, scalars
 from theodolite.train.ranks import Ranks
+from theodolite.train.record import FOLDER
 from theodolite.train.trackers import TrackedCallback
-
-FOLDER = "geometry"
-"""Folder of the tables, in the Trainer's `output_dir`."""
 
 
 class GeometryCallback(TrackedCallback):

@@ -18,6 +18,9 @@ from theodolite.train.geometry import Geometry
 
 FILES = ("heads", "layers", "alarms", "losses")
 
+FOLDER = "geometry"
+"""Folder of the record, in a Trainer's `output_dir`."""
+
 JUDGED = {"entropy_share", "propagation", "at_distance", "same_token", "sink_first", "sink_learned"}
 """Columns of the heads that a resumed monitor judges again."""
 
@@ -49,7 +52,7 @@ class Record:
         with disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             old = {name: self._read(name) for name in FILES}
-            rows = {name: [row for line in old[name] if (row := _row(line))] for name in FILES}
+            rows = {name: [row for line in old[name] if (row := parsed_row(line))] for name in FILES}
             heads, layers = (_by_step(rows[name], step) for name in ("heads", "layers"))
             whole = {at for at in heads.keys() & layers.keys() if self._whole(heads[at], layers[at])}
             steps = sorted(whole) if step else []
@@ -75,7 +78,8 @@ class Record:
         assert self._folder is not None
         path = self._folder / f"{name}.jsonl"
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
-        return lines if _row(lines[-1]) else lines[:-1]  # without the half line at which a process was killed
+        # Without the half line at which a process was killed.
+        return lines if parsed_row(lines[-1]) else lines[:-1]
 
     def _move_aside(self) -> int:
         """Rename the files to `heads.1.jsonl` and so on; the number."""
@@ -133,7 +137,7 @@ def _line(row: dict[str, Any]) -> str:
     return json_text(row) + "\n"
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def parsed_row(line: str) -> dict[str, Any] | None:
     """A row with a step; None if the line is none, as that at which a process was killed."""
     try:
         row = json.loads(line)
