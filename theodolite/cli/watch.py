@@ -11,6 +11,7 @@ from rich.console import Console
 from theodolite.cli.options import refuse_unread, say_where
 from theodolite.cli.screen import one_line_errors, say_dimly
 from theodolite.errors import UsageError
+from theodolite.system.files import check_target
 
 EVERY = 5.0
 LEAST, MOST = 0.2, 3600.0
@@ -44,24 +45,29 @@ def watch_command(
     with one_line_errors():
         if every is not None and not LEAST <= every <= MOST:
             raise UsageError(f"--every is {every:g}: give {LEAST:g} to {MOST:g} seconds")
+        if run.is_file():
+            raise UsageError(
+                f"{run} is a file: give the folder of a GeometryMonitor, or the output_dir of a Trainer"
+            )
         if out is not None:
             refuse_unread("--out writes a file", {"--port": port, "--every": every})
+            check_target(out)
             from theodolite.watch.page import write_page
 
             say_where(write_page(run, out), False)
             return
 
         from theodolite.system.listening import listen
-        from theodolite.watch.record import TrainingRecord
-        from theodolite.watch.server import WatchedRun, serve
 
-        watched = WatchedRun(TrainingRecord(run), EVERY if every is None else every)
         with listen(port) as listening:
+            from theodolite.watch.record import TrainingRecord
+            from theodolite.watch.server import WatchedRun, serve
+
             console = Console(soft_wrap=True)
             if not run.is_dir():
                 say_dimly(f"{run} is not there yet: the page waits for the first look")
             serve(
-                watched,
+                WatchedRun(TrainingRecord(run), EVERY if every is None else every),
                 listening,
                 lambda address: console.print(f"Watching: {address} (Ctrl-C ends it)", highlight=False),
             )

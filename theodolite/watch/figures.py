@@ -107,7 +107,9 @@ def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Sequen
     of = "head" if len(places[0]) == 2 else "layer"
     extremes = np.where(np.isfinite(extremes), extremes, np.nan)
     hover = f"{worst} {of} at step %{{x}}: %{{y:.3g}}<br>%{{text}}<extra></extra>"
-    traces = line(x, extremes, "nearest to an alarm", style.MEASURED, text=names, hover=hover, marker=_dots(groups))
+    traces = line(
+        x, extremes, "nearest to an alarm", style.MEASURED, text=names, hover=hover, marker=_dots(groups)
+    )
     mean = "mean at step %{x}: %{y:.3g}<extra></extra>"
     traces += line(x, _means(values, groups), "mean", style.REFERENCE, hover=mean, width=1.4)
     if measure.limit is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from theodolite.errors import UsageError, first_line
+from theodolite.errors import first_line
 from theodolite.report.data import Floats
 from theodolite.system.wording import counted, listed
 from theodolite.train.alarms import ADVICE, Alarm
@@ -162,16 +162,9 @@ class TrainingRecord:
         heads, layers: the columns that are shown.
         losses: loss by step; NaN where it was no number.
         alarms: all of them, in order of the file.
-
-    Raises:
-        UsageError: `run` is a file.
     """
 
     def __init__(self, run: Path) -> None:
-        if run.is_file():
-            raise UsageError(
-                f"{run} is a file: give the folder of a GeometryMonitor, or the output_dir of a Trainer"
-            )
         self.run = run
         self.heads, self.layers = Columns(("layer", "head"), OF_HEADS), Columns(("layer",), OF_LAYERS)
         self.losses: dict[int, float] = {}
