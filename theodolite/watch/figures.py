@@ -180,10 +180,8 @@ def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
             )
         )
     kinds = list(ALARM_COLOURS)[::-1]
-    low, high = float(steps[0]), float(max(steps[-1], steps[0] + 1))
-    room = 0.02 * (high - low)
     layout = REVISION | {
-        "xaxis": {"range": [low - room, high + room]},
+        "xaxis": {"autorangeoptions": {"include": [int(steps[0]), int(steps[-1])]}},
         "yaxis": {"categoryorder": "array", "categoryarray": kinds, "range": [-0.6, len(kinds) - 0.4]},
         "margin": {"t": 12},
     }
@@ -229,7 +227,7 @@ def head_map(
             "tickvals": starts[::every],
             "ticktext": [f"layer {places[n][0]}" for n in starts[::every]],
         },
-        "xaxis": {"showgrid": False, "range": _edges(x)},
+        "xaxis": {"showgrid": False, "autorangeoptions": _edges(x)},
         "shapes": [border | {"y0": n - 0.5, "y1": n - 0.5} for n in starts[1:]],
         "margin": {"t": 12},
     }
@@ -246,11 +244,14 @@ def _place(place: tuple[int, ...]) -> str:
     return head_name(*place) if len(place) == 2 else residual_place(place[0])
 
 
-def _edges(x: Steps) -> list[float]:
-    """Where the outermost cells of a map end: half of the way to their neighbours beyond them."""
+def _edges(x: Steps) -> dict[str, float]:
+    """Where the axis of a map ends, by itself: with its outermost cells, half of the way to a neighbour beyond them.
+
+    A `range` would do the same but for the reader's zoom, which goes where that changes.
+    """
     if len(x) == 1:
-        return [float(x[0]) - 0.5, float(x[0]) + 0.5]
-    return [float(1.5 * x[0] - 0.5 * x[1]), float(1.5 * x[-1] - 0.5 * x[-2])]
+        return {"clipmin": float(x[0]) - 0.5, "clipmax": float(x[0]) + 0.5}
+    return {"clipmin": float(1.5 * x[0] - 0.5 * x[1]), "clipmax": float(1.5 * x[-1] - 0.5 * x[-2])}
 
 
 def _dots(groups: NDArray[np.int64]) -> float:
