@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.inputs.test_pages import BROWSER
+from tests.slow import slow_but
 from tests.watch.conftest import training
 from theodolite.system.listening import listen
 from theodolite.watch.record import TrainingRecord
@@ -159,7 +160,10 @@ def test_a_run_that_is_silent_seems_to_have_stopped(show, recorded, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("width", "scheme", "other"), [(390, "light", "dark"), (1400, "dark", "light")])
+SHOWN = [(390, "light", "dark"), (1400, "dark", "light")]
+
+
+@pytest.mark.parametrize(("width", "scheme", "other"), slow_but(SHOWN[:1], SHOWN))
 def test_axe_finds_nothing_and_nothing_scrolls_sideways(show, recorded, width, scheme, other):
     tab = show(recorded, scheme, width)
     draw(tab)

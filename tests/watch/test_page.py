@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.inputs.test_pages import HOSTILE
+from tests.slow import slow_but
 from tests.watch.conftest import LOOKS
 from theodolite.cli.app import app
 from theodolite.watch.figures import POINTS, first_of_groups
@@ -255,7 +256,7 @@ def test_nobody_else_is_answered(server):
         assert running.ask(method=method)[0] == 501
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]))
 def test_it_ends_in_a_line(server, number, tmp_path):
     running = server[0] if number == signal.SIGINT else Server(str(tmp_path))
     running.process.send_signal(number)

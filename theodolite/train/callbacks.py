@@ -30,9 +30,10 @@ class GeometryCallback(TrackedCallback):
     The numbers of `scalars` go to the Trainer's trackers (TensorBoard and so on) and to `state.log_history` as
     `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`; the terminal is spared. Given to the
     Trainer as one of its `callbacks` instead of by `attach`, it works as well but the trackers get nothing. Every
-    head's and layer's go to `output_dir/geometry/*.jsonl`. The model is looked at without its wrappers, in the
-    precision of its weights. Under `torchrun` every process reads its share of the monitor batch; the statistics are
-    those of the whole batch, the same on all of them, and the first one writes, logs and warns.
+    head's and layer's go to `output_dir/geometry/*.jsonl`, with the loss that the Trainer logs. The model is looked
+    at without its wrappers, in the precision of its weights. Under `torchrun` every process reads its share of the
+    monitor batch; the statistics are those of the whole batch, the same on all of them, and the first one writes,
+    logs and warns.
 
     Args:
         ids: the monitor batch, token ids (contexts, positions) without padding; None: the first long enough rows

@@ -23,7 +23,7 @@ from theodolite.train.geometry import residual_place
 
 Steps = NDArray[np.int64]
 
-POINTS, CELLS = 500, 100_000
+POINTS, CELLS = 500, 50_000
 """Points of a line, and cells of a map, at most."""
 
 ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
@@ -196,7 +196,7 @@ def head_map(
     alarms: Sequence[Alarm],
 ) -> Sketch:
     """All heads (rows) at all looks (columns), the first layer on top; a cross where a head began to alarm."""
-    groups = first_of_groups(len(steps), max(50, min(POINTS, CELLS // len(places))))
+    groups = first_of_groups(len(steps), max(100, min(POINTS, CELLS // len(places))))
     cells = grouped(values, groups, measure.low_alarms)
     highest = measure.highest or max(saturation([cells]), 1e-6)
     names = [_place(place) for place in places]
