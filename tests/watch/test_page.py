@@ -131,6 +131,12 @@ def test_ten_thousand_looks_stay_light_and_hide_nothing(many):
     lines = list(traces(page, "lines").values())
     assert all(len(x) <= POINTS and x[-1] == 140_000 for x, _ in lines)
     np.testing.assert_allclose(lines[0][1], 2.5)
+    named = [trace for trace in figure(page, "lines")["data"] if "text" in trace]
+    assert len(named) == 2
+    for trace in named:
+        of_points = dict(zip(numbers(trace["x"]).tolist(), trace["text"], strict=True))
+        assert of_points[int(min(step for step in of_points if step >= 43_220))] == "L8H4"
+        assert of_points[140_000] == "L11H11"
     assert page.count("<td>rank collapse</td>") == LISTED
     assert f"The newest {LISTED} of 10000" in page
 
