@@ -250,10 +250,6 @@ def test_models_that_cannot_be_monitored_are_refused():
         GeometryReader(checkpoints.build("vit"), IDS)
     with pytest.raises(UsageError, match="holds no model of transformers"):
         GeometryReader(torch.nn.Linear(2, 2), IDS)
-    sharded = model_of("gpt2")
-    next(sharded.parameters()).ds_id = 0  # what DeepSpeed's ZeRO 3 writes on a parameter that it has spread
-    with pytest.raises(UsageError, match=r"transformer\.wte\.weight is spread over ranks"):
-        GeometryReader(sharded, IDS)
 
 
 def test_numbers_that_are_none_name_their_layer():

@@ -319,9 +319,3 @@ def test_gradients_are_scaled_with_the_loss_in_float16():
         callback.on_step_begin(None, TrainerState(), None, optimizer=SimpleNamespace(scaler=scaler))
         got = model.model.layers[0].self_attn.q_proj.weight.grad
         torch.testing.assert_close(got, times * 1024 * expected, rtol=1e-5, atol=1e-3)
-
-
-def test_sharded_training_is_refused():
-    callback = LocaterCallback(SCALE, MEAN)
-    with pytest.raises(UsageError, match="train with DDP"):
-        callback.on_train_begin(SimpleNamespace(deepspeed="zero.json", fsdp=None), TrainerState(), None)

@@ -134,7 +134,7 @@ def capture_current_calls(structure: Structure, run: Run) -> Calls:
         calls.setdefault(turns.take(module), call.with_own_memory() if structure.cross else call)
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in turns]
-    with removed_on_leaving(hooks), without_interventions(), torch.inference_mode():
+    with removed_on_leaving(hooks), without_interventions(), torch.no_grad():
         run()
     return calls
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from theodolite.errors import WorkError
 from theodolite.models.quantised import FLOATS, SCALE, WHAT_TO_DO
+from theodolite.models.shards import is_dtensor
 
 ROWS = 1024
 """Of the identity, sent at once."""
@@ -83,7 +84,7 @@ def _is_packed(tensor: Tensor) -> bool:
 
 def has_own_class(tensor: Tensor) -> bool:
     """Whether operations on the tensor are its class's to define (torchao, quanto)."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_dtensor(tensor)
 
 
 def refuse_unreadable_layers(named: Iterable[tuple[str, nn.Module]]) -> None:

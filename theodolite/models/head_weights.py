@@ -25,6 +25,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models.calls import Call
 from theodolite.models.dequantised import dequantised, quantised_layers
 from theodolite.models.doors.answers import without_interventions
+from theodolite.models.shards import alone, copies_of_dtensors, gathered, without_foreign_hooks
 from theodolite.models.source import device_of, dtype_of
 from theodolite.models.structure import Structure, removed_on_leaving
 from theodolite.models.taps import tapped
@@ -89,7 +90,7 @@ def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: 
     Raises:
         NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
     """
-    with without_interventions(), tapped(model, stop_at_tap), torch.inference_mode():
+    with without_interventions(), tapped(model, stop_at_tap), torch.no_grad():
         attention = structure.attention_at(layer)
         module = copy_in_dtype(attention, torch.float64)
         width = call.width
@@ -247,8 +248,8 @@ def stop_at_tap(_: nn.Module, inputs: AttentionInputs) -> Tensor:
 def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy in `dtype`, or the module itself where its weights are on the meta device.
 
-    Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks. Quantised layers
-    become plain ones.
+    Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks; those that are
+    spread over ranks are gathered. Quantised layers become plain ones.
 
     Raises:
         WorkError: a layer is quantised in a way that cannot be read.
@@ -267,7 +268,10 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             return module
         # A hook knows all offloaded weights of the model: it is not copied with the module.
         hooks = {id(child._hf_hook): child._hf_hook for child in hooked}
-        copy_of = copy.deepcopy(module, {**hooks, **plain})
+        weights_present.enter_context(gathered(module.modules()))
+        own_hooks = weights_present.enter_context(without_foreign_hooks(module))
+        memo = {**hooks, **plain, **copies_of_dtensors(module), **own_hooks}
+        copy_of = alone(copy.deepcopy(module, memo), module)
     for child in copy_of.modules():
         if child.__dict__.pop("_hf_hook", None) is not None:
             del child._old_forward

@@ -21,6 +21,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models.calls import Calls
 from theodolite.models.head_weights import copy_in_dtype, read_head_weights
 from theodolite.models.projections import refuse_replaced_weights
+from theodolite.models.shards import Place
 from theodolite.models.structure import Structure
 
 TOLERANCE = 1e-10
@@ -45,17 +46,18 @@ class NamedWeight:
     @property
     def is_there(self) -> bool:
         """Whether the module still has parameters under this name."""
-        return bool(self.parameters)
+        return bool(self.places)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """What the tensor is, or what it is computed from."""
+    def places(self) -> list[Place]:
+        """Of what the tensor is, or what it is computed from."""
         if self.name in self.module._parameters:
-            return [getattr(self.module, self.name)]
-        if parametrize.is_parametrized(self.module, self.name):
-            parametrizations: Any = self.module.parametrizations
-            return list(parametrizations[self.name].parameters())
-        return []
+            return [(self.module, self.name)]
+        if not parametrize.is_parametrized(self.module, self.name):
+            return []
+        parametrizations: Any = self.module.parametrizations
+        parts = parametrizations[self.name].modules()
+        return [(part, name) for part in parts for name, p in part._parameters.items() if p is not None]
 
     def of(self, tensor: Tensor) -> Float[Tensor, "heads width head_width"]:
         """W of every head, from the tensor."""
@@ -80,9 +82,9 @@ class NamedWeights:
         return self.query.of(query), self.key.of(key)
 
     @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """What holds them."""
-        return (*self.query.parameters, *self.key.parameters)
+    def places(self) -> list[Place]:
+        """Of what holds them."""
+        return list(dict.fromkeys([*self.query.places, *self.key.places]))
 
 
 def find_named_weights(

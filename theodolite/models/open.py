@@ -31,6 +31,7 @@ from theodolite.models.loading import (
     without_progress_bars,
 )
 from theodolite.models.opened import OpenModel
+from theodolite.models.shards import as_sharded, is_spread, register_spread
 from theodolite.models.source import Source
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
@@ -131,7 +132,14 @@ def _in_memory(
         raise UsageError(
             f"{type(model).__name__} is in memory: move or convert it before, and give no dtype or device"
         )
-    return _opened(Source.of_transformers(unwrap(model), attention), tokenizer)
+    inner = unwrap(model)
+    register_spread(model)
+    if is_spread(inner):
+        raise UsageError(
+            f"the weights of {type(inner).__name__} are spread over ranks: give the model itself to GeometryMonitor or "
+            "Locater, and survey its checkpoints"
+        )
+    return _opened(Source.of_transformers(inner, attention), tokenizer)
 
 
 def open_module(
@@ -174,6 +182,7 @@ def open_module(
     if image is None and vocabulary is None:
         vocabulary = len(tokenizer or ())
     inner: nn.Module = getattr(module, "_orig_mod", module)
+    register_spread(inner)
     source = Source.of_module(
         inner, vocabulary, forward, longest, image, None if names is None else tuple(names), attention
     )
@@ -215,7 +224,7 @@ def _is_count(number: Any) -> bool:
 
 def _opened(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> OpenModel:
     usable_device(source.device)
-    with guarded(source.root):
+    with guarded(source.root), as_sharded(source.root):
         refuse_nonfinite_weights(source.root)
         return OpenModel.of(source, *verified_parts(source), tokenizer=tokenizer, id=source.name)
 

@@ -202,7 +202,7 @@ class OpenModel:
     @measures
     def forward(self, inputs: Inputs) -> Tensor:
         """What a pass without gradients or a cache returns: of `transformers`, the last hidden states (…, width)."""
-        with torch.inference_mode():
+        with torch.no_grad():
             return first_output(self.source.run(inputs))
 
     @measures
@@ -212,7 +212,7 @@ class OpenModel:
         """The next-token logits of a pass without gradients or a cache; the model must have an output head."""
         if self.source.predict is None:
             raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
-        with torch.inference_mode():
+        with torch.no_grad():
             return self.source.predict(ids)
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:

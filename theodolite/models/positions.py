@@ -56,7 +56,7 @@ def _named(model: nn.Module) -> str:
 def _seen(source: Source, structure: Structure) -> str:
     sample = source.sample(VERIFIED_LENGTH)
     same = torch.zeros_like(sample) if sample.is_floating_point() else sample[:, :1].expand_as(sample)
-    with without_interventions(), torch.inference_mode():
+    with without_interventions(), torch.no_grad():
         calls = capture_calls(source.root, structure, lambda: source.run(same))
         with tapped(source.root, stop_at_tap):
             for layer in structure.attending:

@@ -30,6 +30,7 @@ from theodolite.models.head_weights import (
     run_until_tap,
     stop_at_tap,
 )
+from theodolite.models.shards import Place
 from theodolite.models.structure import Structure
 from theodolite.models.taps import tapped
 
@@ -130,10 +131,9 @@ class Projections:
         return _compact(torch.cat([self.query.rows, self.key.rows]))
 
     @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The one or two matrices that hold W_q and W_k."""
-        query, key = self.query.weight, self.key.weight
-        return (query,) if query is key else (query, key)
+    def places(self) -> list[Place]:
+        """Of the one or two matrices that hold W_q and W_k."""
+        return list(dict.fromkeys((p.module, p.name) for p in (self.query, self.key)))
 
 
 def find_projections(
@@ -153,19 +153,16 @@ def find_projections(
             normalised after the projection, carry an adapter, or are quantised.
     """
     refuse_replaced_weights(model, _PARTICIPLES[purpose])
-    with tapped(model, stop_at_tap):
+    with tapped(model, stop_at_tap, own_heads=True):
         return [_find(structure, layer, calls[layer], purpose) for layer in layers]
 
 
 Replacement = tuple[Projection, list[int] | None, Tensor]
 """A matrix, and the heads of a projection whose it is to be."""
 
-ParameterName = tuple[nn.Module, str]
-"""Where a module keeps a parameter."""
-
 # Of the process, as edits of the tap are: what is replaced now, in the order in which it was, and the model's own.
 _open_replacements: list[list[Replacement]] = []
-_originals: dict[ParameterName, nn.Parameter] = {}
+_originals: dict[Place, nn.Parameter] = {}
 
 
 @contextmanager
@@ -190,7 +187,7 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
             _write_replacements(parameter_name)
 
 
-def _write_replacements(parameter_name: ParameterName) -> None:
+def _write_replacements(parameter_name: Place) -> None:
     """Give a module its own parameter, with the entries of what is replaced now."""
     module, name = parameter_name
     replacements = [

@@ -64,18 +64,21 @@ class Source:
     of_copy: Callable[[Any], Source] | None = None
 
     @classmethod
-    def of_transformers(cls, model: PreTrainedModel, attention: Attention | None = None) -> Source:
+    def of_transformers(
+        cls, model: PreTrainedModel, attention: Attention | None = None, entry: nn.Module | None = None
+    ) -> Source:
         """A model of `transformers`.
 
         Args:
             model: the model.
             attention: of an encoder-decoder, which is looked at; None: the decoder's own.
+            entry: what is called in place of its trunk: the model or a wrapper that gathers its weights.
 
         Raises:
             UsageError: it reads neither tokens nor pixels; it has no decoder, and one is asked for.
         """
         if model.config.is_encoder_decoder:
-            return _of_encoder_decoder(model, attention or DECODER)
+            return _of_encoder_decoder(model, attention or DECODER, entry)
         if attention is not None:
             raise UsageError(f"{type(model).__name__} is no encoder-decoder, and attends in one way only")
         name, trunk = model.main_input_name, model.base_model
@@ -83,7 +86,9 @@ class Source:
             trunk = model
         vocabulary = embedded_tokens(model) if name == "input_ids" else None
         longest = longest_of(model)
-        options = {"use_cache": False} if name == "input_ids" else {}
+        options: dict[str, Any] = {"use_cache": False} if name == "input_ids" else {}
+        if entry is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
+            options["logits_to_keep"] = 1
 
         def sample(length: int) -> Tensor:
             if vocabulary is not None:
@@ -95,7 +100,7 @@ class Source:
             return {name: batch.to(device_of(model), dtype), **options}
 
         def run(batch: Tensor) -> Any:
-            return trunk(**given(batch))
+            return (entry or trunk)(**given(batch))
 
         def probe(length: int) -> Run:
             return lambda: run(sample(length))
@@ -213,7 +218,7 @@ class Source:
         return f": its config.json says sliding_window = {window}; use a number above 0, or null for none"
 
 
-def _of_encoder_decoder(model: PreTrainedModel, attention: Attention) -> Source:
+def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.Module | None) -> Source:
     """Encoder and decoder read the same tokens; the decoder as they are, without a token that begins them.
 
     An encoder of speech (Whisper) hears silence; its own attention and the one to it are not looked at.
@@ -243,7 +248,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention) -> Source:
             }
         else:
             encoded = {"input_ids": torch.cat([ids, ids[:, :more]], dim=1)}
-        return trunk(**encoded, decoder_input_ids=ids, use_cache=False)
+        return (entry or trunk)(**encoded, decoder_input_ids=ids, use_cache=False)
 
     of_decoder = frozenset() if attention == "encoder" else frozenset(model.get_decoder().modules())
 
@@ -339,7 +344,9 @@ def embedded_tokens(model: PreTrainedModel) -> int:
         UsageError: it has no one embedding of tokens (CLIP's two towers, CANINE's hashes of characters).
     """
     try:
-        return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+        embedding: Any = model.get_input_embeddings()
+        # FSDP and ZeRO keep it flat.
+        return len(embedding.weight) if embedding.weight.ndim > 1 else embedding.num_embeddings
     except (AttributeError, NotImplementedError) as error:
         raise UsageError(
             f"{type(model).__name__} has no one embedding of tokens: open the part of it that attends (text_model, "

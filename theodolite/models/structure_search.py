@@ -57,7 +57,7 @@ def find_structure(source: Source) -> Structure:
         return attend(inputs)
 
     attention_not_followed()
-    with tapped(model, record), torch.inference_mode():
+    with tapped(model, record), torch.no_grad():
         run()
     lost = attention_not_followed()
     if not heard and listen_to_functions(model):
@@ -174,7 +174,7 @@ def _layers_in_order(
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
     hooks += [module.register_forward_hook(leave) for module in blocks]
-    with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
+    with removed_on_leaving(hooks), tapped(model, record), torch.no_grad():
         run()
     if named and not layers:
         raise _NoBlocks
@@ -204,7 +204,7 @@ def _with_end(source: Source, structure: Structure) -> Structure:
     Raises:
         UsageError: it returns no hidden states.
     """
-    with torch.inference_mode():
+    with torch.no_grad():
         last = first_output(source.run(source.sample(SEVERAL)))
     layout = Layout.of(last.shape, 1, SEVERAL)
     if layout is None or layout.ordered(last).shape[-1] != structure.width:
@@ -229,7 +229,7 @@ def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -
         return attend(inputs)
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in attention]
-    with removed_on_leaving(hooks), tapped(model, record), torch.inference_mode():
+    with removed_on_leaving(hooks), tapped(model, record), torch.no_grad():
         run()
     return layers
 

@@ -18,6 +18,7 @@ from theodolite.models.doors.answers import Intervention, Tap, intervening, list
 from theodolite.models.doors.pytorch import attention_not_followed as attention_not_followed
 from theodolite.models.doors.pytorch import turn_to_functions
 from theodolite.models.doors.transformers import turn_to_interface
+from theodolite.models.shards import of_all_heads
 
 
 @dataclass
@@ -44,9 +45,12 @@ def listen_to_functions(model: nn.Module) -> bool:
 
 
 @contextmanager
-def tapped(model: nn.Module, tap: Tap) -> Iterator[None]:
-    """While open, every attention layer of `model` calls `tap`; the model is restored on leaving."""
-    with _opened(model) as modules, listening(modules, tap):
+def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[None]:
+    """While open, every attention layer of `model` calls `tap`; the model is restored on leaving.
+
+    Where ranks have some of the heads each, it gets all of them, and all ranks must run the model; or `own_heads`.
+    """
+    with _opened(model) as modules, listening(modules, tap if own_heads else of_all_heads(model, tap)):
         yield
 
 

@@ -14,29 +14,31 @@ from theodolite.errors import UsageError
 from theodolite.models.guard import guarded
 from theodolite.models.loading import usable_device
 from theodolite.models.opened import OpenModel
+from theodolite.models.shards import as_sharded, gathering_entry, register_spread
 from theodolite.models.source import Source
 
 
 def training_source(model: nn.Module | OpenModel) -> Source:
-    """What to hook and tap of a model in training, and how to run it.
+    """What to hook and tap of a model in training, and how to run it: by all ranks, where its weights are spread.
 
     Raises:
         UsageError: as `unwrap`; it is an encoder-decoder, or on a device without float64.
     """
     if isinstance(model, OpenModel):
-        refuse_sharded(model.root)
         return model.source
-    source = Source.of_transformers(unwrap(model))
+    register_spread(model)
+    inner = unwrap(model)
+    source = Source.of_transformers(inner, entry=gathering_entry(model, inner))
     usable_device(source.device)
     return source
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The `transformers` model inside DDP, DataParallel, `torch.compile` or PEFT.
+    """The `transformers` model inside DDP, FSDP, DeepSpeed, DataParallel, `torch.compile` or PEFT.
 
     Raises:
-        UsageError: there is none, or its weights are spread over ranks, so that no rank can run it alone; or PEFT has
-            learned a prompt, which is outside; or measuring it would change it (BigBird).
+        UsageError: there is none; or PEFT has learned a prompt, which is outside; or measuring it would change it
+            (BigBird).
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
@@ -51,7 +53,6 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
             raise UsageError(
                 f"{type(model).__name__} holds no model of transformers: give open_module(model, vocabulary=…)"
             )
-    refuse_sharded(inner)
     if any(getattr(module, "attention_type", None) == "block_sparse" for module in inner.modules()):
         raise UsageError(
             f"{type(inner).__name__} turns itself to full attention for good as it reads a short text: call its "
@@ -70,19 +71,9 @@ def _refuse_learned_prompts(model: Any) -> None:
             )
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise `UsageError` where weights are spread over ranks, so that no rank can run the model alone."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor" or not parameter.numel():
-            raise UsageError(
-                f"{name} is spread over ranks (FSDP, ZeRO 3 or tensor parallel), and one rank alone cannot run "
-                "such a model: train without sharding to monitor it, or survey its checkpoints"
-            )
-
-
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """`guarded`; on leaving, PyTorch's random numbers are as they were, too."""
     devices = {parameter.device for parameter in model.parameters()}
-    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), guarded(model):
+    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), guarded(model), as_sharded(model):
         yield

@@ -142,6 +142,6 @@ def _attention_outputs(structure: Structure, run: Run) -> list[Tensor]:
 
     modules = {structure.attention_at(layer) for layer in structure.attending}
     hooks = [module.register_forward_hook(keep) for module in modules]
-    with removed_on_leaving(hooks), torch.inference_mode():
+    with removed_on_leaving(hooks), torch.no_grad():
         run()
     return outputs

@@ -72,7 +72,8 @@ class GeometryCallback(TrackedCallback):
         Warns:
             TrackerWarning: there are trackers, and the callback was not attached.
         """
-        model = unwrap(kwargs["model"])
+        model = kwargs["model"]
+        unwrap(model)  # every process sees for itself that it can be monitored
         ranks = Ranks.current()
         if ranks.world == 1 and not state.is_world_process_zero:
             return  # the processes know nothing of each other: the first one looks for itself

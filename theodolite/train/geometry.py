@@ -30,6 +30,7 @@ from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moment
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.shards import is_spread, parallel_group
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
@@ -94,29 +95,31 @@ class GeometryReader:
         model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT. Any
             other module as `open_module` gives it.
         ids: token ids (contexts, positions), without padding.
-        ranks: the processes that share the contexts; all of them look together, and all see the same.
+        over_ranks: all processes of `torch.distributed` share the contexts, look together, and see the same. A
+            model whose weights are spread over them cannot be looked at otherwise.
 
     Raises:
-        UsageError: the model is of no supported family, is sharded over ranks, or the ids do not fit it.
+        UsageError: the model is of no supported family, or the ids do not fit it.
         WorkError: its attention, computed from its queries, keys and values, is not its own, or is quantised in a way
             that cannot be read.
     """
 
     def __init__(
-        self, model: nn.Module | OpenModel, ids: Int[Tensor, "contexts positions"], ranks: Ranks | None = None
+        self, model: nn.Module | OpenModel, ids: Int[Tensor, "contexts positions"], over_ranks: bool = False
     ) -> None:
         source = training_source(model)
         if source.reads != "input_ids":
             raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
-        self.ranks = ranks or Ranks()
+        self._spread = is_spread(source.root)
+        self.ranks = Ranks.current(parallel_group(source.root)) if over_ranks or self._spread else Ranks()
         self.ids = checked_ids(source, self.ranks.from_first(lambda: ids))
         contexts = self.ranks.share(self.ids)
-        self._counts = len(contexts) > 0
+        self._counts = len(contexts) > 0 and self.ranks.leads
         with evaluation_mode(source.root):
             self.model = _opened(source, self.ids)
             self.model.check_weights()
             # Those without a context of their own read another's, for the shapes.
-            self._tokens = Tokens.of(contexts if self._counts else self.ids[:1], self.model.device)
+            self._tokens = Tokens.of(contexts if len(contexts) else self.ids[:1], self.model.device)
 
     def look(self, step: int = 0, spectra: bool = True) -> Geometry:
         """Measure now.
@@ -139,7 +142,9 @@ class GeometryReader:
                 error = failure
             self.ranks.raise_any(error)
             sums = accumulators.totals(self.ranks, counts=self._counts)
-            return self.ranks.from_first(lambda: self._geometry(step, sums, spectra, started))
+            # Weights that are spread are read by all.
+            geometry = self._geometry(step, sums, spectra, started) if self._spread else None
+            return self.ranks.from_first(lambda: geometry or self._geometry(step, sums, spectra, started))
 
     def _geometry(self, step: int, sums: State, spectra: bool, started: float) -> Geometry:
         """The tables from the sums of all processes."""

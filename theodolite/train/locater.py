@@ -21,6 +21,8 @@ from theodolite.models.calls import capture_calls
 from theodolite.models.named_weights import NamedWeight, NamedWeights, find_named_weights
 from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, Projections, find_projections
+from theodolite.models.shard_gradients import Part, WholeParameters, is_of_deepspeed
+from theodolite.models.shards import head_group, is_spread, joined_heads, parameter_at
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
@@ -91,19 +93,20 @@ class Locater:
                 if qkv is None
                 else find_named_weights(inner, structure, calls, self.layers, qkv)
             )
+        self._together = together = is_spread(inner)
+        self._whole = [WholeParameters(layer.places) for layer in self._projections] if together else []
         name_of = {id(module): name for name, module in inner.named_modules()}
         self._model = inner
-        self._held = {
-            name_of[id(place.module)] + f".{place.name}": place
+        self._held = [
+            {f"{name_of[id(place.module)]}.{place.name}": place for place in (layer.query, layer.key)}
             for layer in self._projections
-            for place in (layer.query, layer.key)
-        }
+        ]
         self._check_trained()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The matrices that the penalty depends on and that are trained, each once."""
-        held = (parameter for layer in self._projections for parameter in layer.parameters)
+        """The matrices that the penalty depends on and that are trained, each once; with FSDP1, what holds them."""
+        held = (parameter_at(place) for layer in self._projections for place in layer.places)
         return [p for p in {id(p): p for p in held}.values() if p.requires_grad]
 
     def __call__(self, step: int | None = None) -> Float[Tensor, ""]:
@@ -114,37 +117,81 @@ class Locater:
 
         Raises:
             UsageError: a strength is a function and no step was given, or it gives a negative or no number; a module
-                that holds the weights was replaced after this was made, or all the weights have been frozen.
+                that holds the weights was replaced after this was made, or all the weights have been frozen; the
+                gradients are FSDP1's or DeepSpeed's to make, which leaves `add_gradient`.
         """
-        self._check_held()
+        if not self._together:
+            for held in self._held:
+                _check_held(self._model, held)
+            self._check_trained()
+            return self._penalty(self._projections, self._strengths_at(step))
+        if not all(whole.dtensors for whole in self._whole):
+            raise UsageError(
+                "FSDP1 and DeepSpeed make the gradients of their weights themselves: call add_gradient() between "
+                "backward and the optimizer's step"
+            )
+        value, parts = self._gathered(step)
+        return _Attached.apply(value, parts, *(part.parameter for part in parts))
+
+    def add_gradient(self, step: int | None = None, factor: float = 1.0) -> Float[Tensor, ""]:
+        """Add the penalty's gradient to that of the loss, between `loss.backward()` and the optimizer's step.
+
+        The same as `(loss + locater()).backward()`, whatever shards the model: each rank adds its own part, and weights
+        are gathered a layer at a time.
+
+        Args:
+            step: as in a call.
+            factor: on the gradient: the scale of a loss that is scaled for float16, unless it has been taken off again.
+
+        Returns: the penalty.
+
+        Raises:
+            UsageError: as a call does.
+        """
+        value, parts = self._gathered(step)
+        with torch.no_grad():
+            for part in parts:
+                part.times(factor).add()
+        return value
+
+    def _gathered(self, step: int | None) -> tuple[Tensor, list[Part]]:
+        """The penalty, and this rank's parts of its gradients; the whole weights of one layer at a time."""
+        values, parts, strengths = [], [], self._strengths_at(step)
         self._check_trained()
-        scale, mean = (self._strength(name, step) for name in ("scale", "mean"))
-        moments = [head_moments(*layer.factors()) for layer in self._projections]
+        for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
+            with whole.gathering(), torch.enable_grad():
+                _check_held(self._model, held)
+                value = self._penalty([layer], strengths)
+                gradients = torch.autograd.grad(value, whole.leaves)
+                owned = zip(whole.parts(gradients), whole.trained, strict=True)
+                parts += [part for part, is_trained in owned if is_trained]
+            values.append(joined_heads(value.detach().reshape(1), head_group(layer.query.module)).sum())
+        return torch.stack([value.to(values[0].device) for value in values]).sum(), parts
+
+    def _wholes(self) -> list[WholeParameters]:
+        return self._whole or [WholeParameters(layer.places) for layer in self._projections]
+
+    def _penalty(
+        self, layers: Sequence[Projections | NamedWeights], strengths: tuple[float, float]
+    ) -> Tensor:
+        moments = [head_moments(*layer.factors()) for layer in layers]
         device = moments[0][0].device  # layers may be spread over devices
         traces, squares = (torch.stack([m.to(device) for m in part]) for part in zip(*moments, strict=True))
-        return penalty_of_moments(traces, squares, scale, mean, self._gradient)
+        return penalty_of_moments(traces, squares, *strengths, self._gradient)
 
     def table(self) -> pd.DataFrame:
         """tr W_QK and ‖W_QK‖_F² of every penalised head now: layer, head, trace, frobenius_squared."""
-        self._check_held()
         rows: list[dict[str, float]] = []
-        with torch.no_grad():
-            for layer in self._projections:
-                pairs = zip(*(moment.tolist() for moment in head_moments(*layer.factors())), strict=True)
-                rows += [
-                    {"layer": layer.layer, "head": head, "trace": trace, "frobenius_squared": square}
-                    for head, (trace, square) in enumerate(pairs)
-                ]
+        for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
+            with whole.gathering(), torch.no_grad():
+                _check_held(self._model, held)
+                moments = torch.stack(head_moments(*layer.factors()))
+            traces, squares = joined_heads(moments, head_group(layer.query.module)).tolist()
+            rows += [
+                {"layer": layer.layer, "head": head, "trace": trace, "frobenius_squared": square}
+                for head, (trace, square) in enumerate(zip(traces, squares, strict=True))
+            ]
         return pd.DataFrame(rows)
-
-    def _check_held(self) -> None:
-        """By name, a few look-ups a layer: a replacement may keep the old module inside, as an adapter does."""
-        for name, place in self._held.items():
-            if not _is_held(self._model, name, place):
-                raise UsageError(
-                    f"{name} is no longer the weight that this Locater was made for (an adapter, or quantised?): make "
-                    "a new Locater after the model is changed"
-                )
 
     def _check_trained(self) -> None:
         if not self.parameters:
@@ -152,6 +199,9 @@ class Locater:
                 "all query and key weights of these layers are frozen (requires_grad=False): unfreeze those that "
                 "LocAteR is to change, or make a new Locater of other layers"
             )
+
+    def _strengths_at(self, step: int | None) -> tuple[float, float]:
+        return self._strength("scale", step), self._strength("mean", step)
 
     def _strength(self, name: str, step: int | None) -> float:
         strength = self._strengths[name]
@@ -198,6 +248,7 @@ class LocaterCallback(TrackedCallback):
         self._layers = _listed(layers)
         self._gradient: Gradient = gradient
         self._penalty: Tensor | None = None
+        self._of_deepspeed: Any = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -207,11 +258,6 @@ class LocaterCallback(TrackedCallback):
         Warns:
             TrackerWarning: there are trackers, and the callback was not attached.
         """
-        if args.deepspeed or args.fsdp:
-            raise UsageError(
-                "LocAteR needs whole query and key weights, and gradients that are the parameters' own: train "
-                "with DDP, without DeepSpeed and FSDP"
-            )
         self._warn_if_unattached(args, state)
         self.locater = Locater(
             kwargs["model"], self._scale, self._mean, layers=self._layers, gradient=self._gradient
@@ -220,16 +266,35 @@ class LocaterCallback(TrackedCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put the penalty's gradient where those of the micro-batches will be added."""
+        """Put the penalty's gradient where those of the micro-batches will be added; with DeepSpeed, as it steps."""
         assert self.locater is not None  # on_train_begin comes first
-        penalty = self.locater(state.global_step)
-        self._penalty = penalty.detach()
-        scaler = getattr(kwargs["optimizer"], "scaler", None)  # of float16; accelerate keeps it there
-        parameters = self.locater.parameters
-        # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
-        gradients = torch.autograd.grad(penalty if scaler is None else scaler.scale(penalty), parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        optimizer = kwargs["optimizer"]
+        if not any(map(is_of_deepspeed, self.locater.parameters)):
+            scaler = getattr(optimizer, "scaler", None)  # of float16; accelerate keeps it there
+            # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
+            self._add(state.global_step, 1.0 if scaler is None else scaler.get_scale())
+        elif self._of_deepspeed is None:
+            # It has no gradients but between backward and its step, and accelerate calls both at once.
+            self._of_deepspeed = optimizer.optimizer
+            step = self._of_deepspeed.step
+
+            def add_and_step(*args: Any, **kwargs: Any) -> Any:
+                self._add(state.global_step, float(self._of_deepspeed.loss_scale))
+                return step(*args, **kwargs)
+
+            self._of_deepspeed.step = add_and_step
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """DeepSpeed's optimizer steps as before."""
+        if self._of_deepspeed is not None:
+            del self._of_deepspeed.step
+            self._of_deepspeed = None
+
+    def _add(self, step: int, factor: float) -> None:
+        assert self.locater is not None
+        self._penalty = self.locater.add_gradient(step, factor)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -238,6 +303,19 @@ class LocaterCallback(TrackedCallback):
         logs = kwargs.get("logs") or {}
         if self._penalty is not None and "loss" in logs:
             logs["locater"] = state.log_history[-1]["locater"] = self._penalty.item()
+
+
+class _Attached(torch.autograd.Function):
+    """A number that is known, with its gradients, as a function of parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, parts: list[Part], *_: Tensor) -> Tensor:
+        ctx.parts = parts
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
+        return None, None, *(part.times(slope).gradient for part in ctx.parts)
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:
@@ -250,6 +328,16 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
     if steps < 1:
         raise UsageError(f"steps is {steps}: a warm-up needs one or more")
     return lambda step: strength * min(step / steps, 1.0)
+
+
+def _check_held(model: nn.Module, held: dict[str, Projection | NamedWeight]) -> None:
+    """By name, a few look-ups a layer: a replacement may keep the old module inside, as an adapter does."""
+    for name, place in held.items():
+        if not _is_held(model, name, place):
+            raise UsageError(
+                f"{name} is no longer the weight that this Locater was made for (an adapter, or quantised?): make "
+                "a new Locater after the model is changed"
+            )
 
 
 def _is_held(model: nn.Module, name: str, place: Projection | NamedWeight) -> bool:

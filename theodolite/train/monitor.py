@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from theodolite.errors import UsageError, WorkError
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
-from theodolite.train.ranks import Ranks
 from theodolite.train.record import Record
 
 CONTEXTS, LENGTH = 8, 128
@@ -90,8 +89,8 @@ class GeometryMonitor:
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
-        self._ranks = Ranks.current() if over_ranks else Ranks()
-        self._reader = GeometryReader(model, ids, self._ranks)
+        self._reader = GeometryReader(model, ids, over_ranks)
+        self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
         self._record = Record(
             folder if self._ranks.first else None, self._reader.model.layers, self._reader.model.places

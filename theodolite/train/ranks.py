@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -20,17 +20,35 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's number and how many there are. Every method but `share` must be called by all of them."""
+    """This process's number and how many there are. Every method but `share` must be called by all of them.
+
+    Attributes:
+        rank, world: of the process group.
+        team, teams: those who must read the same contexts are a team (each has some of the heads); which this one's is.
+        leads: whether this process is the first of its team, whose sums are those of all.
+    """
 
     rank: int = 0
     world: int = 1
+    team: int = 0
+    teams: int = 1
+    leads: bool = True
 
     @classmethod
-    def current(cls) -> Ranks:
-        """Those of the default process group; without one, this process alone."""
+    def current(cls, heads: Any = None) -> Ranks:
+        """Those of the default process group; without one, this process alone.
+
+        Args:
+            heads: the process group over which heads are spread, or None.
+        """
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
-        return cls(distributed.get_rank(), distributed.get_world_size())
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        first = rank if heads is None else min(distributed.get_process_group_ranks(heads))
+        everyone: list[int] = [0] * world
+        distributed.all_gather_object(everyone, first)
+        teams = sorted(set(everyone))
+        return cls(rank, world, teams.index(first), len(teams), rank == first)
 
     @property
     def first(self) -> bool:
@@ -38,8 +56,8 @@ class Ranks:
         return self.rank == 0
 
     def share(self, ids: Int[Tensor, "contexts positions"]) -> Int[Tensor, "own positions"]:
-        """The contexts that this process reads; none, where there are fewer contexts than processes."""
-        return ids[self.rank :: self.world]
+        """The contexts that this process reads; none, where there are fewer contexts than teams of processes."""
+        return ids[self.team :: self.teams]
 
     def totals(self, values: dict[str, Tensor], maxima: frozenset[str] = frozenset()) -> dict[str, Tensor]:
         """Every tensor summed over the processes, or its maximum taken, in float64 on the CPU.

@@ -1,0 +1,249 @@
+"""LocAteR and the monitor on weights that are spread over ranks (gloo), against one process: ten steps of training.
+
+Oracle: the same model in one process, with the d×d penalty in its loss and the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+
+from tests import checkpoints
+from tests.processes import together
+from tests.train.test_locater import MEAN, SCALE, dense_penalty
+from theodolite.errors import UsageError
+from theodolite.train import Locater
+from theodolite.train.geometry import Geometry, GeometryReader
+
+IDS = torch.randint(1, checkpoints.VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(1))
+STEPS, RATE = 10, 1e-2
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def tensor_parallel(model: nn.Module, mesh: Any) -> None:
+    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+    plan = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for block in blocks_of(model):
+        parallelize_module(block, mesh, plan)
+
+
+def fsdp2(model: nn.Module, mesh: Any = None, **options: Any) -> nn.Module:
+    for block in blocks_of(model):
+        fully_shard(block.self_attn, mesh=mesh, **options)  # a unit within a unit
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp1(model: nn.Module, original: bool) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(blocks_of(model)[0])}),
+        use_orig_params=original,
+        device_id=torch.device("cpu"),
+    )
+
+
+def spread(how: str, model: nn.Module) -> tuple[nn.Module, slice]:
+    """The model as a kind of training has it, and this rank's rows of a batch."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    mine = slice(rank, None, world)
+    if how == "tensor parallel":
+        tensor_parallel(model, init_device_mesh("cpu", (world,)))
+        return model, slice(None)
+    if how == "FSDP2 of tensor parallel":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "heads"))
+        tensor_parallel(model, mesh["heads"])
+        return fsdp2(model, mesh["data"]), slice(rank // 2, None, world // 2)
+    if how == "FSDP2":
+        return fsdp2(model), mine
+    if how == "FSDP2, kept after forward":
+        return fsdp2(model, reshard_after_forward=False), mine
+    return fsdp1(model, original="original" in how), mine
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """By their names without wrappers."""
+    with FullyShardedDataParallel.summon_full_params(model):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): getattr(p, "full_tensor", p.detach)().detach().clone()
+            for name, p in model.named_parameters()
+        }
+
+
+def numbers(look: Geometry) -> dict[str, list[float]]:
+    tables = (look.heads.drop(columns="regime"), look.layers)
+    return {name: column.tolist() for table in tables for name, column in table.items()}
+
+
+def work(rank: int, port: int, folder: str, hows: dict[str, str], world: int) -> None:
+    """One of the processes: trains as each says, with looks before and between; writes what it then has."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    results = {how: trained(how, added) for how, added in hows.items()}
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    distributed.destroy_process_group()
+
+
+def trained(how: str, added: str) -> dict[str, Any]:
+    model, mine = spread(how, checkpoints.build("llama3").double().train())
+    reader = GeometryReader(model, IDS)
+    first = reader.look()
+    locater = Locater(model, SCALE, MEAN)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    penalties = []
+    for step in range(STEPS):
+        ids = IDS.roll(step, 1)[mine]
+        if added == "before":  # as the Trainer's callback does
+            penalty = locater.add_gradient()
+        loss = model(input_ids=ids, labels=ids).loss
+        if added == "in the loss":
+            penalty = locater()
+            loss = loss + penalty
+        loss.backward()
+        if added == "after":
+            penalty = locater.add_gradient()
+        optimizer.step()
+        optimizer.zero_grad()
+        penalties.append(penalty.item())
+    if "FSDP1" in how:
+        with pytest.raises(UsageError, match="call add_gradient"):
+            locater()
+    state = {name: p.tolist() for name, p in whole_parameters(model).items()}
+    table = locater.table().to_dict("list")
+    return {"first": numbers(first), "last": numbers(reader.look()), "penalties": penalties} | {
+        "state": state,
+        "table": table,
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """Of one process."""
+    model = checkpoints.build("llama3").double().train()
+    reader = GeometryReader(model, IDS)
+    first = reader.look()
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    penalties = []
+    for step in range(STEPS):
+        ids = IDS.roll(step, 1)
+        penalty = dense_penalty(model)
+        (model(input_ids=ids, labels=ids).loss + penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        penalties.append(penalty.item())
+    return {
+        "first": numbers(first),
+        "last": numbers(reader.look()),
+        "penalties": penalties,
+        "state": {name: p.tolist() for name, p in model.named_parameters()},
+        "table": Locater(copy.deepcopy(model), SCALE, MEAN).table().to_dict("list"),
+    }
+
+
+RUNS = [
+    (2, {"FSDP2": "in the loss", "FSDP2, kept after forward": "in the loss", "tensor parallel": "after"}),
+    (2, {"FSDP1": "after", "FSDP1 of original parameters": "before"}),
+    (4, {"FSDP2 of tensor parallel": "in the loss", "FSDP1": "before", "FSDP2": "before"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "hows"),
+    [*RUNS[:-1], pytest.param(*RUNS[-1], marks=pytest.mark.slow)],
+    ids=["DTensors", "FSDP1", "four"],
+)
+def test_ranks_train_and_see_what_one_process_does(world, hows, expected, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together(work, (port, str(tmp_path), hows, world), world)
+    for rank in range(world):
+        results = json.loads(Path(tmp_path, f"{rank}.json").read_text())
+        for got in results.values():
+            assert got["state"].keys() == expected["state"].keys()
+            compare(got, expected)
+
+
+def compare(got: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            compare(got[name], value, tolerance)
+        return
+    torch.testing.assert_close(
+        torch.tensor(got), torch.tensor(expected), rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+def by_plan(rank: int, port: int, folder: str, world: int) -> None:
+    """One of the processes: looks at, and penalises, what transformers has spread by its own plan."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (world,))
+    for family in PLANS:
+        model = AutoModelForCausalLM.from_pretrained(Path(folder, family), tp_plan="auto", device_mesh=mesh)
+        assert any(hasattr(p, "full_tensor") for p in model.parameters())
+        results = looked_at(model)
+        Path(folder, f"{family}{rank}.json").write_text(json.dumps(results))
+    distributed.destroy_process_group()
+
+
+def looked_at(model: nn.Module) -> dict[str, Any]:
+    locater = Locater(model, SCALE, MEAN)
+    penalty = locater.add_gradient()
+    gradients = {
+        name: getattr(p.grad, "full_tensor", p.grad.clone)().tolist()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return {"look": numbers(GeometryReader(model, IDS).look()), "penalty": penalty.item()} | gradients
+
+
+PLANS = ("mistral", "phi3", "gpt_oss")
+"""Heads of each rank; weights split, and queries and keys gathered again; attention that every rank has whole."""
+
+
+def test_the_plans_of_transformers(tmp_path):
+    """Oracle: the checkpoint in one process, which is that of `test_ranks_train_and_see_what_one_process_does`."""
+    for family in PLANS:
+        checkpoints.build(family).save_pretrained(tmp_path / family)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together(by_plan, (port, str(tmp_path), 2), 2)
+    for family in PLANS:
+        expected = looked_at(AutoModelForCausalLM.from_pretrained(tmp_path / family))
+        for rank in range(2):
+            got = json.loads(Path(tmp_path, f"{family}{rank}.json").read_text())
+            compare(got, expected, 1e-5)

@@ -1,0 +1,172 @@
+"""Gradients of whole matrices, brought to where each rank's optimizer reads its part.
+
+`WholeParameters` are gathered, differentiated, and forgotten; a `Part` of their gradient is what a rank keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from theodolite.models.shards import (
+    Place,
+    dimensions_of_heads,
+    flat_owner,
+    gathered,
+    is_dtensor,
+    of_own_heads,
+    parameter_at,
+)
+
+if distributed.is_available():
+    from torch.distributed.fsdp import ShardingStrategy
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of the gradient of one parameter.
+
+    Attributes:
+        parameter: whose it is.
+        gradient: of this rank's part; with DeepSpeed of all of it.
+        owner, start: with FSDP1, what holds the flat parameter, and where the gradient begins there.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    owner: Any = None
+    start: int = 0
+
+    @classmethod
+    def of(cls, place: Place, parameter: Tensor, gradient: Tensor) -> Part:
+        """Of a gradient of all of it (of this rank's heads), while it is gathered."""
+        owner = flat_owner(place[0])
+        if is_dtensor(parameter):
+            return cls(parameter, _shard_of(gradient, parameter, place[0]))
+        if owner is None:
+            return cls(parameter, gradient)
+        piece, start = _flat_piece(gradient, parameter, owner)
+        return cls(parameter, piece, owner, start)
+
+    def times(self, factor: float | Tensor) -> Part:
+        """The same, multiplied."""
+        gradient = self.gradient
+        if is_dtensor(gradient):
+            return replace(self, gradient=_like(gradient.to_local() * factor, gradient))
+        return replace(self, gradient=gradient * factor)
+
+    def add(self) -> None:
+        """Add it to the gradient that the optimizer reads: before a backward pass, or (DeepSpeed: only) after it."""
+        if self.owner is not None:
+            handle = self.owner._handle
+            if handle.flat_param.grad is None:
+                handle.flat_param.grad = torch.zeros_like(handle.flat_param)
+                if self.owner._use_orig_params:
+                    handle._use_sharded_grad_views()
+            handle.flat_param.grad[self.start : self.start + len(self.gradient)] += self.gradient
+            return
+        parameter = self.parameter
+        if is_of_deepspeed(parameter):
+            from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+            before = safe_get_full_grad(parameter)
+            safe_set_full_grad(parameter, before + self.gradient.to(before.dtype))
+        elif parameter.grad is None:
+            parameter.grad = self.gradient.to(parameter.dtype)
+        else:
+            parameter.grad += self.gradient.to(parameter.dtype)
+
+
+def is_of_deepspeed(parameter: Tensor) -> bool:
+    """Whether the optimizer of DeepSpeed keeps the gradient of a parameter."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+class WholeParameters:
+    """The parameters of some places, whole, while `gathering` is open: plain leaves that the modules then have."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._places = list(dict.fromkeys(places))
+        # FSDP2 puts others in their place between a forward pass and its backward one.
+        self._dtensors = {place: p for place in self._places if is_dtensor(p := parameter_at(place))}
+        self._own: list[Tensor] = []
+        self.leaves: list[nn.Parameter] = []
+
+    @property
+    def trained(self) -> list[bool]:
+        """Of each place, whether it is."""
+        return [self._dtensors.get(place, parameter_at(place)).requires_grad for place in self._places]
+
+    @property
+    def dtensors(self) -> list[Any]:
+        """Those of the places, where all of them are."""
+        return list(self._dtensors.values()) if len(self._dtensors) == len(self._places) else []
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """To be opened and left by all ranks."""
+        with ExitStack() as stack:
+            stack.enter_context(gathered(dict.fromkeys(module for module, _ in self._places)))
+            held: list[Any] = [module._parameters[name] for module, name in self._places]
+            self._own = [self._dtensors.get(place, p) for place, p in zip(self._places, held, strict=True)]
+            owned = zip(self._places, self._own, strict=True)
+            self.leaves = [nn.Parameter(of_own_heads(p.detach(), module)) for (module, _), p in owned]
+            try:
+                self._put(self.leaves)
+                yield
+            finally:
+                self._put(held)
+
+    def _put(self, parameters: Iterable[Any]) -> None:
+        for (module, name), parameter in zip(self._places, parameters, strict=True):
+            module._parameters[name] = parameter
+
+    def parts(self, gradients: Iterable[Tensor]) -> list[Part]:
+        """This rank's of the gradients of the leaves, as long as they are gathered."""
+        return [
+            Part.of(place, parameter, gradient)
+            for place, parameter, gradient in zip(self._places, self._own, gradients, strict=True)
+        ]
+
+
+def _shard_of(gradient: Tensor, parameter: DTensor, module: nn.Module) -> DTensor:
+    """A gradient of this rank's heads as that of a DTensor."""
+    mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh, module)
+    placement: Any
+    for dimension, placement in enumerate(parameter.placements):
+        if dimension in over_heads:
+            if placement.is_replicate():  # keys that all heads share
+                distributed.all_reduce(gradient, group=mesh.get_group(dimension))
+        elif not placement.is_replicate():
+            pieces = gradient.chunk(mesh.size(dimension), placement.dim)
+            rank = mesh.get_local_rank(dimension)
+            gradient = pieces[rank] if rank < len(pieces) else gradient.narrow(placement.dim, 0, 0)
+    return _like(gradient.contiguous(), parameter)
+
+
+def _like(local: Tensor, dtensor: DTensor) -> DTensor:
+    """This rank's part of what is spread as another."""
+    return DTensor.from_local(
+        local,
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
+    )
+
+
+def _flat_piece(gradient: Tensor, whole: Tensor, owner: Any) -> tuple[Tensor, int]:
+    """What this rank's shard of a flat parameter holds of a gradient, and where in it; `whole` is a view of all."""
+    ranks = owner.process_group.size() if owner.sharding_strategy != ShardingStrategy.NO_SHARD else 1
+    size = whole.untyped_storage().nbytes() // whole.element_size() // ranks
+    begin = int(whole.storage_offset()) - (owner.process_group.rank() * size if ranks > 1 else 0)
+    first, last = max(begin, 0), min(begin + whole.numel(), size)
+    piece = gradient.flatten()[max(first - begin, 0) : max(last - begin, 0)]
+    return piece, max(first, 0)

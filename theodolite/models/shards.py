@@ -1,0 +1,306 @@
+"""A model whose weights are spread over ranks: its matrices made whole, one module at a time, by all ranks together.
+
+Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of
+`FullyShardedDataParallel` (FSDP1) lie in a flat one, and of ZeRO 3 with DeepSpeed. Under tensor parallelism a rank has
+whole heads, and computes their attention: its matrices stay its own, and what it taps is put together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor, distributed, nn
+
+from theodolite.attention.inputs import AttentionInputs
+
+if distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor, Shard
+
+FOREIGN = ("torch.distributed", "transformers.distributed", "deepspeed")
+"""Where functions come from that gather weights around a module's own `forward`; a copy with whole ones has none."""
+
+Place = tuple[nn.Module, str]
+"""Where a parameter is: a module, and the name under which it holds it."""
+
+_flat: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""The modules whose parameters lie in a flat one, and what holds it."""
+
+_head_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""The process group over which a model, each module of which is named, is parallel."""
+
+_has_own_heads: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Of attention modules and those inside of them, whether each rank computes some of the heads."""
+
+
+class _Tap(Protocol):
+    def __call__(self, module: nn.Module, inputs: AttentionInputs, /) -> Tensor: ...
+
+
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether a tensor says itself how it is spread."""
+    return distributed.is_available() and isinstance(tensor, DTensor)
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether weights are spread over ranks: all of them must then run the model, and read its weights, together."""
+    return any(is_dtensor(p) or hasattr(p, "ds_id") for p in model.parameters()) or any(
+        module in _flat for module in model.modules()
+    )
+
+
+def register_spread(outermost: nn.Module) -> None:
+    """Learn how a model's weights are spread. To be called by all ranks."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    flat = [module for module in outermost.modules() if isinstance(module, FullyShardedDataParallel)]
+    for owner in flat:  # those inside come later, and hold what is theirs
+        _flat.update((module, owner) for module in owner.modules())
+    group = _parallel_group(outermost)
+    for module in outermost.modules() if group is not None else ():
+        _head_groups[module] = group
+
+
+def parallel_group(model: nn.Module) -> Any:
+    """The process group whose ranks run a model on the same contexts, tensor parallel, or None."""
+    return _head_groups.get(model)
+
+
+def head_group(module: nn.Module) -> Any:
+    """The same of an attention module or a part of it, where each rank has some of the heads, else None."""
+    return _head_groups.get(module) if _has_own_heads.get(module) else None
+
+
+def _parallel_group(model: nn.Module) -> Any:
+    """What is a DTensor after FSDP2 has gathered its own is split for tensor parallelism."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        return _split(model.parameters())
+    for module in sharded:
+        if any(p.device_mesh.ndim > 1 for p in _own_parameters(module)):
+            module.unshard()
+            group = _split(_own_parameters(module))
+            module.reshard()
+            if group is not None:
+                return group
+    return None
+
+
+def _own_parameters(module: nn.Module) -> list[DTensor]:
+    """The DTensors of a module, without those of modules inside that FSDP2 gathers apart."""
+    own = [p for p in module.parameters(recurse=False) if is_dtensor(p)]
+    for child in module.children():
+        own += [] if isinstance(child, FSDPModule) else _own_parameters(child)
+    return own
+
+
+def _split(parameters: Iterable[Tensor]) -> Any:
+    spread = (p for p in parameters if is_dtensor(p))
+    return next((group for p in spread if (group := _split_over(p)) is not None), None)
+
+
+def _split_over(parameter: DTensor) -> Any:
+    """The group over which a DTensor of one dimension of ranks is split, or None where all have it whole."""
+    if all(placement.is_replicate() for placement in parameter.placements):
+        return None
+    return parameter.device_mesh.get_group()
+
+
+def gathering_entry(outermost: nn.Module, inner: nn.Module) -> nn.Module | None:
+    """What must be called for weights to be gathered: the outermost of FSDP1, else the model; None: any part of it."""
+    for module in outermost.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return module
+    gathers = any(hasattr(p, "ds_id") for p in inner.parameters()) or any(
+        isinstance(module, FSDPModule) for module in inner.modules()
+    )
+    return inner if gathers else None
+
+
+@contextmanager
+def as_sharded(model: nn.Module) -> Iterator[None]:
+    """On leaving, what FSDP2 had sharded is sharded again: it keeps the root's weights after a pass."""
+    sharded = [
+        module for module in model.modules() if distributed.is_available() and isinstance(module, FSDPModule)
+    ]
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
+
+
+@contextmanager
+def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, FSDP1 and ZeRO 3 have made the parameters of some modules whole. To be called by all ranks."""
+    inside = list(modules)
+    with ExitStack() as stack:
+        for owner in dict.fromkeys(_flat[module] for module in inside if module in _flat):
+            stack.enter_context(
+                FullyShardedDataParallel.summon_full_params(owner, recurse=False, writeback=False)
+            )
+        of_zero = [p for module in inside for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
+        if of_zero:
+            import deepspeed
+
+            stack.enter_context(deepspeed.zero.GatheredParameters(of_zero))
+        yield
+
+
+def copies_of_dtensors(module: nn.Module) -> dict[int, nn.Parameter]:
+    """By the ids of a module's DTensors, plain parameters: whole, or those of this rank's heads."""
+    return {
+        id(p): nn.Parameter(of_own_heads(p.detach(), module).clone(), requires_grad=p.requires_grad)
+        for p in module.parameters()
+        if is_dtensor(p)
+    }
+
+
+def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
+    """A DTensor made whole, but for heads of other ranks, where the module has some of them; others as they are."""
+    if not is_dtensor(tensor):
+        return tensor
+    mesh, over_heads = tensor.device_mesh, dimensions_of_heads(tensor.device_mesh, module)
+    if len(over_heads) == mesh.ndim:
+        return tensor.to_local()
+    whole = tensor.full_tensor()
+    for dimension in over_heads:
+        placement = tensor.placements[dimension]
+        if isinstance(placement, Shard):
+            whole = whole.chunk(mesh.size(dimension), placement.dim)[mesh.get_local_rank(dimension)]
+    return whole
+
+
+def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
+    """The dimensions of a mesh over which the heads of an attention module are spread."""
+    group = head_group(module)
+    if group is None:
+        return set()
+    ranks = distributed.get_process_group_ranks(group)
+    return {
+        dimension
+        for dimension in range(mesh.ndim)
+        if distributed.get_process_group_ranks(mesh.get_group(dimension)) == ranks
+    }
+
+
+@contextmanager
+def without_foreign_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """While open, a deep copy of `module` with the memo that this yields is of its own class, without what gathers."""
+    memo: dict[int, Any] = {}
+    classes = []
+    for child in module.modules():
+        if distributed.is_available() and isinstance(child, FSDPModule):
+            classes.append((child, type(child)))
+            kinds: Iterator[Any] = (c for c in type(child).__mro__[1:] if not issubclass(c, FSDPModule))
+            child.__class__ = next(kinds)
+        for hooks in [value for name, value in child.__dict__.items() if name.endswith("_hooks") and value]:
+            own = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_foreign(hook))
+            if len(own) < len(hooks):
+                memo[id(hooks)] = own
+        memo |= {
+            id(state): state for name, state in child.__dict__.items() if name.startswith("__composable_api")
+        }
+    try:
+        yield memo
+    finally:
+        for child, kind in classes:
+            child.__class__ = kind
+
+
+def alone(copied: nn.Module, module: nn.Module) -> nn.Module:
+    """A copy of a module runs its class's `forward`, not one that gathers for the original; its heads are the same."""
+    for child in copied.modules():
+        if _is_foreign(child.__dict__.get("forward")):
+            del child.forward
+    if module in _has_own_heads:
+        _has_own_heads[copied] = _has_own_heads[module]
+    return copied
+
+
+def _is_foreign(function: Any) -> bool:
+    while inner := getattr(function, "func", None) or getattr(function, "hook", None):
+        function = inner
+    return (getattr(function, "__module__", None) or "").startswith(FOREIGN)
+
+
+def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
+    """A tap that gets the heads of all ranks where they are spread, and of whose output this rank keeps its own."""
+    group = parallel_group(model)
+    if group is None:
+        return tap
+
+    def gathering(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        mesh = inputs.query.device_mesh if is_dtensor(inputs.query) else None
+        local: dict[str, Any] = {
+            name: tensor.to_local()
+            for name in ("query", "key", "value", "mask", "bias", "sink")
+            if is_dtensor(tensor := getattr(inputs, name))
+        }
+        inputs = replace(inputs, **local)
+        if module not in _has_own_heads:
+            _tell_heads(module, inputs.query, group)
+        if not _has_own_heads[module]:
+            return tap(module, inputs)
+        own = inputs.query.shape[1]
+        output = tap(module, _joined(inputs, group))
+        mine = output.unflatten(2, (-1, own))[:, :, distributed.get_rank(group)]
+        return mine if mesh is None else DTensor.from_local(mine, mesh, [Shard(2)], run_check=False)
+
+    return gathering
+
+
+def _tell_heads(module: nn.Module, query: Tensor, group: Any) -> None:
+    """Ranks that compute the same attention, of weights that are split or not, have the same queries."""
+    sums = joined_heads(query.double().sum().reshape(1), group)
+    split = bool((sums != sums[0]).any())
+    _has_own_heads.update((child, split) for child in module.modules())
+
+
+def joined_heads(tensor: Tensor, group: Any, dimension: int = -1) -> Tensor:
+    """What each rank of a group has of its heads, side by side; with no group, what there is."""
+    if group is None:
+        return tensor
+    sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.contiguous()
+    parts = [torch.empty_like(sent) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(parts, sent, group=group)
+    return torch.cat(parts, dim=dimension).to(tensor.dtype)
+
+
+def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
+    """Inputs of all heads from those of each rank's."""
+
+    def joined(tensor: Tensor) -> Tensor:
+        return joined_heads(tensor, group, 1)
+
+    def of_heads(tensor: Tensor | None) -> Tensor | None:
+        return joined(tensor) if tensor is not None and tensor.shape[1] == inputs.query.shape[1] else tensor
+
+    return replace(
+        inputs,
+        query=joined(inputs.query),
+        key=joined(inputs.key),
+        value=joined(inputs.value),
+        mask=of_heads(inputs.mask),
+        bias=of_heads(inputs.bias),
+        sink=None if inputs.sink is None else joined_heads(inputs.sink, group, 0),
+    )
+
+
+def parameter_at(place: Place) -> Any:
+    """The parameter of a place, or FSDP1's flat one that holds it."""
+    module, name = place
+    if name in module._parameters or module not in _flat:
+        return module._parameters[name]
+    return _flat[module]._handle.flat_param
+
+
+def flat_owner(module: nn.Module) -> Any:
+    """What holds the flat parameter of FSDP1 in which a module's lie."""
+    return _flat.get(module)
