@@ -33,6 +33,7 @@ LAYERS = [
     "comparison",
     "papers",
     "explore",
+    "watch",
     "cli",
     "__main__",
 ]

@@ -46,7 +46,8 @@ def serving() -> Callable[..., str]:
     from theodolite.explore.telemetry import disable_telemetry
 
     disable_telemetry()
-    from theodolite.explore.server import application, listen, serve
+    from theodolite.explore.server import application, serve
+    from theodolite.system.listening import listen
 
     known: dict[tuple[str, ...], str] = {}
 

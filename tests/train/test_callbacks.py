@@ -116,6 +116,16 @@ def test_a_training_and_its_log_are_the_same_without_us(tmp_path):
     assert [step for step, _ in losses(alone)] == [2, 4, 6]
 
 
+def test_the_loss_that_the_trainer_logs_is_in_the_record(tmp_path):
+    """Oracle: the Trainer's own log."""
+    run = trainer(tmp_path, GeometryCallback(BATCH, every=5))
+    run.train()
+    lines = (tmp_path / "geometry" / "losses.jsonl").read_text().splitlines()
+    logged = [(entry["step"], entry["loss"]) for entry in run.state.log_history if "loss" in entry]
+    assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == logged
+    assert [step for step, _ in logged] == [2, 4, 6]
+
+
 def test_every_head_is_logged_when_asked(tmp_path):
     run = trainer(tmp_path, GeometryCallback(BATCH, every=6, per_head=True))
     run.train()

@@ -78,6 +78,31 @@ def test_a_resumed_monitor_goes_on_as_if_never_stopped(tmp_path):
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
+def test_losses_are_recorded_between_looks_and_go_on_when_resumed(tmp_path):
+    """Oracle: what was given, by hand; the killed process had gone on for two steps."""
+
+    def run(folder: Path, steps: range) -> None:
+        monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=3, folder=folder)
+        for step in steps:
+            monitor(step, torch.tensor(float(step), requires_grad=True) if step % 2 else math.nan)
+
+    run(tmp_path, range(7))
+    run(tmp_path, range(4, 9))
+    given = [{"step": step, "loss": float(step) if step % 2 else None} for step in (*range(5), *range(4, 9))]
+    assert rows(tmp_path / "losses.jsonl") == given
+    with pytest.warns(RecordWarning, match="an earlier record: moved to heads.1.jsonl"):
+        run(tmp_path, range(1))
+    assert rows(tmp_path / "losses.1.jsonl") == given
+    assert rows(tmp_path / "losses.jsonl") == given[:1]
+
+
+@pytest.mark.parametrize("loss", ["much", torch.ones(2), [1.0]])
+def test_a_loss_that_is_not_one_number_is_refused(loss):
+    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS)
+    with pytest.raises(UsageError, match=r"loss is .*: give one number, or a tensor of one"):
+        monitor(0, loss)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_new_training_moves_the_old_files_aside(tmp_path, first):
     """Oracle: the old bytes, under the next free number; a loop that counts from 1 begins anew, too."""

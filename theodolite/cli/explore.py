@@ -76,8 +76,9 @@ def explore_command(
 
         disable_telemetry()
         with temporary_folder():
-            from theodolite.explore.server import application, listen, serve
+            from theodolite.explore.server import application, serve
             from theodolite.explore.subject import check_pair
+            from theodolite.system.listening import listen
 
             with listen(port) as listening:
                 opened = [opening.open(name) for name in names]

@@ -17,15 +17,11 @@ import uvicorn
 from plotly.offline import get_plotlyjs
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from theodolite.errors import UsageError
 from theodolite.explore.page import build
 from theodolite.explore.subject import Subject
 from theodolite.explore.theme import theme
 from theodolite.report.page import static_text, themes
-
-HOST = "127.0.0.1"
-FIRST_PORT, PORTS = 7860, 100
-"""Where a free port is looked for when none is named."""
+from theodolite.system.listening import HOST
 
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -42,32 +38,6 @@ NOT_SERVED = frozenset(
 """Descriptions for programs, and copies of a session that gradio would keep on disk."""
 
 _HEAD = "".join(f'<script src="/explore/{name}"></script>' for name in ("plotly.js", "page.js"))
-
-
-def listen(port: int | None) -> socket.socket:
-    """A socket on this machine's own address, at `port` or at the first free one from `FIRST_PORT` on.
-
-    Raises:
-        UsageError: the port is taken, or is none.
-    """
-    if port is not None and not 0 <= port <= 65535:
-        raise UsageError(f"{port} is not a port: use one from 1024 to 65535")
-    ports = range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]
-    for number in ports:
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((HOST, number))
-            listening.listen()
-            return listening
-        except OSError as error:
-            listening.close()
-            reason = error.strerror
-    if port is None:
-        raise UsageError(
-            f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free: name one with --port"
-        )
-    raise UsageError(f"port {port} cannot be used ({reason}): leave out --port, or name another")
 
 
 def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:

@@ -38,7 +38,8 @@ class Option:
 class Choice:
     """What a figure's picker offers: `options`, and the same figure drawn for each.
 
-    `mode`: "picker" (one figure under its own picker), "head" (follows the page's layer and head pickers).
+    `mode`: "picker" (one figure under its own picker), "buttons" (a button for each), "head" (follows the page's
+    layer and head pickers).
     `grid`: keys that are also drawn small, side by side.
     """
 

@@ -20,10 +20,8 @@ from theodolite.train.locater import Locater, Strength, listed_layers
 from theodolite.train.monitor import GeometryMonitor, monitor_batch, scalars
 from theodolite.train.penalty import Gradient, check_gradient, check_strength
 from theodolite.train.ranks import Ranks
+from theodolite.train.record import FOLDER
 from theodolite.train.trackers import TrackedCallback
-
-FOLDER = "geometry"
-"""Folder of the tables, in the Trainer's `output_dir`."""
 
 
 class GeometryCallback(TrackedCallback):
@@ -36,9 +34,10 @@ class GeometryCallback(TrackedCallback):
     The numbers of `scalars` go to the Trainer's trackers (TensorBoard and so on) and to `state.log_history` as
     `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`; the terminal is spared. Given to the
     Trainer as one of its `callbacks` instead of by `attach`, it works as well but the trackers get nothing. Every
-    head's and layer's go to `output_dir/geometry/*.jsonl`. The model is looked at without its wrappers, in the
-    precision of its weights. Under `torchrun` every process reads its share of the monitor batch; the statistics are
-    those of the whole batch, the same on all of them, and the first one writes, logs and warns.
+    head's and layer's go to `output_dir/geometry/*.jsonl`, with the loss that the Trainer logs. The model is looked
+    at without its wrappers, in the precision of its weights. Under `torchrun` every process reads its share of the
+    monitor batch; the statistics are those of the whole batch, the same on all of them, and the first one writes,
+    logs and warns.
 
     Args:
         ids: the monitor batch, token ids (contexts, positions) without padding; None: the first long enough rows
@@ -103,6 +102,19 @@ class GeometryCallback(TrackedCallback):
     ) -> None:
         """Look after a step, if a look is due."""
         self._look(args, state, control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Put the loss that the Trainer logs beside the looks; at its step a look was had already."""
+        loss = (logs or {}).get("loss")
+        if self.monitor is not None and self.monitor.last is not None and isinstance(loss, float):
+            self.monitor(state.global_step, loss)
 
     def _look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         if self.monitor is None:

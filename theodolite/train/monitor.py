@@ -6,35 +6,28 @@ random numbers, so that a training run is the same with and without it.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.files import disk_errors, json_text, write_text
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
+from theodolite.train.record import Record
 
 CONTEXTS, LENGTH = 8, 128
 """Size of a monitor batch that is taken from a data set: 1,024 tokens, a small part of a usual step."""
 
 SEARCHED = 512
 """Rows of a data set in which long enough ones are looked for."""
-
-FILES = ("heads", "layers", "alarms")
-
-JUDGED = {"entropy_share", "propagation", "at_distance", "same_token", "sink_first", "sink_learned"}
-"""Columns of the heads that a resumed monitor judges again."""
 
 
 class GeometryWarning(UserWarning):
@@ -58,7 +51,8 @@ class GeometryMonitor:
         ids: the monitor batch, token ids (contexts, positions) without padding; 8 × 128 do (see `monitor_batch`).
         every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
-        folder: where `heads.jsonl`, `layers.jsonl` and `alarms.jsonl` go, one row a line; None: nowhere.
+        folder: where `heads.jsonl`, `layers.jsonl`, `alarms.jsonl` and `losses.jsonl` go, one row a line, for
+            `theodolite watch`; None: nowhere.
         limits: the levels of alarm.
         over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
             must make the monitor and call it at every step; the batch is that of the first one, which alone writes
@@ -108,23 +102,30 @@ class GeometryMonitor:
         self._started = time.perf_counter()
         self._seconds = 0.0
 
-    def __call__(self, step: int) -> dict[str, float]:
+    def __call__(self, step: int, loss: float | Tensor | None = None) -> dict[str, float]:
         """Look, if a look is due after `step` optimizer steps; the numbers to plot, else {}.
+
+        Args:
+            step: optimizer steps done.
+            loss: of this step, for the record, whether or not a look is due. A tensor is waited for on its device:
+                on a GPU give it only at the steps at which it is logged anyway.
 
         Warns:
             GeometryWarning: a head or a layer collapses, or hidden states are no numbers any more.
             RecordWarning: an earlier record was moved aside, or the record cannot be written any more.
 
         Raises:
-            UsageError: the step is before that of the last call.
+            UsageError: the step is before that of the last call, or the loss is not one number.
             WorkError: the record cannot be begun.
         """
-        step = int(step)
+        step, value = int(step), None if loss is None else _one_number(loss)
         if self._step is None:
             self._begin(step)
         elif step < self._step:
             raise UsageError(f"step went from {self._step} to {step}: count steps over all epochs")
         self._step = step
+        if value is not None:
+            self._write(step, lambda: self._record.write_loss(step, value))
         if self._broken or not self._due(step):
             return {}
         number = step // self.every if self.last is None else self._number + 1
@@ -140,16 +141,21 @@ class GeometryMonitor:
         self.last = geometry
         self._number = number
         self.alarms += self.new_alarms
-        try:
-            self._record.write(geometry, self.new_alarms)
-        except WorkError as error:
-            self._record = Record(None)
-            self._warn(f"step {step}: {error}; the looks go on without a record", RecordWarning)
+        self._write(step, lambda: self._record.write(geometry, self.new_alarms))
         for line in alarm_lines(self.new_alarms):
             self._warn(line)
         self._seconds += geometry.seconds
         share = self._seconds / (time.perf_counter() - self._started)
         return scalars(geometry) | {"alarms": float(self._judge.active), "time_share": share}
+
+    def _write(self, step: int, write: Callable[[], None]) -> None:
+        """Add to the record; what cannot be written is not tried again."""
+        try:
+            write()
+        except WorkError as error:
+            self._record = Record(None)
+            message = f"step {step}: {error}; the looks go on without a record"
+            self._warn(message, RecordWarning, stacklevel=4)
 
     def _begin(self, step: int) -> None:
         """Begin at a step; at a later one than 0, go on from what the folder holds of the steps before."""
@@ -175,101 +181,6 @@ class GeometryMonitor:
         if self.last is not None:
             return step - self.last.step >= self.every
         return step % self.every == 0 or step - self._since >= self.every
-
-
-class Record:
-    """The tables of all looks, as lines of JSON in a folder; a NaN is `null`.
-
-    Args:
-        folder: where; None: nowhere.
-        layers, places: of the model, and of its heads, to know its own complete looks.
-    """
-
-    def __init__(
-        self, folder: str | Path | None, layers: int = 0, places: Sequence[tuple[int, int]] = ()
-    ) -> None:
-        self._folder = None if folder is None else Path(folder)
-        self._layers, self._places = layers, list(places)
-
-    def begin(self, step: int) -> tuple[list[Geometry], str]:
-        """Drop what was recorded after `step` (all of it, at step 0); the looks that are kept, and what to say.
-
-        If nothing is kept, or something is no complete look of this model, the old files are moved aside first.
-
-        Raises:
-            WorkError: the folder cannot be written.
-        """
-        if self._folder is None:
-            return [], ""
-        with disk_errors(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            old = {name: self._read(name) for name in FILES}
-            rows = {name: [row for line in old[name] if (row := _row(line))] for name in FILES}
-            heads, layers = (_by_step(rows[name], step) for name in ("heads", "layers"))
-            whole = {at for at in heads.keys() & layers.keys() if self._whole(heads[at], layers[at])}
-            steps = sorted(whole) if step else []
-            damaged = sum(len(old[name]) - len(rows[name]) for name in FILES)
-            others = len((heads.keys() | layers.keys()) - whole)
-            message = ""
-            if any(old.values()) and (not steps or damaged or others):
-                number = self._move_aside()
-                message = f"{self._folder} held an earlier record: moved to heads.{number}.jsonl and so on"
-                if step and (damaged or others):
-                    message += (
-                        f"; {len(steps)} looks kept, {others} dropped that are no complete looks of this model, "
-                        f"{damaged} damaged lines"
-                    )
-            for name in FILES:
-                remaining = [row for row in rows[name] if steps and row["step"] in whole]
-                write_text(self._folder / f"{name}.jsonl", "".join(map(_line, remaining)))
-        return [Geometry(at, _table(heads[at]), _table(layers[at]), 0.0) for at in steps], message
-
-    def _read(self, name: str) -> list[str]:
-        assert self._folder is not None
-        path = self._folder / f"{name}.jsonl"
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
-        return lines if _row(lines[-1]) else lines[:-1]  # without the half line at which a process was killed
-
-    def _move_aside(self) -> int:
-        """Rename the files to `heads.1.jsonl` and so on; the number."""
-        assert self._folder is not None
-        number = 1
-        while any((self._folder / f"{name}.{number}.jsonl").exists() for name in FILES):
-            number += 1
-        for name in FILES:
-            path = self._folder / f"{name}.jsonl"
-            if path.exists():
-                path.rename(self._folder / f"{name}.{number}.jsonl")
-        return number
-
-    def _whole(self, heads: list[dict[str, Any]], layers: list[dict[str, Any]]) -> bool:
-        """Whether these are the rows of one look at a model of this many layers and heads."""
-        return (
-            [(row.get("layer"), row.get("head")) for row in heads] == self._places
-            and [row.get("layer") for row in layers] == list(range(self._layers + 1))
-            and all(map(_numeric, heads + layers))
-            and all(row.keys() >= JUDGED for row in heads)
-            and all("rank_collapse" in row for row in layers)
-        )
-
-    def write(self, geometry: Geometry, alarms: list[Alarm]) -> None:
-        """Append one look and its alarms.
-
-        Raises:
-            WorkError: the folder cannot be written.
-        """
-        if self._folder is None:
-            return
-        at = {"step": geometry.step}
-        rows = {
-            "heads": [at | row for row in geometry.heads.to_dict("records")],
-            "layers": [at | row for row in geometry.layers.to_dict("records")],
-            "alarms": [alarm.as_dict() for alarm in alarms],
-        }
-        with disk_errors(self._folder):
-            for name, lines in rows.items():
-                with (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-                    file.write("".join(map(_line, lines)))
 
 
 def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
@@ -352,41 +263,13 @@ def monitor_batch(
     return torch.stack([ids[:length] for ids in candidates if len(ids) >= length][:contexts]).long()
 
 
-def _line(row: dict[str, Any]) -> str:
-    return json_text(row) + "\n"
+def _one_number(loss: float | Tensor) -> float:
+    """A loss as Python's number; NaN stays one.
 
-
-def _row(line: str) -> dict[str, Any] | None:
-    """A row with a step; None if the line is none, as that at which a process was killed."""
+    Raises:
+        UsageError: it is not one number.
+    """
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
-
-
-def _numeric(row: dict[str, Any]) -> bool:
-    """Whether all values are numbers or `null`, but for the regime, a text."""
-    return all(
-        isinstance(value, str)
-        if name == "regime"
-        else value is None or type(value) is float or (type(value) is int and abs(value) < 2**53)
-        for name, value in row.items()
-    )
-
-
-def _by_step(rows: list[dict[str, Any]], last: int) -> dict[int, list[dict[str, Any]]]:
-    """The rows of each look up to a step."""
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["step"] <= last:
-            by_step.setdefault(row["step"], []).append(row)
-    return by_step
-
-
-def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The table of a look, as it was before it was written."""
-    table = pd.DataFrame(rows).drop(columns="step")
-    numbers = [name for name in table.columns if name != "regime"]
-    table[numbers] = table[numbers].apply(pd.to_numeric)  # a column of `null` only is one of NaN
-    return table
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"loss is {loss!r:.60}: give one number, or a tensor of one") from None

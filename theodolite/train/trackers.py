@@ -18,6 +18,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations import MLflowCallback
 from transformers.trainer_callback import CallbackHandler
 
 from theodolite.errors import UsageError
@@ -79,16 +80,31 @@ class TrackedCallback(TrainerCallback):
     ) -> None:
         """Give `logs` to all callbacks, as `Trainer.log` would, but not to the terminal: they would drown the loss.
 
-        Nobody gets them if this was not attached.
+        MLflow's drops texts with a warning, so they become tags of its run. Nobody gets anything if this was not
+        attached.
         """
         if self._handler is None:
             return
-        trackers = copy.copy(self._handler)
+        texts = {name: value for name, value in logs.items() if isinstance(value, str)}
+        numbers = {name: value for name, value in logs.items() if name not in texts}
+        trackers, of_numbers = copy.copy(self._handler), copy.copy(self._handler)
+        of_numbers.callbacks = [each for each in self._handler.callbacks if isinstance(each, MLflowCallback)]
         trackers.callbacks = [
             callback
             for callback in self._handler.callbacks
-            if not isinstance(callback, PrinterCallback | ProgressCallback)
+            if not isinstance(callback, PrinterCallback | ProgressCallback | MLflowCallback)
         ]
         due = control.should_log
         trackers.on_log(args, state, control, dict(logs))
+        if of_numbers.callbacks:
+            of_numbers.on_log(args, state, control, numbers)
+            _tag_mlflow(texts)
         control.should_log = due  # a log of the loss that is due at this step must stay due
+
+
+def _tag_mlflow(texts: Mapping[str, str]) -> None:
+    """Set tags of MLflow's active run, if there is one: asking for one would begin another."""
+    import mlflow
+
+    if texts and mlflow.active_run():
+        mlflow.set_tags(dict(texts))

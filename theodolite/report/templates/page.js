@@ -123,6 +123,11 @@ document.addEventListener("DOMContentLoaded", () => {
   all(".plot").forEach((div) => near.observe(div));
   const redraw = () => drawn.forEach(draw);
   dark.addEventListener("change", redraw);
+  document.addEventListener("renewed", () => {  // a page that asks for itself again has other numbers now
+    payloads.clear();
+    redraw();
+    all("[data-numbers-of][open]").forEach(listNumbers);
+  });
   function print(now) {
     printing = now;
     document.documentElement.classList.toggle("printing", now);
@@ -152,7 +157,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const large = (key) => document.querySelector(`.plot[data-figure="${key}"]:not(.compact)`);
   function pick(key, value) {
     const select = document.querySelector(`select[data-picks="${key}"]`);
-    select.value = value;
+    if (select) select.value = value;
     const note = document.querySelector(`[data-note-of="${key}"]`);
     if (note) note.textContent = select.selectedOptions[0].dataset.note;
     for (const button of all(`button[data-shows="${key}"]`)) {
@@ -167,7 +172,7 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const button of all("button[data-shows]")) {
     button.addEventListener("click", () => {
       pick(button.dataset.shows, button.dataset.key);
-      large(button.dataset.shows).scrollIntoView({ behavior: "smooth", block: "nearest" });
+      if (button.closest(".cell")) large(button.dataset.shows).scrollIntoView({ behavior: "smooth", block: "nearest" });
     });
   }
 

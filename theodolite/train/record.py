@@ -1,0 +1,173 @@
+"""The record of a training run's looks: lines of JSON in a folder, and what of them a resumed run may keep.
+
+Nothing is measured or judged here, and nothing is said to the user.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from theodolite.system.files import disk_errors, json_text, write_text
+from theodolite.train.alarms import Alarm
+from theodolite.train.geometry import Geometry
+
+FILES = ("heads", "layers", "alarms", "losses")
+
+FOLDER = "geometry"
+"""Folder of the record, in a Trainer's `output_dir`."""
+
+JUDGED = {"entropy_share", "propagation", "at_distance", "same_token", "sink_first", "sink_learned"}
+"""Columns of the heads that a resumed monitor judges again."""
+
+
+class Record:
+    """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`.
+
+    Args:
+        folder: where; None: nowhere.
+        layers, places: of the model, and of its heads, to know its own complete looks.
+    """
+
+    def __init__(
+        self, folder: str | Path | None, layers: int = 0, places: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._layers, self._places = layers, list(places)
+
+    def begin(self, step: int) -> tuple[list[Geometry], str]:
+        """Drop what was recorded after `step` (all of it, at step 0); the looks that are kept, and what to say.
+
+        If nothing is kept, or something is no complete look of this model, the old files are moved aside first.
+
+        Raises:
+            WorkError: the folder cannot be written.
+        """
+        if self._folder is None:
+            return [], ""
+        with disk_errors(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            old = {name: self._read(name) for name in FILES}
+            rows = {name: [row for line in old[name] if (row := parsed_row(line))] for name in FILES}
+            heads, layers = (_by_step(rows[name], step) for name in ("heads", "layers"))
+            whole = {at for at in heads.keys() & layers.keys() if self._whole(heads[at], layers[at])}
+            steps = sorted(whole) if step else []
+            damaged = sum(len(old[name]) - len(rows[name]) for name in FILES)
+            others = len((heads.keys() | layers.keys()) - whole)
+            message = ""
+            if any(old.values()) and (not steps or damaged or others):
+                number = self._move_aside()
+                message = f"{self._folder} held an earlier record: moved to heads.{number}.jsonl and so on"
+                if step and (damaged or others):
+                    message += (
+                        f"; {len(steps)} looks kept, {others} dropped that are no complete looks of this model, "
+                        f"{damaged} damaged lines"
+                    )
+            for name in FILES:
+                # A loss belongs to a step that is done, whether or not there was a look.
+                done = range(step + 1) if name == "losses" else whole
+                remaining = [row for row in rows[name] if steps and row["step"] in done]
+                write_text(self._folder / f"{name}.jsonl", "".join(map(_line, remaining)))
+        return [Geometry(at, _table(heads[at]), _table(layers[at]), 0.0) for at in steps], message
+
+    def _read(self, name: str) -> list[str]:
+        assert self._folder is not None
+        path = self._folder / f"{name}.jsonl"
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
+        # Without the half line at which a process was killed.
+        return lines if parsed_row(lines[-1]) else lines[:-1]
+
+    def _move_aside(self) -> int:
+        """Rename the files to `heads.1.jsonl` and so on; the number."""
+        assert self._folder is not None
+        number = 1
+        while any((self._folder / f"{name}.{number}.jsonl").exists() for name in FILES):
+            number += 1
+        for name in FILES:
+            path = self._folder / f"{name}.jsonl"
+            if path.exists():
+                path.rename(self._folder / f"{name}.{number}.jsonl")
+        return number
+
+    def _whole(self, heads: list[dict[str, Any]], layers: list[dict[str, Any]]) -> bool:
+        """Whether these are the rows of one look at a model of this many layers and heads."""
+        return (
+            [(row.get("layer"), row.get("head")) for row in heads] == self._places
+            and [row.get("layer") for row in layers] == list(range(self._layers + 1))
+            and all(map(_numeric, heads + layers))
+            and all(row.keys() >= JUDGED for row in heads)
+            and all("rank_collapse" in row for row in layers)
+        )
+
+    def write(self, geometry: Geometry, alarms: list[Alarm]) -> None:
+        """Append one look and its alarms.
+
+        Raises:
+            WorkError: the folder cannot be written.
+        """
+        at = {"step": geometry.step}
+        rows = {
+            "heads": [at | row for row in geometry.heads.to_dict("records")],
+            "layers": [at | row for row in geometry.layers.to_dict("records")],
+            "alarms": [alarm.as_dict() for alarm in alarms],
+        }
+        for name, lines in rows.items():
+            self._append(name, lines)
+
+    def write_loss(self, step: int, loss: float) -> None:
+        """Append the loss of a step; of several for one step the last counts.
+
+        Raises:
+            WorkError: the folder cannot be written.
+        """
+        self._append("losses", [{"step": step, "loss": loss}])
+
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        if self._folder is None:
+            return
+        with disk_errors(self._folder), (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.write("".join(map(_line, rows)))
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json_text(row) + "\n"
+
+
+def parsed_row(line: str) -> dict[str, Any] | None:
+    """A row with a step; None if the line is none, as that at which a process was killed."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def _numeric(row: dict[str, Any]) -> bool:
+    """Whether all values are numbers or `null`, but for the regime, a text."""
+    return all(
+        isinstance(value, str)
+        if name == "regime"
+        else value is None or type(value) is float or (type(value) is int and abs(value) < 2**53)
+        for name, value in row.items()
+    )
+
+
+def _by_step(rows: list[dict[str, Any]], last: int) -> dict[int, list[dict[str, Any]]]:
+    """The rows of each look up to a step."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["step"] <= last:
+            by_step.setdefault(row["step"], []).append(row)
+    return by_step
+
+
+def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The table of a look, as it was before it was written."""
+    table = pd.DataFrame(rows).drop(columns="step")
+    numbers = [name for name in table.columns if name != "regime"]
+    table[numbers] = table[numbers].apply(pd.to_numeric)  # a column of `null` only is one of NaN
+    return table
