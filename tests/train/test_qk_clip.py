@@ -36,9 +36,9 @@ LATENT = {
     "num_hidden_layers": 2,
     "num_key_value_heads": 4,
     "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "kv_lora_rank": 8,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
@@ -73,9 +73,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     name: lambda name=name: checkpoints.build(name)  # type: ignore[misc]
     for name in ("gpt2", "bert", "llama2", "llama3", "phi3", "mistral", "gpt_neox", "opt", "gpt_oss")
 } | {
-    "deepseek2": lambda: deepseek("DeepseekV2", 12),
+    "deepseek2": lambda: deepseek("DeepseekV2", 8),
     "deepseek2_without_latent_queries": lambda: deepseek("DeepseekV2", None),
-    "deepseek3": lambda: deepseek("DeepseekV3", 12),
+    "deepseek3": lambda: deepseek("DeepseekV3", 8),
 }
 
 
@@ -147,10 +147,10 @@ def expected_gpt2(state: dict[str, Tensor]) -> None:
 
 def expected_deepseek(state: dict[str, Tensor]) -> None:
     """The paper's: √γ of both parts without rotation, γ of the rotated query; its key and the values as they were."""
-    query = state["model.layers.1.self_attn.q_b_proj.weight"].unflatten(0, (4, 12))
+    query = state["model.layers.1.self_attn.q_b_proj.weight"].unflatten(0, (4, 16))
     query[:, :8] *= GAMMA.sqrt().view(4, 1, 1)
     query[:, 8:] *= GAMMA.view(4, 1, 1)
-    state["model.layers.1.self_attn.kv_b_proj.weight"].unflatten(0, (4, 14))[:, :8] *= GAMMA.sqrt().view(
+    state["model.layers.1.self_attn.kv_b_proj.weight"].unflatten(0, (4, 16))[:, :8] *= GAMMA.sqrt().view(
         4, 1, 1
     )
 

@@ -22,6 +22,7 @@ from theodolite.errors import UsageError
 from theodolite.models.calls import Call, Calls
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
+    NotAffine,
     call_until_tap,
     copy_in_dtype,
     norms_inside,
@@ -40,6 +41,10 @@ CONTEXTS = 3
 
 NEAR = 0.1
 """How far from a whole number a row may come back: families that rotate in float32 keep six digits."""
+
+
+FIRST = 2
+"""The number of the first row: behind a norm any marker comes back as what ones came back as, or as its opposite."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +115,17 @@ def _find(structure: Structure, layer: int, call: Call) -> list[LogitRows]:
             "bound: QK-Clip is not defined for it"
         )
     marked = _MarkedCopy(copy_in_dtype(attention, torch.float64).eval(), call)
-    rows = _scaled_rows(marked)
-    if rows is None or not _verified(marked, rows):
+    try:
+        rows = _scaled_rows(marked)
+        found = rows is not None and _verified(marked, rows)
+    except NotAffine as error:
+        raise UsageError(f"{where}: QK-Clip cannot find its query and key weights: {error}") from error
+    if rows is None or not found:
         norms = ", ".join(name for name, _ in norms_inside(attention))
         why = f" (it has norms inside: {norms})" if norms else ""
         raise UsageError(
             f"{where}: scaling rows of its weights does not scale the logits of a head alone{why}: queries that are "
-            "normalised after their projection, or shared among heads, cannot be clipped by their weights"
+            "normalised or clamped after their projection, or shared among heads, cannot be clipped by their weights"
         )
     name_of = {id(submodule): name for name, submodule in marked.module.named_modules()}
     return [replace(row, module=attention.get_submodule(name_of[id(row.module)])) for row in rows]
@@ -169,7 +178,7 @@ class _MarkedCopy:
             for dimension in range(parameter.ndim if any(one.any() for one in ones) else 0):
                 shape = [1] * parameter.ndim
                 shape[dimension] = -1
-                marker = torch.arange(1, parameter.shape[dimension] + 1).view(shape)
+                marker = FIRST + torch.arange(parameter.shape[dimension]).view(shape)
                 counted = self._holding(parameter, marker)
                 for side, (now, zero, one) in enumerate(zip(counted, nothing, ones, strict=True)):
                     rows = _picked(now - zero, one, parameter.shape[dimension])
@@ -196,7 +205,7 @@ def _picked(
     rows = numbers.round()
     if not torch.equal(rows[:1].expand_as(rows), rows) or not bool(((numbers - rows).abs() <= NEAR).all()):
         return None
-    rows = rows[0].long() - 1
+    rows = rows[0].long() - FIRST
     within = (rows >= 0) & (rows < size)
     return rows if torch.equal(within, changed[0]) else None
 
