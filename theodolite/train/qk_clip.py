@@ -64,8 +64,10 @@ class QKClip:
             self._rows = find_logit_rows(self._model, structure, calls, list(self._layers_of))
         self._heads_of = structure.heads_of
         name_of = {id(module): name for name, module in self._model.named_modules()}
-        self._name_of = {
-            id(rows): name_of[id(rows.module)] for layer in self._rows.values() for rows in layer
+        self._held = {
+            name_of[id(rows.module)] + f".{rows.name}": rows
+            for layer in self._rows.values()
+            for rows in layer
         }
         self._seen: Geometry | None = None
 
@@ -134,13 +136,12 @@ class QKClip:
 
     def _check_held(self) -> None:
         """By name: a replacement may keep the old module inside, as an adapter does."""
-        for layer in self._rows.values():
-            for rows in layer:
-                if not _is_held(self._model, self._name_of[id(rows)], rows):
-                    raise UsageError(
-                        f"{self._name_of[id(rows)]}.{rows.name} is no longer the parameter that this QKClip was made "
-                        "for (an adapter, or quantised?): make a new QKClip after the model is changed"
-                    )
+        for name, rows in self._held.items():
+            if not _is_held(self._model, name, rows):
+                raise UsageError(
+                    f"{name} is no longer the parameter that this QKClip was made for (an adapter, or quantised?): "
+                    "make a new QKClip after the model is changed"
+                )
 
 
 class QKClipCallback(GeometryCallback):
@@ -199,6 +200,6 @@ def _table(clipped: list[dict[str, float]]) -> pd.DataFrame:
 
 def _is_held(model: nn.Module, name: str, rows: LogitRows) -> bool:
     try:
-        return model.get_submodule(name) is rows.module and rows.is_there
+        return model.get_submodule(name.rpartition(".")[0]) is rows.module and rows.is_there
     except AttributeError:  # there is nothing of that name any more
         return False
