@@ -78,7 +78,8 @@ def main(layers: int = 4, rounds: int = 7, device: str = "cpu") -> list[Ratio]:
         print(
             f"{contexts} × {length:<4} | {statistics.median(wall):.3f} ({min(wall):.3f} to {max(wall):.3f}), "
             f"{statistics.median(processor):.3f} ({min(processor):.3f} to {max(processor):.3f}) | "
-            f"{statistics.median(share[0]):.2%}, processor time {statistics.median(share[1]):.2%} (budget {BUDGETS[contexts]:.1%})"
+            f"{statistics.median(share[0]):.2%}, processor time {statistics.median(share[1]):.2%} "
+            f"(budget {BUDGETS[contexts]:.1%})"
         )
         batch = f"a step of {contexts} × {length}"
         measured.append(Ratio.of(f"LocAteR: {batch} with / without", wall))

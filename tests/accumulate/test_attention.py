@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, WIDTH, dense, make
+from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, WIDTH, dense, dense_logits, make
 from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
 from theodolite.attention.inputs import AttentionInputs, attend
 
@@ -33,6 +33,14 @@ def test_output_and_statistics_equal_the_dense_ones(kind):
     entropy = -(torch.special.xlogy(weights, weights).sum(-1) + torch.special.xlogy(learned, learned))
     torch.testing.assert_close(state["entropy"], entropy.sum(0), **close)
     torch.testing.assert_close(state["learned"], learned.sum((0, 2)), **close)
+    logits = dense_logits(inputs)
+    torch.testing.assert_close(state["largest_logit"], logits.amax((0, 2, 3)), **close)
+    if inputs.sink is not None:
+        column = inputs.sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    log_sum_exp = logits.logsumexp(-1)
+    seeing = log_sum_exp.where(log_sum_exp.isfinite(), 0)
+    torch.testing.assert_close(state["log_sum_exp"], seeing.sum((0, 2)), **close)
     seen = (weights > 0).sum(-2).clamp_min(1)
     received = weights.sum(-2) / seen
     torch.testing.assert_close(state["received"], received.sum(0), **close)

@@ -52,10 +52,48 @@ def test_columns_equal_the_dense_computation(family):
     for name, expected in dense.head_columns(dense_run, IDS.numpy(), family != "bert").items():
         np.testing.assert_allclose(geometry.heads[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
     columns = dense.layer_columns(dense_run, np.zeros(len(IDS)))
+    columns["norm_growth"] = np.append(np.nan, columns["norm"][1:] / columns["norm"][:-1])
     for name in geometry.layers.columns.drop("layer"):
         np.testing.assert_allclose(geometry.layers[name], columns[name], rtol=1e-4, atol=1e-5, err_msg=name)
     assert geometry.step == 7
     assert geometry.seconds > 0
+
+
+def eager_logits(model: PreTrainedModel) -> list[torch.Tensor]:
+    """What the model's own eager attention takes the softmax of, layer by layer, in float64; −∞ where masked."""
+    logits: list[torch.Tensor] = []
+    softmax = torch.nn.functional.softmax
+
+    def recording(x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if x.ndim == 4:  # not that of a router
+            logits.append(x)
+        return softmax(x, *args, **kwargs)
+
+    model = model.double().eval()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # the fast ones have no float64
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.nn.functional, "softmax", recording)
+        model(IDS)
+    for layer, sinks in enumerate(p for name, p in model.named_parameters() if name.endswith("sinks")):
+        # gpt-oss subtracts the largest of each row, the sink's column with it: that column tells which.
+        logits[layer] = logits[layer] + (sinks.detach().view(1, -1, 1) - logits[layer][..., -1])[..., None]
+    return [x.masked_fill(x < -1e30, -torch.inf) for x in logits]
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", "bert", "llama3", "mistral", "qwen3", "gemma2", "gpt_oss", "bloom"]
+)
+def test_largest_logit_and_log_sum_exp_are_those_of_eager_attention(family):
+    """Oracle: the inputs of the softmax in transformers' own eager attention, in float64."""
+    logits = eager_logits(model_of(family))
+    heads = GeometryReader(model_of(family), IDS).look().heads
+    assert len(logits) == heads["layer"].nunique()
+    keys = slice(IDS.shape[1])  # not the sink's column
+    largest = torch.stack([x[..., keys].amax((0, 2, 3)) for x in logits]).flatten()
+    log_sum_exp = torch.stack([x.logsumexp(-1).mean((0, 2)) for x in logits]).flatten()
+    np.testing.assert_allclose(heads["largest_logit"], largest, rtol=1e-4)
+    np.testing.assert_allclose(heads["log_sum_exp"], log_sum_exp, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "mistral", "gpt_oss"])
@@ -73,6 +111,18 @@ def test_entropy_share_is_one_for_uniform_attention(family):
     assert (heads["propagation"] == 1).all()
     assert (heads["propagation_queries"] == 1).all()
     assert (heads["regime"] == "uniform").all()
+
+
+def test_a_largest_logit_may_be_negative():
+    """Oracle: queries −1 and keys 1 in every dimension, whose logit is −head_width · scaling = −√8."""
+    model = model_of("gpt2")
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight.zero_()
+            block.attn.c_attn.bias[:32] = -1
+            block.attn.c_attn.bias[32:64] = 1
+    heads = GeometryReader(model, IDS).look().heads
+    np.testing.assert_allclose(heads["largest_logit"], -(8**0.5), rtol=1e-6)
 
 
 def test_query_columns_equal_their_definitions(dense_run):

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.keyed import KeyedSums
-from theodolite.accumulate.sums import LayerSums, Mergeable, SavedState, State, each_part, placed
+from theodolite.accumulate.sums import LayerSums, Mergeable, SavedState, State, each_part, include, placed
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.summary import (
     SINK_THRESHOLD,
@@ -69,9 +69,10 @@ class AttentionStatistics(LayerSums):
     attention a key gets; propagates and last_sees (L, H, T) counts for the last query before trailing special
     tokens; sink (L, H, T) counts of contexts; sink_later (L, H), and with trailing special tokens sink_last (L,
     H), contexts with a sink among these, with more than one leading token sink_registers (L, H) likewise; previous,
-    same, learned (L, H) sums; squared_lengths (L), squared_entropy and entropy_spread (L, H): sums over contexts of
-    their squared lengths, and weighted by these of their mean entropies, and of the squared deviations from the mean
-    so weighted; gram_norm (L) the largest
+    same, learned (L, H) sums; largest_logit (L, H) maxima over the keys that queries see, −∞ before the first context;
+    log_sum_exp (L, H) sums, 0 of a query that sees no key; squared_lengths (L), squared_entropy and entropy_spread
+    (L, H): sums over contexts of their squared lengths, and weighted by these of their mean entropies, and of the
+    squared deviations from the mean so weighted; gram_norm (L) the largest
     ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token; example_received and
     example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows (layer, head, token, is
     first, contexts, sinks, sum of their positions): a token may be a sink at several positions of a context.
@@ -86,6 +87,7 @@ class AttentionStatistics(LayerSums):
     ) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
         by_head = ["sink_later", "previous", "same", "learned", "squared_entropy", "entropy_spread"]
+        by_head += ["largest_logit", "log_sum_exp"]
         by_head += ["sink_last"] if trailing else []
         by_head += ["sink_registers"] if leading > 1 else []
         shapes: dict[str, tuple[int, ...]] = {"contexts": (), "squared_lengths": (), "repeated": ()}
@@ -94,7 +96,9 @@ class AttentionStatistics(LayerSums):
         self._by_position = frozenset((*by_position, "readers", "visible_keys"))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
         shapes |= {"gram_norm": (), "visible_keys": (length,), "readers": (length,)}
-        super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys"))
+        super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys", "largest_logit"))
+        for largest in self._tensors["largest_logit"]:
+            largest.fill_(-torch.inf)
         self.length, self.examples = length, examples
         self.trailing, self.leading = trailing, leading
         self._sink_tokens = KeyedSums(4, dict.fromkeys(("contexts", "sinks", "positions"), ()))
@@ -133,7 +137,7 @@ class AttentionStatistics(LayerSums):
                 whole[..., place] = value[..., source]
             value = whole
         if name in self._of_heads:
-            self.at(name, layer, value.device)[: len(value)] += value
+            include(self.at(name, layer, value.device)[: len(value)], value, maximum=name in self.maxima)
         else:
             super().add(name, layer, value, group)
 
@@ -222,7 +226,7 @@ def _statistics(
     scores = HeadScores(tokens, part, output.new_zeros(inputs.query.shape[1], 2, dtype=torch.float64))
     summary = summarise(inputs, output, scores.visit, scores.visit_whole)
     visible, propagates = last_query(inputs, trailing)
-    entropy = summary.entropy.double()
+    entropy, log_sum_exp = summary.entropy.double(), summary.log_sum_exp.double()
     means = entropy.mean(dim=-1)
     contexts = torch.tensor(float(len(entropy)), dtype=torch.float64, device=device)
     square = entropy.shape[-1] ** 2
@@ -236,6 +240,8 @@ def _statistics(
         "propagates": propagates.double().sum(dim=0),
         "last_sees": visible.double().sum(dim=0).to(device),
         "received": summary.mass,
+        "largest_logit": summary.largest.double().amax(dim=(0, 2)),
+        "log_sum_exp": log_sum_exp.masked_fill(log_sum_exp == -torch.inf, 0).sum(dim=(0, 2)),
     }
     sums["previous"], sums["same"] = scores.sums.unbind(dim=1)
     learned = summary.learned

@@ -78,10 +78,7 @@ class LayerSums:
         tensor = self.at(name, layer, value.device)
         if group is not None:
             tensor = tensor[group]
-        if name in self.maxima:
-            torch.maximum(tensor, value.to(tensor.dtype), out=tensor)
-        else:
-            tensor += value
+        include(tensor, value, maximum=name in self.maxima)
 
     def state(self) -> State:
         """All tensors, stacked over layers, on the CPU."""
@@ -99,6 +96,14 @@ class LayerSums:
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
                 self.add(name, layer, state[name][layer].to(tensor.device))
+
+
+def include(total: Tensor, value: Tensor, *, maximum: bool) -> None:
+    """Add `value` to `total` in place, or take the maximum of both."""
+    if maximum:
+        torch.maximum(total, value.to(total.dtype), out=total)
+    else:
+        total += value
 
 
 def placed(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:

@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from theodolite.train.locater import warm_up as warm_up
     from theodolite.train.monitor import GeometryMonitor as GeometryMonitor
     from theodolite.train.penalty import locater_penalty as locater_penalty
+    from theodolite.train.qk_clip import QKClip as QKClip
+    from theodolite.train.qk_clip import QKClipCallback as QKClipCallback
 
 _HOMES = {
     "GeometryCallback": "theodolite.train.callbacks",
     "GeometryMonitor": "theodolite.train.monitor",
     "Locater": "theodolite.train.locater",
     "LocaterCallback": "theodolite.train.callbacks",
+    "QKClip": "theodolite.train.qk_clip",
+    "QKClipCallback": "theodolite.train.qk_clip",
     "locater_penalty": "theodolite.train.penalty",
     "warm_up": "theodolite.train.locater",
 }

@@ -6,6 +6,7 @@ The model is left as it was: modes, weights, gradients, hooks, random numbers. W
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,10 +76,14 @@ class Geometry:
         heads: one row a head: layer, head; entropy (nats, mean over queries and contexts) and entropy_share (over
             its maximum, that of a uniform row); propagation (mean ρ of the last query) and propagation_queries
             (of `QUERIES` queries t with T := t); at_distance (the most mean attention that any one distance gets);
-            sink_first, sink_later, sink_learned, previous_token, same_token as in a survey. With spectra, of W_QK
-            at relative distance 0: `SPECTRA`.
+            sink_first, sink_later, sink_learned, previous_token, same_token as in a survey; largest_logit, the maximum
+            over contexts, queries and the keys that they see of the logit whose softmax is taken: after scaling,
+            soft-capping and biases on it, without a learned sink's (QK-Clip's S, Kimi K2); log_sum_exp, the mean over
+            contexts and queries of ln Σ exp of these logits, a learned sink's with them (z-loss is its square's mean).
+            With spectra, of W_QK at relative distance 0: `SPECTRA`.
         layers: one row a residual layer, 0 being the input of the first block: norm, norm_first, rank_collapse,
-            massive_activations, massive_activations_first, outlier_dimensions, as in a survey.
+            massive_activations, massive_activations_first, outlier_dimensions, as in a survey; norm_growth, the norm
+            over that of the layer before (NaN at layer 0).
         seconds: wall time that the look took.
     """
 
@@ -317,11 +322,12 @@ def _by_distance(
 def _residual_rows(residual: State) -> list[dict[str, float]]:
     """Rows of the layers table."""
     everything = torch.ones(GROUPS, dtype=torch.float64)
-    rows = []
+    rows: list[dict[str, float]] = []
     for layer in range(len(residual["contexts"])):
         row = residual_columns(residual, residual, layer, everything)
         del row["cosine_previous"]
-        rows.append({"layer": layer, **row})
+        before = rows[-1]["norm"] if rows else math.nan
+        rows.append({"layer": layer, **row, "norm_growth": row["norm"] / before})
     return rows
 
 
@@ -332,7 +338,10 @@ def _head_columns(attention: State, queries: State) -> dict[str, list[float]]:
     most = outcomes.log().mean(dim=1).repeat_interleave(attention["entropy"].shape[1])
     share = torch.tensor(columns["entropy"], dtype=torch.float64) / most
     contexts = attention["contexts"][:, None]
+    log_sum_exp = attention["log_sum_exp"] / attention["readers"].sum(dim=1, keepdim=True)
     return columns | {
+        "largest_logit": attention["largest_logit"].flatten().tolist(),
+        "log_sum_exp": log_sum_exp.flatten().tolist(),
         "entropy_share": share.tolist(),
         "propagation_queries": (queries["propagation_queries"] / contexts).flatten().tolist(),
         "at_distance": (queries["by_distance"].amax(dim=-1) / contexts).flatten().tolist(),

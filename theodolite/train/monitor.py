@@ -187,7 +187,8 @@ def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
     """The numbers of a look to plot: over all heads, the mean of each layer, and each head's if `per_head`.
 
     entropy_mean, entropy_min (nats), entropy_share_min (over its maximum), propagation_mean, propagation_min,
-    sink_first_mean, sink_later_mean, rank_collapse_min, norm_max, massive_activations (of all layers),
+    sink_first_mean, sink_later_mean, largest_logit_max, log_sum_exp_mean, rank_collapse_min, norm_max,
+    norm_growth_max (of a layer over the one before), massive_activations (of all layers),
     outlier_dimensions (most of any layer), entropy/layer_3 and so on; with spectra also spectral_norm_max, eta_max,
     trace_mean, vanishing_heads. A number that is NaN everywhere is left out.
     """
@@ -200,8 +201,11 @@ def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
         "propagation_min": heads["propagation"].min(),
         "sink_first_mean": heads["sink_first"].mean(),
         "sink_later_mean": heads["sink_later"].mean(),
+        "largest_logit_max": heads["largest_logit"].max(),
+        "log_sum_exp_mean": heads["log_sum_exp"].mean(),
         "rank_collapse_min": layers["rank_collapse"].min(),
         "norm_max": layers["norm"].max(),
+        "norm_growth_max": layers["norm_growth"].max(),
         "massive_activations": layers["massive_activations"].sum(),
         "outlier_dimensions": layers["outlier_dimensions"].max(),
     }

@@ -1,0 +1,352 @@
+"""QK-Clip, against logits measured again by plain eager attention in float64, and the paper's rule by names."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+from tests import checkpoints
+from tests.models.test_open_module import GPT, HEADS, VOCABULARY
+from tests.processes import together
+from tests.train.test_geometry import IDS, eager_logits
+from tests.train.test_locater import Adapted, examples, trained
+from theodolite import open_module
+from theodolite.errors import UsageError
+from theodolite.train import GeometryMonitor, QKClip, QKClipCallback
+
+LATENT = {
+    **checkpoints.FAMILIES["llama2"][2],
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "kv_lora_rank": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,  # experts have no float64
+}
+"""Multi-head latent attention of random DeepSeeks."""
+
+
+def randomised(model: PreTrainedModel, scale: float = 0.25) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def deepseek(name: str, q_lora_rank: int | None) -> PreTrainedModel:
+    config = getattr(transformers, f"{name}Config")(**LATENT, q_lora_rank=q_lora_rank)
+    return randomised(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def albert() -> PreTrainedModel:
+    """One attention module, which runs three times."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.AlbertConfig(vocab_size=checkpoints.VOCABULARY, embedding_size=16, **sizes)
+    return randomised(transformers.AlbertForMaskedLM(config))
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    name: lambda name=name: checkpoints.build(name)  # type: ignore[misc]
+    for name in ("gpt2", "bert", "llama2", "llama3", "phi3", "mistral", "gpt_neox", "opt", "gpt_oss")
+} | {
+    "deepseek2": lambda: deepseek("DeepseekV2", 8),
+    "deepseek2_without_latent_queries": lambda: deepseek("DeepseekV2", None),
+    "deepseek3": lambda: deepseek("DeepseekV3", 8),
+}
+
+
+def largest_of(logits: list[Tensor]) -> Tensor:
+    """(layers, heads), of the keys that queries see; without the column of a learned sink."""
+    return torch.stack([x[..., : IDS.shape[1]].amax((0, 2, 3)) for x in logits])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_logit_is_the_threshold_afterwards(family):
+    """Oracle: what transformers' eager attention takes the softmax of, in float64, before and after.
+
+    A layer at a time, for what enters the ones behind it changes.
+    """
+    model = FAMILIES[family]().double()
+    model.set_experts_implementation("eager")  # the fast ones have no float64
+    before = eager_logits(copy.deepcopy(model))
+    largest = largest_of(before)
+    for layer in range(len(largest)):
+        clipped_model = copy.deepcopy(model)
+        threshold = float(largest[layer].sort().values[1:3].mean())  # two heads of four exceed it
+        asked = torch.full_like(largest, threshold)
+        asked[layer] = largest[layer]
+        over = asked[layer] > threshold
+        clipped = QKClip(clipped_model, threshold)(asked)
+        assert clipped[["layer", "head"]].to_numpy().tolist() == [
+            [layer, head] for head in over.nonzero().flatten().tolist()
+        ]
+        np.testing.assert_allclose(clipped["gamma"], threshold / clipped["largest_logit"])
+        after = eager_logits(clipped_model)
+        torch.testing.assert_close(
+            largest_of(after)[layer][over], asked.new_full((2,), threshold), rtol=1e-6, atol=0
+        )
+        keys = slice(IDS.shape[1])
+        gamma = torch.where(over, threshold / largest[layer], 1.0).view(1, -1, 1, 1)
+        torch.testing.assert_close(
+            after[layer][..., keys], before[layer][..., keys] * gamma, rtol=1e-6, atol=1e-6
+        )
+        assert torch.equal(after[layer][:, ~over], before[layer][:, ~over])
+        for earlier in range(layer):
+            assert torch.equal(after[earlier], before[earlier])
+
+
+GAMMA = torch.tensor([0.25, 1.0, 0.5, 1.0], dtype=torch.float64)
+"""Of the four heads of layer 1; those of layer 0 are below the threshold."""
+
+
+def clip_layer_one(model: PreTrainedModel, layers: int) -> None:
+    largest = torch.full((layers, 4), 2.0, dtype=torch.float64)
+    largest[1] = 10.0 / GAMMA
+    clipped = QKClip(model, 10.0)(largest)
+    assert clipped["head"].tolist() == [0, 2]
+
+
+def expected_llama(state: dict[str, Tensor]) -> None:
+    """Two key heads for four query heads: queries alone, with their biases."""
+    for name in ("weight", "bias"):
+        state[f"model.layers.1.self_attn.q_proj.{name}"].unflatten(0, (4, 8)).mul_(
+            GAMMA.view(4, 1, 1) if name == "weight" else GAMMA.view(4, 1)
+        )
+
+
+def expected_gpt2(state: dict[str, Tensor]) -> None:
+    """Queries, keys and values side by side in the columns of one matrix."""
+    for name in ("weight", "bias"):
+        fused = state[f"transformer.h.1.attn.c_attn.{name}"].unflatten(-1, (3, 4, 8))
+        fused[..., :2, :, :] *= GAMMA.sqrt().view(4, 1)
+
+
+def expected_deepseek(state: dict[str, Tensor]) -> None:
+    """The paper's: √γ of both parts without rotation, γ of the rotated query; its key and the values as they were."""
+    query = state["model.layers.1.self_attn.q_b_proj.weight"].unflatten(0, (4, 16))
+    query[:, :8] *= GAMMA.sqrt().view(4, 1, 1)
+    query[:, 8:] *= GAMMA.view(4, 1, 1)
+    state["model.layers.1.self_attn.kv_b_proj.weight"].unflatten(0, (4, 16))[:, :8] *= GAMMA.sqrt().view(
+        4, 1, 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "expect"),
+    [("llama3", 3, expected_llama), ("gpt2", 3, expected_gpt2), ("deepseek3", 2, expected_deepseek)],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_weights_are_scaled_as_the_paper_scales_them(family, layers, expect, dtype):
+    """Oracle: the rule, applied to the parameters by their names; no other entry changes by a bit."""
+    model = FAMILIES[family]().to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    expected = {name: tensor.double().clone() for name, tensor in before.items()}
+    expect(expected)
+    clip_layer_one(model, layers)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(
+            tensor, expected[name].to(tensor.dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-12, atol=0
+        )
+        same = expected[name] == before[name]
+        assert torch.equal(tensor[same], before[name][same]), name
+
+
+def test_layers_that_share_their_weights_are_clipped_by_the_largest_of_all():
+    """Oracle: the one matrix, by name."""
+    model = albert()
+    query = model.albert.encoder.albert_layer_groups[0].albert_layers[0].attention.query.weight
+    before = query.detach().clone()
+    largest = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 8.0, 1.0, 1.0], [1.0, 4.0, 1.0, 1.0]])
+    clipped = QKClip(model, 2.0)(largest)
+    assert clipped.to_numpy().tolist() == [[0, 1, 1, 0.25], [1, 1, 8, 0.25], [2, 1, 4, 0.25]]
+    expected = before.clone()
+    expected[8:16] *= 0.5
+    assert torch.equal(query, expected)
+
+
+def test_a_module_of_ones_own():
+    """Oracle: the products of its queries and keys, by hand."""
+    torch.manual_seed(0)
+    model = GPT().double()
+
+    def logits() -> Tensor:
+        """Of the first block."""
+        block = model.transformer["h"][0]
+        query, key, _ = block.attention.qkv(block.norm(model.embedded(IDS[:, :12] % VOCABULARY))).chunk(3, -1)
+        query, key = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in (query, key))
+        products = query @ key.mT / query.shape[-1] ** 0.5
+        return products.detach().masked_fill(torch.ones_like(products).triu(1).bool(), -torch.inf)
+
+    before = logits()
+    largest = before.amax((0, 2, 3))
+    threshold = float(largest.sort().values[1:3].mean())
+    opened = open_module(model, vocabulary=VOCABULARY)
+    asked = torch.full((opened.layers, opened.heads), threshold / 2, dtype=torch.float64)
+    asked[0] = largest
+    QKClip(opened, threshold)(asked)
+    after = logits()
+    torch.testing.assert_close(after.amax((0, 2, 3)), largest.clamp_max(threshold), rtol=1e-6, atol=0)
+    assert torch.equal(after[:, largest <= threshold], before[:, largest <= threshold])
+
+
+def test_a_look_of_the_monitor_clips_once(tmp_path):
+    """Oracle: eager attention on the monitor batch; the weights before."""
+    model = checkpoints.build("gpt2")
+    monitor = GeometryMonitor(model, IDS, every=1, folder=tmp_path)
+    before = largest_of(eager_logits(copy.deepcopy(model)))
+    threshold = float(before.quantile(0.5))
+    clip = QKClip(model, threshold)
+    assert not len(clip(monitor.last))  # before the first look
+    monitor(0)
+    over = before > threshold
+    assert len(clip(monitor.last)) == over.sum()
+    weights = copy.deepcopy(model.state_dict())
+    assert not len(clip(monitor.last))
+    resumed = GeometryMonitor(model, IDS, every=2, folder=tmp_path)
+    assert resumed(1) == {}
+    assert resumed.last is not None
+    assert not len(clip(resumed.last))  # of the weights before it clipped
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    largest = largest_of(eager_logits(copy.deepcopy(model)))
+    torch.testing.assert_close(
+        largest[0][over[0]], largest.new_full((int(over[0].sum()),), threshold), rtol=1e-5, atol=0
+    )
+    assert not len(clip(torch.full((3, 4), threshold, dtype=torch.float64)))  # not above it
+
+
+def test_the_callback_clips_by_every_look(tmp_path):
+    """Oracle: eager attention on the monitor batch; the learning rate is 0, so that clipping alone changes weights."""
+    model = checkpoints.build("llama2")
+    first = int((largest_of(eager_logits(copy.deepcopy(model))) > 3.0).sum())
+    callback = QKClipCallback(3.0, ids=IDS, every=2)
+    trainer = trained(model, examples(4), tmp_path, [callback], max_steps=4, learning_rate=0.0)
+    logged = {
+        row["step"]: row["geometry/clipped"] for row in trainer.state.log_history if "geometry/clipped" in row
+    }
+    assert logged[0] == first
+    assert set(logged) <= {0, 2, 4}
+    assert float(largest_of(eager_logits(copy.deepcopy(model)))[0].max()) == pytest.approx(3.0, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        (
+            "qwen3",
+            r"layer 0: model\.layers\.0\.self_attn: .* norms inside: q_norm, k_norm.* cannot be clipped",
+        ),
+        ("gemma2", "caps its logits at 3, which bounds them"),
+        ("bloom", r"adds a bias \(ALiBi"),
+    ],
+)
+def test_logits_that_weights_do_not_bound_are_refused(family, words):
+    with pytest.raises(UsageError, match=words):
+        QKClip(checkpoints.build(family))
+
+
+@pytest.mark.parametrize("threshold", [0, -1.0, float("nan"), float("inf"), "100", None, True])
+def test_a_threshold_that_is_none_is_refused(threshold):
+    for made in (lambda: QKClip(checkpoints.build("gpt2"), threshold), lambda: QKClipCallback(threshold)):
+        with pytest.raises(UsageError, match=r"threshold is .*: give a number above 0"):
+            made()
+
+
+def test_wrong_calls_are_refused():
+    model = checkpoints.build("llama2")
+    clip = QKClip(model)
+    with pytest.raises(UsageError, match=r"shape \(4,\): give \(3, 4\), \(layers, heads\)"):
+        clip(torch.zeros(4))
+    with pytest.raises(UsageError, match=r"largest logits of layer 1 are .*nan"):
+        clip(torch.tensor([[0.0] * 4, [0.0, torch.nan, 0.0, 0.0], [200.0] * 4]))
+    attention = model.model.layers[1].self_attn
+    attention.k_proj = Adapted(attention.k_proj)
+    with pytest.raises(
+        UsageError, match=r"layers\.1\.self_attn\.k_proj\.weight is no longer .* make a new QKClip"
+    ):
+        clip(torch.zeros(3, 4))
+
+
+PROCESSES = 2
+LARGEST = torch.tensor([[9.0, 1.0, 40.0, 1.0], [1.0, 20.0, 1.0, 1.0], [1.0, 1.0, 1.0, 30.0]])
+
+
+def sharded(kind: str, model: PreTrainedModel) -> None:
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for layer in model.model.layers if "llama" in kind else model.transformer.h:
+        if "parallel" in kind:
+            plan: dict[str, Any] = {
+                f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")
+            }
+            parallelize_module(layer, mesh, plan | {"self_attn.o_proj": RowwiseParallel()})
+        else:
+            fully_shard(layer, mesh=mesh)
+
+
+KINDS = ("llama2 fully sharded", "llama3 fully sharded", "gpt2 fully sharded", "llama2 tensor parallel")
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    """One of the processes: clips a sharded model, counts what it sends for that; the first one writes weights."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(PROCESSES),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    for kind in KINDS:
+        model = checkpoints.build(kind.split()[0])
+        clip = QKClip(model, 5.0)
+        sharded(kind, model)
+        assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        with CommDebugMode() as sent:
+            assert len(clip(LARGEST)) == 4
+        assert sent.get_total_counts() == 0
+        whole = {
+            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+            for name, tensor in model.named_parameters()
+        }
+        if rank == 0:
+            save_file(whole, Path(folder, f"{kind}.safetensors"))
+    distributed.destroy_process_group()
+
+
+def test_sharded_weights_are_scaled_where_they_are(tmp_path):
+    """Oracle: the same model in one process, whole; and PyTorch's own count of what was sent."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together(work, (port, str(tmp_path)), PROCESSES)
+    for kind in KINDS:
+        model = checkpoints.build(kind.split()[0])
+        before = copy.deepcopy(dict(model.named_parameters()))
+        assert len(QKClip(model, 5.0)(LARGEST)) == 4
+        ours = load_file(tmp_path / f"{kind}.safetensors")
+        for name, parameter in model.named_parameters():
+            assert torch.equal(ours[name], parameter), (kind, name)
+        assert any(not torch.equal(before[name], tensor) for name, tensor in ours.items())

@@ -1,0 +1,205 @@
+"""QK-Clip (Kimi Team 2025, "Kimi K2", section 2.1): after an optimizer step, scale down heads with too large logits.
+
+For a loop of one's own (`QKClip`) and for the Trainer (`QKClipCallback`). How large logits are is measured by the
+monitor or by the caller; which rows of which weights make a head's logits is found by `models/logit_rows.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from theodolite.errors import UsageError
+from theodolite.models.calls import capture_calls
+from theodolite.models.logit_rows import POSITIONS, LogitRows, find_logit_rows
+from theodolite.models.opened import OpenModel
+from theodolite.models.structure_search import find_structure
+from theodolite.models.training_model import evaluation_mode, training_source
+from theodolite.train.callbacks import FOLDER, GeometryCallback
+from theodolite.train.geometry import Geometry
+
+
+class QKClip:
+    """Bounds the logits of every head by scaling its query and key weights.
+
+        clip = QKClip(model, threshold=100.0)
+        ...
+        optimizer.step()
+        clipped = clip(largest_logits)
+
+    A head whose largest logit S exceeds the threshold τ has γ = τ/S. Where its keys are its own, its rows of W_q and
+    W_k are scaled by √γ each, and its biases with them; where a key is shared (grouped keys, the rotary key of
+    multi-head latent attention), the query that meets it is scaled by γ, and the key is left as it is. So each of the
+    head's logits becomes γ times as large, and no other head changes by a bit.
+
+    Args:
+        model: a `transformers` model of any family that a survey reads, as it is or inside DDP, DataParallel or
+            `torch.compile`; any other module as `open_module` gives it. Sharded weights (FSDP2's `fully_shard`, tensor
+            parallel) are scaled where they are: make the QKClip before the model is sharded.
+        threshold: τ, above 0; 100 in the paper.
+
+    Raises:
+        UsageError: no model of `transformers`, or sharded; quantised, or with adapters; a layer whose queries are
+            normalised after their projection, whose logits are capped or have a bias; τ is not a positive number.
+    """
+
+    def __init__(self, model: nn.Module | OpenModel, threshold: float = 100.0) -> None:
+        self.threshold = checked_threshold(threshold)
+        source = training_source(model)
+        self._model = source.root
+        with evaluation_mode(self._model):
+            structure = find_structure(source)
+            calls = capture_calls(self._model, structure, source.small_pass(POSITIONS))
+            # Layers that share their weights (ALBERT) are clipped together.
+            self._layers_of: dict[int, list[int]] = {}
+            first = {structure.attention_at(layer): layer for layer in reversed(structure.attending)}
+            for layer in structure.attending:
+                self._layers_of.setdefault(first[structure.attention_at(layer)], []).append(layer)
+            self._rows = find_logit_rows(self._model, structure, calls, list(self._layers_of))
+        self._heads_of = structure.heads_of
+        name_of = {id(module): name for name, module in self._model.named_modules()}
+        self._held = {
+            name_of[id(rows.module)] + f".{rows.name}": rows
+            for layer in self._rows.values()
+            for rows in layer
+        }
+        self._seen: Geometry | None = None
+
+    def __call__(self, largest: Geometry | Float[Tensor, "layers heads"] | None) -> pd.DataFrame:
+        """Clip the heads whose largest logit exceeds the threshold; a table of them: layer, head, largest_logit, gamma.
+
+        Args:
+            largest: each head's largest logit (scaled, of the keys that its queries see), or a look of the monitor,
+                `monitor.last`, which tells it. A look clips once, one from a record of before not at all: until the
+                next one nothing is done. Where a layer has fewer heads, or does not attend, the rest of its row is
+                not looked at. All processes must give the same, as looks of a monitor with `over_ranks` are.
+
+        Raises:
+            UsageError: another shape, a logit that is NaN or infinite, or a module that holds the weights was replaced.
+        """
+        if largest is None or (isinstance(largest, Geometry) and not self._is_new(largest)):
+            return _table([])
+        logits = self._checked(largest)
+        self._check_held()
+        clipped: list[dict[str, float]] = []
+        for layer, rows in self._rows.items():
+            layers, heads = self._layers_of[layer], self._heads_of[layer]
+            largest_of_head = logits[layers, :heads].amax(dim=0)
+            gamma = (self.threshold / largest_of_head).where(largest_of_head > self.threshold, 1.0)
+            over = (gamma < 1).nonzero().flatten().tolist()
+            for row in rows if over else ():
+                row.scale(gamma)
+            clipped += [
+                {
+                    "layer": at,
+                    "head": head,
+                    "largest_logit": float(logits[at, head]),
+                    "gamma": float(gamma[head]),
+                }
+                for at in layers
+                for head in over
+            ]
+        if isinstance(largest, Geometry):
+            self._seen = largest
+        return _table(clipped)
+
+    def _is_new(self, look: Geometry) -> bool:
+        """Whether it has not clipped yet: one that took no time was read from a record, and clipped before that."""
+        return look is not self._seen and look.seconds > 0
+
+    def _checked(self, largest: Geometry | Tensor) -> Tensor:
+        """Largest logits as (layers, heads) in float64 on the CPU."""
+        shape = (len(self._heads_of), max(self._heads_of))
+        if isinstance(largest, Geometry):
+            logits = torch.full(shape, torch.nan, dtype=torch.float64)
+            places = (torch.tensor(largest.heads[name].to_numpy()) for name in ("layer", "head"))
+            logits[tuple(places)] = torch.tensor(
+                largest.heads["largest_logit"].to_numpy(), dtype=torch.float64
+            )
+        else:
+            logits = torch.as_tensor(largest).detach().double().cpu()
+        if logits.shape != shape:
+            raise UsageError(f"largest logits of shape {tuple(logits.shape)}: give {shape}, (layers, heads)")
+        for layer, heads in enumerate(self._heads_of):
+            if not bool(logits[layer, :heads].isfinite().all()):
+                raise UsageError(
+                    f"largest logits of layer {layer} are {logits[layer, :heads].tolist()}: clip by numbers, or go "
+                    "back to a checkpoint"
+                )
+        return logits
+
+    def _check_held(self) -> None:
+        """By name: a replacement may keep the old module inside, as an adapter does."""
+        for name, rows in self._held.items():
+            if not _is_held(self._model, name, rows):
+                raise UsageError(
+                    f"{name} is no longer the parameter that this QKClip was made for (an adapter, or quantised?): "
+                    "make a new QKClip after the model is changed"
+                )
+
+
+class QKClipCallback(GeometryCallback):
+    """The monitor in the Trainer, which clips by each of its looks: `QKClipCallback(100.0, every=10).attach(trainer)`.
+
+    After a step at which a look is due, every head whose largest logit on the monitor batch exceeds the threshold is
+    scaled, so that it is the threshold there. Their number is logged as `geometry/clipped`.
+
+    Args:
+        threshold: as in `QKClip`.
+        options: as in `GeometryCallback`.
+
+    Raises:
+        UsageError: as `QKClip` does, when training begins.
+    """
+
+    def __init__(self, threshold: float = 100.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.threshold = checked_threshold(threshold)
+        self.clip: QKClip | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find model, monitor batch and weights."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self.clip = QKClip(kwargs["model"], self.threshold)
+
+    def _look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        super()._look(args, state, control)
+        if self.monitor is None or self.clip is None:
+            return
+        clipped = self.clip(self.monitor.last)
+        if len(clipped) and state.is_world_process_zero:
+            logs: dict[str, float | str] = {f"{FOLDER}/clipped": float(len(clipped))}
+            state.log_history.append({**logs, "step": state.global_step})  # type: ignore[dict-item]
+            self._log_to_trackers(args, state, control, logs)
+
+
+def checked_threshold(threshold: float) -> float:
+    """The threshold, if it is a number above 0.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        raise UsageError(f"threshold is {threshold!r}: give a number above 0")
+    if not 0 < threshold < math.inf:
+        raise UsageError(f"threshold is {threshold}: give a number above 0")
+    return float(threshold)
+
+
+def _table(clipped: list[dict[str, float]]) -> pd.DataFrame:
+    return pd.DataFrame(clipped, columns=["layer", "head", "largest_logit", "gamma"])
+
+
+def _is_held(model: nn.Module, name: str, rows: LogitRows) -> bool:
+    try:
+        return model.get_submodule(name.rpartition(".")[0]) is rows.module and rows.is_there
+    except AttributeError:  # there is nothing of that name any more
+        return False
