@@ -13,13 +13,14 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError
+from theodolite.models.adapters import adapted_weight, adapter_places, check_adapter, without_adapters
 from theodolite.models.calls import Call, Calls
 from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.head_weights import (
@@ -55,6 +56,7 @@ class Projection:
         rows: which output features, head by head.
         heads: how many heads they make.
         factor: what else multiplies them before the logit (YaRN's attention factor), or None for 1.
+        adapter: PEFT's layer around the module, which adds to the matrix (LoRA), or None.
     """
 
     module: nn.Module
@@ -63,6 +65,7 @@ class Projection:
     rows: Int64[Tensor, " features"]
     heads: int
     factor: Float[Tensor, " features"] | None
+    adapter: nn.Module | None = None
 
     def matrix(self, heads: list[int] | None = None) -> Float[Tensor, "features width"]:
         """A copy of W of all heads, or of some, as `nn.Linear` would hold it: features head by head."""
@@ -93,7 +96,18 @@ class Projection:
     @property
     def is_view(self) -> bool:
         """Whether W is a view of the matrix: its entries as they are, features that follow one another."""
-        return self.factor is None and isinstance(self.span, slice)
+        return self.factor is None and self.adapter is None and isinstance(self.span, slice)
+
+    @property
+    def effective(self) -> Tensor:
+        """The matrix with what an adapter adds to it, differentiable."""
+        return self.weight if self.adapter is None else adapted_weight(self.adapter, self.weight)
+
+    @property
+    def places(self) -> list[Place]:
+        """Of the parameters that W is made of."""
+        added = [] if self.adapter is None else adapter_places(self.adapter)
+        return [(self.module, self.name), *added]
 
     def view_of(self, matrix: Tensor) -> Float[Tensor, "heads width head_width"]:
         """What lies in another matrix where W does: in the gradient, say."""
@@ -129,9 +143,9 @@ class Projections:
         """
         query, key = self.query, self.key
         if query.weight is not key.weight:
-            return query.view_of(query.weight), key.view_of(key.weight)
+            return query.view_of(query.effective), key.view_of(key.effective)
         # One reading, so that the backward pass fills one gradient of the fused matrix and not two.
-        both = _entries(query.weight, query.dimension, self._joint_span)
+        both = _entries(query.effective, query.dimension, self._joint_span)
         w_q, w_k = both.split([len(query.rows), len(key.rows)], dim=query.dimension)
         return query.split_heads(w_q), key.split_heads(w_k)
 
@@ -141,8 +155,8 @@ class Projections:
 
     @property
     def places(self) -> list[Place]:
-        """Of the one or two matrices that hold W_q and W_k."""
-        return list(dict.fromkeys((p.module, p.name) for p in (self.query, self.key)))
+        """Of the parameters that W_q and W_k are made of."""
+        return list(dict.fromkeys([*self.query.places, *self.key.places]))
 
 
 def find_projections(
@@ -161,7 +175,9 @@ def find_projections(
         UsageError: some layer's queries or keys are not its input times entries of one matrix each: they are
             normalised after the projection, carry an adapter, or are quantised.
     """
-    refuse_replaced_weights(model, _PARTICIPLES[purpose])
+    if purpose == "replacement":
+        refuse_replaced_weights(model, _PARTICIPLES[purpose])
+    refuse_quantised_weights(model, _PARTICIPLES[purpose])
     with tapped(model, stop_at_tap, own_heads=True):
         return [_find(structure, layer, calls[layer], purpose) for layer in layers]
 
@@ -225,16 +241,21 @@ def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
 
 def refuse_replaced_weights(model: nn.Module, participle: str) -> None:
     """Raise `UsageError` where matrices are quantised or carry an adapter; `participle` is what they cannot be."""
-    if getattr(model, "is_quantized", False) or holds_quantised_layers(model):
-        raise UsageError(
-            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {participle}: load it in bfloat16 "
-            "or float32"
-        )
+    refuse_quantised_weights(model, participle)
     adapters = [name for name, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"]
     if adapters:
         raise UsageError(
             f"{adapters[0]} carries a PEFT adapter, so its weight is not one matrix that could be {participle}: "
             "merge the adapter (merge_and_unload) or train without one"
+        )
+
+
+def refuse_quantised_weights(model: nn.Module, participle: str) -> None:
+    """Raise `UsageError` where matrices are quantised; `participle` is what they cannot be."""
+    if getattr(model, "is_quantized", False) or holds_quantised_layers(model):
+        raise UsageError(
+            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {participle}: load it in bfloat16 "
+            "or float32"
         )
 
 
@@ -245,6 +266,7 @@ def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Pro
             f"layer {layer}: the weights of {structure.names[layer]} are offloaded; move the model to one device"
         )
     module = copy_in_dtype(attention, torch.float64).eval()
+    adapters = {name: attention.get_submodule(name) for name in without_adapters(module)}
     if purpose == "replacement":
         for name in norms_at_tap(module, call):
             module.set_submodule(name, nn.Identity())
@@ -261,7 +283,12 @@ def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Pro
     name_of = {id(submodule): name for name, submodule in module.named_modules()}
 
     def in_model(projection: Projection) -> Projection:
-        return replace(projection, module=attention.get_submodule(name_of[id(projection.module)]))
+        name = name_of[id(projection.module)]
+        adapter = adapters.get(name)
+        if adapter is not None:
+            check_adapter(f"{structure.names[layer]}.{name}", adapter)
+        inner: Any = attention.get_submodule(name)
+        return replace(projection, module=inner if adapter is None else inner.base_layer, adapter=adapter)
 
     query, key, value = projections
     return Projections(layer, in_model(query), in_model(key), in_model(value) if value and agree[2] else None)

@@ -99,11 +99,6 @@ class WholeParameters:
         self.leaves: list[nn.Parameter] = []
 
     @property
-    def trained(self) -> list[bool]:
-        """Of each place, whether it is."""
-        return [self._dtensors.get(place, parameter_at(place)).requires_grad for place in self._places]
-
-    @property
     def dtensors(self) -> list[Any]:
         """Those of the places, where all of them are."""
         return list(self._dtensors.values()) if len(self._dtensors) == len(self._places) else []
@@ -116,7 +111,10 @@ class WholeParameters:
             held: list[Any] = [module._parameters[name] for module, name in self._places]
             self._own = [self._dtensors.get(place, p) for place, p in zip(self._places, held, strict=True)]
             owned = zip(self._places, self._own, strict=True)
-            self.leaves = [nn.Parameter(of_own_heads(p.detach(), module)) for (module, _), p in owned]
+            self.leaves = [
+                nn.Parameter(of_own_heads(p.detach(), module), requires_grad=p.requires_grad)
+                for (module, _), p in owned
+            ]
             try:
                 self._put(self.leaves)
                 yield
@@ -127,11 +125,15 @@ class WholeParameters:
         for (module, name), parameter in zip(self._places, parameters, strict=True):
             module._parameters[name] = parameter
 
-    def parts(self, gradients: Iterable[Tensor]) -> list[Part]:
-        """This rank's of the gradients of the leaves, as long as they are gathered."""
+    def parts(self, value: Tensor) -> list[Part]:
+        """This rank's of the gradients of a value, as long as they are gathered, for what is trained."""
+        trained = [leaf for leaf in self.leaves if leaf.requires_grad]
+        owned = zip(self._places, self._own, self.leaves, strict=True)
+        places = [(place, parameter) for place, parameter, leaf in owned if leaf.requires_grad]
+        gradients = torch.autograd.grad(value, trained) if trained else ()
         return [
             Part.of(place, parameter, gradient)
-            for place, parameter, gradient in zip(self._places, self._own, gradients, strict=True)
+            for (place, parameter), gradient in zip(places, gradients, strict=True)
         ]
 
 
