@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, qk_clip
 from benchmarks.ratios import Ratio
 from tools import gpu_page
 
@@ -79,3 +80,27 @@ def test_the_gpu_takes_every_benchmark_of_make_bench(name):
     makefile = (gpu_page.ROOT / "Makefile").read_text()
     assert f"-m benchmarks.{name}\n" in makefile
     assert makefile.count("-m benchmarks.") == len(gpu.BENCHMARKS) + 1  # and benchmarks.gpu
+
+
+def test_the_page_of_qk_clip_shows_what_was_measured():
+    """Oracle: the committed runs; of one row the mean, the range and the interval by hand, scipy's t of 4.303."""
+    root = Path(__file__).parent.parent
+    runs = json.loads((root / "docs/results/qk-clip.json").read_text())["runs"]
+    assert qk_clip.table(runs) in (root / "docs/qk-clip-experiment.md").read_text()
+    values = [(0, 3.0, 1.0), (1, 3.5, 2.0), (2, 3.25, 1.5)]
+    rows = [
+        {
+            "rate": "high",
+            "remedy": remedy,
+            "seed": seed,
+            "loss": loss,
+            "largest_logit": 1234.5,
+            "entropy": 1.0,
+        }
+        for seed, nothing, ours in values
+        for remedy, loss in (("nothing", nothing), ("ours", ours))
+    ]
+    # Differences −2, −1.5, −1.75: their standard deviation is 0.25.
+    assert qk_clip.table(rows).splitlines()[-1] == (
+        "|  | ours | 1.5 (1–2) | 1,230 (1,230–1,230) | 1 (1–1) | −1.75 ± 0.62 |"
+    )
