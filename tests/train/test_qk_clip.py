@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -306,7 +306,13 @@ def sharded(kind: str, model: PreTrainedModel) -> None:
             fully_shard(layer, mesh=mesh)
 
 
-KINDS = ("llama2 fully sharded", "llama3 fully sharded", "gpt2 fully sharded", "llama2 tensor parallel")
+KINDS = (
+    "llama2 fully sharded",
+    "llama3 fully sharded",
+    "llama3 fully sharded before",
+    "gpt2 fully sharded",
+    "llama2 tensor parallel",
+)
 
 
 def work(rank: int, port: int, folder: str) -> None:
@@ -321,8 +327,12 @@ def work(rank: int, port: int, folder: str) -> None:
     distributed.init_process_group("gloo")
     for kind in KINDS:
         model = checkpoints.build(kind.split()[0])
-        clip = QKClip(model, 5.0)
-        sharded(kind, model)
+        if "before" in kind:
+            sharded(kind, model)
+            clip = QKClip(model, 5.0)
+        else:
+            clip = QKClip(model, 5.0)
+            sharded(kind, model)
         assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
         with CommDebugMode() as sent:
             assert len(clip(LARGEST)) == 4
@@ -333,6 +343,13 @@ def work(rank: int, port: int, folder: str) -> None:
         }
         if rank == 0:
             save_file(whole, Path(folder, f"{kind}.safetensors"))
+    with pytest.raises(UsageError, match="make the QKClip before the model is tensor parallel"):
+        QKClip(model)
+    flat = checkpoints.build("llama2")
+    clip = QKClip(flat, 5.0)
+    FullyShardedDataParallel(flat, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(UsageError, match="is no longer the parameter"):
+        clip(LARGEST)
     distributed.destroy_process_group()
 
 

@@ -53,7 +53,7 @@ class LogitRows:
 
     Attributes:
         module, name: the submodule, and the attribute that holds the parameter, looked up at every use.
-        dimension: that of the rows: 1 in GPT-2's `Conv1D`, else 0.
+        dimension: that of the rows: 1 in GPT-2's `Conv1D`, else 0; of so many dimensions, `ndim`.
         rows, heads: the rows, and the query head that each belongs to.
         powers: of γ: 1/2 where query and key are scaled both, 1 of a query whose key other heads have as well.
     """
@@ -61,6 +61,7 @@ class LogitRows:
     module: nn.Module
     name: str
     dimension: int
+    ndim: int
     rows: Int64[Tensor, " rows"]
     heads: Int64[Tensor, " rows"]
     powers: Float64[Tensor, " rows"]
@@ -69,8 +70,8 @@ class LogitRows:
     def is_there(self) -> bool:
         """Whether the module still has a parameter with these rows."""
         parameter = self.module._parameters.get(self.name)
-        if parameter is None or parameter.ndim <= self.dimension:
-            return False
+        if parameter is None or parameter.ndim != self.ndim:
+            return False  # FSDP1's is a part of a flat one
         return parameter.shape[self.dimension] > int(self.rows.max())
 
     @torch.no_grad()
@@ -248,7 +249,10 @@ def _rows_of(module: nn.Module, place: _Place, chosen: Tensor, powers: Tensor) -
     owner, _, name = place.name.rpartition(".")
     heads = torch.arange(len(chosen))[:, None].expand_as(chosen)
     submodule = module.get_submodule(owner)
-    return LogitRows(submodule, name, place.dimension, place.rows[chosen], heads[chosen], powers[chosen])
+    ndim = getattr(submodule, name).ndim
+    return LogitRows(
+        submodule, name, place.dimension, ndim, place.rows[chosen], heads[chosen], powers[chosen]
+    )
 
 
 def _verified(marked: _MarkedCopy, rows: list[LogitRows]) -> bool:

@@ -19,6 +19,8 @@ from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
 from theodolite.models.logit_rows import POSITIONS, LogitRows, find_logit_rows
 from theodolite.models.opened import OpenModel
+from theodolite.models.shard_gradients import is_of_deepspeed
+from theodolite.models.shards import parallel_group
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
 from theodolite.train.callbacks import FOLDER, GeometryCallback
@@ -41,11 +43,11 @@ class QKClip:
     Args:
         model: a `transformers` model of any family that a survey reads, as it is or inside DDP, DataParallel or
             `torch.compile`; any other module as `open_module` gives it. Sharded weights (FSDP2's `fully_shard`, tensor
-            parallel) are scaled where they are: make the QKClip before the model is sharded.
+            parallel) are scaled where they are; make the QKClip before a model is tensor parallel.
         threshold: τ, above 0; 100 in the paper.
 
     Raises:
-        UsageError: no model of `transformers`, or sharded; quantised, or with adapters; a layer whose queries are
+        UsageError: no model of `transformers`; tensor parallel, quantised, or with adapters; a layer whose queries are
             normalised after their projection, whose logits are capped or have a bias; τ is not a positive number.
     """
 
@@ -53,6 +55,10 @@ class QKClip:
         self.threshold = checked_threshold(threshold)
         source = training_source(model)
         self._model = source.root
+        if parallel_group(self._model) is not None:
+            raise UsageError(
+                "each rank has some of the heads: make the QKClip before the model is tensor parallel"
+            )
         with evaluation_mode(self._model):
             structure = find_structure(source)
             calls = capture_calls(self._model, structure, source.small_pass(POSITIONS))
@@ -139,8 +145,13 @@ class QKClip:
         for name, rows in self._held.items():
             if not _is_held(self._model, name, rows):
                 raise UsageError(
-                    f"{name} is no longer the parameter that this QKClip was made for (an adapter, or quantised?): "
+                    f"{name} is no longer the parameter that this QKClip was made for (an adapter, quantised, FSDP1?): "
                     "make a new QKClip after the model is changed"
+                )
+            if is_of_deepspeed(getattr(rows.module, rows.name)):
+                raise UsageError(
+                    f"{name} has a copy in DeepSpeed's optimizer, which would undo it: QK-Clip scales weights that are "
+                    "whole, or spread by FSDP2 or tensor parallelism"
                 )
 
 
