@@ -206,7 +206,9 @@ def test_it_works_under_the_options_of_a_trainer(tmp_path, options):
     run.train()
     logged = [entry for entry in run.state.log_history if "geometry/entropy_mean" in entry]
     assert [entry["step"] for entry in logged] == [0, 2, 4]
-    tolerance = 5e-4 if "bf16" in options else 1e-4  # bfloat16 itself moves it by 3e-3
+    tolerance = (
+        2e-3 if "bf16" in options else 1e-4
+    )  # a look rounds as training does; training moves it by more
     for entry, same in zip(logged, plain_loop(options), strict=True):
         same.set_attn_implementation("eager")
         with torch.no_grad():

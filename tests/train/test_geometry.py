@@ -210,13 +210,13 @@ def test_a_training_is_the_same_with_looks_and_without():
     assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
 
 
-def test_dropout_and_checkpointing_and_autocast_change_nothing():
-    """Oracle: the look at a model in evaluation mode, in float32, without any of these."""
+def test_dropout_and_checkpointing_change_nothing():
+    """Oracle: the look at a model in evaluation mode, without these; autocast changes nothing that is not asked to."""
     model = dropping_gpt2()
     plain = GeometryReader(model_of("gpt2").eval(), IDS).look()
     model.activation_checkpointing_enable()
     with torch.autocast("cpu", torch.bfloat16):
-        look = GeometryReader(model, IDS).look()
+        look = GeometryReader(model, IDS, look_dtype=torch.float32).look()
         assert torch.is_autocast_enabled("cpu")
     assert look.heads.equals(plain.heads)
     assert look.layers.equals(plain.layers)
@@ -311,3 +311,66 @@ def test_numbers_that_are_none_name_their_layer():
         reader.look()
     assert model.training
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def entropies(model, rounded: bool) -> torch.Tensor:
+    """From the queries and keys that GPT-2 projects, under autocast to bfloat16 or not; the softmax in float64.
+
+    Its attention multiplies them with sums in float32 (eager attention would round each logit once more).
+    """
+    projected: list[torch.Tensor] = []
+    hooks = [
+        block.attn.c_attn.register_forward_hook(lambda *given: projected.append(given[-1].double()))
+        for block in model.transformer.h
+    ]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=rounded):
+        copy.copy(model).eval()(IDS)
+    for hook in hooks:
+        hook.remove()
+    result = []
+    for layer in projected:
+        query, key, _ = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in layer.split(32, dim=-1))
+        logits = query @ key.mT / 8**0.5
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        result.append(torch.special.entr(weights).sum(-1).mean((0, 2)))
+    return torch.stack(result)
+
+
+def look_entropy(reader: GeometryReader) -> torch.Tensor:
+    return torch.tensor(reader.look(spectra=False).heads["entropy"].to_numpy()).view(3, -1)
+
+
+def test_a_look_rounds_as_training_does():
+    """Keys that all share a large part: rounded to bfloat16 they are alike, and attention is that of a mean.
+
+    Oracle: the model's own queries and keys, under autocast too. In float32 nothing shows.
+    """
+    model = model_of("gpt2")
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight[:, :64] *= 8
+            block.attn.c_attn.bias[32:64] += 1000
+    plain, rounded = entropies(model, False), entropies(model, True)
+    assert (rounded - plain).abs().max() > 0.05
+    exact = look_entropy(GeometryReader(model, IDS))
+    torch.testing.assert_close(exact, plain, rtol=1e-3, atol=1e-3)
+    given = look_entropy(GeometryReader(model, IDS, look_dtype=torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        around = look_entropy(GeometryReader(model, IDS))
+        unrounded = look_entropy(GeometryReader(model, IDS, look_dtype=torch.float32))
+    assert torch.equal(given, around)
+    assert torch.equal(unrounded, exact)
+    torch.testing.assert_close(given, rounded, rtol=1e-2, atol=1e-2)
+    with pytest.raises(UsageError, match=r"look_dtype is torch.int8: give"):
+        GeometryReader(model, IDS, look_dtype=torch.int8)
+
+
+def test_a_look_rounds_as_accelerate_does(tmp_path):
+    """Oracle: the same look under autocast. accelerate casts in a `forward` that it puts around the model's."""
+    from accelerate import Accelerator
+
+    model = model_of("gpt2")
+    expected = look_entropy(GeometryReader(model, IDS, look_dtype=torch.bfloat16))
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    assert torch.equal(look_entropy(GeometryReader(prepared, IDS)), expected)

@@ -319,3 +319,22 @@ def test_gradients_are_scaled_with_the_loss_in_float16():
         callback.on_step_begin(None, TrainerState(), None, optimizer=SimpleNamespace(scaler=scaler))
         got = model.model.layers[0].self_attn.q_proj.weight.grad
         torch.testing.assert_close(got, times * 1024 * expected, rtol=1e-5, atol=1e-3)
+
+
+def test_weights_in_bfloat16_go_through_float32_a_layer_at_a_time():
+    """Oracle: the penalty of the same numbers in float64, and its gradient."""
+    model = checkpoints.build("llama3").bfloat16()
+    exact = copy.deepcopy(model).double()
+    dense_penalty(exact).backward()
+    penalty = Locater(model, SCALE, MEAN)()
+    followed = [function.name() for function, _ in penalty.grad_fn.next_functions if function]
+    assert followed == ["torch::autograd::AccumulateGrad"] * 6  # no graph of a layer is kept
+    penalty.backward()
+    assert penalty.item() == pytest.approx(dense_penalty(exact).item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            expected = exact.get_parameter(name).grad
+            torch.testing.assert_close(
+                parameter.grad.double(), expected, rtol=0.02, atol=0.01 * expected.abs().max().item()
+            )
+    assert sum(parameter.grad is not None for parameter in model.parameters()) == 6

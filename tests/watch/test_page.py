@@ -67,6 +67,7 @@ def test_lines_and_map_hold_what_the_record_holds(recorded):
     expected = [
         losses["loss"],
         *(of(by_step[name]) for name in ("entropy_share", "propagation") for of in (_least, _mean)),
+        *(of(by_step["largest_logit"]) for of in (_most, _mean)),
         *(of(layers["rank_collapse"]) for of in (_least, _mean)),
     ]
     drawn = list(traces(page, "lines").values())
@@ -86,6 +87,10 @@ def test_lines_and_map_hold_what_the_record_holds(recorded):
     crosses = shown["data"][1]
     assert sorted(numbers(crosses["x"])) == sorted(alarms["step"][alarms["head"].notna()])
     assert "<td>L0H1</td>" in page
+
+
+def _most(groups: pd.core.groupby.SeriesGroupBy) -> pd.Series:
+    return groups.max()
 
 
 def _least(groups: pd.core.groupby.SeriesGroupBy) -> pd.Series:

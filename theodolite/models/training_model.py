@@ -15,7 +15,7 @@ from theodolite.models.guard import guarded
 from theodolite.models.loading import usable_device
 from theodolite.models.opened import OpenModel
 from theodolite.models.shards import as_sharded, gathering_entry, register_spread
-from theodolite.models.source import Source
+from theodolite.models.source import Source, device_of
 
 
 def training_source(model: nn.Module | OpenModel) -> Source:
@@ -69,6 +69,18 @@ def _refuse_learned_prompts(model: Any) -> None:
                 f"{type(model).__name__} has learned prompts ({config.peft_type.value}), which are outside of the "
                 "model that theodolite reads: give model.get_base_model() to measure it without them"
             )
+
+
+def autocast_dtype(model: nn.Module) -> torch.dtype | None:
+    """What products are rounded to in training: by autocast that is on, or that accelerate puts around `forward`."""
+    device = device_of(model).type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    if not hasattr(model, "_original_forward"):
+        return None
+    from accelerate.state import AcceleratorState
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AcceleratorState().mixed_precision)
 
 
 @contextmanager

@@ -35,9 +35,9 @@ class GeometryCallback(TrackedCallback):
     `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`; the terminal is spared. Given to the
     Trainer as one of its `callbacks` instead of by `attach`, it works as well but the trackers get nothing. Every
     head's and layer's go to `output_dir/geometry/*.jsonl`, with the loss that the Trainer logs. The model is looked
-    at without its wrappers, in the precision of its weights. Under `torchrun` every process reads its share of the
-    monitor batch; the statistics are those of the whole batch, the same on all of them, and the first one writes,
-    logs and warns.
+    at without its wrappers, rounded as in training. Under `torchrun` every process reads its share of the monitor
+    batch; the statistics are those of the whole batch, the same on all of them, and the first one writes, logs and
+    warns.
 
     Args:
         ids: the monitor batch, token ids (contexts, positions) without padding; None: the first long enough rows

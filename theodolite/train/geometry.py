@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.shards import is_spread, parallel_group
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training_model import evaluation_mode, training_source
+from theodolite.models.training_model import autocast_dtype, evaluation_mode, training_source
 from theodolite.models.verification import verify_attention
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.train.ranks import Ranks
@@ -102,6 +103,9 @@ class GeometryReader:
         ids: token ids (contexts, positions), without padding.
         over_ranks: all processes of `torch.distributed` share the contexts, look together, and see the same. A
             model whose weights are spread over them cannot be looked at otherwise.
+        look_dtype: what autocast rounds products to in a look, so that it sees what training sees; None: as training
+            does (autocast where the look is called, or accelerate's mixed precision, the Trainer's too); torch.float32:
+            nothing is rounded beyond the weights' own dtype.
 
     Raises:
         UsageError: the model is of no supported family, or the ids do not fit it.
@@ -110,8 +114,15 @@ class GeometryReader:
     """
 
     def __init__(
-        self, model: nn.Module | OpenModel, ids: Int[Tensor, "contexts positions"], over_ranks: bool = False
+        self,
+        model: nn.Module | OpenModel,
+        ids: Int[Tensor, "contexts positions"],
+        over_ranks: bool = False,
+        look_dtype: torch.dtype | None = None,
     ) -> None:
+        if look_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise UsageError(f"look_dtype is {look_dtype}: give torch.bfloat16, float16 or float32")
+        self._look_dtype = look_dtype
         source = training_source(model)
         if source.reads != "input_ids":
             raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
@@ -138,11 +149,16 @@ class GeometryReader:
         """
         started = time.perf_counter()
         error = None
+        device = self.model.device.type
+        dtype = self._look_dtype or autocast_dtype(self.model.root)  # outside of what switches autocast off
+        rounded = dtype in (torch.bfloat16, torch.float16)
         with evaluation_mode(self.model.root):
             accumulators = _GeometryHooks(self.model, self._tokens, spectra)
             try:
-                with hooked(self.model, accumulators):
-                    self.model.forward(self._tokens.ids)
+                # Without a cache, which would hold all weights rounded at once.
+                cast = torch.autocast(device, dtype, cache_enabled=False) if rounded else nullcontext()
+                with hooked(self.model, accumulators), cast:
+                    self.model.source.run(self._tokens.ids)
             except WorkError as failure:
                 error = failure
             self.ranks.raise_any(error)

@@ -121,8 +121,10 @@ class Locater:
         """
         if not self._together:
             self._check()
+        if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
             return self._penalty(self._projections, self._strengths_at(step))
-        if not all(whole.dtensors for whole in self._whole):
+        # A layer at a time: a graph would hold every layer in float32.
+        if self._together and not all(whole.dtensors for whole in self._whole):
             raise UsageError(
                 "FSDP1 and DeepSpeed make the gradients of their weights themselves: call add_gradient() between "
                 "backward and the optimizer's step"

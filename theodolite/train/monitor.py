@@ -57,6 +57,7 @@ class GeometryMonitor:
         over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
             must make the monitor and call it at every step; the batch is that of the first one, which alone writes
             and warns. Looks and alarms are the same on all of them.
+        look_dtype: as `GeometryReader` takes it; None: products are rounded as training rounds them.
 
     Attributes:
         last: the last look, or None.
@@ -77,6 +78,7 @@ class GeometryMonitor:
         folder: str | Path | None = None,
         limits: Limits | None = None,
         over_ranks: bool = False,
+        look_dtype: torch.dtype | None = None,
     ) -> None:
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in (every, spectra_every)):
             raise UsageError(
@@ -89,7 +91,7 @@ class GeometryMonitor:
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
-        self._reader = GeometryReader(model, ids, over_ranks)
+        self._reader = GeometryReader(model, ids, over_ranks, look_dtype)
         self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
         self._record = Record(
