@@ -10,8 +10,7 @@ to: what is replaced is the parameter, and the old one is put back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from theodolite.models.head_weights import (
     stop_at_tap,
 )
 from theodolite.models.shards import Place
+from theodolite.models.source import dtype_of
 from theodolite.models.structure import Structure
 from theodolite.models.taps import tapped
 
@@ -178,65 +178,17 @@ def find_projections(
     if purpose == "replacement":
         refuse_replaced_weights(model, _PARTICIPLES[purpose])
     refuse_quantised_weights(model, _PARTICIPLES[purpose])
+    known: dict[Any, Projections] = {}
+    found = []
     with tapped(model, stop_at_tap, own_heads=True):
-        return [_find(structure, layer, calls[layer], purpose) for layer in layers]
-
-
-Replacement = tuple[Projection, list[int] | None, Tensor]
-"""A matrix, and the heads of a projection whose it is to be."""
-
-# Of the process, as edits of the tap are: what is replaced now, in the order in which it was, and the model's own.
-_open_replacements: list[list[Replacement]] = []
-_originals: dict[Place, nn.Parameter] = {}
-
-
-@contextmanager
-def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """While open, `Projection.matrix(heads)` is another matrix, for each of the (projection, heads, matrix) given.
-
-    The modules get new parameters; on leaving they get back the very ones that they had. So nothing is rounded twice,
-    and a parameter that other modules share changes here alone. Of several for the same entries the one opened last
-    holds; they may be left in any order.
-    """
-    opened = list(replacements)
-    names = list(dict.fromkeys((projection.module, projection.name) for projection, _, _ in opened))
-    _open_replacements.append(opened)
-    try:
-        for parameter_name in names:
-            _write_replacements(parameter_name)
-        yield
-    finally:
-        # By identity: two equal ones may be open at once.
-        del _open_replacements[next(i for i, other in enumerate(_open_replacements) if other is opened)]
-        for parameter_name in names:
-            _write_replacements(parameter_name)
-
-
-def _write_replacements(parameter_name: Place) -> None:
-    """Give a module its own parameter, with the entries of what is replaced now."""
-    module, name = parameter_name
-    replacements = [
-        (projection, heads, matrix)
-        for opened in _open_replacements
-        for projection, heads, matrix in opened
-        if (projection.module, projection.name) == parameter_name
-    ]
-    if not replacements:
-        if parameter_name in _originals:
-            module._parameters[name] = _originals.pop(parameter_name)
-        return
-    original = _originals.setdefault(parameter_name, getattr(module, name))
-    weight = original.detach().clone()
-    for projection, heads, matrix in replacements:
-        rows = projection.rows_of(heads).to(weight.device)
-        entries = matrix.to(weight.device, weight.dtype)
-        weight.index_copy_(projection.dimension, rows, entries if projection.dimension == 0 else entries.T)
-    module._parameters[name] = nn.Parameter(weight, requires_grad=original.requires_grad)
-
-
-def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter that a module has, or the one that it has again when nothing is `replaced` any more."""
-    return _originals.get((module, name), parameter)
+        for layer in layers:
+            attention = structure.attention_at(layer)
+            alike = known.get(_kind(attention))
+            projections = None if alike is None else _as_in(alike, structure, layer, calls[layer])
+            if projections is None:
+                projections = known[_kind(attention)] = _find(structure, layer, calls[layer], purpose)
+            found.append(projections)
+    return found
 
 
 def refuse_replaced_weights(model: nn.Module, participle: str) -> None:
@@ -292,6 +244,40 @@ def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Pro
 
     query, key, value = projections
     return Projections(layer, in_model(query), in_model(key), in_model(value) if value and agree[2] else None)
+
+
+def _kind(attention: nn.Module) -> Any:
+    """What layers have in common whose projections most likely lie alike."""
+    modules = tuple((name, type(module)) for name, module in attention.named_modules())
+    return modules, tuple((name, p.shape, p.dtype) for name, p in attention.named_parameters())
+
+
+def _as_in(known: Projections, structure: Structure, layer: int, call: Call) -> Projections | None:
+    """Projections where another layer has them, if they answer a few rows in the layer's own dtype as it does.
+
+    Nothing goes through float64, which would take a second for a layer of a large model.
+    """
+    before, attention = structure.attention_at(known.layer), structure.attention_at(layer)
+    name_of = {module: name for name, module in before.named_modules()}
+
+    def moved(projection: Projection | None, into: nn.Module) -> Any:
+        if projection is None:
+            return None
+        adapter = projection.adapter and into.get_submodule(name_of[projection.adapter])
+        module = into.get_submodule(name_of[projection.module])
+        return replace(projection, module=module, adapter=adapter)
+
+    of_layer = (known.query, known.key, known.value)
+    alone = copy_in_dtype(attention, dtype_of(attention)).eval()
+    agree = [] if alone is attention else _answers(alone, call, [moved(p, alone) for p in of_layer])
+    if not all(agree[:2]) or not agree:
+        return None
+    for projection in of_layer:
+        if projection is not None and projection.adapter is not None:
+            name = name_of[projection.adapter]
+            check_adapter(f"{structure.names[layer]}.{name}", attention.get_submodule(name))
+    query, key, value = (moved(p, attention) for p in of_layer)
+    return Projections(layer, query, key, value if agree[2] else None)
 
 
 class _MarkedCopy:
@@ -373,19 +359,26 @@ def _verify(module: nn.Module, call: Call, projections: QueryKeyValue) -> list[b
 
     for parameter in module.parameters():
         parameter.data.copy_(random(*parameter.shape))
-    device = next(module.parameters()).device
-    width = call.width
-    rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), random(2, width)]).to(device)
+    return _answers(module, call, projections)
+
+
+def _answers(module: nn.Module, call: Call, projections: Sequence[Projection | None]) -> list[bool]:
+    """Whether the queries, keys and values of random inputs are what the projections say; False of one that is None."""
+    parameter = next(module.parameters())
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(3, call.width, generator=generator, dtype=torch.float64).to(parameter)
+    rows[0] = 0
     inputs = run_until_tap(module, call, rows.unsqueeze(1))
+    tolerance = max(AFFINE_TOLERANCE, 8 * torch.finfo(parameter.dtype).eps)
     agree = []
     for projection, arrived in zip(projections, (inputs.query, inputs.key, inputs.value), strict=True):
         if projection is None:
             agree.append(False)
             continue
-        weights, answer = projection.view_of(projection.weight), arrived[:, :, 0]
-        expected = torch.einsum("rd,hdw->rhw", rows[1:], weights)
-        difference = answer[1:].double() - answer[0] - expected
-        agree.append(bool(difference.abs().max() <= AFFINE_TOLERANCE * float(expected.abs().max())))
+        weights, answer = projection.view_of(projection.effective).double(), arrived[:, :, 0].double()
+        expected = torch.einsum("rd,hdw->rhw", rows[1:].double(), weights)
+        difference = answer[1:] - answer[0] - expected
+        agree.append(bool(difference.abs().max() <= tolerance * float(expected.abs().max())))
     return agree
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, distributed, nn
@@ -29,6 +29,8 @@ FOREIGN = ("torch.distributed", "transformers.distributed", "deepspeed")
 Place = tuple[nn.Module, str]
 """Where a parameter is: a module, and the name under which it holds it."""
 
+_Tap = Callable[[nn.Module, AttentionInputs], Tensor]
+
 _flat: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 """The modules whose parameters lie in a flat one, and what holds it."""
 
@@ -37,10 +39,6 @@ _head_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDiction
 
 _has_own_heads: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 """Of attention modules and those inside of them, whether each rank computes some of the heads."""
-
-
-class _Tap(Protocol):
-    def __call__(self, module: nn.Module, inputs: AttentionInputs, /) -> Tensor: ...
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from theodolite.models.dequantised import has_own_class
-from theodolite.models.projections import own_parameter
+from theodolite.models.replaced_weights import own_parameter
 from theodolite.system.checksums import digest
 from theodolite.system.threads import parallel_map
 

@@ -24,7 +24,8 @@ from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls
 from theodolite.models.doors.answers import Answer
 from theodolite.models.guard import guarded
-from theodolite.models.projections import Projection, find_projections, replaced
+from theodolite.models.projections import Projection, find_projections
+from theodolite.models.replaced_weights import replaced
 from theodolite.models.taps import intervened
 
 Positions = int | Sequence[int] | Tensor
