@@ -1,4 +1,7 @@
-"""PEFT's adapters that add a matrix to another (LoRA and its like): W + ΔW, differentiable in its parts."""
+"""PEFT's adapters that add a matrix to another (LoRA and its like): W + ΔW, differentiable in its parts.
+
+And the refusal of weights that are no one matrix, where one is needed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError
+from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.shards import Place, is_dtensor
 
 TOLERANCE = 1e-2
@@ -78,3 +82,23 @@ def check_adapter(where: str, adapter: Any) -> None:
         expected = rows @ matrix
     if not (answer - expected).abs().max() <= TOLERANCE * expected.abs().max():
         raise UsageError(f"{kind}: use LoRA, or leave the layer out by layers=[…]")
+
+
+def refuse_replaced_weights(model: nn.Module, participle: str) -> None:
+    """Raise `UsageError` where matrices are quantised or carry an adapter; `participle` is what they cannot be."""
+    refuse_quantised_weights(model, participle)
+    adapters = [name for name, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"]
+    if adapters:
+        raise UsageError(
+            f"{adapters[0]} carries a PEFT adapter, so its weight is not one matrix that could be {participle}: "
+            "merge the adapter (merge_and_unload) or train without one"
+        )
+
+
+def refuse_quantised_weights(model: nn.Module, participle: str) -> None:
+    """Raise `UsageError` where matrices are quantised; `participle` is what they cannot be."""
+    if getattr(model, "is_quantized", False) or holds_quantised_layers(model):
+        raise UsageError(
+            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {participle}: load it in bfloat16 "
+            "or float32"
+        )

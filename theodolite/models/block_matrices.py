@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from theodolite.errors import UsageError
+from theodolite.models.adapters import refuse_replaced_weights
 from theodolite.models.calls import Calls, capture_calls
 from theodolite.models.guard import measures
 from theodolite.models.opened import OpenModel
-from theodolite.models.projections import Projection, find_projections, refuse_replaced_weights
+from theodolite.models.projections import Projection, find_projections
 
 ROUTER = re.compile(r".*(router|gate|gating)")
 """Parts of the name of what chooses experts, or weighs a shared one: as `gate`, but not `gate_proj`."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
+from theodolite.models.adapters import refuse_replaced_weights
 from theodolite.models.calls import Call, Calls
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
@@ -29,7 +30,6 @@ from theodolite.models.head_weights import (
     run_until_tap,
     stop_at_tap,
 )
-from theodolite.models.projections import refuse_replaced_weights
 from theodolite.models.structure import Structure
 from theodolite.models.taps import tapped
 

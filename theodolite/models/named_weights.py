@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.models.adapters import refuse_replaced_weights
 from theodolite.models.calls import Calls
 from theodolite.models.head_weights import copy_in_dtype, read_head_weights
-from theodolite.models.projections import refuse_replaced_weights
 from theodolite.models.shards import Place
 from theodolite.models.structure import Structure
 

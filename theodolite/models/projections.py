@@ -19,11 +19,18 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError
-from theodolite.models.adapters import adapted_weight, adapter_places, check_adapter, without_adapters
+from theodolite.models.adapters import (
+    adapted_weight,
+    adapter_places,
+    check_adapter,
+    refuse_quantised_weights,
+    refuse_replaced_weights,
+    without_adapters,
+)
 from theodolite.models.calls import Call, Calls
-from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
+    NotAffine,
     copy_in_dtype,
     norms_at_tap,
     norms_inside,
@@ -191,26 +198,6 @@ def find_projections(
     return found
 
 
-def refuse_replaced_weights(model: nn.Module, participle: str) -> None:
-    """Raise `UsageError` where matrices are quantised or carry an adapter; `participle` is what they cannot be."""
-    refuse_quantised_weights(model, participle)
-    adapters = [name for name, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"]
-    if adapters:
-        raise UsageError(
-            f"{adapters[0]} carries a PEFT adapter, so its weight is not one matrix that could be {participle}: "
-            "merge the adapter (merge_and_unload) or train without one"
-        )
-
-
-def refuse_quantised_weights(model: nn.Module, participle: str) -> None:
-    """Raise `UsageError` where matrices are quantised; `participle` is what they cannot be."""
-    if getattr(model, "is_quantized", False) or holds_quantised_layers(model):
-        raise UsageError(
-            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {participle}: load it in bfloat16 "
-            "or float32"
-        )
-
-
 def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Projections:
     attention = structure.attention_at(layer)
     if any(p.is_meta for p in attention.parameters()):
@@ -222,8 +209,11 @@ def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Pro
     if purpose == "replacement":
         for name in norms_at_tap(module, call):
             module.set_submodule(name, nn.Identity())
-    projections = _locate_all(_MarkedCopy(module, call))
-    agree = [] if projections is None else _verify(module, call, projections)
+    try:
+        projections = _locate_all(_MarkedCopy(module, call))
+        agree = [] if projections is None else _verify(module, call, projections)
+    except NotAffine as error:
+        raise UsageError(f"layer {layer}: {error}; leave it out by layers=[…]") from error
     if projections is None or not all(agree[:2]):
         norms = ", ".join(name for name, _ in norms_inside(attention))
         why = f" (it has norms inside: {norms})" if norms else ""
@@ -269,7 +259,10 @@ def _as_in(known: Projections, structure: Structure, layer: int, call: Call) -> 
 
     of_layer = (known.query, known.key, known.value)
     alone = copy_in_dtype(attention, dtype_of(attention)).eval()
-    agree = [] if alone is attention else _answers(alone, call, [moved(p, alone) for p in of_layer])
+    try:
+        agree = [] if alone is attention else _answers(alone, call, [moved(p, alone) for p in of_layer])
+    except NotAffine:
+        agree = []
     if not all(agree[:2]) or not agree:
         return None
     for projection in of_layer:
