@@ -5,7 +5,8 @@ Weights come from safetensors only, and no code of a checkpoint is ever run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -229,29 +230,44 @@ def _opened(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> OpenMo
         return OpenModel.of(source, *verified_parts(source), tokenizer=tokenizer, id=source.name)
 
 
-def verified_parts(source: Source) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
+@contextmanager
+def on_a_few_tokens(source: Source) -> Iterator[None]:
+    """What a model's own code raises in small passes is a `UsageError`."""
+    try:
+        yield
+    except TheodoliteError:
+        raise
+    except RUNNING_ERRORS as error:
+        raise UsageError(f"{source.name} cannot run on a few tokens: {first_line(error)}") from error
+
+
+def verified_parts(
+    source: Source, length: int = VERIFIED_LENGTH, skip_overflow: bool = False
+) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
     """What `OpenModel.of` takes of a model in evaluation mode, from small inputs.
+
+    Args:
+        source: the model.
+        length: tokens of the sequence on which its attention is verified.
+        skip_overflow: as in `verify_attention`.
 
     Raises:
         UsageError: an unsupported family, or a window in which tokens see nothing.
         WorkError: the tapped attention is not the model's own.
     """
-    try:
+    with on_a_few_tokens(source):
         if source.predict is not None and holds_quantised_layers(source.root):
             source.predict(source.sample(1))  # compressed-tensors unpacks when the whole model is first run
         structure = find_structure(source)
         calls = capture_calls(source.root, structure, source.small_pass(1))
-        inputs = verify_attention(source.root, structure, source.small_pass(VERIFIED_LENGTH))
-    except TheodoliteError:
-        raise
-    except RUNNING_ERRORS as error:
-        raise UsageError(f"{source.name} cannot run on a few tokens: {first_line(error)}") from error
+        run = source.small_pass(length)
+        inputs = verify_attention(source.root, structure, run, skip_overflow=skip_overflow)
     for layer, of_layer in zip(structure.attending, inputs, strict=True):
         if of_layer.mask is not None and not bool(of_layer.mask.any(dim=-1).all()):
             raise UsageError(
                 f"some tokens of {structure.names[layer]} see no token, not even themselves{source.said_of_windows}"
             )
-    positions, tokens = inputs[0].query.shape[2], source.sample(VERIFIED_LENGTH).shape[1]
+    positions, tokens = inputs[0].query.shape[2], source.sample(length).shape[1]
     if source.vocabulary is not None and positions != tokens:
         raise UsageError(
             f"{source.name} attends from {positions} positions where it reads {tokens} tokens: theodolite needs one "

@@ -332,6 +332,9 @@ def _locate(
     for dimension, (rows, columns) in enumerate(((first, second), (second, first))):
         if torch.equal(rows[0], rows[1]) and torch.equal(columns, inputs):
             owner, _, name = marked.matrices[matrices[0]].rpartition(".")
+            features = marked.module.get_parameter(marked.matrices[matrices[0]]).shape[dimension]
+            if not 0 <= int(rows.min()) <= int(rows.max()) < features:
+                return None
             return Projection(
                 module=marked.module.get_submodule(owner),
                 name=name,

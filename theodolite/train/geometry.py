@@ -30,13 +30,11 @@ from theodolite.measure.geometry import stream as residual_columns
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
-from theodolite.models.calls import capture_calls
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.open import verified_parts
 from theodolite.models.shards import is_spread, parallel_group
 from theodolite.models.source import Source
-from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import autocast_dtype, evaluation_mode, training_source
-from theodolite.models.verification import verify_attention
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.train.ranks import Ranks
 
@@ -210,10 +208,7 @@ def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"
 
 def _opened(source: Source, ids: Tensor) -> OpenModel:
     """The model as the survey sees one, after the tap was found to leave its output as it is."""
-    structure = find_structure(source)
-    calls = capture_calls(source.root, structure, source.small_pass(1))
-    inputs = verify_attention(source.root, structure, source.small_pass(LEAST_LENGTH), skip_overflow=True)
-    opened = OpenModel.of(source, structure, calls, inputs, id=source.name)
+    opened = OpenModel.of(source, *verified_parts(source, LEAST_LENGTH, skip_overflow=True), id=source.name)
     if not opened.has_positions(ids.shape[1]):
         raise UsageError(
             f"the monitor batch's contexts have {ids.shape[1]} tokens, the model has positions for {opened.longest}: "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
 from theodolite.models.named_weights import NamedWeight, NamedWeights, find_named_weights
+from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, Projections, find_projections
 from theodolite.models.shard_gradients import Part, WholeParameters, is_of_deepspeed
@@ -83,7 +84,7 @@ class Locater:
         asked = listed_layers(layers)
         source = training_source(model)
         inner = source.root
-        with evaluation_mode(inner):
+        with evaluation_mode(inner), on_a_few_tokens(source):
             structure = find_structure(source)
             calls = capture_calls(inner, structure, source.small_pass(1))
             self.layers = _selected(asked, structure)

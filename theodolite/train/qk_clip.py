@@ -18,6 +18,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
 from theodolite.models.logit_rows import POSITIONS, LogitRows, find_logit_rows
+from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.shard_gradients import is_of_deepspeed
 from theodolite.models.shards import parallel_group
@@ -59,7 +60,7 @@ class QKClip:
             raise UsageError(
                 "each rank has some of the heads: make the QKClip before the model is tensor parallel"
             )
-        with evaluation_mode(self._model):
+        with evaluation_mode(self._model), on_a_few_tokens(source):
             structure = find_structure(source)
             calls = capture_calls(self._model, structure, source.small_pass(POSITIONS))
             # Layers that share their weights (ALBERT) are clipped together.
