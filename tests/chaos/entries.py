@@ -87,8 +87,8 @@ def merged(model: OpenModel) -> Any:
 
 
 def looked(model: OpenModel) -> list[Any]:
-    """What the monitor of a training sees."""
-    look = GeometryReader(model.hf, IDS).look()
+    """What the monitor of a training sees, of its own accord: else it rounds as training does where it is called."""
+    look = GeometryReader(model.hf, IDS, look_dtype=torch.float32).look()
     return [look.heads, look.layers]
 
 

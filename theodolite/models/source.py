@@ -11,7 +11,7 @@ import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -43,7 +43,7 @@ class Source:
         sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
         probe: a pass over it; an encoder reads one token more, so that a decoder's attention to it shows.
         attends: which of its attention is looked at, in such a pass.
-        attention: of an encoder-decoder, or of a module of one's own, the same by name.
+        attention: of an encoder-decoder, or of a module of one's own, the same by a name of its own.
         blocks: names of its blocks, or of the one list that holds them; None: they are found.
         of_copy: the same of a copy of the root.
     """
@@ -59,7 +59,7 @@ class Source:
     sample: Callable[[int], Tensor]
     probe: Callable[[int], Run]
     attends: Callable[[nn.Module, AttentionInputs], bool] = lambda module, inputs: True
-    attention: Attention | None = None
+    attention: str | None = None
     blocks: tuple[str, ...] | None = None
     of_copy: Callable[[Any], Source] | None = None
 
@@ -178,7 +178,7 @@ class Source:
             sample=sample,
             probe=lambda length: lambda: trunk(sample(length)),
             attends=lambda inner, inputs: inner in chosen,
-            attention=cast(Any, attention),  # a name of the module's own, not one of those of transformers
+            attention=attention,
             blocks=blocks,
             of_copy=lambda copied: cls.of_module(
                 copied, vocabulary, forward, longest, image, blocks, attention

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -281,7 +281,7 @@ def _job(model: OpenModel, corpus: Corpus, device: str, batch: int, seed: int, e
         id=model.id,
         dtype=str(model.source.dtype).removeprefix("torch."),
         revision=model.revision,
-        attention=model.source.attention,
+        attention=cast(Any, model.source.attention),  # of a checkpoint: one of those of transformers
         device=device,
         threads=torch.get_num_threads(),
         corpus=corpus,

@@ -215,7 +215,7 @@ def _sum(of: Any, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -
         return logits  # one number more for all keys is none
     added = of(other)
     if isinstance(added, Logits):
-        return logits.beside(added.times(alpha)) if result.shape == other.shape else None
+        return logits.beside(added.times(float(alpha))) if result.shape == other.shape else None
     if isinstance(added, Weights) or (isinstance(added, Lost) and added.products & logits.products):
         return None  # what depends on the logits themselves is no bias
     return _plus(logits, other * alpha, result)
