@@ -421,7 +421,7 @@ def test_an_intervention_holds_in_every_thread_and_an_interrupt_ends_it():
 
 def test_hooks_are_gone_when_the_last_model_is_left_in_any_order():
     first, second = (_Attending(KINDS["causal"][0]).eval() for _ in range(2))
-    before = len(torch.nn.modules.module._global_forward_hooks)
+    before, filters = len(torch.nn.modules.module._global_forward_hooks), list(warnings.filters)
     outer, inner = (
         tapped(first, lambda _, inputs: attend(inputs)),
         tapped(second, lambda _, inputs: attend(inputs)),
@@ -432,3 +432,4 @@ def test_hooks_are_gone_when_the_last_model_is_left_in_any_order():
     assert len(_heard(second, _input())[1]) == 1
     inner.__exit__(None, None, None)
     assert len(torch.nn.modules.module._global_forward_hooks) == before
+    assert warnings.filters == filters

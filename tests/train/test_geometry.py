@@ -366,10 +366,13 @@ def test_a_look_rounds_as_training_does():
         GeometryReader(model, IDS, look_dtype=torch.int8)
 
 
-def test_a_look_rounds_as_accelerate_does(tmp_path):
+def test_a_look_rounds_as_accelerate_does(request):
     """Oracle: the same look under autocast. accelerate casts in a `forward` that it puts around the model's."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer before this leaves its own precision
+    request.addfinalizer(lambda: AcceleratorState._reset_state(reset_partial_state=True))
     model = model_of("gpt2")
     expected = look_entropy(GeometryReader(model, IDS, look_dtype=torch.bfloat16))
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)

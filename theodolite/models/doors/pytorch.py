@@ -93,19 +93,21 @@ def turn_to_functions(model: nn.Module) -> ExitStack:
     """Let a model's calls of PyTorch's attention be heard; what ends it."""
     with ExitStack() as undo:
         undo.enter_context(eagerly())  # what is compiled is not heard
-        undo.enter_context(warnings.catch_warnings())
-        # They fire twice for a compiled module and the one inside of it, which does no harm here.
-        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         with _turning:
-            if not _turned:
-                _hooks.append(register_module_forward_pre_hook(_here.enter))
-                _hooks.append(register_module_forward_hook(_leave, always_call=True))
+            if not _turned:  # once for all threads: filters that two put back in their own order stay behind
+                _hooks.enter_context(warnings.catch_warnings())
+                # They fire twice for a compiled module and the one inside of it, which does no harm here.
+                warnings.filterwarnings(
+                    "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
+                )
+                _hooks.callback(register_module_forward_pre_hook(_here.enter).remove)
+                _hooks.callback(register_module_forward_hook(_leave, always_call=True).remove)
             _turned[model] = frozenset(model.modules())
         undo.callback(_turn_back, model)
         return undo.pop_all()
 
 
-_hooks: list[Any] = []
+_hooks = ExitStack()
 _turning = threading.Lock()
 
 
@@ -118,8 +120,7 @@ def _turn_back(model: nn.Module) -> None:
         del _turned[model]
         if _turned:  # one of them may be running around this one
             return
-        while _hooks:
-            _hooks.pop().remove()
+        _hooks.close()
     _here.stop()
 
 
