@@ -16,7 +16,8 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
-from theodolite.train.geometry import QUERIES, GeometryReader
+from theodolite.train.geometry import GeometryReader
+from theodolite.train.look_sums import QUERIES
 
 IDS = torch.randint(checkpoints.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from theodolite.train.geometry import Geometry, residual_place
+from theodolite.train.geometry import Geometry
+from theodolite.train.look_sums import residual_place
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

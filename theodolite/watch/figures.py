@@ -19,7 +19,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import Panel, Sketch, heat, line, panels, reference, saturation
 from theodolite.system.wording import for_plotly, head_name
 from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
-from theodolite.train.geometry import residual_place
+from theodolite.train.look_sums import residual_place
 
 Steps = NDArray[np.int64]
 
