@@ -211,11 +211,13 @@ def test_a_head_is_chosen_by_the_keyboard(show, run: Run) -> None:
 def test_a_figure_s_numbers_are_the_run_s(show, run: Run) -> None:
     tab = show("survey")
     tab.locator("#figure-rank details.numbers summary").click()
+    tab.locator("#figure-rank .numbers tbody td").first.wait_for()  # it is filled after the click
     caption = tab.locator("#figure-rank caption", has_text="this model")
     cells = caption.locator("xpath=..").locator("tbody td").all_text_contents()
     assert [float(cell) for cell in cells[0::2]] == run.layers["layer"].tolist()
     assert [float(cell) for cell in cells[1::2]] == run.layers["rank"].tolist()
     tab.locator("#figure-gram details.numbers summary").click()
+    tab.locator("#figure-gram .numbers tbody td").first.wait_for()
     first = tab.locator("#figure-gram .numbers tbody tr").first.locator("td").all_text_contents()
     middle = run.arrays["gram"][len(run.layers) // 2]
     assert first[0] == "position 0"
@@ -225,6 +227,7 @@ def test_a_figure_s_numbers_are_the_run_s(show, run: Run) -> None:
 def test_its_numbers_follow_the_picker(show, run: Run) -> None:
     tab = show("survey")
     tab.locator("#figure-waves details.numbers summary").click()
+    tab.locator("#figure-waves .numbers tbody td").first.wait_for()
     read = "[...document.querySelectorAll('#figure-waves .numbers tbody td')].slice(0, 20).map(one => one.textContent)"
     before = tab.evaluate(read)
     tab.locator("select[data-picks=waves]").select_option("0")

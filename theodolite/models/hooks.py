@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ from theodolite.models.guard import guarded, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Structure, Turns, first_output, first_tensor, removed_on_leaving
-from theodolite.models.taps import tapped
+from theodolite.models.taps import overheard, tapped
 
 
 @runtime_checkable
@@ -33,6 +33,10 @@ class Hooks(Protocol):
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """A block's attention inputs; returns the output, (batch, queries, heads, value_width)."""
         return attend(inputs)
+
+    def fail(self, error: WorkError) -> None:
+        """A layer attended otherwise than it does to a few tokens; raises it, or goes on without that layer."""
+        raise error
 
 
 def positions_read(model: OpenModel, inputs: Inputs) -> int:
@@ -53,12 +57,22 @@ class _FirstStream(Hooks):
 @contextmanager
 def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     """While open, every forward pass of `model` calls `hooks`, and it is `guarded`; it is restored on leaving."""
-    with guarded(model.root), _hooked(model, hooks):
+    with guarded(model.root), _hooked(model, hooks, tapped, model.source.trunk):
         yield
 
 
 @contextmanager
-def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
+def overhearing(model: OpenModel, hooks: Hooks) -> Iterator[None]:
+    """While open, a forward pass that somebody else makes calls `hooks`, and computes as it does without them.
+
+    To be opened as a pass begins; what `attention` returns is not used.
+    """
+    with _hooked(model, hooks, overheard, model.source.entry):
+        yield
+
+
+@contextmanager
+def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], trunk: nn.Module) -> Iterator[None]:
     structure = model.structure
 
     entered, left, read = Turns(structure.blocks), Turns(structure.blocks), Turns(structure.attention)
@@ -85,7 +99,7 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         # Another tap that is open inside has answered in its place: weights are read in a pass of their own, say.
         for layer, read_of in attending.values() if is_innermost(tap) else ():
-            raise _other_attention(structure, layer, read_of[1])
+            hooks.fail(_other_attention(structure, layer, read_of[1]))
 
     @without_autocast()
     def leave_trunk(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -98,7 +112,6 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
             attending[module] = layer, (hidden.shape[0], hidden.shape[1])
             hooks.attention_input(layer, hidden)
 
-    trunk = model.source.trunk
     handles = [trunk.register_forward_pre_hook(begin), trunk.register_forward_hook(end)]
     entering = set(structure.blocks) if structure.free else {structure.blocks[0]}
     handles += [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in entering]
@@ -115,10 +128,11 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         layer, read_of = attending.pop(module)
         own_keys = structure.cross or inputs.key.shape[2] == inputs.query.shape[2]
         if (inputs.query.shape[0], inputs.query.shape[2]) != read_of or not own_keys:
-            raise _other_attention(structure, layer, read_of[1])
+            hooks.fail(_other_attention(structure, layer, read_of[1]))
+            return attend(inputs)
         return hooks.attention(layer, inputs)
 
-    with removed_on_leaving(handles), tapped(model.root, tap):
+    with removed_on_leaving(handles), tapping(model.root, tap):
         yield
 
 

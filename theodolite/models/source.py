@@ -190,6 +190,11 @@ class Source:
         assert self.of_copy is not None
         return self.of_copy(copy.deepcopy(self.root, memo))
 
+    @property
+    def entry(self) -> nn.Module:
+        """The module of the model that a pass begins with, whoever calls it."""
+        return self.trunk if self.trunk in self.root.modules() else self.root
+
     def small_pass(self, length: int) -> Run:
         """A pass over `sample(length)`, all of it."""
         return lambda: self.run(self.sample(length))

@@ -55,6 +55,20 @@ def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[N
 
 
 @contextmanager
+def overheard(model: nn.Module, tap: Tap) -> Iterator[None]:
+    """While open, `tap` is told of the attention that `model` computes; what it returns is not used.
+
+    Only of what PyTorch's own functions and products compute, and of nothing that runs compiled. The numbers of the
+    pass, their gradients and random numbers are as without it.
+    """
+    with (
+        turn_to_functions(model, eager=False),
+        listening(frozenset(model.modules()), of_all_heads(model, tap), overhears=True),
+    ):
+        yield
+
+
+@contextmanager
 def intervened(
     model: nn.Module,
     module: nn.Module,

@@ -101,11 +101,8 @@ class GeometryReader:
         if look_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise UsageError(f"look_dtype is {look_dtype}: give torch.bfloat16, float16 or float32")
         self._look_dtype = look_dtype
-        source = training_source(model)
-        if source.reads != "input_ids":
-            raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
-        self._spread = is_spread(source.root)
-        self.ranks = Ranks.current(parallel_group(source.root)) if over_ranks or self._spread else Ranks()
+        source = monitored_source(model)
+        self.ranks = looking_ranks(source, over_ranks)
         self.ids = checked_ids(source, self.ranks.from_first(lambda: ids))
         contexts = self.ranks.share(self.ids)
         self._counts = len(contexts) > 0 and self.ranks.leads
@@ -141,19 +138,48 @@ class GeometryReader:
                 error = failure
             self.ranks.raise_any(error)
             sums = accumulators.totals(self.ranks, counts=self._counts)
-            # Weights that are spread are read by all.
-            geometry = self._geometry(step, sums, spectra, started) if self._spread else None
-            return self.ranks.from_first(lambda: geometry or self._geometry(step, sums, spectra, started))
+            of_weights = spectra_of(self.model, self.ranks) if spectra else None
+            return self.ranks.from_first(
+                lambda: geometry_of(self.model, step, sums, of_weights, time.perf_counter() - started)
+            )
 
-    def _geometry(self, step: int, sums: State, spectra: bool, started: float) -> Geometry:
-        """The tables from the sums of all processes."""
-        attention = part_of(sums, "attention")
-        columns = _head_columns(attention, part_of(sums, "queries"))
-        heads = heads_that_are(columns, self.model.heads_of)
-        if spectra:
-            heads = heads.assign(**_spectra(self.model, attention))
-        table = pd.DataFrame(_residual_rows(part_of(sums, "residual")))
-        return Geometry(step, heads, table, time.perf_counter() - started)
+
+def geometry_of(
+    model: OpenModel, step: int, sums: State, spectra: dict[str, list[Any]] | None, seconds: float
+) -> Geometry:
+    """The tables.
+
+    Args:
+        model: the model.
+        step: optimizer steps done.
+        sums: those of `LookSums`, of all processes.
+        spectra: of `spectra_of`, or None.
+        seconds: that it took.
+    """
+    attention = part_of(sums, "attention")
+    heads = heads_that_are(_head_columns(attention, part_of(sums, "queries")), model.heads_of)
+    if spectra is not None:
+        bounds = _entropy_bounds(model, spectra["spectral_norm"], attention)
+        heads = heads.assign(**spectra, entropy_bound=bounds)
+    return Geometry(step, heads, pd.DataFrame(_residual_rows(part_of(sums, "residual"))), seconds)
+
+
+def monitored_source(model: nn.Module | OpenModel) -> Source:
+    """What to look at of a model in training.
+
+    Raises:
+        UsageError: as `training_source`, or it reads other things than tokens.
+    """
+    source = training_source(model)
+    if source.reads != "input_ids":
+        raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
+    return source
+
+
+def looking_ranks(source: Source, over_ranks: bool) -> Ranks:
+    """Those who look together: all, where weights are spread over them or it is asked for."""
+    together = over_ranks or is_spread(source.root)
+    return Ranks.current(parallel_group(source.root)) if together else Ranks()
 
 
 def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"]:
@@ -221,10 +247,13 @@ def _head_columns(attention: State, queries: State) -> dict[str, list[float]]:
     }
 
 
-def _spectra(model: OpenModel, attention: State) -> dict[str, list[Any]]:
-    """`SPECTRA` of every head; NaN where queries and keys are no affine function of what attention reads."""
-    columns: dict[str, list[Any]] = {name: [] for name in SPECTRA}
-    for layer in model.attending:
+def spectra_of(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
+    """`SPECTRA` of every head, but for the bound; NaN where queries and keys are no affine function of what is read.
+
+    To be called by all processes: weights that are spread are read by all, others by the first one alone.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in SPECTRA[:-1]}
+    for layer in model.attending if ranks.first or is_spread(model.root) else ():
         try:
             weights = model.head_weights(layer)
         except WorkError:
@@ -235,9 +264,17 @@ def _spectra(model: OpenModel, attention: State) -> dict[str, list[Any]]:
         if weights is not None and not weights.exact:
             # A norm between projection and logit: the spectrum is the projections', and says nothing of the logits.
             values["regime"][:] = UNDEFINED
-        norm = values["spectral_norm"] = logit_norm(weights, heads)
-        gram_norm, visible_keys = float(attention["gram_norm"][layer]), attention["visible_keys"][layer]
-        values["entropy_bound"] = entropy_bound(gram_norm, norm, visible_keys, attention["readers"][layer])
-        for name in SPECTRA:
+        values["spectral_norm"] = logit_norm(weights, heads)
+        for name in columns:
             columns[name].extend(values[name].tolist())
     return columns
+
+
+def _entropy_bounds(model: OpenModel, norms: list[float], attention: State) -> list[float]:
+    """By the norms of heads, and what attention read and saw in each layer."""
+    bounds: list[float] = []
+    for layer in model.attending:
+        norm = torch.tensor(norms[len(bounds) : len(bounds) + model.heads_of[layer]], dtype=torch.float64)
+        gram_norm, visible_keys = float(attention["gram_norm"][layer]), attention["visible_keys"][layer]
+        bounds += entropy_bound(gram_norm, norm, visible_keys, attention["readers"][layer]).tolist()
+    return bounds

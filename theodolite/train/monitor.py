@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from theodolite.errors import UsageError, WorkError
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
+from theodolite.train.inline import OverheardReader
 from theodolite.train.record import Record
 
 CONTEXTS, LENGTH = 8, 128
@@ -49,6 +50,10 @@ class GeometryMonitor:
     Args:
         model: as `GeometryReader` takes it; it stays the object that is trained.
         ids: the monitor batch, token ids (contexts, positions) without padding; 8 × 128 do (see `monitor_batch`).
+        inline: in place of `ids`: a look is the first forward pass of training after the call at which it is due,
+            measured as it runs, and no second one is made. What is returned is of that pass, at the first call after
+            it. The model is as it is in training (dropout), the batch another one every time. Contexts with padding
+            are left out.
         every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
         folder: where `heads.jsonl`, `layers.jsonl`, `alarms.jsonl` and `losses.jsonl` go, one row a line, for
@@ -71,8 +76,9 @@ class GeometryMonitor:
     def __init__(
         self,
         model: nn.Module,
-        ids: Int[Tensor, "contexts positions"],
+        ids: Int[Tensor, "contexts positions"] | None = None,
         *,
+        inline: bool = False,
         every: int = 100,
         spectra_every: int = 5,
         folder: str | Path | None = None,
@@ -91,7 +97,15 @@ class GeometryMonitor:
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
-        self._reader = GeometryReader(model, ids, over_ranks, look_dtype)
+        if inline == (ids is not None):
+            raise UsageError("give the token ids of a monitor batch, or inline=True, and not both")
+        if inline and look_dtype is not None:
+            raise UsageError("look_dtype is given with inline=True: a pass of training rounds as it does")
+        self._reader = (
+            OverheardReader(model, over_ranks)
+            if ids is None
+            else GeometryReader(model, ids, over_ranks, look_dtype)
+        )
         self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
         self._record = Record(
@@ -128,20 +142,24 @@ class GeometryMonitor:
         self._step = step
         if value is not None:
             self._write(step, lambda: self._record.write_loss(step, value))
-        if self._broken or not self._due(step):
+        if self._broken:
             return {}
-        number = step // self.every if self.last is None else self._number + 1
         try:
-            geometry = self._reader.look(step, spectra=number % self.spectra_every == 0)
+            geometry = self._look(step)
+        except UsageError as error:
+            self._broken = True
+            self._warn(f"step {step}: {error}; there are no more looks")
+            return {}
         except WorkError as error:
             self._broken = True
             self._warn(
                 f"step {step}: {error}; the weights are lost: go back to a checkpoint, lower the learning rate"
             )
             return {}
+        if geometry is None:
+            return {}
         self.new_alarms = self._judge.update(geometry)
         self.last = geometry
-        self._number = number
         self.alarms += self.new_alarms
         self._write(step, lambda: self._record.write(geometry, self.new_alarms))
         for line in alarm_lines(self.new_alarms):
@@ -149,6 +167,25 @@ class GeometryMonitor:
         self._seconds += geometry.seconds
         share = self._seconds / (time.perf_counter() - self._started)
         return scalars(geometry) | {"alarms": float(self._judge.active), "time_share": share}
+
+    def _look(self, step: int) -> Geometry | None:
+        """A look that is due now; or inline the one that was due, and a pass has been since."""
+        if isinstance(self._reader, GeometryReader):
+            return (
+                self._reader.look(step, self._with_spectra(step, self.last))
+                if self._due(step, self.last)
+                else None
+            )
+        geometry = self._reader.take(step)
+        # What is taken is of an earlier step, as a rule, and the next may be due.
+        if not self._reader.armed and self._due(step, geometry or self.last):
+            self._reader.arm(step, self._with_spectra(step, geometry or self.last))
+        return geometry
+
+    def _with_spectra(self, step: int, last: Geometry | None) -> bool:
+        """Whether the look at this step, which is counted, reads the weights."""
+        self._number = step // self.every if last is None else self._number + 1
+        return self._number % self.spectra_every == 0
 
     def _write(self, step: int, write: Callable[[], None]) -> None:
         """Add to the record; what cannot be written is not tried again."""
@@ -179,9 +216,9 @@ class GeometryMonitor:
         if self._ranks.first:
             warnings.warn(message, kind, stacklevel=stacklevel)
 
-    def _due(self, step: int) -> bool:
-        if self.last is not None:
-            return step - self.last.step >= self.every
+    def _due(self, step: int, last: Geometry | None) -> bool:
+        if last is not None:
+            return step - last.step >= self.every
         return step % self.every == 0 or step - self._since >= self.every
 
 

@@ -31,10 +31,11 @@ Intervention = Callable[[AttentionInputs, Answer], Tensor]
 
 @dataclass(frozen=True)
 class _OpenTap:
-    """A tap and the modules of the model that it was opened for."""
+    """A tap, the modules of the model that it was opened for, and whether these compute their output themselves."""
 
     modules: frozenset[nn.Module]
     tap: Tap
+    overhears: bool
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ _interventions: list[_OpenIntervention] = []
 
 
 @contextmanager
-def listening(modules: frozenset[nn.Module], tap: Tap) -> Iterator[None]:
-    """While open, `tap` answers these modules, and copies of modules, in this context."""
-    opened = _OpenTap(modules, tap)
+def listening(modules: frozenset[nn.Module], tap: Tap, *, overhears: bool = False) -> Iterator[None]:
+    """While open, `tap` answers these modules, and copies of modules, in this context; or it only overhears them."""
+    opened = _OpenTap(modules, tap, overhears)
     _taps.set((*_taps.get(), opened))
     try:
         yield
@@ -131,6 +132,12 @@ def innermost_tapped() -> frozenset[nn.Module]:
     """The modules of the model that was tapped last in this context."""
     taps = _taps.get()
     return taps[-1].modules if taps else frozenset()
+
+
+def is_overheard() -> bool:
+    """Whether the model that was tapped last in this context computes its attention itself."""
+    taps = _taps.get()
+    return bool(taps) and taps[-1].overhears
 
 
 def is_innermost(tap: Tap) -> bool:

@@ -26,13 +26,13 @@ from torch.overrides import TorchFunctionMode
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.models.doors.answers import answered, innermost_tapped
+from theodolite.models.doors.answers import answered, innermost_tapped, is_overheard
 from theodolite.models.doors.by_hand import ByHand
 from theodolite.models.doors.products import unfolded
 from theodolite.system.eager import eagerly
 
-_turned: dict[nn.Module, frozenset[nn.Module]] = {}
-"""The models that are turned to this door, and their modules."""
+_turned: dict[object, frozenset[nn.Module]] = {}
+"""The modules of the models that are turned to this door, by who turned them."""
 
 
 class _ThisThread(threading.local):
@@ -89,10 +89,12 @@ class _ThisThread(threading.local):
 _here = _ThisThread()
 
 
-def turn_to_functions(model: nn.Module) -> ExitStack:
-    """Let a model's calls of PyTorch's attention be heard; what ends it."""
+def turn_to_functions(model: nn.Module, *, eager: bool = True) -> ExitStack:
+    """Let a model's calls of PyTorch's attention be heard; what ends it. What is compiled is not heard, or `eager`."""
+    turned = object()
     with ExitStack() as undo:
-        undo.enter_context(eagerly())  # what is compiled is not heard
+        if eager:
+            undo.enter_context(eagerly())
         with _turning:
             if not _turned:  # once for all threads: filters that two put back in their own order stay behind
                 _hooks.enter_context(warnings.catch_warnings())
@@ -102,8 +104,8 @@ def turn_to_functions(model: nn.Module) -> ExitStack:
                 )
                 _hooks.callback(register_module_forward_pre_hook(_here.enter).remove)
                 _hooks.callback(register_module_forward_hook(_leave, always_call=True).remove)
-            _turned[model] = frozenset(model.modules())
-        undo.callback(_turn_back, model)
+            _turned[turned] = frozenset(model.modules())
+        undo.callback(_turn_back, turned)
         return undo.pop_all()
 
 
@@ -115,9 +117,9 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
     _here.leave(module)
 
 
-def _turn_back(model: nn.Module) -> None:
+def _turn_back(turned: object) -> None:
     with _turning:
-        del _turned[model]
+        del _turned[turned]
         if _turned:  # one of them may be running around this one
             return
         _hooks.close()
@@ -152,18 +154,29 @@ class _Hearing(TorchFunctionMode):
         """Answer what attends, and follow what leads there."""
         kwargs = kwargs or {}
         hear = _HEARD.get(func) or (_hear_flex_attention if getattr(func, "__name__", "") == FLEX else None)
+        owner = self._here.owner
         if hear is not None:
-            return hear(self._here.owner, func, *args, **kwargs)
+            return _answered_or_overheard(lambda: hear(owner, func, *args, **kwargs), func, args, kwargs)
         name = getattr(func, "__name__", "")
         attention = self._by_hand.attention(name, args, kwargs, self._here.contexts)
         if isinstance(attention, str):
-            self.not_followed = self._here.owner, attention
+            self.not_followed = owner, attention
         elif attention is not None:
             inputs, as_product = attention
-            return as_product(answered(self._here.owner, inputs))
+            return _answered_or_overheard(lambda: as_product(answered(owner, inputs)), func, args, kwargs)
         result = func(*args, **kwargs)
         self._by_hand.follow(name, args, kwargs, result)
         return result
+
+
+def _answered_or_overheard(answer: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """What answers the attention; or, where that is only to be told of it, what the function itself gives."""
+    if not is_overheard():
+        return answer()
+    own = func(*args, **kwargs)
+    with torch.no_grad():
+        answer()
+    return own
 
 
 def _hear_scaled_dot_product(
