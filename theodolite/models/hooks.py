@@ -62,17 +62,17 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 
 
 @contextmanager
-def overhearing(model: OpenModel, hooks: Hooks) -> Iterator[None]:
+def overhearing(model: OpenModel, hooks: Hooks, entry: nn.Module) -> Iterator[None]:
     """While open, a forward pass that somebody else makes calls `hooks`, and computes as it does without them.
 
-    To be opened as a pass begins; what `attention` returns is not used.
+    To be opened as the pass enters `entry`; what `attention` returns is not used.
     """
-    with _hooked(model, hooks, overheard, model.source.entry):
+    with _hooked(model, hooks, overheard, entry):
         yield
 
 
 @contextmanager
-def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], trunk: nn.Module) -> Iterator[None]:
+def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: nn.Module) -> Iterator[None]:
     structure = model.structure
 
     entered, left, read = Turns(structure.blocks), Turns(structure.blocks), Turns(structure.attention)
@@ -112,12 +112,12 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], trunk: 
             attending[module] = layer, (hidden.shape[0], hidden.shape[1])
             hooks.attention_input(layer, hidden)
 
-    handles = [trunk.register_forward_pre_hook(begin), trunk.register_forward_hook(end)]
+    handles = [entry.register_forward_pre_hook(begin), entry.register_forward_hook(end)]
     entering = set(structure.blocks) if structure.free else {structure.blocks[0]}
     handles += [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in entering]
     handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
     if structure.free:
-        handles.append(trunk.register_forward_hook(leave_trunk))
+        handles.append(model.source.first_own.register_forward_hook(leave_trunk))
     else:
         handles += [block.register_forward_hook(leave_block) for block in left]
 

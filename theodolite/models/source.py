@@ -191,8 +191,8 @@ class Source:
         return self.of_copy(copy.deepcopy(self.root, memo))
 
     @property
-    def entry(self) -> nn.Module:
-        """The module of the model that a pass begins with, whoever calls it."""
+    def first_own(self) -> nn.Module:
+        """The module of the model itself that `run` begins with."""
         return self.trunk if self.trunk in self.root.modules() else self.root
 
     def small_pass(self, length: int) -> Run:

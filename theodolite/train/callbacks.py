@@ -43,6 +43,7 @@ class GeometryCallback(TrackedCallback):
         ids: the monitor batch, token ids (contexts, positions) without padding; None: the first long enough rows
             of the training data, 8 × 128 tokens.
         every: optimizer steps between looks.
+        inline: in place of `ids`: looks are passes of training, as `GeometryMonitor` has them.
         spectra_every: looks between those that also read every head's weights.
         per_head: log every head's entropy and ρ, too.
         limits: the levels of alarm.
@@ -59,13 +60,19 @@ class GeometryCallback(TrackedCallback):
         ids: Int[Tensor, "contexts positions"] | None = None,
         every: int = 100,
         *,
+        inline: bool = False,
         spectra_every: int = 5,
         per_head: bool = False,
         limits: Limits | None = None,
     ) -> None:
         self.monitor: GeometryMonitor | None = None
         self._ids = ids
-        self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
+        self._options: dict[str, Any] = {
+            "inline": inline,
+            "every": every,
+            "spectra_every": spectra_every,
+            "limits": limits,
+        }
         self._per_head = per_head
 
     def on_train_begin(
@@ -83,7 +90,7 @@ class GeometryCallback(TrackedCallback):
             return  # the processes know nothing of each other: the first one looks for itself
         self._warn_if_unattached(args, state)
         ids = self._ids
-        if ids is None:
+        if ids is None and not self._options["inline"]:
             ids = ranks.from_first(
                 lambda: monitor_batch(getattr(kwargs["train_dataloader"], "dataset", None))
             )
@@ -130,7 +137,7 @@ class GeometryCallback(TrackedCallback):
             logs[f"{FOLDER}/alarm"] = "; ".join(alarms)
         if state.epoch is not None:
             logs["epoch"] = state.epoch
-        state.log_history.append({**logs, "step": state.global_step})  # type: ignore[dict-item]
+        state.log_history.append({**logs, "step": self.monitor.last.step})  # type: ignore[dict-item]
         self._log_to_trackers(args, state, control, logs)
 
 

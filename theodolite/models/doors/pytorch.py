@@ -154,15 +154,15 @@ class _Hearing(TorchFunctionMode):
         """Answer what attends, and follow what leads there."""
         kwargs = kwargs or {}
         hear = _HEARD.get(func) or (_hear_flex_attention if getattr(func, "__name__", "") == FLEX else None)
-        owner = self._here.owner
         if hear is not None:
+            owner = self._here.owner
             return _answered_or_overheard(lambda: hear(owner, func, *args, **kwargs), func, args, kwargs)
         name = getattr(func, "__name__", "")
         attention = self._by_hand.attention(name, args, kwargs, self._here.contexts)
         if isinstance(attention, str):
-            self.not_followed = owner, attention
+            self.not_followed = self._here.owner, attention
         elif attention is not None:
-            inputs, as_product = attention
+            (inputs, as_product), owner = attention, self._here.owner
             return _answered_or_overheard(lambda: as_product(answered(owner, inputs)), func, args, kwargs)
         result = func(*args, **kwargs)
         self._by_hand.follow(name, args, kwargs, result)

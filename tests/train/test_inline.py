@@ -1,0 +1,317 @@
+"""Looks at what training computes anyway. Oracles: a look of its own at the same tokens, whose columns are held against
+the dense computation elsewhere; and the bytes of a training that nobody looked at."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import socket
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from transformers import AttentionInterface, Trainer, TrainingArguments
+
+from tests import checkpoints
+from tests.models.test_open_module import GPT
+from tests.processes import together
+from theodolite import open_module
+from theodolite.errors import UsageError
+from theodolite.train import GeometryCallback, GeometryMonitor
+from theodolite.train.geometry import GeometryReader
+from theodolite.train.monitor import GeometryWarning
+
+IDS = torch.randint(3, 40, (6, 24), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(family: str, attention: str = "sdpa") -> Any:
+    model = checkpoints.build(family)
+    model.set_attn_implementation(attention)
+    return dropping(model, 0.0).train()
+
+
+def dropping(model: Any, share: float = 0.1) -> Any:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = share
+        if hasattr(module, "dropout") and isinstance(module.dropout, float):
+            module.dropout = share
+    return model
+
+
+def assert_same(look: Any, other: Any, **tolerances: float) -> None:
+    for name in ("heads", "layers"):
+        pd.testing.assert_frame_equal(getattr(look, name), getattr(other, name), **tolerances)
+
+
+def inline_look(model: nn.Module, forward: Callable[[], Any], **options: Any) -> Any:
+    monitor = GeometryMonitor(model, inline=True, every=1, **options)
+    assert monitor(0) == {}
+    forward()
+    numbers = monitor(0)
+    assert numbers["entropy_mean"] == pytest.approx(monitor.last.heads["entropy"].mean())
+    assert monitor.last.step == 0
+    return monitor.last
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "bert", "bloom", "opt", "qwen3"])
+def test_columns_are_those_of_a_look(family, attention):
+    model = model_of(family, attention)
+    expected = GeometryReader(model, IDS).look()
+    assert_same(inline_look(model, lambda: model(input_ids=IDS)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_module_of_one_s_own(by_hand):
+    module = GPT(by_hand).train()
+    opened = open_module(module, vocabulary=50)
+    ids = IDS[:, :20]
+    expected = GeometryReader(opened, ids).look()
+    assert_same(inline_look(opened, lambda: module(ids)), expected, rtol=1e-4, atol=1e-5)
+
+
+def trained(change: str, inline: bool) -> tuple[dict[str, Tensor], int]:
+    """Four steps of two micro-batches each; how many looks there were."""
+    model = dropping(
+        model_of("llama3" if change == "bfloat16" else "gpt2", "eager" if change == "eager" else "sdpa")
+    )
+    if change == "bfloat16":
+        model = model.bfloat16()
+    if change.startswith("checkpointing"):
+        model.activation_checkpointing_enable({"use_reentrant": change.endswith("reentrant")})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = GeometryMonitor(model, inline=True, every=2, spectra_every=2) if inline else None
+    looks = 0
+    torch.manual_seed(0)
+    for step in range(4):
+        if monitor is not None:
+            looks += bool(monitor(step))
+        for ids in IDS.split(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+                model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), looks
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["", "eager", "autocast", "bfloat16", "checkpointing, not reentrant", "checkpointing, reentrant"],
+)
+def test_training_is_the_same_to_the_bit(change):
+    plain, _ = trained(change, inline=False)
+    looked_at, looks = trained(change, inline=True)
+    assert looks == 2
+    assert all(torch.equal(tensor, looked_at[name]) for name, tensor in plain.items())
+
+
+def test_it_rounds_as_training_does():
+    model = model_of("gpt2")
+    expected = GeometryReader(model, IDS, look_dtype=torch.bfloat16).look()
+
+    def forward() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=IDS)
+
+    assert_same(inline_look(model, forward), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_contexts_with_padding_are_left_out():
+    model = model_of("gpt2")
+    mask = torch.ones_like(IDS)
+    mask[1, -3:] = 0
+    mask[4, :2] = 0
+    expected = GeometryReader(model, IDS[[0, 2, 3, 5]]).look()
+    assert_same(
+        inline_look(model, lambda: model(input_ids=IDS, attention_mask=mask)), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_pass_of_padded_contexts_only_is_no_look():
+    model = model_of("gpt2")
+    monitor = GeometryMonitor(model, inline=True, every=2)
+    monitor(0)
+    mask = torch.ones_like(IDS).index_fill(1, torch.tensor([23]), 0)
+    model(input_ids=IDS, attention_mask=mask)
+    assert monitor(1) == {}
+    assert monitor(2) == {}
+    model(input_ids=IDS)
+    assert monitor(3)
+    assert monitor.last.step == 2
+
+
+def test_neither_evaluations_nor_a_broken_pass_are_the_look():
+    model = model_of("gpt2")
+    expected = GeometryReader(model, IDS).look()
+    hooks = len(nn.modules.module._global_forward_hooks)
+    monitor = GeometryMonitor(model, inline=True, every=1)
+    monitor(0)
+    model.eval()(input_ids=IDS + 1)
+    with torch.no_grad():
+        model.train()(input_ids=IDS + 1)
+    broken = model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(input_ids=IDS + 1)
+    broken.remove()
+    model(input_ids=IDS)
+    model(input_ids=IDS + 1)  # the next micro-batch
+    assert monitor(1)
+    assert_same(monitor.last, expected, rtol=1e-4, atol=1e-5)
+    model(input_ids=IDS)
+    monitor(1)
+    assert len(nn.modules.module._global_forward_hooks) == hooks
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def warned(model: nn.Module, forward: Callable[[], Any]) -> str:
+    """What the monitor says, once, of passes that are no look."""
+    monitor = GeometryMonitor(model, inline=True, every=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            assert monitor(step) == {}
+            forward()
+    (warning,) = [one for one in caught if issubclass(one.category, GeometryWarning)]
+    return str(warning.message)
+
+
+def test_what_is_no_look_is_said_once():
+    model = model_of("gpt2")
+    embedded = model.get_input_embeddings()(IDS).detach()
+    packed = torch.cat([torch.arange(10), torch.arange(14)])[None].expand(6, -1)
+    four = torch.ones(6, 1, 24, 24).tril().bool()
+    assert "without token ids" in warned(model, lambda: model(inputs_embeds=embedded))
+    assert "contexts of 7 tokens, and a look needs 8" in warned(model, lambda: model(input_ids=IDS[:, :7]))
+    assert "packs several texts" in warned(model, lambda: model(input_ids=IDS, position_ids=packed))
+    assert "packs several texts" in warned(model, lambda: model(input_ids=IDS, attention_mask=four))
+    assert "call the monitor before the pass" in warned(model, lambda: None)
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    assert "without torch.compile" in warned(compiled._orig_mod, lambda: compiled(input_ids=IDS))
+
+    def diverge() -> None:
+        with torch.no_grad():
+            model.transformer.wte.weight[:] = torch.nan
+        model(input_ids=IDS)
+
+    assert "hidden states before block 0" in warned(model, diverge)
+
+
+def test_what_cannot_be_overheard_is_refused_by_name():
+    class Fused(torch.autograd.Function):
+        """Computes where nothing that PyTorch calls is heard, as kernels of one's own do."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient, gradient, gradient
+
+    def fused(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return Fused.apply(q, k, v).transpose(1, 2), None
+
+    AttentionInterface.register("fused_for_a_test", fused)
+    with pytest.raises(UsageError, match=r"GPT2LMHeadModel cannot be overheard.*in place of inline=True"):
+        GeometryMonitor(model_of("gpt2", "fused_for_a_test"), inline=True)
+    with pytest.raises(
+        UsageError, match="GptOssForCausalLM cannot be overheard"
+    ):  # its sinks are columns of its own
+        GeometryMonitor(model_of("gpt_oss", "eager"), inline=True)
+    with pytest.raises(UsageError, match="is compiled"):
+        GeometryMonitor(torch.compile(model_of("gpt2"), backend="eager"), inline=True)
+    with pytest.raises(UsageError, match="and not both"):
+        GeometryMonitor(model_of("gpt2"), IDS, inline=True)
+    with pytest.raises(UsageError, match="and not both"):
+        GeometryMonitor(model_of("gpt2"))
+    with pytest.raises(UsageError, match="look_dtype"):
+        GeometryMonitor(model_of("gpt2"), inline=True, look_dtype=torch.float32)
+
+
+def of_a_rank(rank: int, port: int, folder: Path, kind: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    looked_at_together(rank, folder, kind)
+    gc.collect()  # DDP waits for ever for a group that is gone
+    distributed.destroy_process_group()
+
+
+def over_two(kind: str) -> nn.Module:
+    """A Mistral whose contexts, weights or heads two processes have some of each."""
+    model, mesh = model_of("mistral"), init_device_mesh("cpu", (2,))
+    if kind == "DDP":
+        return nn.parallel.DistributedDataParallel(model)
+    if kind == "FSDP1":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    for layer in model.model.layers:
+        if kind == "FSDP2":
+            fully_shard(layer, mesh=mesh)
+        else:
+            columns = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+            parallelize_module(layer, mesh, {**columns, "self_attn.o_proj": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh) if kind == "FSDP2" else model
+
+
+def looked_at_together(rank: int, folder: Path, kind: str) -> None:
+    model = over_two(kind)
+    monitor = GeometryMonitor(model, inline=True, every=1, over_ranks=True)
+    monitor(0)
+    own = IDS[:4] if rank == 0 else IDS[4:]
+    model(input_ids=IDS if kind == "heads" else own).logits.sum().backward()
+    monitor(0)
+    monitor.last.heads.to_parquet(folder / f"heads{rank}")
+    monitor.last.layers.to_parquet(folder / f"layers{rank}")
+    if kind != "DDP":
+        return
+    monitor(1)
+    model(input_ids=IDS[:, : 24 - rank]).logits.sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", GeometryWarning)
+        assert monitor(2) == {}
+    assert ["different lengths" in str(one.message) for one in caught] == [True] * (rank == 0)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["DDP", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("FSDP1", "FSDP2", "heads"))],
+)
+def test_the_micro_batches_of_two_processes_are_one_look(kind, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together(of_a_rank, (port, tmp_path, kind), 2)
+    expected = GeometryReader(model_of("mistral"), IDS).look()
+    for name in ("heads", "layers"):
+        for rank in range(2):
+            found = pd.read_parquet(tmp_path / f"{name}{rank}")
+            pd.testing.assert_frame_equal(found, getattr(expected, name), rtol=1e-4, atol=1e-5)
+
+
+def test_the_trainer_logs_looks_at_its_own_passes(tmp_path):
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS.repeat(4, 1)]
+
+    def final(callback: GeometryCallback | None) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+        model = dropping(model_of("gpt2"))
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=3, max_steps=5, report_to=[], use_cpu=True, seed=1
+        )
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        if callback is not None:
+            callback.attach(trainer)
+        trainer.train()
+        return trainer.state.log_history, model.state_dict()
+
+    plain = final(None)[1]
+    logs, weights = final(GeometryCallback(every=2, inline=True))
+    assert [log["step"] for log in logs if "geometry/entropy_mean" in log] == [0, 2, 4]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in plain.items())

@@ -1,0 +1,270 @@
+"""A pass that training makes anyway as a look: the attention of the micro-batch that is trained on is overheard.
+
+Armed before a step, it measures the next forward pass of training, which computes the very numbers that it computes
+without. When looks are due, and what is done with them, is not known here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from theodolite.accumulate.attention import Tokens
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import TheodoliteError, UsageError
+from theodolite.models import OpenModel
+from theodolite.models.guard import known_state
+from theodolite.models.hooks import Hooks, hooked, overhearing
+from theodolite.models.open import verified_parts
+from theodolite.models.training_model import evaluation_mode
+from theodolite.train.geometry import (
+    LEAST_LENGTH,
+    Geometry,
+    geometry_of,
+    looking_ranks,
+    monitored_source,
+    spectra_of,
+)
+from theodolite.train.look_sums import LookSums
+
+INSTEAD = "give the monitor token ids in place of inline=True"
+
+TOLERANCE = 1e-2
+"""How far entropies (nats) and logits of a few tokens may be from those of a look of its own, in bfloat16 too."""
+
+
+class OverheardReader:
+    """A model whose own training passes are looks.
+
+    Args:
+        model: as `GeometryReader` takes it; not compiled.
+        over_ranks: the micro-batches of all processes of `torch.distributed` are one look.
+
+    Raises:
+        UsageError: the model is of no supported family, is compiled, or attends in a way that cannot be overheard.
+        WorkError: as `GeometryReader`.
+    """
+
+    def __init__(self, model: nn.Module | OpenModel, over_ranks: bool = False) -> None:
+        source = monitored_source(model)
+        if runs_compiled(model if isinstance(model, nn.Module) else source.root):
+            raise UsageError(
+                f"{source.name} is compiled, and what runs compiled cannot be overheard: {INSTEAD}"
+            )
+        self.ranks = looking_ranks(source, over_ranks)
+        with evaluation_mode(source.root):
+            parts = verified_parts(source, LEAST_LENGTH, skip_overflow=True)
+            self.model = OpenModel.of(source, *parts, id=source.name)
+            self.model.check_weights()
+            _verify(self.model)
+        self._armed: tuple[int, _Listening, dict[str, list[Any]] | None, float] | None = None
+
+    @property
+    def armed(self) -> bool:
+        """Whether a look is waited for."""
+        return self._armed is not None
+
+    def arm(self, step: int, spectra: bool) -> None:
+        """Let the next forward pass of training be the look at `step`; with spectra, read the weights now."""
+        started = time.perf_counter()
+        of_weights = None
+        if spectra:
+            with evaluation_mode(self.model.root):
+                of_weights = spectra_of(self.model, self.ranks)
+        listening = _Listening(self.model, spectra, self.model.root, of_training=True)
+        self._armed = step, listening, of_weights, time.perf_counter() - started
+
+    def take(self, step: int) -> Geometry | None:
+        """The look that a pass was, `step` optimizer steps having been done; None where there is none yet.
+
+        A look that all passes since have had only padded contexts for is given up.
+
+        Raises:
+            UsageError: training passes cannot be looked at, or those of two processes not together, or none was heard.
+            WorkError: hidden states are NaN or infinite; the layer is named.
+        """
+        if self._armed is None:
+            return None
+        since, listening, spectra, seconds = self._armed
+        heard = listening.heard
+        told = self._told(listening)
+        if told["waits"] == 0 or step > since:
+            listening.close()
+            self._armed = None
+        self.ranks.raise_any(listening.error or (heard.error if heard else None))
+        if told["waits"]:
+            if step > since and not told["passes"]:
+                raise UsageError(
+                    f"no forward pass of {self.model.source.name} in training was heard since step {since}: call the "
+                    f"monitor before the pass, and train without torch.compile; or {INSTEAD}"
+                )
+            return None
+        assert heard is not None
+        if told["length"] != self.ranks.world * heard.length:
+            raise UsageError(
+                f"the micro-batches of {self.ranks.world} processes have contexts of different lengths, and are no one "
+                f"look: pad them to one length, or {INSTEAD}"
+            )
+        started = time.perf_counter()
+        with known_state():
+            sums = heard.sums.totals(self.ranks, counts=self.ranks.leads)
+        seconds += heard.seconds
+        return self.ranks.from_first(
+            lambda: geometry_of(self.model, since, sums, spectra, seconds + time.perf_counter() - started)
+        )
+
+    def _told(self, listening: _Listening) -> dict[str, int]:
+        """What was heard, of all processes: how many still wait, passes, and the sum of lengths."""
+        heard = listening.heard
+        own = {
+            "waits": int(heard is None and listening.error is None),
+            "passes": listening.passes,
+            "length": heard.length if heard else 0,
+        }
+        totals = self.ranks.totals({name: torch.tensor(count) for name, count in own.items()})
+        return {name: int(total) for name, total in totals.items()}
+
+
+def runs_compiled(model: nn.Module) -> bool:
+    """Whether some of a model was given to `torch.compile`."""
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()
+    )
+
+
+def _verify(model: OpenModel) -> None:
+    """Raise `UsageError` where what is overheard on a few tokens is not what a look of its own measures there."""
+    source = model.source
+    ids = source.sample(LEAST_LENGTH)
+    expected = LookSums(model, Tokens.of(ids, model.device), spectra=False)
+    with hooked(model, expected):
+        source.run(ids)
+    listening = _Listening(model, False, source.first_own, of_training=False)
+    try:
+        source.run(ids)
+    finally:
+        listening.close()
+    heard = listening.heard
+    error = listening.error or (
+        UsageError("its forward is not what is called") if heard is None else heard.error
+    )
+    if heard is not None and error is None:
+        ours, theirs = (sums.attention_statistics.state() for sums in (heard.sums, expected))
+        for name in ("entropy", "largest_logit"):
+            if not torch.allclose(ours[name], theirs[name], rtol=TOLERANCE, atol=TOLERANCE):
+                error = UsageError("what it hands to PyTorch's functions is not what it attends by")
+    if error is not None:
+        raise UsageError(f"the attention of {source.name} cannot be overheard: {error}; {INSTEAD}")
+
+
+class _Overheard(Hooks):
+    """One pass: its contexts without padding are measured, up to the first thing that is wrong, which is kept."""
+
+    def __init__(self, model: OpenModel, ids: Tensor, whole: Tensor, spectra: bool) -> None:
+        # All of them as a view: nothing is copied.
+        self._rows: Any = slice(None) if bool(whole.all()) else whole
+        self.length = ids.shape[1]
+        self.sums = LookSums(model, Tokens.of(ids[self._rows], model.device), spectra)
+        self.error: TheodoliteError | None = None
+        self.seconds = 0.0
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        self._measure(lambda: self.sums.stream(layer, hidden[self._rows]))
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        self._measure(lambda: self.sums.attention_input(layer, hidden[self._rows]))
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        self._measure(lambda: self.sums.attention(layer, inputs.of_contexts(self._rows)))
+        # Of the right shape: nobody uses it.
+        return inputs.value.new_zeros(()).expand(
+            inputs.query.shape[0], inputs.query.shape[2], inputs.query.shape[1], inputs.value.shape[-1]
+        )
+
+    def fail(self, error: TheodoliteError) -> None:
+        self.error = self.error or UsageError("not every layer calls PyTorch's functions for it")
+
+    def _measure(self, measure: Callable[[], object]) -> None:
+        if self.error is None:
+            started = time.perf_counter()
+            try:
+                with known_state():
+                    measure()
+            except TheodoliteError as error:
+                self.error = error
+            self.seconds += time.perf_counter() - started
+
+
+class _Listening:
+    """Waits for a pass that can be looked at, and overhears it: it begins as `entry` is called.
+
+    Attributes:
+        heard: the pass, when it has ended.
+        error: why what was read cannot be looked at.
+        passes: how many have begun.
+    """
+
+    def __init__(self, model: OpenModel, spectra: bool, entry: nn.Module, *, of_training: bool) -> None:
+        self.heard: _Overheard | None = None
+        self.error: UsageError | None = None
+        self.passes = 0
+        self._model, self._spectra, self._of_training = model, spectra, of_training
+        self._pass = ExitStack()
+        self._handle = entry.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._handle.remove()
+        self._pass.close()
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._of_training and not (module.training and torch.is_grad_enabled()):
+            return  # an evaluation between two steps
+        self._pass.close()  # one before it was broken off
+        self.passes += 1
+        try:
+            ids, whole = _micro_batch(args, kwargs)
+        except UsageError as error:
+            self.error = error
+            self.close()
+            return
+        if not whole.any():
+            return
+        heard = _Overheard(self._model, ids, whole, self._spectra)
+
+        def end(*_: Any) -> None:
+            self.heard = heard
+            self.close()
+
+        # The last of the hooks, for those of the pass to have been called.
+        self._pass.enter_context(overhearing(self._model, heard, module))
+        self._pass.callback(module.register_forward_hook(end).remove)
+
+
+def _micro_batch(args: Any, kwargs: Any) -> tuple[Int[Tensor, "contexts positions"], Tensor]:
+    """The token ids that a model is called with, and which contexts are without padding.
+
+    Raises:
+        UsageError: there are none, or they are packed, or too short.
+    """
+    ids = kwargs.get("input_ids", args[0] if args else next(iter(kwargs.values()), None))
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
+        raise UsageError(f"training calls the model without token ids (contexts, positions): {INSTEAD}")
+    if ids.shape[1] < LEAST_LENGTH:
+        raise UsageError(
+            f"training reads contexts of {ids.shape[1]} tokens, and a look needs {LEAST_LENGTH}: {INSTEAD}"
+        )
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    packed = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
+    if packed or (mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)):
+        raise UsageError(f"training packs several texts into a context, which is no look: {INSTEAD}")
+    whole = ids.new_ones(len(ids), dtype=torch.bool) if mask is None else mask.bool().all(dim=1)
+    return ids.detach(), whole
