@@ -1,0 +1,127 @@
+"""Trainings as people run them, looked at and steered. Oracle: the same training without the monitor, bit for bit, and
+the gradient of LocAteR's penalty of a model that nothing wraps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import checkpoints
+from tests.models.test_open_module import GPT
+from theodolite import open_module
+from theodolite.train import GeometryMonitor, Locater
+
+IDS = torch.randint(3, 40, (8, 20), generator=torch.Generator().manual_seed(0))
+SCALE, MEAN = 1e-2, 1e-1
+
+
+class Checkpointed(GPT):
+    """Blocks are computed once more in the backward pass."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, None]:
+        """Logits."""
+        x = self.embedded(ids)
+        for block in self.transformer["h"]:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x)), None
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    output = model(ids)
+    logits = output[0] if isinstance(output, tuple) else output.logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def model_of(change: str) -> tuple[nn.Module, Any]:
+    """A model, and what the monitor and LocAteR are given."""
+    torch.manual_seed(0)
+    if change.startswith("own"):
+        module = (Checkpointed() if "checkpointed" in change else GPT()).train()
+        return module, open_module(module, vocabulary=50, longest=32)
+    model = checkpoints.build("llama3" if "bfloat16" in change else "gpt2").train()
+    if change == "bfloat16 weights":
+        model = model.bfloat16()
+    if change == "checkpointed":
+        model.activation_checkpointing_enable()
+    return model, model
+
+
+def trained(change: str, looked_at: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Three steps with LocAteR; the weights, and the penalties."""
+    model, given = model_of(change)
+    locater = Locater(given, SCALE, MEAN)
+    monitor = GeometryMonitor(given, IDS, every=1, spectra_every=2) if looked_at else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    forward = torch.compile(model, backend="aot_eager") if "compiled model" in change else model
+
+    def run(ids: Tensor) -> Tensor:
+        return loss_of(forward, ids)
+
+    if "compiled step" in change:
+        run = torch.compile(run, backend="aot_eager")
+    torch.manual_seed(1)
+    penalties = []
+    for step, ids in enumerate(IDS.repeat(2, 1).split(4)[:3]):
+        if monitor is not None:
+            assert monitor(step)["entropy_mean"] > 0
+        with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast in bfloat16"):
+            loss = run(ids)
+        loss.backward()
+        penalties.append(float(locater.add_gradient(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), penalties
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        "compiled model",
+        "compiled step",
+        "checkpointed",
+        "autocast in bfloat16",
+        "bfloat16 weights",
+        "own",
+        "own, compiled model",
+        "own, compiled step",
+        "own, checkpointed",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_a_monitored_training_is_the_same_to_the_bit(change):
+    plain, penalties = trained(change, looked_at=False)
+    weights, others = trained(change, looked_at=True)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in plain.items())
+    assert penalties == others
+    assert penalties[2] < penalties[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change", ["compiled model", "own, compiled model", "own, checkpointed", "bfloat16 weights"]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_the_penalty_s_gradient_is_that_of_a_bare_model(change):
+    """In bfloat16 that of the same numbers in float32, which is rounded once."""
+    model, given = model_of(change)
+    bare = copy.deepcopy(model).float()
+    of_bare = open_module(bare, vocabulary=50, longest=32) if change.startswith("own") else bare
+    Locater(of_bare, SCALE, MEAN)().backward()
+    wrapped = torch.compile(model, backend="aot_eager") if "compiled" in change else model
+    locater = Locater(given if change.startswith("own") else wrapped, SCALE, MEAN)
+    loss_of(wrapped, IDS).backward()
+    model.zero_grad()
+    locater.add_gradient(0)
+    tolerance = 2**-8 if "bfloat16" in change else 1e-6
+    expected = {name: p.grad for name, p in bare.named_parameters() if p.grad is not None}
+    assert any(gradient.any() for gradient in expected.values())
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(found.float(), expected[name], rtol=tolerance, atol=1e-9)
