@@ -159,7 +159,10 @@ def _named_once(panel: Panel, before: Sequence[Panel]) -> list[Any]:
 
 def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
     """When which kind of alarm came: a mark each, on the axis of all steps."""
-    traces = []
+    kinds = list(ALARM_COLOURS)[::-1]
+    # Nothing that is seen, but the axes: without alarms they would have no data, and a range that is set ends a zoom.
+    ends, row = np.array([steps[0], steps[-1]], dtype=np.int64), kinds[0]
+    traces = [go.Scatter(x=ends, y=[row, row], mode="markers", opacity=0, hoverinfo="skip", showlegend=False)]
     for kind, colour in ALARM_COLOURS.items():
         same = [alarm for alarm in alarms if alarm.kind == kind]
         traces.append(
@@ -179,10 +182,13 @@ def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
                 showlegend=False,
             )
         )
-    kinds = list(ALARM_COLOURS)[::-1]
     layout = REVISION | {
-        "xaxis": {"autorangeoptions": {"include": [int(steps[0]), int(steps[-1])]}},
-        "yaxis": {"categoryorder": "array", "categoryarray": kinds, "range": [-0.6, len(kinds) - 0.4]},
+        "yaxis": {
+            "categoryorder": "array",
+            "categoryarray": kinds,
+            "tickvals": kinds,
+            "range": [-0.6, len(kinds) - 0.4],
+        },
         "margin": {"t": 12},
     }
     return style.figure(traces, "step", height=170, layout=layout)
