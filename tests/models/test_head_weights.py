@@ -6,9 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from tests import checkpoints
 from theodolite.attention.inputs import attend
+from theodolite.models import open_module
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.taps import tapped
 
@@ -138,3 +141,33 @@ def test_tapped_scaling_of_opt_is_not_folded_into_the_query(opened):
     with torch.no_grad(), tapped(model.hf, tap):
         model.hf.base_model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     assert scalings == [8**-0.5] * 3
+
+
+class _Grouped(nn.Module):
+    """Normalises queries and keys, and repeats grouped keys itself, as LitGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (linear(x).unflatten(-1, (-1, 4)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        k, v = (tensor.repeat_interleave(2, dim=1) for tensor in (self.k_norm(k), v))
+        y = functional.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+def test_norms_before_repeated_keys_are_found():
+    """Oracle: the parameters."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(_Grouped() for _ in range(2))
+    module = nn.Sequential(nn.Embedding(20, 16), *blocks)
+    weights, linears = (
+        open_module(module, vocabulary=20).head_weights(1),
+        (blocks[1].q, blocks[1].k, blocks[1].v),
+    )
+    assert weights.projection == "projection before norm"
+    for got, linear in zip((weights.w_q, weights.w_k, weights.w_v), linears, strict=True):
+        heads = linear.weight.double().T.unflatten(1, (-1, 4)).transpose(0, 1)
+        torch.testing.assert_close(got, heads.repeat_interleave(4 // len(heads), dim=0), rtol=0, atol=1e-12)

@@ -163,6 +163,7 @@ def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
 def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
     """Names of the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
 
+    Or each of its numbers several times, where a module repeats grouped keys itself.
     A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read. It needs
     `tapped(…, stop_at_tap)` to be open.
     """
@@ -184,12 +185,15 @@ def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
     return [
         name
         for name, output in outputs.items()
-        if any(
-            len(values) == output.numel()
-            and torch.allclose(_sorted_values(output), values, rtol=0, atol=1e-4)
-            for values in tapped_values
-        )
+        if any(_is_repeated(output, values) for values in tapped_values)
     ]
+
+
+def _is_repeated(output: Tensor, values: Tensor) -> bool:
+    times, left = divmod(len(values), output.numel())
+    return not left and torch.allclose(
+        _sorted_values(output.flatten().repeat(times)), values, rtol=0, atol=1e-4
+    )
 
 
 def _sorted_values(tensor: Tensor) -> Tensor:
@@ -277,4 +281,5 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             del child._old_forward
             if isinstance(child.forward, functools.partial):  # else the tap has put its own there
                 del child.forward
-    return copy_of.to(dtype)
+    # `to` would take the imaginary part of a rotation (torchtitan, Llama's own code).
+    return copy_of._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
