@@ -145,6 +145,17 @@ def _flex_by_score(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return flex_attention(query, key, value, score_mod=causal, enable_gqa=True)
 
 
+def _of_their_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    logits = query @ _repeated(key).mT * DEFAULT
+    mask = torch.zeros_like(logits).masked_fill(LATER, -torch.inf)
+    return (logits + mask).softmax(-1) @ _repeated(value)
+
+
+def _filled_with_low(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    logits = query @ _repeated(key).mT * DEFAULT
+    return torch.where(LATER, torch.full_like(logits, -1e9), logits).softmax(-1) @ _repeated(value)
+
+
 KINDS: dict[str, tuple[Attention, Callable[[Tensor, Tensor], Tensor]]] = {
     "causal": (
         lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
@@ -185,6 +196,8 @@ KINDS: dict[str, tuple[Attention, Callable[[Tensor, Tensor], Tensor]]] = {
         lambda q, k, v: (q @ _repeated(k).mT * DEFAULT + LOW).softmax(-1) @ _repeated(v),
         lambda q, k: _weights(q, k, DEFAULT),
     ),
+    "mask of the logits' shape": (_of_their_shape, lambda q, k: _weights(q, k, DEFAULT)),
+    "filled with what hides": (_filled_with_low, lambda q, k: _weights(q, k, DEFAULT)),
     "multi-query": (_multi_query, lambda q, k: _weights(q, k[:, :1].expand(-1, HEADS, -1, -1), DEFAULT)),
 }
 
@@ -327,6 +340,12 @@ def test_a_score_mod_that_does_more_than_add_is_refused_by_name(changed):
         (
             "cat",
             lambda logits: torch.cat([logits, torch.zeros(BATCH, HEADS, LENGTH, 1)], -1).softmax(-1)[
+                ..., :-1
+            ],
+        ),
+        (
+            "cat",
+            lambda logits: torch.cat([logits, logits.new_zeros(*logits.shape[:3], 1)], -1).softmax(-1)[
                 ..., :-1
             ],
         ),

@@ -120,7 +120,7 @@ class ByHand:
 
     def _lost(self, name: str, args: tuple[Any, ...]) -> Lost | None:
         """What is left of logits or weights in the result of a function that is not followed."""
-        if not self._known:
+        if not self._known or name in OF_SHAPE:
             return None
         given = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])]
         known = [of_one for t in given if isinstance(of_one := self._of(t), Logits | Weights | Lost)]
@@ -293,7 +293,7 @@ def _capped(of: Any, _result: Tensor, tensor: Any) -> Logits | None:
 
 
 def _hides(value: Any, tensor: Tensor) -> bool:
-    number = _number(value)
+    number = _number(value.amax() if isinstance(value, Tensor) else value)
     return number is not None and number <= max(hidden_below(tensor.dtype), -1e4)
 
 
@@ -371,6 +371,8 @@ def _moved(of: Any, _result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Prep
 
 PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
 
+OF_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+"""What takes of a tensor its shape and dtype, and none of its numbers."""
 
 RULES: dict[str, Follow] = {
     **dict.fromkeys(PRODUCTS, _product),
