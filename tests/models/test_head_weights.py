@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import XGLMConfig, XGLMForCausalLM
 
 from tests import checkpoints
 from theodolite.attention.inputs import attend
-from theodolite.models import open_module
+from theodolite.models import open_model, open_module
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.taps import tapped
 
@@ -113,8 +114,6 @@ def test_probing_leaves_the_model_as_it_was(opened):
 
 def test_half_precision_weights_are_read_exactly(tmp_path):
     """A bfloat16 module is probed in float64, so that subtracting the bias costs no digit."""
-    from theodolite.models import open_model
-
     model = open_model(checkpoints.write("gpt2", tmp_path, dtype=torch.bfloat16))
     assert model.hf.dtype == torch.bfloat16
     state = {name: value.double() for name, value in model.hf.state_dict().items()}
@@ -171,3 +170,14 @@ def test_norms_before_repeated_keys_are_found():
     for got, linear in zip((weights.w_q, weights.w_k, weights.w_v), linears, strict=True):
         heads = linear.weight.double().T.unflatten(1, (-1, 4)).transpose(0, 1)
         torch.testing.assert_close(got, heads.repeat_interleave(4 // len(heads), dim=0), rtol=0, atol=1e-12)
+
+
+def test_a_mask_that_float64_overflows():
+    """XGLM's, of the lowest number of its dtype in the default dtype. Oracle: the parameters."""
+    sizes = {"d_model": 16, "num_layers": 2, "attention_heads": 2, "ffn_dim": 32, "vocab_size": 20}
+    hf = XGLMForCausalLM(XGLMConfig(**sizes, max_position_embeddings=32)).eval()
+    weights, attention = open_model(hf).head_weights(1), hf.model.layers[1].self_attn
+    assert weights.projection == "projection"
+    for got, linear in ((weights.w_q, attention.q_proj), (weights.w_k, attention.k_proj)):
+        expected = linear.weight.double().T.unflatten(1, (2, 8)).transpose(0, 1)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-7)

@@ -90,21 +90,31 @@ def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: 
     Raises:
         NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
     """
+    attention = structure.attention_at(layer)
     with without_interventions(), tapped(model, stop_at_tap), torch.no_grad():
-        attention = structure.attention_at(layer)
-        module = copy_in_dtype(attention, torch.float64)
-        width = call.width
-        for projection in (EXACT, BEFORE_NORM):
-            weights = _affine_weights(module, call, width, projection)
-            if weights is not None:
-                return weights
-            if module is attention:
-                break  # no copy, so its norms must stay
-            for name in norms_at_tap(module, call):
-                module.set_submodule(name, nn.Identity())
-    raise NotAffine(
-        f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
-    )
+        try:
+            weights = _read_in(torch.float64, attention, call)
+        except (
+            NotAffine
+        ):  # with a mask of the largest number of its dtype, which no default dtype holds (XGLM)
+            weights = _read_in(torch.float32, attention, call)
+    if weights is None:
+        raise NotAffine(
+            f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
+        )
+    return weights
+
+
+def _read_in(dtype: torch.dtype, attention: nn.Module, call: Call) -> HeadWeights | None:
+    """By a copy in this dtype: the projections, or those before a norm; None where there are neither."""
+    module = copy_in_dtype(attention, dtype)
+    for projection in (EXACT, BEFORE_NORM):
+        weights = _affine_weights(module, call, call.width, projection)
+        if weights is not None or module is attention:
+            return weights  # where there is no copy, its norms must stay
+        for name in norms_at_tap(module, call):
+            module.set_submodule(name, nn.Identity())
+    return None
 
 
 def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
