@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
-from theodolite.models.head_weights import Call, copy_in_dtype, norms_inside, run_until_tap
+from theodolite.models.calls import Call
+from theodolite.models.head_weights import copy_in_dtype, norms_inside, run_until_tap
 from theodolite.models.structure import removed_on_leaving
 
 EXACT = 64 * torch.finfo(torch.float32).eps

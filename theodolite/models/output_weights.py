@@ -18,14 +18,9 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
+from theodolite.models.calls import Call
 from theodolite.models.doors.answers import without_interventions
-from theodolite.models.head_weights import (
-    AFFINE_TOLERANCE,
-    ROWS,
-    Call,
-    as_sequences,
-    copy_in_dtype,
-)
+from theodolite.models.head_weights import AFFINE_TOLERANCE, ROWS, as_sequences, copy_in_dtype
 from theodolite.models.source import dtype_of
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.models.taps import tapped
