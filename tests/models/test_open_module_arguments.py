@@ -73,6 +73,10 @@ def test_attention_outside_of_named_blocks_is_left_out():
     assert model.structure.attention == tuple(block.attention for block in vit.blocks)
     pixels = torch.randn(4, 3, 12, 16, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(model.forward(pixels), vit(pixels), rtol=1e-4, atol=1e-4)
+    with pytest.raises(
+        UsageError, match=r'pool is not inside a list of blocks: say where they are, blocks="blocks"'
+    ):
+        open_module(vit, image=(3, 12, 16))
     with pytest.raises(UsageError, match=r"nothing attends in blocks=\['patches'\]: name those"):
         open_module(vit, image=(3, 12, 16), blocks=["patches"])
 
@@ -136,6 +140,10 @@ def test_wrong_arguments_are_said_in_a_line():
         ({"blocks": 3}, "blocks is int: give the name of their list"),
         ({"blocks": gpt.transformer["h"]}, "blocks is ModuleList: give the name of their list"),
         ({"blocks": []}, "blocks is list: give the name of their list"),
+        (
+            {"attention": "self_attn"},
+            "GPT: nothing that attends is called attention='self_attn'; its attention modules are called attention",
+        ),
     ):
         with pytest.raises(UsageError) as raised:
             # Where the tests check types, they would refuse some of these first.

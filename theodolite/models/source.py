@@ -301,7 +301,10 @@ class _Trunk(nn.Module):
             if isinstance(error, torch.OutOfMemoryError) or _is_of_this_package(error):
                 raise
             what = "images" if ids.is_floating_point() else f"contexts of {ids.shape[1]} tokens"
-            longer = "; give shorter ones if it has no positions for so many (longest=…)"
+            longer = (
+                "; give shorter ones if it has no positions for so many (longest=…), or a smaller vocabulary=… if it "
+                "has fewer token ids"
+            )
             raise UsageError(
                 f"{type(module).__name__} cannot run on {what}: {type(error).__name__}: {first_line(error).rstrip('.')}"
                 + ("" if ids.is_floating_point() else longer)

@@ -63,10 +63,7 @@ def find_structure(source: Source) -> Structure:
     if not heard and listen_to_functions(model):
         return find_structure(source)
     if heard and not attention:
-        raise UsageError(
-            f"{family} has no attention of the kind that is asked for (of an encoder-decoder: its decoder's own, where "
-            "nothing else is said): see attention="
-        )
+        raise _no_such_attention(source, heard)
     if lost is not None and not attention:
         raise _not_followed(family, lost[1])
     if not attention:
@@ -116,6 +113,19 @@ def find_structure(source: Source) -> Structure:
         cross=any(of_layer.key.shape[2] != of_layer.query.shape[2] for of_layer in inputs),
     )
     return _with_end(source, structure) if free else structure
+
+
+def _no_such_attention(source: Source, heard: set[nn.Module]) -> UsageError:
+    if isinstance(source.root, PreTrainedModel):
+        return UsageError(
+            f"{source.name} has no attention of the kind that is asked for (of an encoder-decoder: its decoder's own, "
+            "where nothing else is said): see attention="
+        )
+    names = sorted({name.rpartition(".")[2] for name, of in source.root.named_modules() if of in heard})
+    return UsageError(
+        f"{source.name}: nothing that attends is called attention={source.attention!r}; its attention modules are "
+        f"called {', '.join(names)}"
+    )
 
 
 def _not_followed(family: str, operation: str) -> UsageError:
@@ -257,19 +267,17 @@ def _blocks_around(
     Raises:
         UsageError: an attention module is in no list.
     """
+    around = {module: _list_around(model, name_of[module]) for module in attention}
+    lists = sorted({name_of[found[0]] for found in around.values() if found is not None})
     blocks: set[nn.Module] = set()
-    for module in attention:
-        around = _list_around(model, name_of[module])
-        if around is None:
+    for module, found in around.items():
+        if found is None:
+            say = f': say where they are, blocks="{lists[0] if lists else "transformer.h"}"'
             raise UsageError(
                 f"{type(model).__name__}: attention module {name_of[module]} is not inside a list of blocks"
-                + (
-                    ""
-                    if isinstance(model, PreTrainedModel)
-                    else ': say where they are, blocks="transformer.h"'
-                )
+                + ("" if isinstance(model, PreTrainedModel) else say)
             )
-        holding, block = around
+        holding, block = found
         alike = isinstance(holding, nn.ModuleList)
         blocks |= {member for member in holding.children() if alike or type(member) is type(block)}
     return blocks
