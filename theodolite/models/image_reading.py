@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, PreTrainedModel
 from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
 from theodolite.models.hooks import positions_read
-from theodolite.models.loading import LOADING_ERRORS, first_line, without_progress_bars
+from theodolite.models.loading import LOADING_ERRORS, reason_of, without_progress_bars
 from theodolite.models.opened import OpenModel
 
 PIXELS = "pixel_values"
@@ -102,7 +102,7 @@ def image_reader(model: OpenModel) -> CheckpointImages:
             )
     except LOADING_ERRORS as error:
         raise UsageError(
-            f"{source} has no image processor that can be read ({first_line(error)}): save its "
+            f"{source} has no image processor that can be read ({reason_of(error)}): save its "
             "preprocessor_config.json beside its weights"
         ) from error
     return CheckpointImages(processor, patch, before)

@@ -33,10 +33,10 @@ from theodolite.models.loading import (
     architecture_of,
     commit_of,
     config_of,
-    first_line,
     has_adapter,
     hash_checkpoint,
     on_meta,
+    reason_of,
     refuse_more_layers,
     refuse_nonfinite_weights,
     without_progress_bars,
@@ -115,9 +115,9 @@ def _open_lazily(
                 with reader.loaded(layer):
                     pass
     except ImportError as error:
-        raise CannotReadLazily(f"this version of transformers is not known ({first_line(error)})") from error
+        raise CannotReadLazily(f"this version of transformers is not known ({reason_of(error)})") from error
     except LOADING_ERRORS as error:
-        raise CannotReadLazily(first_line(error)) from error
+        raise CannotReadLazily(reason_of(error)) from error
     reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
     return OpenModel.of(
         reader.source,

@@ -26,7 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_peft_available
 from transformers.utils.hub import extract_commit_hash
 
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.dequantised import has_own_class
 from theodolite.models.factored import is_factored, load_factored
 from theodolite.models.guard import MAKING
@@ -335,14 +335,13 @@ def hash_checkpoint(
     return digest.hexdigest()
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+def reason_of(error: BaseException) -> str:
+    """Why a checkpoint or a pass failed, in a line; the kind of error where it has no message."""
     if isinstance(error, StrictDataclassError):
         return " ".join(str(error).split())  # the field, and what is wrong with it
     if "ignore_mismatched_sizes" in str(error):  # whose advice is for callers of transformers
         return "the shapes of its tensors are not those that its config.json asks for"
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return first_line(error) or type(error).__name__
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
@@ -357,7 +356,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
             raise UsageError("cannot use device mps: sums are taken in float64, which it lacks; use the CPU")
         torch.empty(0, device=usable, dtype=torch.float64)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise UsageError(f"cannot use device {device}: {first_line(error)}") from error
+        raise UsageError(f"cannot use device {device}: {reason_of(error)}") from error
     if usable.type == "meta":
         raise UsageError("cannot use device meta, which holds no numbers: use --device cpu")
     return usable

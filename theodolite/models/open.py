@@ -23,10 +23,10 @@ from theodolite.models.loading import (
     LOADING_ERRORS,
     commit_of,
     config_of,
-    first_line,
     hash_checkpoint,
     load,
     load_tokenizer,
+    reason_of,
     refuse_nonfinite_weights,
     usable_device,
     without_progress_bars,
@@ -103,7 +103,7 @@ def open_model(
     except LOADING_ERRORS as error:
         no_folder = " (there is no folder of that name; with HF_HUB_OFFLINE=1 no network is waited for)"
         where = "" if local else no_folder
-        raise UsageError(f"cannot open {place}: {first_line(error)}{where}") from error
+        raise UsageError(f"cannot open {place}: {reason_of(error)}{where}") from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
@@ -238,7 +238,7 @@ def on_a_few_tokens(source: Source) -> Iterator[None]:
     except TheodoliteError:
         raise
     except RUNNING_ERRORS as error:
-        raise UsageError(f"{source.name} cannot run on a few tokens: {first_line(error)}") from error
+        raise UsageError(f"{source.name} cannot run on a few tokens: {reason_of(error)}") from error
 
 
 def verified_parts(

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.loading import LOADING_ERRORS, first_line, refuse_nonfinite_weights
+from theodolite.models.loading import LOADING_ERRORS, reason_of, refuse_nonfinite_weights
 from theodolite.papers.training import training_loop
 from theodolite.papers.training.models import ModelConfig, TaskModelConfig
 from theodolite.papers.training.training_loop import BETAS, CHECKPOINT, CLIP, another_training_run
@@ -160,7 +160,7 @@ def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
         trained, info = architecture.from_pretrained(out, config=model.config, output_loading_info=True)
         refuse_nonfinite_weights(trained)
     except (*LOADING_ERRORS, WorkError) as error:
-        raise UsageError(f"{out} is damaged ({first_line(error)}); {advice}") from error
+        raise UsageError(f"{out} is damaged ({reason_of(error)}); {advice}") from error
     lacking = sorted(info["missing_keys"])
     if lacking:
         raise UsageError(f"{out} is damaged ({lacking[0]} is missing); {advice}")
