@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from transformers import AttentionInterface, Trainer, TrainingArguments
@@ -252,7 +253,8 @@ def over_two(kind: str) -> nn.Module:
     if kind == "DDP":
         return nn.parallel.DistributedDataParallel(model)
     if kind == "FSDP1":
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        blocks = ModuleWrapPolicy({type(model.model.layers[0])})
+        return FullyShardedDataParallel(model, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
     for layer in model.model.layers:
         if kind == "FSDP2":
             fully_shard(layer, mesh=mesh)

@@ -169,6 +169,15 @@ def test_a_record_that_cannot_be_written_any_more_does_not_end_a_training(tmp_pa
     assert monitor(2)
 
 
+@pytest.mark.parametrize("step", ["a", None, 1.5, float("nan"), -1])
+def test_a_step_that_is_no_whole_number_is_refused(step):
+    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS)
+    with pytest.raises(
+        UsageError, match=r"^step is .*: give the optimizer steps done, a whole number of 0 or more$"
+    ):
+        monitor(step)
+
+
 def test_steps_that_begin_again_are_refused():
     monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=4)
     for step in range(7):

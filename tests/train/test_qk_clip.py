@@ -280,6 +280,10 @@ def test_wrong_calls_are_refused():
     clip = QKClip(model)
     with pytest.raises(UsageError, match=r"shape \(4,\): give \(3, 4\), \(layers, heads\)"):
         clip(torch.zeros(4))
+    with pytest.raises(
+        UsageError, match=r"^largest logits are 'abc': give a tensor \(3, 4\), \(layers, heads\)$"
+    ):
+        clip("abc")
     with pytest.raises(UsageError, match=r"largest logits of layer 1 are .*nan"):
         clip(torch.tensor([[0.0] * 4, [0.0, torch.nan, 0.0, 0.0], [200.0] * 4]))
     attention = model.model.layers[1].self_attn
@@ -304,6 +308,8 @@ def sharded(kind: str, model: PreTrainedModel) -> None:
             parallelize_module(layer, mesh, plan | {"self_attn.o_proj": RowwiseParallel()})
         else:
             fully_shard(layer, mesh=mesh)
+    if "parallel" not in kind:
+        fully_shard(model, mesh=mesh)
 
 
 KINDS = (
@@ -347,7 +353,9 @@ def work(rank: int, port: int, folder: str) -> None:
         QKClip(model)
     flat = checkpoints.build("llama2")
     clip = QKClip(flat, 5.0)
-    FullyShardedDataParallel(flat, use_orig_params=True, device_id=torch.device("cpu"))
+    whole = FullyShardedDataParallel(flat, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(UsageError, match="held by FSDP1 or DeepSpeed in tensors of their own"):
+        QKClip(whole)
     with pytest.raises(UsageError, match="is no longer the parameter"):
         clip(LARGEST)
     distributed.destroy_process_group()

@@ -6,6 +6,7 @@ Oracle: the same model in one process, with the d×d penalty in its loss and the
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import socket
@@ -22,8 +23,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 
 from tests import checkpoints
+from tests.models.test_open_module import GPT, LONGEST, VOCABULARY
 from tests.processes import together
+from tests.train.test_adapters import adapted
 from tests.train.test_locater import MEAN, SCALE, dense_penalty
+from theodolite import OpenModel, open_module
 from theodolite.errors import UsageError
 from theodolite.train import Locater
 from theodolite.train.geometry import Geometry, GeometryReader
@@ -92,8 +96,8 @@ def numbers(look: Geometry) -> dict[str, list[float]]:
     return {name: column.tolist() for table in tables for name, column in table.items()}
 
 
-def work(rank: int, port: int, folder: str, hows: dict[str, str], world: int) -> None:
-    """One of the processes: trains as each says, with looks before and between; writes what it then has."""
+def begin(rank: int, port: int, world: int) -> None:
+    """Become one of the processes."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -102,7 +106,21 @@ def work(rank: int, port: int, folder: str, hows: dict[str, str], world: int) ->
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     distributed.init_process_group("gloo")
+
+
+def run_together(work: Any, folder: Path, *more: Any, world: int = 2) -> None:
+    """`work(rank, port, folder, *more, world)` in so many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together(work, (port, str(folder), *more, world), world)
+
+
+def work(rank: int, port: int, folder: str, hows: dict[str, str], world: int) -> None:
+    """One of the processes: trains as each says, with looks before and between; writes what it then has."""
+    begin(rank, port, world)
     results = {how: trained(how, added) for how, added in hows.items()}
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     distributed.destroy_process_group()
@@ -177,10 +195,7 @@ RUNS = [
     ids=["DTensors", "FSDP1", "four"],
 )
 def test_ranks_train_and_see_what_one_process_does(world, hows, expected, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    together(work, (port, str(tmp_path), hows, world), world)
+    run_together(work, tmp_path, hows, world=world)
     for rank in range(world):
         results = json.loads(Path(tmp_path, f"{rank}.json").read_text())
         for got in results.values():
@@ -199,17 +214,45 @@ def compare(got: Any, expected: Any, tolerance: float = 1e-6) -> None:
     )
 
 
+def in_wrappers(rank: int, port: int, folder: str, world: int) -> None:
+    """One of the processes: what is sharded is around the model, or a module of one's own, or came later."""
+    begin(rank, port, world)
+    own = opened(fsdp1(GPT(), original=False))
+    results: dict[str, Any] = {"module": [*seen(own), Locater(own, SCALE, MEAN).add_gradient().item()]}
+    results |= looked_at(fsdp2(adapted().double()))
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    for shard in (fsdp2, functools.partial(fsdp1, original=True)):
+        model = checkpoints.build("llama3")
+        locater = Locater(model, SCALE, MEAN)
+        shard(model)
+        for act in (locater, locater.add_gradient, locater.table):
+            with pytest.raises(UsageError, match="spread over ranks since this Locater was made"):
+                act()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT asks for
+def test_modules_of_one_s_own_and_wrappers_that_are_sharded(tmp_path):
+    """Oracle: the same in one process, which is that of other tests."""
+    run_together(in_wrappers, tmp_path)
+    torch.manual_seed(0)
+    own = opened(GPT())
+    expected = looked_at(adapted().double()) | {"module": [*seen(own), Locater(own, SCALE, MEAN)().item()]}
+    for rank in range(2):
+        compare(json.loads(Path(tmp_path, f"{rank}.json").read_text()), expected, 1e-5)
+
+
+def opened(module: nn.Module) -> OpenModel:
+    return open_module(module, vocabulary=VOCABULARY, longest=LONGEST)
+
+
+def seen(model: OpenModel) -> list[float]:
+    return GeometryReader(model, IDS % VOCABULARY).look().heads["entropy"].tolist()
+
+
 def by_plan(rank: int, port: int, folder: str, world: int) -> None:
     """One of the processes: looks at, and penalises, what transformers has spread by its own plan."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
+    begin(rank, port, world)
     mesh = init_device_mesh("cpu", (world,))
     for family in PLANS:
         model = AutoModelForCausalLM.from_pretrained(Path(folder, family), tp_plan="auto", device_mesh=mesh)
@@ -238,10 +281,7 @@ def test_the_plans_of_transformers(tmp_path):
     """Oracle: the checkpoint in one process, which is that of `test_ranks_train_and_see_what_one_process_does`."""
     for family in PLANS:
         checkpoints.build(family).save_pretrained(tmp_path / family)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    together(by_plan, (port, str(tmp_path), 2), 2)
+    run_together(by_plan, tmp_path)
     for family in PLANS:
         expected = looked_at(AutoModelForCausalLM.from_pretrained(tmp_path / family))
         for rank in range(2):

@@ -24,7 +24,6 @@ from theodolite.models.calls import Call, Calls
 from theodolite.models.head_weights import (
     AFFINE_TOLERANCE,
     NotAffine,
-    call_until_tap,
     copy_in_dtype,
     norms_inside,
     run_until_tap,
@@ -107,16 +106,10 @@ def _find(structure: Structure, layer: int, call: Call) -> list[LogitRows]:
     attention, where = structure.attention_at(layer), f"layer {layer}: {structure.names[layer]}"
     if any(p.is_meta for p in attention.parameters()):
         raise UsageError(f"{where}: its weights are offloaded; move the model to one device")
-    inputs = call_until_tap(attention, call)
-    if inputs.softcap is not None:
-        raise UsageError(f"{where} caps its logits at {inputs.softcap:g}, which bounds them without QK-Clip")
-    if inputs.bias is not None:
-        raise UsageError(
-            f"{where} adds a bias (ALiBi, relative positions) to its logits, which scaling queries and keys does not "
-            "bound: QK-Clip is not defined for it"
-        )
+    # A copy, for the weights of the module itself may be spread over ranks.
     marked = _MarkedCopy(copy_in_dtype(attention, torch.float64).eval(), call)
     try:
+        _refuse_other_logits(where, marked.send())
         rows = _scaled_rows(marked)
         found = rows is not None and _verified(marked, rows)
     except NotAffine as error:
@@ -130,6 +123,17 @@ def _find(structure: Structure, layer: int, call: Call) -> list[LogitRows]:
         )
     name_of = {id(submodule): name for name, submodule in marked.module.named_modules()}
     return [replace(row, module=attention.get_submodule(name_of[id(row.module)])) for row in rows]
+
+
+def _refuse_other_logits(where: str, inputs: AttentionInputs) -> None:
+    """Raise `UsageError` where logits are no query times key alone."""
+    if inputs.softcap is not None:
+        raise UsageError(f"{where} caps its logits at {inputs.softcap:g}, which bounds them without QK-Clip")
+    if inputs.bias is not None:
+        raise UsageError(
+            f"{where} adds a bias (ALiBi, relative positions) to its logits, which scaling queries and keys does not "
+            "bound: QK-Clip is not defined for it"
+        )
 
 
 @dataclass(frozen=True)

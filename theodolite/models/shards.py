@@ -46,20 +46,30 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return distributed.is_available() and isinstance(tensor, DTensor)
 
 
+def is_part(parameter: Tensor) -> bool:
+    """Whether a rank holds, or may hold, a part of a parameter; `_fsdp_flattened` is FSDP1's with `use_orig_params`."""
+    return is_dtensor(parameter) or hasattr(parameter, "ds_id") or hasattr(parameter, "_fsdp_flattened")
+
+
 def is_spread(model: nn.Module) -> bool:
     """Whether weights are spread over ranks: all of them must then run the model, and read its weights, together."""
-    return any(is_dtensor(p) or hasattr(p, "ds_id") for p in model.parameters()) or any(
-        module in _flat for module in model.modules()
-    )
+    return any(map(is_part, model.parameters())) or any(module in _flat for module in model.modules())
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Whether there is a parameter inside of a module, or FSDP1 holds one of its in a flat one."""
+    return next(module.parameters(), None) is not None or any(child in _flat for child in module.modules())
 
 
 def register_spread(outermost: nn.Module) -> None:
     """Learn how a model's weights are spread. To be called by all ranks."""
     if not distributed.is_available() or not distributed.is_initialized():
         return
-    flat = [module for module in outermost.modules() if isinstance(module, FullyShardedDataParallel)]
-    for owner in flat:  # those inside come later, and hold what is theirs
-        _flat.update((module, owner) for module in owner.modules())
+    for owner in outermost.modules():
+        if isinstance(owner, FullyShardedDataParallel) and owner._handle is not None:
+            flat: Any = owner._handle.flat_param
+            for of_module in (*flat._param_infos, *flat._shared_param_infos):
+                _flat[of_module.module] = owner
     group = _parallel_group(outermost)
     for module in outermost.modules() if group is not None else ():
         _head_groups[module] = group
@@ -111,12 +121,12 @@ def _split_over(parameter: DTensor) -> Any:
 
 
 def gathering_entry(outermost: nn.Module, inner: nn.Module) -> nn.Module | None:
-    """What must be called for weights to be gathered: the outermost of FSDP1, else the model; None: any part of it."""
+    """What must be called for weights to be gathered: the outermost of FSDP, else the model; None: any part of it."""
     for module in outermost.modules():
-        if isinstance(module, FullyShardedDataParallel):
+        if isinstance(module, FullyShardedDataParallel | FSDPModule) and inner in module.modules():
             return module
     gathers = any(hasattr(p, "ds_id") for p in inner.parameters()) or any(
-        isinstance(module, FSDPModule) for module in inner.modules()
+        isinstance(module, FullyShardedDataParallel | FSDPModule) for module in inner.modules()
     )
     return inner if gathers else None
 

@@ -25,6 +25,7 @@ def training_source(model: nn.Module | OpenModel) -> Source:
         UsageError: as `unwrap`; it is an encoder-decoder, or on a device without float64.
     """
     if isinstance(model, OpenModel):
+        register_spread(model.root)  # it may have been spread since it was opened
         return model.source
     register_spread(model)
     inner = unwrap(model)

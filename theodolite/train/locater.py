@@ -22,7 +22,7 @@ from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, Projections, find_projections
 from theodolite.models.shard_gradients import Part, WholeParameters, is_of_deepspeed
-from theodolite.models.shards import head_group, is_spread, joined_heads, parameter_at
+from theodolite.models.shards import head_group, is_part, is_spread, joined_heads, parameter_at
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
@@ -120,8 +120,7 @@ class Locater:
                 that holds the weights was replaced after this was made, or all the weights have been frozen; the
                 gradients are FSDP1's or DeepSpeed's to make, which leaves `add_gradient`.
         """
-        if not self._together:
-            self._check()
+        self._check()
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
             return self._penalty(self._projections, self._strengths_at(step))
         # A layer at a time: a graph would hold every layer in float32.
@@ -148,10 +147,10 @@ class Locater:
         Raises:
             UsageError: as a call does.
         """
+        self._check()
         strengths = self._strengths_at(step)
         with torch.no_grad():
             if not self._together and all(map(_is_direct, self._projections)):
-                self._check()
                 values = [self._added(layer, strengths, factor) for layer in self._projections]
                 return torch.stack([value.to(values[0].device) for value in values]).sum()
             value, parts = self._gathered(strengths)
@@ -173,7 +172,6 @@ class Locater:
     def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[Part]]:
         """The penalty, and this rank's parts of its gradients; the whole weights of one layer at a time."""
         values, parts = [], []
-        self._check_trained()
         for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
             with whole.gathering(), torch.enable_grad():
                 _check_held(self._model, held)
@@ -195,6 +193,7 @@ class Locater:
 
     def table(self) -> pd.DataFrame:
         """tr W_QK and ‖W_QK‖_F² of every penalised head now: layer, head, trace, frobenius_squared."""
+        self._check_held()
         rows: list[dict[str, float]] = []
         for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
             with whole.gathering(), torch.no_grad():
@@ -208,9 +207,19 @@ class Locater:
         return pd.DataFrame(rows)
 
     def _check(self) -> None:
+        self._check_held()
+        self._check_trained()
+
+    def _check_held(self) -> None:
+        """Weights that are spread are looked at as they are gathered."""
+        if self._together:
+            return
         for held in self._held:
             _check_held(self._model, held)
-        self._check_trained()
+        if any(is_part(parameter_at(place)) for layer in self._projections for place in layer.places):
+            raise UsageError(
+                "weights have been spread over ranks since this Locater was made: make it of the model that is sharded"
+            )
 
     def _check_trained(self) -> None:
         if not self.parameters:

@@ -7,9 +7,11 @@ random numbers, so that a training run is the same with and without it.
 from __future__ import annotations
 
 import math
+import operator
 import time
 import warnings
 from collections.abc import Callable, Sized
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +133,11 @@ class GeometryMonitor:
             RecordWarning: an earlier record was moved aside, or the record cannot be written any more.
 
         Raises:
-            UsageError: the step is before that of the last call, or the loss is not one number.
+            UsageError: the step is no whole number of 0 or more, or before that of the last call, or the loss is not
+                one number.
             WorkError: the record cannot be begun.
         """
-        step, value = int(step), None if loss is None else _one_number(loss)
+        step, value = _whole_number(step), None if loss is None else _one_number(loss)
         if self._step is None:
             self._begin(step)
         elif step < self._step:
@@ -304,6 +307,18 @@ def monitor_batch(
         )
     length = min(length, usable[-1])
     return torch.stack([ids[:length] for ids in candidates if len(ids) >= length][:contexts]).long()
+
+
+def _whole_number(step: Any) -> int:
+    """A step as Python's number.
+
+    Raises:
+        UsageError: it is not one of 0 or more.
+    """
+    with suppress(TypeError):
+        if (number := operator.index(step)) >= 0:
+            return number
+    raise UsageError(f"step is {step!r:.60}: give the optimizer steps done, a whole number of 0 or more")
 
 
 def _one_number(loss: float | Tensor) -> float:

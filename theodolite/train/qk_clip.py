@@ -21,11 +21,13 @@ from theodolite.models.logit_rows import POSITIONS, LogitRows, find_logit_rows
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.shard_gradients import is_of_deepspeed
-from theodolite.models.shards import parallel_group
+from theodolite.models.shards import flat_owner, parallel_group
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
 from theodolite.train.callbacks import FOLDER, GeometryCallback
 from theodolite.train.geometry import Geometry
+
+_CLIPPED = "QK-Clip scales weights that are whole, or spread by FSDP2 or tensor parallelism"
 
 
 class QKClip:
@@ -59,6 +61,12 @@ class QKClip:
         if parallel_group(self._model) is not None:
             raise UsageError(
                 "each rank has some of the heads: make the QKClip before the model is tensor parallel"
+            )
+        if any(flat_owner(inner) is not None for inner in self._model.modules()) or any(
+            map(is_of_deepspeed, self._model.parameters())
+        ):
+            raise UsageError(
+                f"the weights of {source.name} are held by FSDP1 or DeepSpeed in tensors of their own: {_CLIPPED}"
             )
         with evaluation_mode(self._model), on_a_few_tokens(source):
             structure = find_structure(source)
@@ -130,7 +138,12 @@ class QKClip:
                 largest.heads["largest_logit"].to_numpy(), dtype=torch.float64
             )
         else:
-            logits = torch.as_tensor(largest).detach().double().cpu()
+            try:
+                logits = torch.as_tensor(largest).detach().double().cpu()
+            except (TypeError, ValueError, RuntimeError):
+                raise UsageError(
+                    f"largest logits are {largest!r:.60}: give a tensor {shape}, (layers, heads)"
+                ) from None
         if logits.shape != shape:
             raise UsageError(f"largest logits of shape {tuple(logits.shape)}: give {shape}, (layers, heads)")
         for layer, heads in enumerate(self._heads_of):
@@ -151,8 +164,7 @@ class QKClip:
                 )
             if is_of_deepspeed(getattr(rows.module, rows.name)):
                 raise UsageError(
-                    f"{name} has a copy in DeepSpeed's optimizer, which would undo it: QK-Clip scales weights that are "
-                    "whole, or spread by FSDP2 or tensor parallelism"
+                    f"{name} has a copy in DeepSpeed's optimizer, which would undo it: {_CLIPPED}"
                 )
 
 
