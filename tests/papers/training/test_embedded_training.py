@@ -1,13 +1,11 @@
-"""Oracles: a bigram model by dictionaries, closed forms, one run against another, `transformers`."""
+"""Oracles: closed forms, one run against another, `transformers`."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import math
-from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
 from theodolite.papers.training import embedded_training, training_loop
-from theodolite.papers.training.embedded_text import Source, Streams, bigram_loss, split_sources
+from theodolite.papers.training.embedded_text import Source, split_sources
 from theodolite.papers.training.embedded_training import EmbeddedConfig, train_embedded_model
 from theodolite.papers.training.training_loop import LearningRate
 
@@ -160,69 +158,6 @@ def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
     assert result.bigram_loss["x"] == pytest.approx(math.log(8 * 16 / 15), abs=0.1)
     # All that a line leaves to chance after its first symbol is the second: log 8 of 15 tokens.
     assert math.log(8) / 15 < result.validation_loss["x"] < 0.6 * result.bigram_loss["x"]
-
-
-def test_documents_that_share_text_or_a_label_stay_together() -> None:
-    shared = (
-        "This paragraph of more than one hundred and twenty characters occurs in two documents, " + "x" * 40
-    )
-    texts = [some_text(seed) for seed in range(60)]
-    texts[3] += "\n\n" + shared + "\n\nend"
-    texts[50] = "start\n\n" + shared.replace(" ", "\n  ")
-    first = Source("first", 1.0, tuple(Document(text, f"a{i}") for i, text in enumerate(texts[:30])))
-    second = Source("second", 1.0, tuple(Document(text, f"b{i}") for i, text in enumerate(texts[30:])))
-    third = Source("third", 1.0, tuple(Document(some_text(200 + i), f"a{i}") for i in range(30)))
-    pairs = [({"a3"}, {"b20"}), *(({f"a{i}"}, {f"a{i}"}) for i in range(30))]
-    for seed in range(20):
-        training, held = split_sources([first, second, third], seed)
-        for train_side, out, source in zip(training, held, (first, second, third), strict=True):
-            assert {*train_side.documents, *out.documents} == set(source.documents)
-            sizes = [sum(len(document.text) for document in side.documents) for side in (out, source)]
-            assert 0.0 < sizes[0] / sizes[1] < 0.15
-        labels = {document.label for source in held for document in source.documents}
-        assert all((left <= labels) == (right <= labels) for left, right in pairs)
-        inside = [{document.label for document in source.documents} for source in held]
-        assert inside[0] == inside[2]
-
-
-def test_bigram_loss_is_that_of_counts_by_hand() -> None:
-    random = np.random.default_rng(1)
-    train = tuple(random.integers(0, 5, size=size).astype(np.int32) for size in (80, 200))
-    contexts = torch.from_numpy(random.integers(0, 5, size=(3, 7)))
-    streams = Streams(("a", "b"), np.array([0.7, 0.3]), train, (contexts, contexts))
-    counts: Counter = Counter()
-    for ids, share in zip(train, streams.shares, strict=True):
-        for pair in pairwise(ids.tolist()):
-            counts[pair] += share * 280 / len(ids)
-    total = sum(counts.values())
-
-    def loss(k: float) -> float:
-        losses = []
-        for row in contexts.tolist():
-            for a, b in pairwise(row):
-                single = (sum(n for (_, y), n in counts.items() if y == b) + 1) / (total + 5)
-                after = sum(n for (x, _), n in counts.items() if x == a)
-                losses.append(-math.log((counts[a, b] + k * single) / (after + k)))
-        return sum(losses) / len(losses)
-
-    assert bigram_loss(streams, contexts, 5) == pytest.approx(
-        min(loss(2.0**n) for n in range(-4, 16)), rel=1e-12
-    )
-
-
-def test_batches_follow_from_seed_and_step_and_keep_the_shares() -> None:
-    train = (np.arange(0, 100, dtype=np.int32), np.arange(100, 400, dtype=np.int32))
-    streams = Streams(("a", "b"), np.array([0.25, 0.75]), train, ())
-    batches = [streams.batch(step, size=16, length=9, seed=0) for step in range(200)]
-    assert torch.equal(batches[7], streams.batch(7, size=16, length=9, seed=0))
-    assert not torch.equal(batches[7], batches[8])
-    assert not torch.equal(batches[7], streams.batch(7, size=16, length=9, seed=1))
-    rows = torch.cat(batches)
-    assert ((rows.diff(dim=1)) == 1).all()
-    share = (rows[:, 0] < 100).double().mean()
-    assert abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / len(rows))
-    starts = rows[rows[:, 0] < 100][:, 0]
-    assert (starts.min(), starts.max()) == (0, 90)
 
 
 def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
