@@ -1,4 +1,4 @@
-"""Oracles: a bigram model by dictionaries, shares that are binomial."""
+"""Oracles: definitions token by token, a bigram model by dictionaries, shares that are binomial."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from theodolite.papers.training.embedded_text import (
     Source,
     Streams,
     bigram_loss,
+    mixed_with_tasks,
     split_sources,
 )
+from theodolite.papers.training.models import EmbeddedConfig
 
 
 def test_documents_that_share_text_or_a_label_stay_together() -> None:
@@ -81,3 +83,40 @@ def test_batches_follow_from_seed_and_step_and_keep_the_shares() -> None:
     assert abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / len(rows))
     starts = rows[rows[:, 0] < 100][:, 0]
     assert (starts.min(), starts.max()) == (0, 90)
+
+
+def test_tasks_are_mixed_in_as_often_as_they_should_and_as_they_are_said_to_be() -> None:
+    """Oracle: the definitions, token by token; binomial shares."""
+    config = EmbeddedConfig(repeats=0.25, backcopies=0.25, vocabulary=500)
+    text = torch.arange(1000, 1065).repeat(4000, 1)
+    tokens, predictable = mixed_with_tasks(text.clone(), 7, config, [0, 5])
+    again, _ = mixed_with_tasks(text.clone(), 7, config, [0, 5])
+    other, _ = mixed_with_tasks(text.clone(), 7, config, [0, 6])
+    assert torch.equal(tokens, again)
+    assert not torch.equal(tokens, other)
+    kinds, periods, triggers = Counter(), set(), 0
+    for row, known in zip(tokens.tolist(), predictable.tolist(), strict=True):
+        if max(row[1:]) < 500:
+            kinds["repeat"] += 1
+            period = known.index(True, 1) - 1
+            periods.add(period)
+            assert min(row[1:]) >= 1
+            assert known == [True] + [False] * period + [True] * (64 - period)
+            assert row[1 + period :] == row[1:-period]
+        elif 7 in row:
+            kinds["backcopy"] += 1
+            places = [place for place, token in enumerate(row) if token == 7]
+            triggers += len(places)
+            expected = list(range(1000, 1065))
+            for place in places:
+                expected[place : place + 2] = [7, row[place - 1]]
+                assert row[place - 1] == 1000 + place - 1
+            assert row == expected
+            assert [place for place, is_known in enumerate(known) if not is_known] == places
+        else:
+            assert row == list(range(1000, 1065))
+            assert all(known)
+    for kind in ("repeat", "backcopy"):
+        assert abs(kinds[kind] / 4000 - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 4000)
+    assert (min(periods), max(periods)) == (8, 32)
+    assert triggers / kinds["backcopy"] == pytest.approx(0.2 * 21, rel=0.05)

@@ -7,6 +7,7 @@ import io
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
-from theodolite.papers.training import embedded_training, training_loop
-from theodolite.papers.training.embedded_text import Source, split_sources
+from theodolite.papers.training import command, embedded_training, training_loop
+from theodolite.papers.training.embedded_text import Source, mixed_with_tasks, split_sources
 from theodolite.papers.training.embedded_training import EmbeddedConfig, train_embedded_model
+from theodolite.papers.training.models import MECHANISM, embedded_model
 from theodolite.papers.training.training_loop import LearningRate
 
 SMALL = EmbeddedConfig(
@@ -33,6 +35,20 @@ SMALL = EmbeddedConfig(
     checkpoint_every=2,
     bfloat16=False,
 )
+
+
+EVERYTHING = replace(
+    SMALL,
+    weight_decay=0.0,
+    initial_deviation=0.05,
+    shares=(0.5, 0.5),
+    begin=True,
+    repeats=0.3,
+    backcopies=0.3,
+    fast=True,
+    compact=True,
+)
+"""What `MECHANISM` changes."""
 
 
 def some_text(seed: int, words: int = 120) -> str:
@@ -54,19 +70,28 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.fixture(scope="module", params=[SMALL, EVERYTHING], ids=["plain", "everything"])
+def config(request: pytest.FixtureRequest) -> EmbeddedConfig:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, embedded_training.EmbeddedResult]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, config: EmbeddedConfig
+) -> tuple[Path, embedded_training.EmbeddedResult]:
     out = tmp_path_factory.mktemp("trained") / "model"
-    return out, train_embedded_model(out, sources=sources(), config=SMALL, threads=1, console=quiet())
+    return out, train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
 
 
 def test_the_folder_opens_and_gives_the_losses_of_the_result(
-    trained: tuple[Path, embedded_training.EmbeddedResult],
+    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig
 ) -> None:
     out, result = trained
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert (model.config.model_type, model.config.n_positions) == ("gpt2", 16)
-    assert tokenizer.decode(tokenizer("naïve\n  text")["input_ids"]) == "naïve\n  text"
+    assert model.dtype == torch.float32
+    began = "<|endoftext|>" * config.begin
+    assert tokenizer.decode(tokenizer("naïve\n  text")["input_ids"]) == began + "naïve\n  text"
     assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == tokenizer.eos_token_id == 0
     assert result.parameters == sum(p.numel() for p in model.parameters())
     assert result.tokens_seen == 6 * 4 * 16
@@ -74,9 +99,10 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(
     for source in held:
         total, count = 0.0, 0
         for document in source.documents:
-            ids = torch.tensor(tokenizer(document.text)["input_ids"])
+            ids = torch.tensor(tokenizer(document.text, add_special_tokens=False)["input_ids"])
             for start in range(0, len(ids) - 16, 17):
-                window = ids[start : start + 17]
+                window = ids[start : start + 17].clone()
+                window[0] *= not config.begin  # 0 is <|endoftext|>
                 with torch.no_grad():
                     logits = model(input_ids=window[None, :-1]).logits[0].double().log_softmax(-1)
                 total -= float(logits.gather(1, window[1:, None]).sum())
@@ -87,21 +113,24 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(
 
 
 def test_the_same_seed_gives_the_same_bytes(
-    trained: tuple[Path, embedded_training.EmbeddedResult], tmp_path: Path
+    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig, tmp_path: Path
 ) -> None:
     again = train_embedded_model(
-        tmp_path / "model", sources=sources(), config=SMALL, threads=1, console=quiet()
+        tmp_path / "model", sources=sources(), config=config, threads=1, console=quiet()
     )
     assert hashes(tmp_path / "model") == hashes(trained[0])
     assert replace(again, folder=trained[0]) == trained[1]
     train_embedded_model(
-        tmp_path / "b", sources=sources(), config=replace(SMALL, seed=1), threads=1, console=quiet()
+        tmp_path / "b", sources=sources(), config=replace(config, seed=1), threads=1, console=quiet()
     )
     assert hashes(tmp_path / "b")["model.safetensors"] != hashes(trained[0])["model.safetensors"]
 
 
 def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
-    trained: tuple[Path, embedded_training.EmbeddedResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, embedded_training.EmbeddedResult],
+    config: EmbeddedConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at = LearningRate.at
 
@@ -110,7 +139,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
             raise KeyboardInterrupt
         return at(self, step)
 
-    def train(out: Path, config: EmbeddedConfig = SMALL) -> None:
+    def train(out: Path, config: EmbeddedConfig = config) -> None:
         train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
 
     monkeypatch.setattr(LearningRate, "at", killed)
@@ -120,7 +149,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
     steps: list[int] = []
     monkeypatch.setattr(LearningRate, "at", lambda self, step: steps.append(step) or at(self, step))
     with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
-        train(tmp_path / "model", replace(SMALL, steps=7))
+        train(tmp_path / "model", replace(config, steps=7))
     train(tmp_path / "model")
     assert steps == [4, 5]  # from the checkpoint of step 4, not from the start
     assert hashes(tmp_path / "model") == hashes(trained[0])
@@ -177,6 +206,13 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
         ({"steps": 0}, "steps is 0; it must be positive"),
         ({"vocabulary": 5000}, "not of 5000; ask for a smaller one"),
         ({"length": 100_000}, "one context takes 100001; give more text"),
+        (
+            {"repeats": 0.7, "backcopies": 0.4},
+            "shares of the contexts, at least 0 each and at most 1 together",
+        ),
+        ({"repeats": -0.1}, "repeats are -0.1 and backcopies 0.0"),
+        ({"shares": (1.0,)}, r"shares are \(1.0,\); give 2 positive ones"),
+        ({"shares": (1.0, 0.0)}, "give 2 positive ones"),
     ],
 )
 def test_impossible_trainings_are_one_line_and_leave_nothing(tmp_path: Path, change: dict, says: str) -> None:
@@ -210,7 +246,7 @@ def test_no_sources_an_existing_folder_a_broken_loss_and_a_full_disk(
 
 
 def test_the_card_states_data_steps_losses_and_the_call(
-    trained: tuple[Path, embedded_training.EmbeddedResult],
+    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig
 ) -> None:
     out, result = trained
     text = (out / "README.md").read_text(encoding="utf-8")
@@ -222,17 +258,106 @@ def test_the_card_states_data_steps_losses_and_the_call(
         "train_embedded_model('model', sources=…, config=EmbeddedConfig(layers=1, heads=2, width=16, length=16"
         in text
     )
-    named = embedded_training.card(result, replace(EmbeddedConfig(), steps=9, seed=4), True)
-    assert "`theodolite train embedded --out model --steps 9 --seed 4 --threads 1`" in named
-    assert "psfl" in named
+    every = config == EVERYTHING
+    said = [
+        "In 30% of the contexts",
+        "In 30%, the token before",
+        "stored so",
+        "deviation 0.05",
+        "are 0.5, 0.5.",
+    ]
+    assert [words in text for words in said] == [every] * len(said)
+    assert ("trained with a beginning" in text, "trained without a beginning" in text) == (every, not every)
 
 
-def test_weights_are_stored_once_and_in_float32(
+@pytest.mark.parametrize(
+    ("settings", "python_text", "call"),
+    [
+        (EmbeddedConfig(steps=9, seed=4), True, "embedded --out model --steps 9 --seed 4 --threads 1"),
+        (replace(MECHANISM, seed=4), True, "embedded --out model --recipe mechanism --seed 4 --threads 1"),
+        (
+            replace(MECHANISM, width=320),
+            True,
+            "config=EmbeddedConfig(heads=5, width=320, batch=8, weight_decay=0.0",
+        ),
+        (MECHANISM, False, "sources=…, config=EmbeddedConfig(heads=5, width=160"),
+    ],
+)
+def test_the_card_gives_the_command_of_a_recipe_and_else_the_call(
     trained: tuple[Path, embedded_training.EmbeddedResult],
+    settings: EmbeddedConfig,
+    python_text: bool,
+    call: str,
 ) -> None:
-    tensors = load_file(trained[0] / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert sum(tensor.numel() for tensor in tensors.values()) == trained[1].parameters
+    text = embedded_training.card(trained[1], settings, python_text)
+    assert call in text
+    assert ("psfl" in text) == python_text
+
+
+def test_a_recipe_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the configuration that reaches the trainer, and the words."""
+    asked = []
+
+    def train(out: Path, config: EmbeddedConfig) -> SimpleNamespace:
+        asked.append(config)
+        return SimpleNamespace(validation_loss={})
+
+    monkeypatch.setattr(command, "train_embedded_model", train)
+    for options in ({}, {"recipe": "mechanism", "steps": 9, "batch": None}):
+        command.train_embedded(tmp_path / "m", options, seed=3)
+    assert asked == [EmbeddedConfig(seed=3), replace(MECHANISM, steps=9, seed=3)]
+    with pytest.raises(UsageError, match=r"^recipe is 'such'; choose embedded, mechanism\.$"):
+        command.train_embedded(tmp_path / "m", {"recipe": "such"}, seed=3)
+
+
+def test_weights_are_stored_once_and_are_those_that_were_measured(
+    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig
+) -> None:
+    """Oracle: the file, and the training run that finds itself finished and measures what is stored."""
+    out, result = trained
+    tensors = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {
+        torch.bfloat16 if config.compact else torch.float32
+    }
+    assert sum(tensor.numel() for tensor in tensors.values()) == result.parameters
+    assert result == train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
+
+
+def test_compact_weights_are_the_others_rounded(tmp_path: Path) -> None:
+    exact, rounded = (tmp_path / name for name in ("exact", "rounded"))
+    for out, config in ((exact, replace(EVERYTHING, compact=False)), (rounded, EVERYTHING)):
+        train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
+    stored = load_file(rounded / "model.safetensors")
+    for name, tensor in load_file(exact / "model.safetensors").items():
+        assert torch.equal(tensor.bfloat16(), stored[name])
+
+
+def test_a_model_begins_with_the_deviation_that_is_asked_for() -> None:
+    """Oracle: the standard deviation of n normal numbers, to four of its standard errors."""
+    torch.manual_seed(0)
+    embeddings = embedded_model(replace(MECHANISM, initial_deviation=0.07)).transformer.wte.weight
+    assert float(embeddings.detach().std()) == pytest.approx(0.07, rel=4 / math.sqrt(2 * embeddings.numel()))
+
+
+def test_the_loss_leaves_out_what_cannot_be_predicted() -> None:
+    """Oracle: the mean by hand, of a model that gives each token the same logits."""
+    config = replace(SMALL, repeats=1.0)
+    logits = torch.randn(16, 270)
+
+    def model(input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        assert not input_ids[:, 0].any()
+        return SimpleNamespace(logits=logits.expand(len(input_ids), -1, -1))
+
+    tokens, predictable = mixed_with_tasks(torch.zeros(3, 17, dtype=torch.int64), 7, config, [0, 0])
+    expected = [
+        float(logits[place].logsumexp(0) - logits[place, row[place + 1]])
+        for row, known in zip(tokens, predictable, strict=True)
+        for place in range(16)
+        if known[place + 1]
+    ]
+    loss = embedded_training._training_loss(model, (tokens, predictable), config)
+    assert len(expected) < 3 * 16
+    assert float(loss) == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
 
 def test_every_phase_has_a_name_and_the_bar_is_full_only_at_the_end(
