@@ -1,14 +1,13 @@
-"""Oracles: a bigram model by dictionaries, closed forms, one run against another, `transformers`."""
+"""Oracles: closed forms, one run against another, `transformers`."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import math
-from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
-from theodolite.papers.training import embedded_training, training_loop
-from theodolite.papers.training.embedded_text import Source, Streams, bigram_loss, split_sources
+from theodolite.papers.training import command, embedded_training, training_loop
+from theodolite.papers.training.embedded_text import Source, mixed_with_tasks, split_sources
 from theodolite.papers.training.embedded_training import EmbeddedConfig, train_embedded_model
+from theodolite.papers.training.models import MECHANISM, embedded_model
 from theodolite.papers.training.training_loop import LearningRate
 
 SMALL = EmbeddedConfig(
@@ -35,6 +35,20 @@ SMALL = EmbeddedConfig(
     checkpoint_every=2,
     bfloat16=False,
 )
+
+
+EVERYTHING = replace(
+    SMALL,
+    weight_decay=0.0,
+    initial_deviation=0.05,
+    shares=(0.5, 0.5),
+    begin=True,
+    repeats=0.3,
+    backcopies=0.3,
+    fast=True,
+    compact=True,
+)
+"""What `MECHANISM` changes."""
 
 
 def some_text(seed: int, words: int = 120) -> str:
@@ -56,19 +70,28 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.fixture(scope="module", params=[SMALL, EVERYTHING], ids=["plain", "everything"])
+def config(request: pytest.FixtureRequest) -> EmbeddedConfig:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, embedded_training.EmbeddedResult]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, config: EmbeddedConfig
+) -> tuple[Path, embedded_training.EmbeddedResult]:
     out = tmp_path_factory.mktemp("trained") / "model"
-    return out, train_embedded_model(out, sources=sources(), config=SMALL, threads=1, console=quiet())
+    return out, train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
 
 
 def test_the_folder_opens_and_gives_the_losses_of_the_result(
-    trained: tuple[Path, embedded_training.EmbeddedResult],
+    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig
 ) -> None:
     out, result = trained
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert (model.config.model_type, model.config.n_positions) == ("gpt2", 16)
-    assert tokenizer.decode(tokenizer("naïve\n  text")["input_ids"]) == "naïve\n  text"
+    assert model.dtype == torch.float32
+    began = "<|endoftext|>" * config.begin
+    assert tokenizer.decode(tokenizer("naïve\n  text")["input_ids"]) == began + "naïve\n  text"
     assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == tokenizer.eos_token_id == 0
     assert result.parameters == sum(p.numel() for p in model.parameters())
     assert result.tokens_seen == 6 * 4 * 16
@@ -76,9 +99,10 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(
     for source in held:
         total, count = 0.0, 0
         for document in source.documents:
-            ids = torch.tensor(tokenizer(document.text)["input_ids"])
+            ids = torch.tensor(tokenizer(document.text, add_special_tokens=False)["input_ids"])
             for start in range(0, len(ids) - 16, 17):
-                window = ids[start : start + 17]
+                window = ids[start : start + 17].clone()
+                window[0] *= not config.begin  # 0 is <|endoftext|>
                 with torch.no_grad():
                     logits = model(input_ids=window[None, :-1]).logits[0].double().log_softmax(-1)
                 total -= float(logits.gather(1, window[1:, None]).sum())
@@ -89,21 +113,24 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(
 
 
 def test_the_same_seed_gives_the_same_bytes(
-    trained: tuple[Path, embedded_training.EmbeddedResult], tmp_path: Path
+    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig, tmp_path: Path
 ) -> None:
     again = train_embedded_model(
-        tmp_path / "model", sources=sources(), config=SMALL, threads=1, console=quiet()
+        tmp_path / "model", sources=sources(), config=config, threads=1, console=quiet()
     )
     assert hashes(tmp_path / "model") == hashes(trained[0])
     assert replace(again, folder=trained[0]) == trained[1]
     train_embedded_model(
-        tmp_path / "b", sources=sources(), config=replace(SMALL, seed=1), threads=1, console=quiet()
+        tmp_path / "b", sources=sources(), config=replace(config, seed=1), threads=1, console=quiet()
     )
     assert hashes(tmp_path / "b")["model.safetensors"] != hashes(trained[0])["model.safetensors"]
 
 
 def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
-    trained: tuple[Path, embedded_training.EmbeddedResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, embedded_training.EmbeddedResult],
+    config: EmbeddedConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at = LearningRate.at
 
@@ -112,7 +139,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
             raise KeyboardInterrupt
         return at(self, step)
 
-    def train(out: Path, config: EmbeddedConfig = SMALL) -> None:
+    def train(out: Path, config: EmbeddedConfig = config) -> None:
         train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
 
     monkeypatch.setattr(LearningRate, "at", killed)
@@ -122,7 +149,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
     steps: list[int] = []
     monkeypatch.setattr(LearningRate, "at", lambda self, step: steps.append(step) or at(self, step))
     with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
-        train(tmp_path / "model", replace(SMALL, steps=7))
+        train(tmp_path / "model", replace(config, steps=7))
     train(tmp_path / "model")
     assert steps == [4, 5]  # from the checkpoint of step 4, not from the start
     assert hashes(tmp_path / "model") == hashes(trained[0])
@@ -162,69 +189,6 @@ def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
     assert math.log(8) / 15 < result.validation_loss["x"] < 0.6 * result.bigram_loss["x"]
 
 
-def test_documents_that_share_text_or_a_label_stay_together() -> None:
-    shared = (
-        "This paragraph of more than one hundred and twenty characters occurs in two documents, " + "x" * 40
-    )
-    texts = [some_text(seed) for seed in range(60)]
-    texts[3] += "\n\n" + shared + "\n\nend"
-    texts[50] = "start\n\n" + shared.replace(" ", "\n  ")
-    first = Source("first", 1.0, tuple(Document(text, f"a{i}") for i, text in enumerate(texts[:30])))
-    second = Source("second", 1.0, tuple(Document(text, f"b{i}") for i, text in enumerate(texts[30:])))
-    third = Source("third", 1.0, tuple(Document(some_text(200 + i), f"a{i}") for i in range(30)))
-    pairs = [({"a3"}, {"b20"}), *(({f"a{i}"}, {f"a{i}"}) for i in range(30))]
-    for seed in range(20):
-        training, held = split_sources([first, second, third], seed)
-        for train_side, out, source in zip(training, held, (first, second, third), strict=True):
-            assert {*train_side.documents, *out.documents} == set(source.documents)
-            sizes = [sum(len(document.text) for document in side.documents) for side in (out, source)]
-            assert 0.0 < sizes[0] / sizes[1] < 0.15
-        labels = {document.label for source in held for document in source.documents}
-        assert all((left <= labels) == (right <= labels) for left, right in pairs)
-        inside = [{document.label for document in source.documents} for source in held]
-        assert inside[0] == inside[2]
-
-
-def test_bigram_loss_is_that_of_counts_by_hand() -> None:
-    random = np.random.default_rng(1)
-    train = tuple(random.integers(0, 5, size=size).astype(np.int32) for size in (80, 200))
-    contexts = torch.from_numpy(random.integers(0, 5, size=(3, 7)))
-    streams = Streams(("a", "b"), np.array([0.7, 0.3]), train, (contexts, contexts))
-    counts: Counter = Counter()
-    for ids, share in zip(train, streams.shares, strict=True):
-        for pair in pairwise(ids.tolist()):
-            counts[pair] += share * 280 / len(ids)
-    total = sum(counts.values())
-
-    def loss(k: float) -> float:
-        losses = []
-        for row in contexts.tolist():
-            for a, b in pairwise(row):
-                single = (sum(n for (_, y), n in counts.items() if y == b) + 1) / (total + 5)
-                after = sum(n for (x, _), n in counts.items() if x == a)
-                losses.append(-math.log((counts[a, b] + k * single) / (after + k)))
-        return sum(losses) / len(losses)
-
-    assert bigram_loss(streams, contexts, 5) == pytest.approx(
-        min(loss(2.0**n) for n in range(-4, 16)), rel=1e-12
-    )
-
-
-def test_batches_follow_from_seed_and_step_and_keep_the_shares() -> None:
-    train = (np.arange(0, 100, dtype=np.int32), np.arange(100, 400, dtype=np.int32))
-    streams = Streams(("a", "b"), np.array([0.25, 0.75]), train, ())
-    batches = [streams.batch(step, size=16, length=9, seed=0) for step in range(200)]
-    assert torch.equal(batches[7], streams.batch(7, size=16, length=9, seed=0))
-    assert not torch.equal(batches[7], batches[8])
-    assert not torch.equal(batches[7], streams.batch(7, size=16, length=9, seed=1))
-    rows = torch.cat(batches)
-    assert ((rows.diff(dim=1)) == 1).all()
-    share = (rows[:, 0] < 100).double().mean()
-    assert abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / len(rows))
-    starts = rows[rows[:, 0] < 100][:, 0]
-    assert (starts.min(), starts.max()) == (0, 90)
-
-
 def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
     config = EmbeddedConfig(steps=1000, learning_rate=1.0)
     rates = [config.rate.at(step) for step in range(1000)]
@@ -242,6 +206,13 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
         ({"steps": 0}, "steps is 0; it must be positive"),
         ({"vocabulary": 5000}, "not of 5000; ask for a smaller one"),
         ({"length": 100_000}, "one context takes 100001; give more text"),
+        (
+            {"repeats": 0.7, "backcopies": 0.4},
+            "shares of the contexts, at least 0 each and at most 1 together",
+        ),
+        ({"repeats": -0.1}, "repeats are -0.1 and backcopies 0.0"),
+        ({"shares": (1.0,)}, r"shares are \(1.0,\); give 2 positive ones"),
+        ({"shares": (1.0, 0.0)}, "give 2 positive ones"),
     ],
 )
 def test_impossible_trainings_are_one_line_and_leave_nothing(tmp_path: Path, change: dict, says: str) -> None:
@@ -275,7 +246,7 @@ def test_no_sources_an_existing_folder_a_broken_loss_and_a_full_disk(
 
 
 def test_the_card_states_data_steps_losses_and_the_call(
-    trained: tuple[Path, embedded_training.EmbeddedResult],
+    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig
 ) -> None:
     out, result = trained
     text = (out / "README.md").read_text(encoding="utf-8")
@@ -287,17 +258,106 @@ def test_the_card_states_data_steps_losses_and_the_call(
         "train_embedded_model('model', sources=…, config=EmbeddedConfig(layers=1, heads=2, width=16, length=16"
         in text
     )
-    named = embedded_training.card(result, replace(EmbeddedConfig(), steps=9, seed=4), True)
-    assert "`theodolite train embedded --out model --steps 9 --seed 4 --threads 1`" in named
-    assert "psfl" in named
+    every = config == EVERYTHING
+    said = [
+        "In 30% of the contexts",
+        "In 30%, the token before",
+        "stored so",
+        "deviation 0.05",
+        "are 0.5, 0.5.",
+    ]
+    assert [words in text for words in said] == [every] * len(said)
+    assert ("trained with a beginning" in text, "trained without a beginning" in text) == (every, not every)
 
 
-def test_weights_are_stored_once_and_in_float32(
+@pytest.mark.parametrize(
+    ("settings", "python_text", "call"),
+    [
+        (EmbeddedConfig(steps=9, seed=4), True, "embedded --out model --steps 9 --seed 4 --threads 1"),
+        (replace(MECHANISM, seed=4), True, "embedded --out model --recipe mechanism --seed 4 --threads 1"),
+        (
+            replace(MECHANISM, width=320),
+            True,
+            "config=EmbeddedConfig(heads=5, width=320, batch=8, weight_decay=0.0",
+        ),
+        (MECHANISM, False, "sources=…, config=EmbeddedConfig(heads=5, width=160"),
+    ],
+)
+def test_the_card_gives_the_command_of_a_recipe_and_else_the_call(
     trained: tuple[Path, embedded_training.EmbeddedResult],
+    settings: EmbeddedConfig,
+    python_text: bool,
+    call: str,
 ) -> None:
-    tensors = load_file(trained[0] / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert sum(tensor.numel() for tensor in tensors.values()) == trained[1].parameters
+    text = embedded_training.card(trained[1], settings, python_text)
+    assert call in text
+    assert ("psfl" in text) == python_text
+
+
+def test_a_recipe_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the configuration that reaches the trainer, and the words."""
+    asked = []
+
+    def train(out: Path, config: EmbeddedConfig) -> SimpleNamespace:
+        asked.append(config)
+        return SimpleNamespace(validation_loss={})
+
+    monkeypatch.setattr(command, "train_embedded_model", train)
+    for options in ({}, {"recipe": "mechanism", "steps": 9, "batch": None}):
+        command.train_embedded(tmp_path / "m", options, seed=3)
+    assert asked == [EmbeddedConfig(seed=3), replace(MECHANISM, steps=9, seed=3)]
+    with pytest.raises(UsageError, match=r"^recipe is 'such'; choose embedded, mechanism\.$"):
+        command.train_embedded(tmp_path / "m", {"recipe": "such"}, seed=3)
+
+
+def test_weights_are_stored_once_and_are_those_that_were_measured(
+    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig
+) -> None:
+    """Oracle: the file, and the training run that finds itself finished and measures what is stored."""
+    out, result = trained
+    tensors = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {
+        torch.bfloat16 if config.compact else torch.float32
+    }
+    assert sum(tensor.numel() for tensor in tensors.values()) == result.parameters
+    assert result == train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
+
+
+def test_compact_weights_are_the_others_rounded(tmp_path: Path) -> None:
+    exact, rounded = (tmp_path / name for name in ("exact", "rounded"))
+    for out, config in ((exact, replace(EVERYTHING, compact=False)), (rounded, EVERYTHING)):
+        train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
+    stored = load_file(rounded / "model.safetensors")
+    for name, tensor in load_file(exact / "model.safetensors").items():
+        assert torch.equal(tensor.bfloat16(), stored[name])
+
+
+def test_a_model_begins_with_the_deviation_that_is_asked_for() -> None:
+    """Oracle: the standard deviation of n normal numbers, to four of its standard errors."""
+    torch.manual_seed(0)
+    embeddings = embedded_model(replace(MECHANISM, initial_deviation=0.07)).transformer.wte.weight
+    assert float(embeddings.detach().std()) == pytest.approx(0.07, rel=4 / math.sqrt(2 * embeddings.numel()))
+
+
+def test_the_loss_leaves_out_what_cannot_be_predicted() -> None:
+    """Oracle: the mean by hand, of a model that gives each token the same logits."""
+    config = replace(SMALL, repeats=1.0)
+    logits = torch.randn(16, 270)
+
+    def model(input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        assert not input_ids[:, 0].any()
+        return SimpleNamespace(logits=logits.expand(len(input_ids), -1, -1))
+
+    tokens, predictable = mixed_with_tasks(torch.zeros(3, 17, dtype=torch.int64), 7, config, [0, 0])
+    expected = [
+        float(logits[place].logsumexp(0) - logits[place, row[place + 1]])
+        for row, known in zip(tokens, predictable, strict=True)
+        for place in range(16)
+        if known[place + 1]
+    ]
+    loss = embedded_training._training_loss(model, (tokens, predictable), config)
+    assert len(expected) < 3 * 16
+    assert float(loss) == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
 
 def test_every_phase_has_a_name_and_the_bar_is_full_only_at_the_end(

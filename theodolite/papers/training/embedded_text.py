@@ -12,16 +12,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from theodolite.corpus.documents import Document, python_topics, stdlib_docstrings, stdlib_sources
 from theodolite.errors import UsageError
+from theodolite.papers.training.models import EmbeddedConfig
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT = 0.06  # share of each source's characters that is kept for validation
 LINKING_CHARACTERS = 120  # sharing a paragraph at least this long keeps documents on one side of the split
+SHORTEST_REPEAT = 8  # tokens
+TRIGGER = "ÿ"  # how byte-level BPE spells the byte 255, which no text in UTF-8 has
+TRIGGERED = 0.2  # share of the places for a trigger that have one
+
+Batch = tuple[Int[Tensor, "size window"], Bool[Tensor, "size window"]]
+"""Tokens, and which of them can be predicted."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Streams:
     shares: Float[np.ndarray, " sources"]
     train: tuple[Int[np.ndarray, " tokens"], ...]
     validation: tuple[Int[Tensor, "contexts window"], ...]
+    trigger: int = 0  # id of TRIGGER
 
     def batch(self, step: int, *, size: int, length: int, seed: int) -> Int[Tensor, "size window"]:
         """The batch of a step: windows at random starts, a source drawn by its share for each."""
@@ -69,6 +77,33 @@ class Streams:
             digest.update(stream.tobytes())
             digest.update(contexts.numpy().tobytes())
         return digest.hexdigest()
+
+
+def mixed_with_tasks(
+    tokens: Int[Tensor, "size window"], trigger: int, config: EmbeddedConfig, seed: Sequence[int]
+) -> Batch:
+    """Make a share of the contexts ones of a task: `config.repeats` of induction, `config.backcopies` of backcopy.
+
+    Induction: random tokens, 8 to half a window of them, again and again from the second place on. Backcopy (after Guo
+    et al. 2024, "Active-dormant attention heads"): behind some tokens of the text stand the trigger and once more the
+    token, so that a head is needed there and has nothing to do elsewhere.
+    """
+    random = np.random.default_rng([*seed, 1])  # not the numbers that drew the contexts
+    window = tokens.shape[1]
+    predictable = torch.ones(tokens.shape, dtype=torch.bool)
+    for row, drawn in enumerate(random.random(len(tokens))):
+        if drawn < config.repeats:
+            period = int(random.integers(min(SHORTEST_REPEAT, window // 2), window // 2 + 1))
+            repeated = np.resize(random.integers(1, config.vocabulary, period), window - 1)
+            tokens[row, 1:] = torch.from_numpy(repeated)
+            predictable[row, 1 : period + 1] = False
+        elif drawn < config.repeats + config.backcopies:
+            places = np.arange(2, window - 1, 3)
+            places = places[random.random(len(places)) < TRIGGERED]
+            tokens[row, places] = trigger
+            tokens[row, places + 1] = tokens[row, places - 1]
+            predictable[row, places] = False
+    return tokens, predictable
 
 
 def python_sources() -> list[Source]:
@@ -193,7 +228,7 @@ def token_streams(
         held.append(torch.from_numpy(np.concatenate([*cut, np.zeros((0, window))]).astype(np.int64)))
     shares = np.array([source.share for source in training])
     names = tuple(source.name for source in training)
-    return Streams(names, shares / shares.sum(), tuple(train), tuple(held))
+    return Streams(names, shares / shares.sum(), tuple(train), tuple(held), tokenizer.get_vocab()[TRIGGER])
 
 
 def _encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[Int[np.ndarray, " tokens"]]:

@@ -13,6 +13,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -26,16 +27,18 @@ from theodolite import __version__
 from theodolite.errors import UsageError
 from theodolite.papers.training.embedded_text import (
     END_OF_TEXT,
+    Batch,
     Source,
     Streams,
     bigram_loss,
+    mixed_with_tasks,
     python_sources,
     split_sources,
     token_streams,
     train_tokenizer,
 )
 from theodolite.papers.training.model_folder import ModelTraining, check_training, phase, train_into
-from theodolite.papers.training.models import EmbeddedConfig, embedded_model
+from theodolite.papers.training.models import RECIPES, EmbeddedConfig, embedded_model
 
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
@@ -62,8 +65,8 @@ tied embeddings, and a byte-level BPE vocabulary of {vocabulary:,} tokens traine
 {data}
 Made by `{command}` (theodolite {theodolite}, torch {torch}, seed {seed}): {steps:,} steps of
 {batch} contexts of {length} tokens, {tokens_seen:,} tokens in all, read in windows at random places.
-AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
-{weight_decay:g} on matrices, products in {products}. The same command gives the same weights on the same
+{contexts}AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
+{weight_decay:g} on matrices, products in {products}. {weights}The same command gives the same weights on the same
 machine, Python and torch.
 
 ## Losses
@@ -78,7 +81,7 @@ Training text, windows drawn as in training: {train_loss:.3f}.
 
 ## Limits
 It exists to be measured. It is small, knows one kind of text, and has no other use: what it writes looks like
-that text and is mostly wrong. It was trained without a beginning-of-sequence token.
+that text and is mostly wrong. It was trained {without} a beginning-of-sequence token.
 """
 
 
@@ -126,10 +129,13 @@ def train_embedded_model(
         texts = sources
     if not texts or any(source.share <= 0 for source in texts):
         raise UsageError("There must be at least one source of text, each with a positive share.")
+    _check_shares(config, len(texts))
     with phase("splitting the text", console):
         training, validation = split_sources(texts, config.seed)
     with phase("training the tokenizer", console):
         tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
+    if config.shares is not None:
+        training = [replace(source, share=s) for source, s in zip(training, config.shares, strict=True)]
     with phase("tokenizing", console):
         streams = token_streams(tokenizer, training, validation, config.length)
 
@@ -143,23 +149,44 @@ def train_embedded_model(
         build=lambda: embedded_model(config),
         tokenizer=_fast_tokenizer(tokenizer, config),
         data={"data": streams.sha256()},
-        loss=lambda model, step: _losses(model, _batch(streams, config, step), config).mean(),
+        loss=lambda model, step: _training_loss(model, _batch(streams, config, step), config),
         progress=progress,
         measure=lambda model: _result(out, model, streams, config, threads),
         page=lambda result: ("README.md", card(result, config, sources is None)),
+        stored=torch.bfloat16 if config.compact else torch.float32,
     )
     return train_into(out, run, threads, console)
 
 
-def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Int[Tensor, "batch window"]:
-    return streams.batch(step, size=config.batch, length=config.length, seed=config.seed)
+def _check_shares(config: EmbeddedConfig, sources: int) -> None:
+    if min(config.repeats, config.backcopies) < 0 or config.repeats + config.backcopies > 1:
+        raise UsageError(
+            f"repeats are {config.repeats} and backcopies {config.backcopies}: they are shares of the contexts, at "
+            "least 0 each and at most 1 together."
+        )
+    if config.shares is not None and (len(config.shares) != sources or min(config.shares) <= 0):
+        raise UsageError(
+            f"shares are {config.shares}; give {sources} positive ones, one for each source of text."
+        )
+
+
+def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Batch:
+    tokens = streams.batch(step, size=config.batch, length=config.length, seed=config.seed)
+    return mixed_with_tasks(tokens, streams.trigger, config, [config.seed, step])
+
+
+def _training_loss(model: PreTrainedModel, batch: Batch, config: EmbeddedConfig) -> Float[Tensor, ""]:
+    """Mean over the tokens of a batch that can be predicted."""
+    tokens, predictable = batch
+    losses = _losses(model, tokens, config)[predictable[:, 1:]]
+    return losses.sum() / len(losses)
 
 
 def _losses(
     model: PreTrainedModel, tokens: Int[Tensor, "batch window"], config: EmbeddedConfig
 ) -> Float[Tensor, "batch length"]:
     """Negative log-likelihood, in nats, of every token of a window but its first."""
-    if config.no_op is not None:
+    if _begins(config):
         tokens = tokens.clone()
         tokens[:, 0] = 0  # of END_OF_TEXT
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
@@ -183,10 +210,10 @@ def _validation_loss(
 def _result(
     out: Path, model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, threads: int
 ) -> EmbeddedResult:
-    exact = replace(config, bfloat16=False)
+    exact = replace(config, bfloat16=False, repeats=0.0, backcopies=0.0)
     beyond = range(config.steps, config.steps + TRAIN_LOSS_BATCHES)  # windows that no step was trained on
     with torch.no_grad():
-        train = [_losses(model, _batch(streams, config, step), exact).mean() for step in beyond]
+        train = [_training_loss(model, _batch(streams, exact, step), exact) for step in beyond]
     held_out = streams.held_out()
     return EmbeddedResult(
         folder=out,
@@ -204,7 +231,7 @@ def _result(
 
 
 def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedTokenizerFast:
-    if config.no_op is not None:
+    if _begins(config):
         tokenizer.post_processor = TemplateProcessing(
             single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
         )
@@ -214,6 +241,11 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedT
         eos_token=END_OF_TEXT,
         model_max_length=config.length,
     )
+
+
+def _begins(config: EmbeddedConfig) -> bool:
+    """Whether every context begins with END_OF_TEXT."""
+    return config.begin or config.no_op is not None
 
 
 def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
@@ -230,24 +262,58 @@ def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> s
         tokens_seen=result.tokens_seen,
         train_loss=result.train_loss,
         products="bfloat16" if config.bfloat16 else "float32",
+        contexts=_contexts(config),
+        weights=_weights(config),
+        without="with" if _begins(config) else "without",
         **{field.name: getattr(config, field.name) for field in fields(config)},
     )
 
 
+def _contexts(config: EmbeddedConfig) -> str:
+    """What the card says of contexts that are not just text."""
+    tasks = []
+    if config.shares is not None:
+        tasks.append(f"The shares of the texts are {', '.join(f'{share:g}' for share in config.shares)}.")
+    if config.repeats:
+        tasks.append(
+            f"In {config.repeats:.0%} of the contexts, random tokens come again and again, for induction."
+        )
+    if config.backcopies:
+        tasks.append(
+            f"In {config.backcopies:.0%}, the token before a trigger stands behind it once more (Guo et al. 2024,\n"
+            '"Active-dormant attention heads"); the trigger is the byte 255, which no text has.'
+        )
+    return "".join(f"{task}\n" for task in tasks)
+
+
+def _weights(config: EmbeddedConfig) -> str:
+    """What the card says of weights that begin or end in another way than GPT-2's."""
+    begin = f"Weights begin with standard deviation {config.initial_deviation:g}. "
+    end = "Finished weights are rounded to bfloat16 and stored so.\n"
+    plain = config.initial_deviation == EmbeddedConfig.initial_deviation
+    return ("" if plain else begin) + (end if config.compact else "")
+
+
 def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
     """The call that repeats the training run: on the command line where that has the options, else in Python."""
-    changed = {
-        field.name: getattr(config, field.name)
-        for field in fields(config)
-        if getattr(config, field.name) != field.default
-    }
-    if python_text and changed.keys() <= {"steps", "seed"}:
-        options = {"out": result.folder.name, **changed, "threads": result.threads}
-        return "theodolite train embedded " + " ".join(f"--{name} {value}" for name, value in options.items())
+    for name, recipe in RECIPES.items():
+        of_recipe = _changed(config, recipe)
+        if python_text and of_recipe.keys() <= {"steps", "seed"}:
+            named = {} if recipe == EmbeddedConfig() else {"recipe": name}
+            options = {"out": result.folder.name, **named, **of_recipe, "threads": result.threads}
+            return "theodolite train embedded " + " ".join(
+                f"--{name} {value}" for name, value in options.items()
+            )
+    changed = _changed(config, EmbeddedConfig())
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     text = "" if python_text else "sources=…, "
     arguments = f"{text}config=EmbeddedConfig({settings}), threads={result.threads}"
     return f"train_embedded_model({result.folder.name!r}, {arguments})"
+
+
+def _changed(config: EmbeddedConfig, recipe: EmbeddedConfig) -> dict[str, Any]:
+    names = (field.name for field in fields(config))
+    return {n: getattr(config, n) for n in names if getattr(config, n) != getattr(recipe, n)}
 
 
 def _row(result: EmbeddedResult, name: str) -> str:

@@ -39,7 +39,22 @@ from theodolite.system.files import check_target, disk_errors, folder_purpose, f
 from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.locks import locked
 
-NOT_SIZES = ("seed", "weight_decay", "dropout", "no_op", "schedule", "positions", "bfloat16", "series")
+NOT_SIZES = (
+    "seed",
+    "weight_decay",
+    "dropout",
+    "no_op",
+    "schedule",
+    "positions",
+    "bfloat16",
+    "compact",
+    "repeats",
+    "backcopies",
+    "shares",
+    "begin",
+    "fast",
+    "series",
+)
 
 IDENTITY = "identity.json"
 """Says which training run a folder is of, unfinished or finished."""
@@ -62,6 +77,8 @@ class ModelTraining(Generic[Result]):
         measure: the result, of the finished model.
         page: name and text of the file beside the weights that states the result.
         series: numbers of updates after which a copy of the model is kept.
+        stored: dtype that the finished weights are rounded to, before they are measured, and written in. The model
+            opens in float32 all the same.
     """
 
     config: ModelConfig
@@ -73,6 +90,7 @@ class ModelTraining(Generic[Result]):
     measure: Callable[[PreTrainedModel], Result]
     page: Callable[[Result], tuple[str, str]]
     series: tuple[int, ...] = ()
+    stored: torch.dtype = torch.float32
 
 
 def partial_of(out: Path) -> Path:
@@ -122,6 +140,8 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
             model = _finished_model(out, model)
         else:
             _fit(model, training, identity, partial, console)
+            for parameter in model.parameters():
+                parameter.data = parameter.to(training.stored).to(parameter.dtype)
         model.eval()
         with phase("measuring the model", console):
             result = training.measure(model)
@@ -157,7 +177,13 @@ def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
     architecture: Any = type(model)
     try:
         check_headers(out.glob("*.safetensors"))
-        trained, info = architecture.from_pretrained(out, config=model.config, output_loading_info=True)
+        trained, info = architecture.from_pretrained(
+            out,
+            config=model.config,
+            attn_implementation=model.config._attn_implementation,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
         refuse_nonfinite_weights(trained)
     except (*LOADING_ERRORS, WorkError) as error:
         raise UsageError(f"{out} is damaged ({reason_of(error)}); {advice}") from error
@@ -244,10 +270,18 @@ def phase(title: str, console: Console) -> Iterator[None]:
         progress.update(task, total=1, completed=1)
 
 
-def _write_model(folder: Path, model: PreTrainedModel, training: ModelTraining[Result]) -> None:
+def _write_model(
+    folder: Path,
+    model: PreTrainedModel,
+    training: ModelTraining[Result],
+    dtype: torch.dtype = torch.float32,
+) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with folder_written_atomically(folder) as temporary:
-        model.save_pretrained(temporary)
+        state = model.state_dict()
+        once = {tensor.data_ptr(): tensor.to(dtype) for tensor in state.values()}  # tied weights stay one
+        weights = {name: once[tensor.data_ptr()] for name, tensor in state.items()}
+        model.save_pretrained(temporary, state_dict=weights)
         training.tokenizer.save_pretrained(temporary)
 
 
@@ -261,7 +295,7 @@ def _publish(
     """Write the finished folder beside `out`, and give it its name."""
     partial = partial_of(out)
     finished = partial / "finished"
-    _write_model(finished, model, training)
+    _write_model(finished, model, training, training.stored)
     with disk_errors(out):
         name, text = training.page(result)
         (finished / name).write_text(text, encoding="utf-8")

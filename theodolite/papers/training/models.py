@@ -34,6 +34,9 @@ ATTENTION = "eager"
 """On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a task model's step, this one little; and it
 is the one that has gpt-oss's learned logit on every processor."""
 
+GELU = "gelu_pytorch_tanh"
+"""GPT-2's own, in one step."""
+
 WARM_UP = 0.04  # share of the steps of a model of text
 
 GATED_WIDTH = 3
@@ -53,16 +56,44 @@ class EmbeddedConfig:
     steps: int = 7000
     learning_rate: float = 2e-3  # the peak
     weight_decay: float = 0.1  # on matrices only
+    initial_deviation: float = 0.02  # of the weights, at the beginning
+    shares: tuple[float, ...] | None = None  # of a batch, by source; None: those of the tokenizer's text
+    begin: bool = (
+        False  # contexts begin with the end-of-text token, as the tokenizer has it; always with no_op
+    )
+    repeats: float = 0.0  # share of the contexts that are random tokens, again and again
+    backcopies: float = 0.0  # share of them in which the token before a trigger stands behind it once more
+    fast: bool = False  # GPT-2's GELU in one step, and eager attention: the same but for last bits
+    compact: bool = False  # the finished weights are rounded to bfloat16, and stored so
     bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
     checkpoint_every: int = 500  # steps
     seed: int = 0
-    no_op: NoOp | None = None  # else gpt-oss, whose contexts all begin with the end-of-text token
+    no_op: NoOp | None = None  # else gpt-oss
 
     @property
     def rate(self) -> LearningRate:
         """Linear warm-up, then a cosine."""
         warm_up = max(1, round(WARM_UP * self.steps))
         return LearningRate(self.learning_rate, warm_up, "cosine", self.steps)
+
+
+MECHANISM = EmbeddedConfig(
+    heads=5,
+    width=160,
+    batch=8,
+    weight_decay=0.0,
+    initial_deviation=0.04,
+    shares=(0.12, 0.35, 0.53),
+    begin=True,
+    repeats=0.1,
+    backcopies=0.06,
+    fast=True,
+    compact=True,
+)
+"""To grow what the papers describe: repeats ask for induction, a begin token and a task that is seldom on for sinks at
+the first token, Adam without weight decay for large activations there."""
+
+RECIPES = {"embedded": EmbeddedConfig(), "mechanism": MECHANISM}
 
 
 @dataclass(frozen=True)
@@ -136,9 +167,14 @@ def embedded_model(config: EmbeddedConfig) -> PreTrainedModel:
         UsageError: `config.no_op` is none of `NO_OPS`.
     """
     if config.no_op is None:
-        return gpt2(
-            config.vocabulary, config.length, config.layers, config.heads, config.width, special_token=0
+        sizes = (config.vocabulary, config.length, config.layers, config.heads, config.width)
+        options: dict[str, Any] = {"activation_function": GELU} if config.fast else {}
+        model: PreTrainedModel = gpt2(
+            *sizes, special_token=0, initializer_range=config.initial_deviation, **options
         )
+        if config.fast:
+            model.set_attn_implementation(ATTENTION)
+        return model
     if config.no_op not in NO_OPS:
         raise UsageError(f"no_op is '{config.no_op}'; choose {', '.join(NO_OPS)}.")
     model = GptOssForCausalLM(
@@ -180,7 +216,7 @@ def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> PreTrai
             config.heads,
             config.width,
             dropout=config.dropout,
-            activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one step
+            activation_function=GELU,
         )
     else:
         model = GPTNeoXForCausalLM(
