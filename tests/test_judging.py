@@ -277,20 +277,6 @@ def test_every_published_row_would_hold_by_its_own_criteria():
     assert not criteria.UNLIKE_LANGUAGE.met(min(row.low_frequency for row in published.TABLE_2))
 
 
-def test_the_incoherence_limit_follows_random_directions():
-    """Oracle: mean |cosine| of random directions of R^d, drawn here; it falls as 1/√d."""
-    generator = np.random.default_rng(1)
-
-    def cosine(width: int) -> float:
-        pairs = generator.normal(size=(2, 4000, width))
-        pairs /= np.linalg.norm(pairs, axis=2, keepdims=True)
-        return float(np.abs((pairs[0] * pairs[1]).sum(1)).mean())
-
-    scaled = criteria.incoherent(48).limit / criteria.incoherent(768).limit
-    assert scaled == pytest.approx(cosine(48) / cosine(768), rel=0.06)
-    assert criteria.incoherent(4096).limit == 0.1
-
-
 def test_names_sort_as_one_reads_them():
     names = [
         "geometry/claims",

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNDECIDED
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion, judge
 from theodolite.papers import Study
 from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.hidden_geometry.heads import _over_heads
+from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
 
 FIGURE_25 = EXPERIMENTS["geometry/figure25"]
 
@@ -21,14 +23,14 @@ def _with(run, **columns):
 
 
 def test_shares_and_correlations_of_heads_laid_down(run):
-    """Oracle: ten of twenty heads above 0.8, falling with depth, and attention that rises with the share."""
+    """Oracle: 16 of 20 heads above 0.8, falling with depth, and attention that rises with the share."""
     count = len(run.heads)
-    share = np.linspace(1.0, 0.61, count)
+    share = np.linspace(1.0, 0.75, count)
     above = int((share > 0.8).sum())
     local = _with(run, argmax_property=share, previous_token=share**3, entropy=-share)
     outcome = Study(local).outcome(FIGURE_25)
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, HOLDS, HOLDS]
-    assert f"share of {count} heads above 0.8: {above / count:.3f}" in outcome.verdicts[0].evidence
+    assert f"share of {count} heads above 0.8: {above / count:.2f} ±" in outcome.verdicts[0].evidence
     answers = outcome.tables["correlations"].set_index("with")["rank_correlation"]
     assert answers["previous_token"] == pytest.approx(1)
     assert answers["entropy"] == pytest.approx(-1)
@@ -36,6 +38,30 @@ def test_shares_and_correlations_of_heads_laid_down(run):
     reverse = _with(run, argmax_property=share[::-1] * 0.79, previous_token=share)
     answers = [verdict.answer for verdict in Study(reverse).outcome(FIGURE_25).verdicts]
     assert answers == [FAILS, FAILS, FAILS]
+
+
+def test_few_heads_more_than_the_limit_decide_nothing(run):
+    """Oracle: 10 of 20 heads, 0.07 above 0.43, where the share of 20 heads drawn at 0.43 has an sd of 0.11."""
+    share = np.where(np.arange(len(run.heads)) < 10, 0.9, 0.1)
+    assert Study(_with(run, argmax_property=share)).outcome(FIGURE_25).verdicts[0].answer == UNDECIDED
+
+
+@pytest.mark.parametrize(("limit", "heads"), [(0.25, 24), (0.43, 144), (0.5, 24), (0.9, 144), (0.2, 1024)])
+def test_a_share_at_its_limit_holds_by_chance_alone_in_one_case_of_twenty_or_fewer(limit, heads):
+    """Oracle: the binomial distribution of heads that are so with the criterion's own probability."""
+    criterion = Criterion("at least", limit, "a test")
+    counts = np.arange(heads + 1)
+    answers = [
+        judge("", "", share_of_heads([True] * n + [False] * (heads - n), criterion), criterion)
+        for n in counts
+    ]
+    holds = np.array([verdict.answer == HOLDS for verdict in answers])
+    fails = np.array([verdict.answer == FAILS for verdict in answers])
+    probability = stats.binom.pmf(counts, heads, limit)
+    assert probability[holds].sum() <= 0.05
+    assert probability[fails].sum() <= 0.05
+    assert holds[-1]
+    assert fails[0]
 
 
 def test_a_correlation_within_its_error_decides_nothing(run):

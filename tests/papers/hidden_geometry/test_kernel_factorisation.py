@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from theodolite.errors import UsageError
 from theodolite.papers.hidden_geometry.kernel_factorisation import (
     KernelSetting,
+    _within_span,
     factorisation_bound,
     factorisation_log_ratio,
     incoherent_bases,
@@ -114,6 +115,21 @@ def test_noise_hides_an_incoherence_below_one_over_root_width() -> None:
     """Oracle: the theorem's condition: at ρ ≪ 1/√d the noise decides, and the slope is near 0."""
     setting = KernelSetting(width=64, vectors=(40, 40), noise=True)
     assert abs(kernel_factorisation([0.001, 0.003, 0.01], setting, draws=20).slope) < 0.05
+
+
+@pytest.mark.parametrize(("count", "width"), [(3, 50), (6, 6), (20, 4)])
+def test_coordinates_within_the_span_are_those_of_random_directions(count, width) -> None:
+    """Oracle: cosines of random directions of R^w have mean square 1/w and mean fourth power 3/(w(w + 2))."""
+    random = generator()
+    drawn = torch.stack([_within_span(count, width, random) for _ in range(4000)])
+    assert drawn.shape[-1] == min(count, width)
+    grams = drawn @ drawn.mT
+    np.testing.assert_allclose(grams.diagonal(dim1=-2, dim2=-1), 1, rtol=1e-12)
+    for power, expected in ((2, 1 / width), (4, 3 / (width * (width + 2)))):
+        values = grams[:, -1, 0] ** power  # the first and the last row, which the factor treats unlike
+        assert abs(float(values.mean()) - expected) < 4 * float(values.std()) / math.sqrt(len(values))
+    product = grams[:, 0, 1] * grams[:, 1, 2] * grams[:, 0, 2]  # of three directions: 1/w²
+    assert abs(float(product.mean()) - width**-2) < 4 * float(product.std()) / math.sqrt(len(product))
 
 
 def test_same_seed_same_bytes() -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.papers.hidden_geometry.planted import study_of
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.papers import reproduce
+from theodolite.papers import EXPERIMENTS, reproduce
 from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, noise_share
 from theodolite.papers.hidden_geometry.tables import robust_verdicts
 from theodolite.report.outcome import Outcome
@@ -24,13 +25,24 @@ def _planted(run, rank: int, screenot_rank):
     rows = torch.cat([torch.zeros(1, width), basis]).expand(len(run.layers), -1, -1).contiguous()
     return replace(
         run,
-        layers=run.layers.assign(rank=screenot_rank, norm=0.0),
+        layers=run.layers.assign(rank=screenot_rank, rank_se=0.1, norm=0.0),
         arrays=run.arrays | {"positional_basis": rows},
     )
 
 
 def _answers(run) -> list[str]:
-    return [reproduce(f"geometry/{name}", run).verdicts[0].answer for name in ("table1", "table4")]
+    study = study_of(run)
+    return [
+        study.outcome(EXPERIMENTS[f"geometry/{name}"]).verdicts[0].answer for name in ("table1", "table4")
+    ]
+
+
+def test_energy_of_a_run_without_its_text_has_no_error(run):
+    """Oracle: rank 6, whole within it, in a run that has lost the text that it is of; and with it."""
+    planted = _planted(run, 6, 6.0)
+    assert "6 layers: 1.000 (no standard error)" in reproduce("geometry/table1", planted).verdicts[0].evidence
+    known = study_of(planted).outcome(EXPERIMENTS["geometry/table1"]).verdicts[0]
+    assert "6 layers: 1.000 (8 groups of contexts)" in known.evidence
 
 
 def test_the_energy_within_a_rank_is_that_of_the_singular_values(run):
@@ -46,10 +58,10 @@ def test_a_low_rank_holds_and_a_high_one_fails_whatever_screenot_says(run):
     assert _answers(_planted(run, 6, 6.0)) == [HOLDS, HOLDS]
     high = _planted(run, 40, 12.0)
     assert _answers(high) == [FAILS, FAILS]
-    verdict = reproduce("geometry/table1", high).verdicts[0]
+    verdict = study_of(high).outcome(EXPERIMENTS["geometry/table1"]).verdicts[0]
     assert "ScreeNOT looks for at most 20 directions" in verdict.evidence
     assert "within its rank, mean over" in verdict.evidence
-    assert ": 0.300 " in verdict.evidence
+    assert ": 0.300" in verdict.evidence
 
 
 def test_no_rank_is_no_low_rank(run):
@@ -82,5 +94,6 @@ def test_the_noise_of_few_contexts_is_not_taken_for_rank(run):
     noisy = replace(run, arrays=arrays, layers=run.layers.assign(norm=norm, rank=6.0))
     np.testing.assert_allclose(noise_share(noisy), 1, atol=0.05)
     assert _answers(noisy) == [UNDECIDED, UNDECIDED]
-    assert "sampling noise of 40 contexts" in reproduce("geometry/table1", noisy).verdicts[0].evidence
+    verdict = study_of(noisy).outcome(EXPERIMENTS["geometry/table1"]).verdicts[0]
+    assert "sampling noise of 40 contexts" in verdict.evidence
     assert _answers(replace(noisy, layers=noisy.layers.assign(norm=0.0))) == [FAILS, FAILS]

@@ -17,6 +17,7 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
 from theodolite.papers import EXPERIMENTS, Study, experiment
+from theodolite.papers.hidden_geometry import addition_check
 from theodolite.papers.hidden_geometry import positions_while_learned as training
 from theodolite.papers.hidden_geometry.addition_check import binomial_error, is_adder, why_not_an_adder
 from theodolite.papers.hidden_geometry.positions_while_learned import (
@@ -71,7 +72,7 @@ def _table(*rows: dict[str, float]) -> pd.DataFrame:
     steps = [0, *(10 ** (place + 1) for place in range(len(rows) - 1))]
     table = pd.DataFrame(rows).assign(step=steps, layer=1)
     for name in SPIRAL:
-        table[f"{name}_se"] = np.nan
+        table[f"{name}_se"] = 0.0
     return table
 
 
@@ -120,13 +121,21 @@ def test_every_criterion_is_needed(name):
     assert met_at(table, training.SMOOTH_CURVE) == [True, name == "turns"]
 
 
-def test_claims_go_by_the_text_and_few_positions_decide_nothing(run):
+def test_claims_go_by_the_text_and_few_positions_decide_nothing(run, monkeypatch):
     """Oracle: what the paper says of language and of additions."""
     table = _table(CLOUD, SPIRAL)
     assert _answers(judge_layer, table, 1, run) == [HOLDS, HOLDS]
     corpus = run.provenance["corpus"] | {"name": "addition"}
     additions = replace(run, provenance=run.provenance | {"corpus": corpus})
+    assert _answers(judge_layer, table, 1, additions) == [UNTESTABLE]  # no text of additions, and no model
+    additions = replace(additions, examples=pd.DataFrame({"token": list("12345+678=\n")}))
+    assert _answers(judge_layer, table, 1, additions) == [UNTESTABLE]  # no model
+    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda model, run: None)
     assert _answers(judge_layer, table, 1, additions) == [FAILS]
+    rough = _table(CLOUD, CLOUD)
+    assert _answers(judge_layer, rough, 1, additions) == [HOLDS]
+    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda model, run: "this model adds nothing")
+    assert _answers(judge_layer, rough, 1, additions) == [UNTESTABLE]
     short = run.arrays | {"positional_basis": run.arrays["positional_basis"][:, :20]}
     assert _answers(judge_layer, table, 1, replace(run, arrays=short)) == [UNTESTABLE]
 
@@ -238,4 +247,4 @@ def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):
         assert "not known to add" in verdict.evidence
         assert "200 sums of 5 to 10 digits" in verdict.evidence
     other = opened("gpt2")
-    assert "was not trained on addition alone" in why_not_an_adder(Study(_of(run, other), other))
+    assert "was not trained on addition alone" in why_not_an_adder(other, _of(run, other))

@@ -17,7 +17,7 @@ from tests.report.test_page import Reader
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.models.prompts import Focus
@@ -55,14 +55,26 @@ def _answers(outcome) -> list[str]:
 
 
 def _attribution(run, **only: dict[str, float]):
-    """The run with one head a pattern, score 0.8 over uniform attention of 0.1, and scores with one group only."""
+    """The run with five heads a pattern, score 0.8 over uniform attention of 0.1, and scores with one group only."""
     rows = [
-        {"layer": 1, "head": place, "pattern": pattern, "score": 0.8, "group": group, "share": 0.2}
+        {"layer": layer, "head": place, "pattern": pattern, "score": 0.8, "group": group, "share": 0.2}
         | {"only": groups.get(group, 0.1), "without": 0.3, "uniform": 0.1}
         for place, (pattern, groups) in enumerate(only.items())
+        for layer in range(5)
         for group in ATTRIBUTED
     ]
     return replace(run, attribution=pd.DataFrame(rows))
+
+
+def test_one_head_and_few_heads_decide_nothing(run):
+    """Oracle: one head of one, and three of three, which heads that are so in half of the cases give one time in 8."""
+    of_five = _attribution(run, previous={"position": 0.5, "pos-pos": 0.5})
+    for heads, answer in ((1, UNTESTABLE), (3, UNDECIDED), (5, HOLDS)):
+        table = of_five.attribution[of_five.attribution["layer"] < heads]
+        verdicts = (
+            Study(replace(run, attribution=table)).outcome(EXPERIMENTS["geometry/attribution"]).verdicts
+        )
+        assert verdicts[2].answer == answer
 
 
 def test_planted_heads_are_judged_as_they_were_planted(planted):  # noqa: F811
@@ -72,7 +84,8 @@ def test_planted_heads_are_judged_as_they_were_planted(planted):  # noqa: F811
     study = Study(run, planted, corpus)
     for name in ("geometry/figure6", "geometry/attribution"):
         verdicts = study.outcome(EXPERIMENTS[name]).verdicts
-        assert [v.answer for v in verdicts] == [HOLDS, HOLDS, HOLDS, HOLDS, UNTESTABLE]
+        assert [v.answer for v in verdicts] == [UNTESTABLE] * 5  # one head each
+        assert all(": 1 ± 0.5 (1 head)" in v.evidence for v in verdicts[:4])
         assert ["ours" in v.claim for v in verdicts] == [False, True, False, True, False]
     assert "L0H0" in study.outcome(EXPERIMENTS["geometry/figure6"]).verdicts[2].evidence
     shares = study.outcome(EXPERIMENTS["geometry/figure6"]).tables["shares"].set_index("panels")
@@ -100,7 +113,7 @@ def test_a_claim_needs_the_named_constituent_to_keep_half_and_most(run):
     )
     outcome = Study(failed).outcome(attribution)
     assert _answers(outcome) == [FAILS] * 6
-    table = outcome.tables["attribution"].set_index(["pattern", "group"])
+    table = outcome.tables["attribution"].query("layer == 0").set_index(["pattern", "group"])
     assert table.loc[("previous", "position"), "kept"] == pytest.approx(0.3 / 0.7)
     assert table.loc[("previous", "position"), "left"] == pytest.approx(0.2 / 0.7)
     weak = replace(held, attribution=held.attribution.assign(score=0.19))
@@ -120,13 +133,13 @@ def _shares(run, per_head: list[dict[tuple[str, str], float]]):
 
 
 def test_positional_constituents_are_counted_where_they_are_the_largest(run):
-    """Oracle: a table in which 6, then 4, of 20 heads owe most to position."""
+    """Oracle: a table in which 10, then 1, and 6 of 20 heads owe most to position: of four groups, five by chance."""
     pos, context, constant = ("pos", "mean"), ("resid", "ctx"), ("mean", "bias")
-    for count, answer in ((6, HOLDS), (4, FAILS)):  # pos × mean is no PWPᵀ
+    for count, answer in ((10, HOLDS), (6, UNDECIDED), (1, FAILS)):  # pos × mean is no PWPᵀ
         heads = [{pos: 0.6, context: 0.4}] * count + [{constant: 0.7, context: 0.3}] * (20 - count)
         outcome = Study(_shares(run, heads)).outcome(EXPERIMENTS["geometry/constituents"])
         assert _answers(outcome) == [FAILS, answer]
-        assert f": {count / 20:.3f}" in outcome.verdicts[1].evidence
+        assert f": {count / 20:.2f} ±" in outcome.verdicts[1].evidence
         heads = [{("pos", "pos"): 0.6} | {context: 0.4}] * count + heads[count:]
         assert _answers(Study(_shares(run, heads)).outcome(EXPERIMENTS["geometry/constituents"])) == [
             answer,
@@ -134,7 +147,7 @@ def test_positional_constituents_are_counted_where_they_are_the_largest(run):
         ]
     table = outcome.tables["shares"]
     assert "additive" not in table
-    assert table["constant"].sum() == pytest.approx(0.7 * 16)
+    assert table["constant"].sum() == pytest.approx(0.7 * 19)
     choice = outcome.exhibits[0].choice
     assert {"z", "text"} <= choice.variants()["0"][0].keys()
     assert choice.draw("0").data[0].z.shape == (5, 4)
@@ -143,14 +156,14 @@ def test_positional_constituents_are_counted_where_they_are_the_largest(run):
 
 def test_the_mean_changes_the_largest_constituent_or_not(run):
     """Oracle: a table; μ × pos of 0.5 lifts pos-pos above a cvec-cvec of 0.4."""
-    calm = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("bias", "pos"): 0.5}] * 20
-    moved = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("mean", "pos"): 0.5}] * 3
+    calm = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("bias", "pos"): 0.5}] * 60
+    moved = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("mean", "pos"): 0.5}] * 15
     outcome = Outcome()
     nothing = replace(run, constituents=pd.DataFrame())
-    for surveyed in (_shares(run, calm), _shares(run, calm[3:] + moved), nothing):
+    for surveyed in (_shares(run, calm), _shares(run, calm[15:] + moved), nothing):
         _judge_mean(outcome, surveyed)
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, FAILS, UNTESTABLE]
-    assert ": 0.850" in outcome.verdicts[1].evidence
+    assert ": 0.75 ±" in outcome.verdicts[1].evidence
 
 
 @pytest.mark.parametrize("family", ["llama3", "bloom"])
@@ -248,12 +261,16 @@ def test_positional_logits_are_those_of_the_weights(surveyed):
 
 def test_roughness_is_claimed_of_additions_only(run, monkeypatch):
     """Oracle: shares on either side of 0.6, and text that is no addition."""
-    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda study: None)
+    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda model, run: None)
     additions = Study(replace(run, examples=pd.DataFrame({"token": list("12345+678=\n")})))
-    assert rough_verdict(additions, 0.5, 16, 32).answer == HOLDS
-    assert rough_verdict(additions, 0.7, 16, 32).answer == FAILS
-    assert rough_verdict(additions, 0.5, 16, 12).answer == UNTESTABLE
-    assert rough_verdict(Study(run), 0.5, 16, 32).answer == UNTESTABLE
+    rough, smooth = np.full(16, 0.5), np.full(16, 0.7)
+    assert rough_verdict(additions, rough, 32).answer == HOLDS
+    assert rough_verdict(additions, smooth, 32).answer == FAILS
+    assert (
+        rough_verdict(additions, np.r_[rough[:11], smooth[:5]], 32).answer == UNDECIDED
+    )  # 11 of 16: p = 0.1
+    assert rough_verdict(additions, rough, 12).answer == UNTESTABLE
+    assert rough_verdict(Study(run), rough, 32).answer == UNTESTABLE
 
 
 def test_calls_that_cannot_work_are_one_line(surveyed, monkeypatch):

@@ -45,7 +45,8 @@ def _measured(run, spread: float, seed: int = 0):
         measures.append(cluster)
     table = run.layers.assign(**{name: [row[name] for row in rows] for name in rows[0]})
     arrays = run.arrays | {"context_basis": contexts, "context_cluster": torch.stack(measures)}
-    return replace(run, layers=table, arrays=arrays)
+    errors = {f"{name}_se": 0.001 for name in rows[0] if f"{name}_se" not in run.layers}
+    return replace(run, layers=table.assign(**errors), arrays=arrays)
 
 
 def test_planted_clusters_are_seen_and_noise_is_not(run):

@@ -16,17 +16,17 @@ from theodolite.papers import Study
 from theodolite.papers.hidden_geometry.weights import corner_of, figure_4
 from theodolite.report.drawing import theory as drawing
 
-WIDTH, RANK = 80, 5
+WIDTH, RANK, HEADS = 80, 5, 8
 FIGURE_4 = figure_4
 
 
 @pytest.fixture(scope="module")
 def run():
-    return make_run(blocks=2, heads=3, length=48, width=WIDTH)
+    return make_run(blocks=2, heads=HEADS, length=48, width=WIDTH)
 
 
 def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
-    """Three heads per block: so many with a positional part, so many that are diagonal, the rest noise."""
+    """Heads of a block: so many with a positional part, so many that are diagonal, the rest noise."""
     generator = torch.Generator().manual_seed(0)
     basis = run.arrays["positional_basis"][:, 1:].double()
 
@@ -34,22 +34,22 @@ def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
         if layer in refused:
             raise WorkError("not affine")
         directions = torch.linalg.svd(basis[layer]).Vh[:RANK].mT
-        w_q = torch.randn(3, WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
-        w_k = torch.eye(WIDTH, dtype=torch.float64).repeat(3, 1, 1)
+        w_q = torch.randn(HEADS, WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
+        w_k = torch.eye(WIDTH, dtype=torch.float64).repeat(HEADS, 1, 1)
         for head in range(positional):
             signs = torch.randint(2, (RANK, RANK), generator=generator) * 2.0 - 1
             w_q[head] = 0.02 * w_q[head] + directions @ signs.double() @ directions.mT
         for head in range(positional, positional + diagonal):
             signs = torch.randint(2, (WIDTH,), generator=generator) * 2.0 - 1
             w_q[head] = 0.02 * w_q[head] + torch.diag(signs.double())
-        empty = torch.zeros(3, WIDTH)
+        empty = torch.zeros(HEADS, WIDTH)
         return HeadWeights(w_q, w_k, w_k, empty, empty, empty, 0.25, "projection")
 
     return SimpleNamespace(
         weights=lambda: SimpleNamespace(sha256=run.provenance["model"]["sha256"]),
         id="planted",
         layers=2,
-        heads=3,
+        heads=HEADS,
         width=WIDTH,
         device=torch.device("cpu"),
         head_weights=head_weights,
@@ -61,18 +61,18 @@ def _answers(outcome) -> list[str]:
 
 
 def test_planted_parts_are_found_where_they_are(run):
-    """Oracle: two heads of three hold V L Vᵀ, L of 5 × 5 signs, plus 2 % of noise, the third a diagonal of signs."""
-    outcome = Study(run, _model(run, positional=2, diagonal=1)).outcome(FIGURE_4)
+    """Oracle: seven heads of eight hold V L Vᵀ, L of 5 × 5 signs, plus 2 % of noise, the last a diagonal of signs."""
+    outcome = Study(run, _model(run, positional=7, diagonal=1)).outcome(FIGURE_4)
     assert _answers(outcome) == [HOLDS, FAILS, HOLDS]
     table = outcome.tables["heads"]
-    assert len(table) == 6
-    positional, diagonal = table[table["head"] < 2], table[table["head"] == 2]
+    assert len(table) == 2 * HEADS
+    positional, diagonal = table[table["head"] < 7], table[table["head"] == 7]
     assert (positional["corner_energy_20"] > 0.5).all()
     assert (positional["corner_ratio"] > 10).all()
     assert (diagonal["diagonal"] > 0.9).all()
     assert (diagonal["diagonal_ratio"] > 10).all()
     assert diagonal["corner_ratio"].between(0.5, 2).all()
-    swapped = Study(run, _model(run, positional=1, diagonal=2)).outcome(FIGURE_4)
+    swapped = Study(run, _model(run, positional=1, diagonal=7)).outcome(FIGURE_4)
     assert _answers(swapped) == [FAILS, HOLDS, FAILS]
 
 
@@ -87,7 +87,7 @@ def test_the_corner_is_that_of_the_matrices_written_out(run):
     weights = _model(run, positional=1, diagonal=1).head_weights(0)
     basis = run.arrays["positional_basis"][0, 1:].double().numpy()
     v = np.linalg.svd(basis, full_matrices=True)[2].T
-    for head in range(3):
+    for head in range(HEADS):
         w = weights.w_q[head].numpy() @ weights.w_k[head].numpy().T
         energy = (v.T @ (w - np.diag(np.diag(w))) @ v) ** 2
         assert table.loc[head, "corner_energy_20"] == pytest.approx(energy[:20, :20].sum() / energy.sum())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
 from theodolite.judging import HOLDS, OPEN, Estimate, Verdict, judge, untestable
@@ -17,9 +17,6 @@ from theodolite.papers.training.tasks import QUICK_TEST, Additions
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 
 def reads_additions(run: Run) -> bool:
@@ -57,14 +54,14 @@ def binomial_error(share: float, count: int) -> float:
     return math.sqrt(moved * (1 - moved) / count)
 
 
-def why_not_an_adder(study: Study) -> str | None:
+def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
     """Why the model is not known to add, with its accuracy where it can be asked; None: it adds."""
-    if study.model is None:
+    if model is None:
         return "whether the model adds is unknown without it: pass the model together with the run"
-    if not is_adder(study.model):
-        return f"{study.model.id} was not trained on addition alone, so whether it adds is not known"
-    task = task_of(study.run)
-    share = task.accuracy(on_cpu(study.model))
+    if not is_adder(model):
+        return f"{model.id} was not trained on addition alone, so whether it adds is not known"
+    task = task_of(run)
+    share = task.accuracy(on_cpu(model))
     what = f"exact-match accuracy on {QUICK_TEST} sums of {digits_in_words(task.digits)}"
     verdict = judge(
         "",
@@ -75,12 +72,12 @@ def why_not_an_adder(study: Study) -> str | None:
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
 
 
-def of_an_adder(study: Study, verdict: Verdict, measured: str) -> Verdict:
+def of_an_adder(model: OpenModel | None, run: Run, verdict: Verdict, measured: str) -> Verdict:
     """A verdict on what the paper says of models trained on addition: not testable where the model is none."""
-    if not reads_additions(study.run):
+    if not reads_additions(run):
         why = f"the corpus of this run contains no addition problems ({measured})"
         why += ": survey a model trained on addition on addition problems"
         return untestable(verdict.claim, why)
-    if verdict.answer not in OPEN and (unknown := why_not_an_adder(study)):
+    if verdict.answer not in OPEN and (unknown := why_not_an_adder(model, run)):
         return untestable(verdict.claim, f"{unknown} ({measured})")
     return verdict

@@ -12,11 +12,13 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite.judging import Criterion, Verdict, untestable, yes_or_no
+from theodolite.judging import Criterion, Verdict, judge, untestable
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT, paired_groups
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
 from theodolite.papers.experiment import Study, experiment
+from theodolite.papers.hidden_geometry import criteria
+from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
@@ -34,7 +36,6 @@ RETAINS = Criterion(
     "at least", RETAINED, "of what the score has over uniform attention, and more than any other group (ours)"
 )
 MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
-OFTEN = Criterion("at least", 0.25, "“often dominant” read as: largest in a quarter of the heads (ours)")
 REFUSALS_SHOWN = 2
 
 
@@ -162,18 +163,25 @@ def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
     return untestable(claim, f"{why}; {asked}")
 
 
-def top_head_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
-    """Judge a pattern's claims, the paper's and ours, on the head that follows it most."""
-    if not heads or not heads[0].follows:
+def pattern_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
+    """Judge a pattern's claims, the paper's and ours, on all heads that follow it: one head alone decides nothing."""
+    followers = [head for head in heads if head.follows]
+    if not followers:
         return [_none_found(pattern.claim, heads, pattern.strict)]
-    return [
-        yes_or_no(claim, heads[0].determined_by(pattern, group), f"{heads[0].summary(group)}; {RETAINS}")
-        for claim, group in _claims(pattern)
-    ]
+    verdicts = []
+    for claim, group in ((pattern.claim, pattern.strict), (pattern.ours, pattern.group)):
+        share = share_of_heads([head.determined_by(pattern, group) for head in followers], MOST_HEADS)
+        verdicts.append(judge(claim, _what(heads, followers, group), share, MOST_HEADS))
+    return verdicts
 
 
-def _claims(pattern: PatternClaims) -> list[tuple[str, str]]:
-    return [(pattern.claim, pattern.strict), (pattern.ours, pattern.group)]
+def _what(heads: list[Head], followers: list[Head], group: str) -> str:
+    kept = percent(float(np.mean([head.groups.loc[group, "kept"] for head in followers])))
+    return (
+        f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
+        f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the excess, and "
+        f"no other group more (it retains {kept} on average; {followers[0].summary(group)})"
+    )
 
 
 @experiment(
@@ -189,7 +197,7 @@ def attribution(study: Study, outcome: Outcome) -> None:
         followers = [head for head in heads if head.follows]
         top = f"; highest score {number(heads[0].score)}" if heads else ""
         outcome.read(f"heads that attend to {pattern.title}", f"{len(followers)}{top}")
-        _judge_followers(outcome, pattern, heads, followers)
+        outcome.verdicts += pattern_verdicts(pattern, heads)
         if heads:
             outcome.figure(
                 pattern.name,
@@ -205,23 +213,6 @@ def attribution(study: Study, outcome: Outcome) -> None:
             )
     read_refusals(outcome, run)
     outcome.tables["attribution"] = retained(run.attribution)
-
-
-def _judge_followers(
-    outcome: Outcome, pattern: PatternClaims, heads: list[Head], followers: list[Head]
-) -> None:
-    if not followers:
-        outcome.verdicts.append(_none_found(pattern.claim, heads, pattern.strict))
-        return
-    for claim, group in _claims(pattern):
-        wins = [head.determined_by(pattern, group) for head in followers]
-        retained = float(np.mean([head.groups.loc[group, "kept"] for head in followers]))
-        what = (
-            f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the "
-            f"excess, and no other group more (it retains {percent(retained)} on average)"
-        )
-        outcome.claim(claim, what, float(np.mean(wins)), MOST_HEADS)
 
 
 def read_refusals(outcome: Outcome, run: Run) -> None:
@@ -245,12 +236,12 @@ def share_grids(run: Run) -> dict[str, Floats]:
     return grids
 
 
-def _largest(grids: dict[str, Floats]) -> dict[str, float]:
-    """Group → share of the heads in which it is the largest."""
+def _largest(grids: dict[str, Floats]) -> dict[str, list[bool]]:
+    """Group → whether it is the largest, of every head that could be split."""
     stacked = np.stack(list(grids.values())).reshape(len(grids), -1)
     stacked = stacked[:, np.isfinite(stacked).all(axis=0)]
     winners = stacked.argmax(axis=0)
-    return {group: float((winners == place).mean()) for place, group in enumerate(grids)}
+    return {group: (winners == place).tolist() for place, group in enumerate(grids)}
 
 
 @experiment(
@@ -276,23 +267,29 @@ def constituents(study: Study, outcome: Outcome) -> None:
     for group in grids:
         named = f"{group}: mean share of logit variance" + ("; largest in" if group in apart else "")
         shown = percent(means[group]) + (
-            f"; {percent(largest[group])} of the heads" if group in apart else ""
+            f"; {percent(float(np.mean(largest[group])))} of the heads" if group in apart else ""
         )
         outcome.read(named, shown, "“important, often dominant”" if group == "pos-pos" else "")
     read_refusals(outcome, run)
     what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
-    outcome.claim(
-        "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
-        what.format("pos-pos", len(strict), percent(means["pos-pos"])),
-        largest_strict["pos-pos"],
-        OFTEN,
-    )
-    outcome.claim(
-        "Position is often dominant, mean and bias included (ours)",
-        what.format("position", len(apart), percent(means["position"])),
-        largest["position"],
-        OFTEN,
-    )
+    for claim, group, of, wins in (
+        (
+            "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+            "pos-pos",
+            len(strict),
+            largest_strict["pos-pos"],
+        ),
+        (
+            "Position is often dominant, mean and bias included (ours)",
+            "position",
+            len(apart),
+            largest["position"],
+        ),
+    ):
+        often = criteria.above_chance(of)
+        outcome.claim(
+            claim, what.format(group, of, percent(means[group])), share_of_heads(wins, often), often
+        )
     outcome.tables["shares"] = pd.DataFrame(
         {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
         for layer in range(blocks(run))

@@ -92,8 +92,8 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     far = int(np.abs(others).argmax()) + 1
     outcome.claim(
         "The cosine between layer 0 and any other layer is close to 0 (appendix B.2, Fig. 8)",
-        f"largest |mean cosine| with layer 0, at layer {far}",
-        Estimate(float(abs(cosines[0, far])), float(cosine_errors[0, far]), length - 1, "tokens"),
+        f"mean cosine with layer 0 that is largest in size, at layer {far}",
+        Estimate(float(cosines[0, far]), float(cosine_errors[0, far]), length - 1, "tokens"),
         criteria.UNRELATED,
     )
     layers = range(len(norms))

@@ -10,6 +10,7 @@ import pandas as pd
 from theodolite.judging import Criterion, Estimate
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.papers.experiment import Study, experiment
+from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, head_grid, need_column
 from theodolite.report.drawing import theory as drawing
@@ -98,7 +99,7 @@ def figure_25(study: Study, outcome: Outcome) -> None:
     outcome.claim(
         "Many heads satisfy the argmax property at most positions (section 4.2, appendix D.2)",
         f"share of {len(published)} heads above {MOSTLY:g}",
-        float((published > MOSTLY).mean()),
+        share_of_heads((published[np.isfinite(published)] > MOSTLY).tolist(), MANY_HEADS),
         MANY_HEADS,
     )
     of_published = correlations[correlations["share"] == "argmax_property"].set_index("with")

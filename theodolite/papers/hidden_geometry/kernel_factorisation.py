@@ -7,11 +7,14 @@ real model is measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64
+from scipy import stats
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.errors import UsageError
 
@@ -66,9 +69,9 @@ def kernel_factorisation(
 
     Every incoherence sees the same random numbers: only the tilt of the second basis changes.
 
-    With noise, the theorem's O(incoh) asks for incoh ≫ 1/√d. Below that the noise rules: it adds to the
-    logarithm of the ratio a term of mean 0 and variance about 12/d (twelve mismatched products of unit
-    vectors), whatever the incoherence, and the slope falls towards 0.
+    With noise, the theorem's O(incoh) asks for incoh ≥ 1/√d: it adds to the logarithm of the ratio a term of mean 0
+    and variance about 12/d (twelve mismatched products of unit vectors), whatever the incoherence. At a fixed width
+    the error is flat below some incoherence, which says nothing of an upper bound: see `error_growth`.
 
     Raises:
         UsageError: no incoherence or one outside [0, 1], fewer than 2 draws, or an impossible setting.
@@ -95,6 +98,45 @@ def kernel_factorisation(
     )
 
 
+@dataclass(frozen=True)
+class ErrorGrowth:
+    """Mean relative error over incoherence, where incoherence falls as d^−γ: is it bounded, as O(incoh) says?
+
+    ratio: (draws, widths), a draw's pairs counted as one. largest: (widths), over all draws and pairs.
+    """
+
+    exponent: float
+    widths: Float64[Tensor, " widths"]
+    ratio: Float64[Tensor, "draws widths"]
+    largest: Float64[Tensor, " widths"]
+
+    @property
+    def growth(self) -> Float64[Tensor, " leave_one_out"]:
+        """Least-squares slope of ln(mean ratio) on ln d, one draw left out after the other: 0 or less if bounded."""
+        draws = len(self.ratio)
+        means = (self.ratio.sum(0) - self.ratio) / (draws - 1)
+        x = self.widths.log() - self.widths.log().mean()
+        return means.log() @ x / x.square().sum()
+
+
+def error_growth(
+    widths: Sequence[int], exponent: float, setting: KernelSetting, draws: int = 100, seed: int = 0
+) -> ErrorGrowth:
+    """The error over an incoherence of d^−`exponent` for growing d: the rest of the setting stays, noise included.
+
+    By eq. (14) and its “moreover” it stays below a constant where incoh ≥ 1/√d, that is for exponents up to ½.
+    """
+    errors = []
+    for width in widths:
+        incoherence = width**-exponent
+        generator = torch.Generator().manual_seed(seed)
+        of_width = replace(setting, width=width)
+        drawn = torch.stack([_draw(incoherence, of_width, generator) for _ in range(draws)])
+        errors.append(drawn / incoherence)
+    ratio = torch.stack(errors, dim=-1)
+    return ErrorGrowth(exponent, torch.tensor(widths, dtype=torch.float64), ratio.mean(1), ratio.amax((0, 1)))
+
+
 def factorisation_bound(incoherence: Float[Tensor, "*levels"], sparsity: int) -> Float64[Tensor, "*levels"]:
     """exp(s(8ρ + 4ρ²)) − 1: no relative error of eq. (14) exceeds it, for incoherence ρ and s-sparse weights.
 
@@ -118,18 +160,25 @@ def incoherent_bases(
     Raises:
         UsageError: the incoherence is outside [0, 1], the width below 2, or a basis empty.
     """
+    _check_bases(vectors, width, incoherence)
+    half = width // 2
+    first = _directions(vectors[0], half, generator)
+    return _tilted(first, _directions(vectors[1], width - half, generator), incoherence)
+
+
+def _check_bases(vectors: tuple[int, int], width: int, incoherence: float) -> None:
     if not 0 <= incoherence <= 1:
         raise UsageError(f"incoherence is {incoherence}: a cosine's magnitude lies between 0 and 1")
     if width < 2 or min(vectors) < 1:
         raise UsageError(
             f"width is {width} and vectors {vectors}: give at least 2, and a vector in each basis"
         )
-    half = width // 2
-    first = torch.zeros(vectors[0], width, dtype=torch.float64)
-    second = torch.zeros(vectors[1], width, dtype=torch.float64)
-    first[:, :half] = _directions(vectors[0], half, generator)
-    second[:, half:] = _directions(vectors[1], width - half, generator)
-    towards = first[torch.arange(vectors[1]) % vectors[0]]
+
+
+def _tilted(first: Tensor, second: Tensor, incoherence: float) -> tuple[Tensor, Tensor]:
+    """Unit vectors of two orthogonal spaces, the second leaning towards the first."""
+    first, second = functional.pad(first, (0, second.shape[1])), functional.pad(second, (first.shape[1], 0))
+    towards = first[torch.arange(len(second)) % len(first)]
     return first, (1 - incoherence**2) ** 0.5 * second + incoherence * towards
 
 
@@ -158,19 +207,33 @@ def factorisation_log_ratio(
 
 
 def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator) -> Tensor:
-    """Relative errors of one draw of bases and weights, (_PAIRS,)."""
-    bases = incoherent_bases(setting.vectors, setting.width, incoherence, generator)
+    """Relative errors of one draw of bases and weights, (_PAIRS,).
+
+    Of a large width only the coordinates within what the bases span are drawn, and weights are held in what the
+    queries and the keys span: nothing else of a vector or a matrix is seen, and normal noise is normal there too.
+    """
+    _check_bases(setting.vectors, setting.width, incoherence)
+    half = setting.width // 2
+    first = _within_span(setting.vectors[0], half, generator)
+    second = _within_span(setting.vectors[1], setting.width - half, generator)
+    bases = _tilted(first, second, incoherence)
+    query, key = (torch.stack([_tokens(basis, generator) for basis in bases]) for _ in range(2))
+    of_queries, of_keys = (torch.linalg.qr(tokens.flatten(0, 1).mT).Q for tokens in (query, key))
     weights = torch.stack(
         [
-            torch.stack([sparse_weight(left, right, setting.sparsity, generator) for right in bases])
+            torch.stack(
+                [
+                    sparse_weight(left @ of_queries, right @ of_keys, setting.sparsity, generator)
+                    for right in bases
+                ]
+            )
             for left in bases
         ]
     )
     if setting.noise:
         noise = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
         weights = weights + noise / setting.width**0.5
-    query, key = (torch.stack([_tokens(basis, generator) for basis in bases]) for _ in range(2))
-    return torch.expm1(factorisation_log_ratio(weights, query, key)).abs()
+    return torch.expm1(factorisation_log_ratio(weights, query @ of_queries, key @ of_keys)).abs()
 
 
 def _tokens(basis: Tensor, generator: torch.Generator) -> Tensor:
@@ -180,6 +243,20 @@ def _tokens(basis: Tensor, generator: torch.Generator) -> Tensor:
     return basis[index] * sign[:, None]
 
 
+def _within_span(count: int, width: int, generator: torch.Generator) -> Tensor:
+    """`_directions` in orthonormal coordinates of their span, (count, min(count, width)).
+
+    Of more dimensions than directions: the triangular factor of a normal matrix, whose diagonal is distributed as χ
+    with `width`, `width` − 1, … degrees of freedom (Bartlett).
+    """
+    if width <= count:
+        return _directions(count, width, generator)
+    lower = torch.randn(count, count, generator=generator, dtype=torch.float64).tril(-1)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    squares = stats.chi2.ppf(uniform.numpy(), width - np.arange(count))
+    return functional.normalize(lower + torch.from_numpy(squares).sqrt().diag(), dim=-1)
+
+
 def _directions(count: int, width: int, generator: torch.Generator) -> Tensor:
     normal = torch.randn(count, width, generator=generator, dtype=torch.float64)
-    return torch.nn.functional.normalize(normal, dim=-1)
+    return functional.normalize(normal, dim=-1)

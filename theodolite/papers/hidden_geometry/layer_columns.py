@@ -1,13 +1,14 @@
-"""What several tables and figures share: quotients of columns, the closest published model, the smoothness verdict."""
+"""What several tables and figures share: quotients of columns, shares of heads, the closest model, smoothness."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import Criterion, Verdict, judge, untestable
+from theodolite.judging import Criterion, Estimate, Verdict, judge, untestable
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.run import Run
 from theodolite.report import published
@@ -37,19 +38,63 @@ def closest_model(run: Run) -> str:
     return published.closest(provenance(run, "model", "family"), provenance(run, "model", "positions"))
 
 
+def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
+    """The share of a model's heads that are so, with the error that it has where the criterion's limit is the truth.
+
+    √(p(1 − p)/H) at the limit p (the score test): heads are what is drawn, as if independently.
+    """
+    values = np.array(list(are_so), dtype=bool)
+    if not len(values):
+        return Estimate(math.nan)
+    error = math.sqrt(criterion.limit * (1 - criterion.limit) / len(values))
+    return Estimate(float(values.mean()), error, len(values), "heads", by_chance=True)
+
+
+def beyond_random_order(
+    lowest: Floats, constant: Floats, positions: int, errors: tuple[Floats, Floats] | None = None
+) -> tuple[Floats, Floats]:
+    """How far a share of low frequencies lies from that of positions in random order (0) to all the energy (1).
+
+    1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))): in random order the constant frequency keeps its energy r_1, and of the
+    rest at most 9 of n − 1 parts are expected within the ten lowest, where it is all in the means of rows or of
+    columns. Constant matrices, whose order does not matter, are NaN.
+
+    Args:
+        lowest, constant: r_10 and r_1. errors: their standard errors, which add up at most, as both are of one text.
+
+    Returns:
+        the numbers, and their standard errors; NaN without `errors`.
+    """
+    rest = np.where(constant < 1, 1 - constant, np.nan)
+    factor = 1 / (1 - min(1.0, 9 / (positions - 1)))
+    beyond: Floats = 1 - (1 - lowest) / rest * factor
+    if errors is None:
+        return beyond, np.full(np.shape(beyond), np.nan)
+    error: Floats = factor * (errors[0] / rest + (1 - lowest) / rest**2 * errors[1])
+    return beyond, error
+
+
+def few_positions(run: Run, least: int = criteria.LEAST_POSITIONS) -> str | None:
+    """Why low frequencies of so few positions say nothing; None: they do."""
+    positions = need(run, "positional_basis").shape[1] - 1
+    if positions >= least:
+        return None
+    return (
+        f"{positions} positions have only {positions} frequencies: use contexts of {least + 1} tokens or more"
+    )
+
+
 def smooth_verdict(
     run: Run,
     claim: str,
     criterion: Criterion = criteria.SMOOTH,
     least: int = criteria.LEAST_POSITIONS,
-    column: str = "low_frequency_10",
 ) -> Verdict:
-    """Judge the mean share of energy in the 10 × 10 lowest frequencies; below `least` positions it says nothing."""
+    """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies."""
     positions = need(run, "positional_basis").shape[1] - 1
-    mean, _ = layer_average(run, column)
+    mean, _ = layer_average(run, "low_frequency_10")
     chance = (10 / positions) ** 2
-    if positions < least:
-        why = f"{positions} positions have only {positions} frequencies: use contexts of {least + 1} tokens or more"
+    if why := few_positions(run, least):
         return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
     return judge(claim, what, mean, criterion)

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from theodolite.judging import (
     FAILS,
-    UNTESTABLE,
     Estimate,
     Verdict,
-    all_hold,
+    all_of,
     judge,
     unless_explained,
     untestable,
 )
 from theodolite.measure.geometry import SCREENOT_RANK, screenot_bound
+from theodolite.papers.experiment import Study
 from theodolite.papers.hidden_geometry import criteria
+from theodolite.papers.hidden_geometry.resampling import errors_of, grouped_basis
 from theodolite.passes.run import Run
 from theodolite.report.data import OF_GROUPS, Floats, error_of, mean_over_layers, need, value_of
 from theodolite.system.wording import listed, number
@@ -33,9 +35,13 @@ def found_ranks(run: Run) -> Floats:
 
 def energy_within_rank(run: Run) -> Floats:
     """Share of ‖P‖_F² in as many leading singular directions as the rank, by layer; NaN where no rank was found."""
-    squared = torch.linalg.svdvals(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()).square()
+    return energy_within(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double(), found_ranks(run))
+
+
+def energy_within(basis: Tensor, ranks: Floats) -> Floats:
+    """The same of a basis (layers, positions, d) and given ranks."""
+    squared = torch.linalg.svdvals(basis).square()
     shares = (squared.cumsum(-1) / squared.sum(-1, keepdim=True)).numpy()
-    ranks = found_ranks(run)
     places = np.nan_to_num(ranks, nan=1).astype(int) - 1
     energy: Floats = np.where(np.isnan(ranks), np.nan, shares[np.arange(len(shares)), places])
     return energy
@@ -64,11 +70,12 @@ def no_room(run: Run) -> str | None:
     )
 
 
-def low_rank_verdict(run: Run, claim: str, *, every: bool) -> Verdict:
+def low_rank_verdict(study: Study, claim: str, *, every: bool) -> Verdict:
     """Judge the rank and the energy within it: of `every` layer, or their means over layers.
 
     Layers without a rank are not judged: one leaves "every layer" undecided, half of them the mean.
     """
+    run = study.run
     if why := no_room(run):
         return untestable(claim, why)
     ranks, layers = found_ranks(run), len(run.layers)
@@ -78,30 +85,30 @@ def low_rank_verdict(run: Run, claim: str, *, every: bool) -> Verdict:
     if len(missing) == layers:
         return untestable(claim, f"{cap} and found none in any of {layers} layers: no rank found")
     if missing:
-        cap += f" and found none at layer {listed([str(layer) for layer in missing])}: no rank found, not testable"
-    parts = [_of_rank(run, claim, ranks, every), _of_energy(run, claim, every)]
-    answers = [part.answer for part in parts]
+        cap += f" and found none at layer {listed([str(layer) for layer in missing])}"
+    parts = [_of_rank(run, claim, ranks, every, cap), _of_energy(study, claim, every)]
     if missing and (every or 2 * len(missing) >= layers):
-        answers.append(UNTESTABLE)
-    return Verdict(claim, all_hold(answers), "; ".join([parts[0].evidence, cap, parts[1].evidence]))
+        parts.append(untestable(claim, "no rank found: not testable there"))
+    return all_of(claim, parts)
 
 
-def _of_rank(run: Run, claim: str, ranks: Floats, every: bool) -> Verdict:
+def _of_rank(run: Run, claim: str, ranks: Floats, every: bool, cap: str) -> Verdict:
     count, possible = int(np.isfinite(ranks).sum()), min(need(run, "positional_basis")[0, 1:].shape)
     errors = np.where(np.isnan(ranks), np.nan, error_of(run, "rank"))
     if every:
         worst = int(np.nanargmax(ranks))
-        what = f"highest rank of {count} layers, at layer {worst}, of {possible} possible"
+        what = f"highest rank of {count} layers, at layer {worst}, of {possible} possible ({cap})"
         return judge(
             claim, what, Estimate(float(ranks[worst]), float(errors[worst]), *OF_GROUPS), criteria.RANK
         )
     mean, _, error = mean_over_layers(ranks, errors)
-    what = f"mean rank over {count} layers, of {possible} possible"
+    what = f"mean rank over {count} layers, of {possible} possible ({cap})"
     return judge(claim, what, Estimate(mean, error, *OF_GROUPS), criteria.RANK)
 
 
-def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
+def _of_energy(study: Study, claim: str, every: bool) -> Verdict:
     """More contexts would raise the energy within the rank by no more than the noise: within that, undecided."""
+    run, ranks = study.run, found_ranks(study.run)
     shares, noise = energy_within_rank(run), noise_share(run)
     summary_name, summary = ("lowest of", np.nanmin) if every else ("mean over", np.nanmean)
     value, without_noise = float(summary(shares)), min(float(summary(shares + noise)), 1.0)
@@ -110,4 +117,6 @@ def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
     contexts = run.provenance["corpus"]["contexts"]
     noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
     explanation = noisy if criteria.WITHIN_RANK.met(without_noise) else ""
-    return unless_explained(judge(claim, what, value, criteria.WITHIN_RANK), FAILS, explanation)
+    error = errors_of(grouped_basis(study), lambda p: np.asarray(summary(energy_within(p, ranks))), value)
+    estimate = Estimate(value, float(error), *OF_GROUPS)
+    return unless_explained(judge(claim, what, estimate, criteria.WITHIN_RANK), FAILS, explanation)

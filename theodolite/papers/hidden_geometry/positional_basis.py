@@ -9,7 +9,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.judging import Estimates
+from theodolite.judging import Estimate, Estimates
+from theodolite.measure.uncertainty import half_sample_error
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import (
@@ -17,10 +18,17 @@ from theodolite.papers.hidden_geometry.layer_columns import (
     columns_with_errors,
     smooth_verdict,
 )
-from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, low_rank_verdict
+from theodolite.papers.hidden_geometry.low_rank import (
+    energy_within,
+    energy_within_rank,
+    found_ranks,
+    low_rank_verdict,
+)
+from theodolite.papers.hidden_geometry.resampling import GroupedBasis, by_halves, errors_of, grouped_basis
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import (
+    OF_GROUPS,
     Floats,
     error_of,
     layer_average,
@@ -85,7 +93,7 @@ def _beside_published(
 def rank(study: Study, outcome: Outcome) -> None:
     _beside_published(outcome, study.run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
     claim = "The positional basis has a low rank at every layer (Table 4)"
-    outcome.verdicts.append(low_rank_verdict(study.run, claim, every=True))
+    outcome.verdicts.append(low_rank_verdict(study, claim, every=True))
 
 
 @experiment(
@@ -154,11 +162,37 @@ def shape_of(run: Run) -> pd.DataFrame:
     """
     basis = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
     plane = torch.from_numpy(need(run, "positional_pca")[:, 1:, :2]).double()
+    return _shape(basis, plane, _noise_variance(run), NOISY)
+
+
+def shape_errors(run: Run, basis: GroupedBasis | None) -> pd.DataFrame:
+    """The standard errors of the columns of `shape_of`; NaN without a basis by group."""
+    noise = 2 * _noise_variance(run)  # of half of the contexts
+
+    def numbers(half: Tensor) -> Floats:
+        squares, directions = torch.linalg.eigh(half @ half.mT)
+        plane = directions[..., -2:] * squares[:, None, -2:].clamp_min(0).sqrt()
+        return np.asarray(_shape(half, plane, noise, noisy=1.0).to_numpy(dtype=np.float64))
+
+    like = shape_of(run)
+    return pd.DataFrame(errors_of(basis, numbers, like), columns=like.columns)
+
+
+def _noise_variance(run: Run) -> Floats:
+    """Of the mean over the run's contexts, in the plane of the curve, by layer."""
     cvec = torch.from_numpy(need(run, "cvec_pca")[:, :, :2]).double()
-    contexts = run.provenance["corpus"]["contexts"]
-    noise = (cvec.var(1).sum(-1) / contexts / plane.var(1).sum(-1)).numpy()
+    variance: Floats = (cvec.var(1).sum(-1) / run.provenance["corpus"]["contexts"]).numpy()
+    return variance
+
+
+def _shape(basis: Tensor, plane: Tensor, noise_variance: Floats, noisy: float) -> pd.DataFrame:
+    """From a basis (layers, positions, d) and its curve (layers, positions, 2).
+
+    A curve with a share of noise of `noisy` or more has no smooth roughness.
+    """
+    noise = noise_variance / plane.var(1).sum(-1).numpy()
     rough = roughness(plane)
-    within = np.where(noise < NOISY, noise, np.nan)
+    within = np.where(noise < noisy, noise, np.nan)
     return pd.DataFrame(
         {
             "layer": range(len(basis)),
@@ -172,26 +206,30 @@ def shape_of(run: Run) -> pd.DataFrame:
     )
 
 
-def _principal_components(outcome: Outcome, run: Run, place: str) -> None:
-    shape = shape_of(run)
+def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) -> None:
+    shape, errors = shape_of(run), shape_errors(run, grouped_basis(study, run))
     layers, smooth = len(shape), shape["smooth_roughness"].to_numpy()
     turned = np.where(criteria.CONTINUOUS.met(smooth), shape["turns"], 0.0)
+
+    def estimates(name: str, values: Floats) -> Estimates:
+        return Estimates(values, errors[name].to_numpy(), *OF_GROUPS)
+
     outcome.claim(
         f"Positions form a continuous curve ({place})",
         "roughness on two directions (mean squared step over that in random order, sampling noise taken out)",
-        Estimates(smooth),
+        estimates("smooth_roughness", smooth),
         criteria.CONTINUOUS,
     )
     outcome.claim(
         f"The curve is low-dimensional ({place})",
         "share of its energy in two directions",
-        Estimates(shape["share_of_two_directions"].to_numpy()),
+        estimates("share_of_two_directions", shape["share_of_two_directions"].to_numpy()),
         criteria.DOMINANT,
     )
     outcome.claim(
         f"The curve is often a spiral ({place})",
         "turns about its centre, of curves that are continuous",
-        Estimates(np.where(np.isnan(smooth), np.nan, turned)),
+        estimates("turns", np.where(np.isnan(smooth), np.nan, turned)),
         criteria.SPIRAL_TURNS,
     )
     means = {name: bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
@@ -200,7 +238,7 @@ def _principal_components(outcome: Outcome, run: Run, place: str) -> None:
         "roughness of the curve on these two (random order: 1)", means["smooth_roughness"], "“continuous”"
     )
     outcome.read("turns about the centre", means["turns"], "“often spiral”")
-    outcome.tables["shape"] = shape
+    outcome.tables["shape"] = shape.join(errors.drop(columns="layer").add_suffix("_se"))
     outcome.figure(
         "principal-components",
         "Positions and context vectors on two principal components",
@@ -232,15 +270,27 @@ def _principal_components(outcome: Outcome, run: Run, place: str) -> None:
     needs=("arrays.positional_pca", "arrays.cvec_pca", _BASIS),
 )
 def principal_components(study: Study, outcome: Outcome) -> None:
-    _principal_components(outcome, study.run, "Fig. 1")
-    scale = outcome.tables["shape"]["scale"].to_numpy()
-    widest = int(scale.argmax())
+    _principal_components(outcome, study, study.run, "Fig. 1")
     outcome.claim(
         "Principal components have dramatically increasing scales across layers (Fig. 1)",
-        f"scale of the largest component at layer {widest} over that at layer 0",
-        float(scale.max() / scale[0]) if scale[0] > 0 else math.nan,
+        "scale of the largest component at the layer where it is largest over that at layer 0, the layer chosen on "
+        "half of the contexts and measured on the other",
+        scale_growth(grouped_basis(study)),
         criteria.TENFOLD,
     )
+
+
+def scale_growth(basis: GroupedBasis | None) -> Estimate:
+    """Largest scale over that of layer 0: of each balanced half, at the layer that its complement chooses."""
+    if basis is None:
+        return Estimate(math.nan)
+    scales = by_halves(basis, lambda p: (torch.linalg.matrix_norm(p, 2) / p.shape[1] ** 0.5).numpy())
+    chosen = np.roll(scales, len(scales) // 2, axis=0).argmax(
+        axis=1
+    )  # complements follow the rows of Hadamard's matrix
+    growth = np.where(scales[:, 0] > 0, scales[np.arange(len(scales)), chosen] / scales[:, 0], np.nan)
+    error = half_sample_error(torch.from_numpy(growth))
+    return Estimate(float(growth.mean()), float(error), *OF_GROUPS)
 
 
 @experiment(
@@ -251,7 +301,7 @@ def principal_components(study: Study, outcome: Outcome) -> None:
 )
 def on_random_tokens(study: Study, outcome: Outcome) -> None:
     run = study.random_run()
-    _principal_components(outcome, run, "Fig. 24, on random tokens")
+    _principal_components(outcome, study, run, "Fig. 24, on random tokens")
     claim = "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
     outcome.verdicts.append(smooth_verdict(run, claim))
     if run is not study.run:
@@ -267,7 +317,8 @@ def on_random_tokens(study: Study, outcome: Outcome) -> None:
 def spectrum(study: Study, outcome: Outcome) -> None:
     run = study.run
     ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
-    energy = energy_within_rank(run)
+    energy, found = energy_within_rank(run), found_ranks(run)
+    errors = errors_of(grouped_basis(study), lambda p: energy_within(p, found), energy)
     table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": energy})
     singular_values = need(run, "singular_values")
     for index in range(singular_values.shape[1]):
@@ -281,7 +332,7 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     outcome.claim(
         "A few singular values dominate (Fig. 3, left)",
         f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",
-        Estimates(energy),
+        Estimates(energy, errors, *OF_GROUPS),
         criteria.DOMINANT,
     )
     claim = "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"

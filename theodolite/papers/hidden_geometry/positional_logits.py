@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.judging import Verdict, judge, untestable
+from theodolite.judging import Criterion, Verdict, judge, untestable
 from theodolite.logits.constituents import whole_positional_basis
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.geometry import CUTOFFS
@@ -22,6 +23,7 @@ from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys,
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import of_an_adder
+from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing import theory as maps
@@ -114,7 +116,7 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     if sums.refused:
         reason = next(iter(sums.refused.values()))
         outcome.read("layers that cannot be split", f"{len(sums.refused)}: {reason}")
-    outcome.verdicts.append(rough_verdict(study, median, len(table), positions))
+    outcome.verdicts.append(rough_verdict(study, table["low_frequency_10"].to_numpy(), positions))
     outcome.tables["smoothness"] = table
     drawn = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
     tiles = [maps.positional_tiles(sums.logits[layer] / len(sample)) for layer in drawn]
@@ -138,13 +140,18 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     )
 
 
-def rough_verdict(study: Study, share: float, heads: int, positions: int) -> Verdict:
-    """Judge the median `share` of low frequencies over heads, where the model was trained on addition."""
+def rough_verdict(study: Study, shares: Floats, positions: int) -> Verdict:
+    """Judge the shares of low frequencies of heads, where the model was trained on addition: of most of the heads."""
     claim = "The QK matrix of a model trained on addition is not smooth (section 4.3, Figs. 5, 19 and 22)"
-    what = f"share of energy at K = 10 of pos-pos, median of {counted(heads, 'head')}"
+    shares = shares[np.isfinite(shares)]
+    median = f"share of energy at K = 10 of pos-pos, median of {counted(len(shares), 'head')}"
+    median += f": {number(float(np.median(shares)))}"
+    limit = criteria.UNLIKE_LANGUAGE
     if positions < criteria.LEAST_UNSMOOTH_POSITIONS:
         verdict = untestable(claim, f"{positions} positions have only {positions} frequencies")
     else:
-        chance = f"(positions in random order: {(10 / positions) ** 2:.2g})"
-        verdict = judge(claim, f"{what} {chance}", share, criteria.UNLIKE_LANGUAGE)
-    return of_an_adder(study, verdict, f"{what}: {number(share)}")
+        chance = f"positions in random order: {(10 / positions) ** 2:.2g}"
+        what = f"share of heads with at most {number(limit.limit)} of pos-pos' energy at K = 10 ({median}; {chance})"
+        most = Criterion("at least", 0.5, f"of the heads; {limit.source}")
+        verdict = judge(claim, what, share_of_heads(limit.met(shares).tolist(), most), most)
+    return of_an_adder(study.model, study.run, verdict, median)

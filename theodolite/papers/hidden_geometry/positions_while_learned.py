@@ -6,7 +6,7 @@ A series of checkpoints is surveyed one by one on the same contexts. Nothing is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,12 @@ from theodolite.errors import UsageError
 from theodolite.judging import (
     HOLDS,
     OPEN,
-    Answer,
     Criterion,
     Estimate,
     Verdict,
-    all_hold,
+    all_of,
     judge,
-    opposite,
+    opposite_of,
     untestable,
 )
 from theodolite.models import OpenModel, open_model
@@ -34,10 +33,12 @@ from theodolite.papers.hidden_geometry.addition_check import (
     binomial_error,
     digits_in_words,
     is_adder,
+    of_an_adder,
     on_cpu,
     task_of,
 )
-from theodolite.papers.hidden_geometry.positional_basis import shape_of
+from theodolite.papers.hidden_geometry.positional_basis import shape_errors, shape_of
+from theodolite.papers.hidden_geometry.resampling import read_by_group
 from theodolite.passes.run import Run
 from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, need, value_of
 from theodolite.report.drawing import training as drawing
@@ -80,10 +81,11 @@ PAPER_ACCURACY = {
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A checkpoint of the series, surveyed."""
+    """A checkpoint of the series, surveyed. `errors`: of the columns of `shape_of`."""
 
     step: int
     run: Run
+    errors: pd.DataFrame
 
 
 def series_of(model: OpenModel) -> dict[int, Path]:
@@ -123,7 +125,9 @@ def _surveyed(study: Study) -> list[_Checkpoint]:
         checkpoint = open_model(path, dtype=model.source.dtype, device=model.device)
         name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
         run_folder = None if study.folder is None else study.folder / name
-        series.append(_Checkpoint(step, study.survey(checkpoint, contexts, run_folder)))
+        run = study.survey(checkpoint, contexts, run_folder)
+        basis = read_by_group(checkpoint, contexts, run, study.show)
+        series.append(_Checkpoint(step, run, shape_errors(run, basis)))
     return series
 
 
@@ -133,9 +137,9 @@ def _table(series: list[_Checkpoint]) -> pd.DataFrame:
     for entry in series:
         shape = shape_of(entry.run).assign(step=entry.step)
         for name in MEASURES:
-            if name not in shape:
-                shape[name] = value_of(entry.run, name)
-            shape[f"{name}_se"] = error_of(entry.run, name)
+            of_shape = name in shape
+            shape[name] = shape[name] if of_shape else value_of(entry.run, name)
+            shape[f"{name}_se"] = entry.errors[name] if of_shape else error_of(entry.run, name)
         parts.append(shape)
     names = [f"{name}{end}" for name in MEASURES for end in ("", "_se")]
     return pd.concat(parts, ignore_index=True)[["step", "layer", *names, "sampling_noise"]]
@@ -152,14 +156,14 @@ def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
     return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
 
 
-def _answer_at(row: pd.Series, needed: dict[str, Criterion]) -> Answer:
+def _verdict_at(row: pd.Series, needed: dict[str, Criterion]) -> Verdict:
     """Whether a layer at one step meets all criteria, with the standard errors that its measures have."""
-    return all_hold(
-        judge(
-            "", MEASURES[name], Estimate(float(row[name]), float(row[f"{name}_se"]), *OF_GROUPS), rule
-        ).answer
+    claim = f"all criteria are met at step {row['step']:g}"
+    parts = [
+        judge(claim, MEASURES[name], Estimate(float(row[name]), float(row[f"{name}_se"]), *OF_GROUPS), rule)
         for name, rule in needed.items()
-    )
+    ]
+    return all_of(claim, parts)
 
 
 def _values_line(row: pd.Series, needed: dict[str, Criterion]) -> str:
@@ -191,7 +195,7 @@ def appears(
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()
     first, last = (_values_line(rows.iloc[place], needed) for place in (0, -1))
-    before, after = (_answer_at(rows.iloc[place], needed) for place in (0, -1))
+    before, after = (_verdict_at(rows.iloc[place], needed) for place in (0, -1))
     if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
         why = (
             f"half of the curve at step {steps[-1]} or more is sampling noise of {SURVEYED_CONTEXTS} contexts"
@@ -202,14 +206,18 @@ def appears(
         f"all criteria are met {_when(steps, met)}; step {steps[0]}: {first}; step {steps[-1]}: {last}; criteria, "
         f"as in tables 2 and 6 and figure 1: {limits}"
     )
-    for step, answer in ((steps[0], before), (steps[-1], after)):
-        evidence += f"; at step {step} {answer}, with the standard errors" if answer in OPEN else ""
-    learned = all_hold([after, opposite(before)])
-    return Verdict(claim, learned if expected else opposite(learned), evidence)
+    for step, verdict in ((steps[0], before), (steps[-1], after)):
+        is_open = verdict.answer in OPEN
+        evidence += f"; at step {step} {verdict.answer}, with the standard errors" if is_open else ""
+    not_before = opposite_of(f"not {before.claim}", before)
+    learned = replace(all_of(claim, [after, not_before]), evidence=evidence)
+    return learned if expected else opposite_of(claim, learned)
 
 
-def judge_layer(outcome: Outcome, table: pd.DataFrame, layer: int, run: Run) -> None:
-    """On one layer of the series whose last checkpoint gave `run`."""
+def judge_layer(
+    outcome: Outcome, table: pd.DataFrame, layer: int, run: Run, model: OpenModel | None = None
+) -> None:
+    """On one layer of the series whose last checkpoint, `model`, gave `run`."""
     learned = "A smooth, significant positional basis is learned, not predefined (section 2)"
     positions = need(run, "positional_basis").shape[1] - 1
     if positions < criteria.LEAST_POSITIONS:
@@ -217,7 +225,8 @@ def judge_layer(outcome: Outcome, table: pd.DataFrame, layer: int, run: Run) -> 
         outcome.cannot_test(f"{learned}: layer {layer}", why)
     elif digits_of(run.provenance["corpus"]["name"]):
         claim = "A model trained on addition learns no smooth positional curve (section 4.3)"
-        outcome.verdicts.append(appears(table, layer, claim, SMOOTH_CURVE, expected=False))
+        verdict = appears(table, layer, claim, SMOOTH_CURVE, expected=False)
+        outcome.verdicts.append(of_an_adder(model, run, verdict, verdict.evidence))
     else:
         spiral = "The positional basis comes to form a spiral (abstract: “often”)"
         outcome.verdicts.append(appears(table, layer, learned, SMOOTH_CURVE))
@@ -241,8 +250,11 @@ def training(study: Study, outcome: Outcome) -> None:
         pairs = zip(steps, means, strict=True)
         shown = [f"{step}: {number(float(np.nanmean(row)))}" for step, row in pairs if np.isfinite(row).any()]
         outcome.read(f"{title}, mean over layers, by step", ", ".join(shown))
+    last = study.require_model()
+    if digits_of(run.provenance["corpus"]["name"]):  # the given model may be an earlier checkpoint
+        last = open_model(series_of(last)[steps[-1]], dtype=last.source.dtype, device=last.device)
     for layer in sorted({1, int(table["layer"].max()) // 2} - {0}):
-        judge_layer(outcome, table, layer, run)
+        judge_layer(outcome, table, layer, run, last)
     drawn = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
     layers = evenly(len(need(run, "positional_pca")), SHOWN_LAYERS)
     curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in drawn])

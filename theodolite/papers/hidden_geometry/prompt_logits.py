@@ -31,9 +31,10 @@ from theodolite.papers.hidden_geometry.attribution import (
     Head,
     PatternClaims,
     attributed_heads,
+    pattern_verdicts,
     read_refusals,
-    top_head_verdicts,
 )
+from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite.passes.run import Run
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.measures import SONG
@@ -161,7 +162,7 @@ def figure_6(study: Study, outcome: Outcome) -> None:
         )
     read_refusals(outcome, study.run)
     for pattern in CLAIMS:
-        outcome.verdicts += top_head_verdicts(pattern, top[pattern.name])
+        outcome.verdicts += pattern_verdicts(pattern, top[pattern.name])
     outcome.tables |= _tables(ids, tokens, panels)
 
 
@@ -188,7 +189,7 @@ def _judge_mean(outcome: Outcome, run: Run) -> None:
         f"the same with pos + μ in place of pos (pairs with μ carry {percent(float(carried))} of the logits' variance "
         "on average)"
     )
-    outcome.claim(claim, what, float(same.mean()), UNCHANGED)
+    outcome.claim(claim, what, share_of_heads(same.tolist(), UNCHANGED), UNCHANGED)
 
 
 def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.context_basis import chosen_contexts, cosines, frequent_labels
 from theodolite.papers.hidden_geometry.layer_columns import columns_with_errors, quotient
+from theodolite.papers.hidden_geometry.random_rotations import AS_RANDOM, chance_cosines, over_random
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import (
@@ -47,9 +48,6 @@ OWN_LABEL = Criterion(
 )
 RECOVERED = Criterion(
     "at least", 0.5, "“strong” read as: half of the way from chance to the labels themselves (ours)"
-)
-AS_RANDOM = Criterion(
-    "at most", 1.0, "no more alike than random directions of the same number and width (ours)"
 )
 
 
@@ -192,23 +190,24 @@ def incoherence(study: Study, outcome: Outcome) -> None:
     titles = {name: title for name, (title, _) in INCOHERENCES.items()}
     for name, (title, printed) in INCOHERENCES.items():
         _read_mean(outcome, run, name, f"|cosine|, {title}", printed)
-    mean, largest = (layer_estimates(run, f"incoherence_{name}") for name in ("mean", "max"))
-    over = mean.values / value_of(run, "incoherence_random")
+    over = value_of(run, "incoherence_mean") / value_of(run, "incoherence_random")
     outcome.read("mean over that of random directions", number(float(np.nanmean(over))))
     outcome.claim(
         "Positional basis and context basis are nearly orthogonal (claim 3, section 2)",
-        "mean |cosine|",
-        mean,
-        criteria.incoherent(run.provenance["model"]["width"]),
-    )
-    random = value_of(run, "incoherence_max_random")
-    outcome.claim(
-        "The largest |cosine| of a position and a context is typically small (section 5)",
-        "maximum over that of random directions",
-        replace(largest, values=largest.values / random, errors=error_of(run, "incoherence_max") / random),
+        "mean |cosine|, over that of random directions",
+        over_random(study, "mean"),
         AS_RANDOM,
     )
-    outcome.tables["layers"] = columns_with_errors(run, INCOHERENCES)
+    outcome.claim(
+        "The largest |cosine| of a position and a context is typically small (section 5)",
+        "largest |cosine|, over that of random directions",
+        over_random(study, "largest"),
+        AS_RANDOM,
+    )
+    chance = chance_cosines(study)
+    outcome.tables["layers"] = columns_with_errors(run, INCOHERENCES).assign(
+        **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}
+    )
     outcome.figure(
         "incoherence",
         "|Cosine| of positions and contexts, layer by layer",

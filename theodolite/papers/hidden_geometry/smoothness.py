@@ -9,13 +9,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from theodolite.judging import Estimate
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import of_an_adder
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
+from theodolite.papers.hidden_geometry.resampling import errors_of, grouped_basis
 from theodolite.passes.run import Run
 from theodolite.report import published
-from theodolite.report.data import evenly, layer_average, need
+from theodolite.report.data import OF_GROUPS, Floats, evenly, layer_average, need
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
@@ -73,16 +75,11 @@ def directions_needed(basis: Tensor) -> Tensor:
     return (share < ENERGY).sum(-1) + 1
 
 
-def _measures(bases: Tensor, names: list[str]) -> pd.DataFrame:
+def measures(bases: Tensor) -> Floats:
+    """What `DIFFERENCES` are of, of every basis: (3, N)."""
     grams = normalised_gram(bases)
-    return pd.DataFrame(
-        {
-            "basis": names,
-            "spike": spike(grams).numpy(),
-            "directions": directions_needed(bases).numpy(),
-            "low_frequency_10": low_frequency_ratio(grams, (10,))[..., 0].numpy(),
-        }
-    )
+    numbers = spike(grams), directions_needed(bases), low_frequency_ratio(grams, (10,))[..., 0]
+    return np.stack([each.double().numpy() for each in numbers])
 
 
 def _pictured(run: Run, bases: Tensor) -> Run:
@@ -113,8 +110,15 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     centred = fixed - fixed.mean(0)
     layer_names = [f"layer {layer}" for layer in range(layers)]
     names = ["sinusoidal, centred", "sinusoidal, as printed", *layer_names]
-    table = outcome.tables["bases"] = _measures(torch.cat([centred[None], fixed[None], learned]), names)
-    for name, (what, measure, words, claim, criterion) in DIFFERENCES.items():
+    numbers = measures(torch.cat([centred[None], fixed[None], learned]))
+    table = outcome.tables["bases"] = pd.DataFrame(
+        {"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True))
+    )
+    # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
+    errors = errors_of(grouped_basis(study), lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
+    for error, (name, (what, measure, words, claim, criterion)) in zip(
+        errors, DIFFERENCES.items(), strict=True
+    ):
         centred_value, uncentred, *of_layers = table[name].astype(np.float64)
         mean = float(np.mean(of_layers))
         outcome.read(f"{what}: sinusoidal, learned", f"{number(centred_value)}, {number(mean)}", words)
@@ -125,7 +129,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         if positions < criteria.LEAST_POSITIONS:
             outcome.cannot_test(claim, f"{values}; fewer than {criteria.LEAST_POSITIONS} positions")
             continue
-        difference = replace(layer_average(run, name)[0], value=mean - centred_value)
+        difference = Estimate(mean - centred_value, float(error), *OF_GROUPS)
         outcome.claim(claim, f"{values}; difference", difference, criterion)
     bases = torch.cat([centred[None], learned])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
@@ -178,7 +182,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     )
     share = f"its share of energy at K = 10 is {mean.value:.3f}"
     verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
-    outcome.verdicts.append(of_an_adder(study, verdict, share))
+    outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
     outcome.tables["smoothness"] = run.layers.filter(
         ["layer", *(f"low_frequency_{k}" for k in (1, 3, 5, 10))]
     )

@@ -11,25 +11,30 @@ import numpy as np
 import pandas as pd
 
 from theodolite.comparison.stream import overlap
-from theodolite.judging import Estimate
+from theodolite.judging import Estimate, Verdict, judge, untestable
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import (
+    beyond_random_order,
     closest_model,
     columns_with_errors,
+    few_positions,
     quotient,
     smooth_verdict,
 )
 from theodolite.papers.hidden_geometry.low_rank import found_ranks, low_rank_verdict, no_room
+from theodolite.papers.hidden_geometry.random_rotations import AS_RANDOM, mean_over_random
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import (
+    OF_GROUPS,
     column,
     error_of,
     layer_average,
     layer_estimates,
     layer_numbers,
+    mean_over_layers,
     need,
     value_of,
 )
@@ -93,7 +98,7 @@ def table_1(study: Study, outcome: Outcome) -> None:
     )
     outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
     outcome.verdicts.append(
-        low_rank_verdict(run, "The positional basis is a low-rank component (Table 1)", every=False)
+        low_rank_verdict(study, "The positional basis is a low-rank component (Table 1)", every=False)
     )
     outcome.claim(
         "The positional basis is a significant component (Table 1, section 3.1)",
@@ -104,9 +109,9 @@ def table_1(study: Study, outcome: Outcome) -> None:
     _separation(outcome, run)
     outcome.claim(
         "Position and context are incoherent (Table 1, section 5)",
-        f"mean |cosine| over {len(run.layers)} layers",
-        layer_average(run, "incoherence_mean")[0],
-        criteria.incoherent(need(run, "positional_basis").shape[2]),
+        f"mean |cosine| over {len(run.layers)} layers, over that of random directions",
+        mean_over_random(study),
+        AS_RANDOM,
     )
     outcome.figure(
         "table1",
@@ -201,10 +206,34 @@ def robust_verdicts(outcome: Outcome, first: Run, second: Run) -> None:
     else:
         here, other = (layer_average(run, "rank")[0] for run in (first, second))
         what = f"mean rank {here.value:.3g} here, {other.value:.3g} on the other text; change"
-        change = replace(here, value=abs(other.value - here.value), error=math.hypot(here.error, other.error))
+        change = replace(here, value=other.value - here.value, error=math.hypot(here.error, other.error))
         outcome.claim(claim, what, change, criteria.RANK_CHANGE)
     smooth = "The positional basis stays smooth on text unlike the training data (Table 2, section 4.1)"
     outcome.verdicts.append(smooth_verdict(second, smooth))
+
+
+def _concentrated(run: Run, name: str, claim: str) -> Verdict:
+    """Judge how far a matrix of Table 3 is from positions in random order: over layers, or over heads as if drawn."""
+    prefix, over = ROWS_OF_TABLE_3[name][0], "layers" if name == "PPᵀ" else "heads"
+    table = getattr(run, over)
+    lowest, constant = (column(table, f"{prefix}low_frequency_{k}") for k in (10, 1))
+    if lowest is None or constant is None:
+        return untestable(claim, f"missing in this run: survey again for the low-frequency shares of {name}")
+    if why := few_positions(run):
+        return untestable(claim, f"share of energy at K = 10: {np.nanmean(lowest):.3f}, but {why}")
+    positions = need(run, "positional_basis").shape[1] - 1
+    what = (
+        f"share of energy at K = 10 {np.nanmean(lowest):.3f}; of the way from positions in random order, with the same "
+        "constant, to all"
+    )
+    if over == "layers":
+        errors = error_of(run, f"{prefix}low_frequency_10"), error_of(run, f"{prefix}low_frequency_1")
+        mean, _, error = mean_over_layers(*beyond_random_order(lowest, constant, positions, errors))
+        estimate = Estimate(mean, error, *OF_GROUPS)
+    else:
+        beyond, _ = beyond_random_order(lowest, constant, positions)
+        estimate = Estimate.mean(beyond[np.isfinite(beyond)], "heads")
+    return judge(claim, f"{what}, mean over {over}", estimate, criteria.MOSTLY)
 
 
 @experiment(
@@ -216,7 +245,7 @@ def robust_verdicts(outcome: Outcome, first: Run, second: Run) -> None:
 def table_3(study: Study, outcome: Outcome) -> None:
     run = study.run
     claim = "The Gram matrix of positions is concentrated in low frequencies (section 3.2, Table 3)"
-    outcome.verdicts.append(smooth_verdict(run, claim, column="pp_low_frequency_10"))
+    outcome.verdicts.append(_concentrated(run, "PPᵀ", claim))
     shares_here: dict[str, dict[int, float]] = {}
     rows: list[dict[str, Any]] = []
     for name, (prefix, paper) in ROWS_OF_TABLE_3.items():
@@ -236,14 +265,7 @@ def table_3(study: Study, outcome: Outcome) -> None:
         if over == "layers":
             continue
         claim = f"{name} inherits the smoothness of the positional basis (section 4.2, Table 3)"
-        if columns[10] is None:
-            why = f"missing in this run: survey again for the low-frequency shares of {name}"
-            outcome.cannot_test(claim, why)
-            continue
-        finite = columns[10][np.isfinite(columns[10])]
-        # Heads are not drawn independently: their spread is shown, and no standard error is claimed.
-        what = f"share of energy at K = 10, mean over {len(finite)} heads (sd {finite.std():.2g})"
-        outcome.claim(claim, what, float(finite.mean()), criteria.SMOOTH)
+        outcome.verdicts.append(_concentrated(run, name, claim))
     outcome.tables["shares"] = pd.DataFrame(rows)
     outcome.figure(
         "table3",

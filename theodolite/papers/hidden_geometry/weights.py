@@ -19,6 +19,7 @@ from theodolite.models import OpenModel
 from theodolite.models.head_weights import EXACT, no_head_matrix
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.decoupling import CORNERS, Decoupling, decouple
+from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite.report.data import evenly, need
 from theodolite.report.drawing import theory as drawing
 from theodolite.report.exhibit import by_name
@@ -130,21 +131,21 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
         f"random rotations, and more by {DEVIATIONS:g} of their sd (median of that energy "
         f"{percent(median[f'corner_energy_{corner}'])}, {number(median['corner_ratio'])} times that of random "
         "rotations)",
-        float(low_rank.mean()),
+        share_of_heads(low_rank.tolist(), MAJORITY),
         MAJORITY,
     )
     outcome.claim(
         "A diagonal component in the majority of attention heads (eq. 9, section 5.1)",
         f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
         f"{percent(median['diagonal'])}, at random {percent(median['diagonal_random'])})",
-        float(diagonal.mean()),
+        share_of_heads(diagonal.tolist(), MAJORITY),
         MAJORITY,
     )
     outcome.claim(
         f"The surviving large values are concentrated in the top left, K ≈ {CORNER} (section 5.1, Fig. 4)",
         f"{heads} with at least {LEAST_SURVIVING} entries above the threshold, and half of their energy in the "
         f"{corner} × {corner} corner",
-        float(concentrated.mean()),
+        share_of_heads(concentrated.tolist(), CONCENTRATED),
         CONCENTRATED,
     )
 

@@ -237,6 +237,23 @@ def factorisation(
     return style.figure(traces, "incoherence", "relative error of the kernel", height=430, layout=layout)
 
 
+def error_over_incoherence(widths: Floats, curves: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
+    """Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence.
+
+    Args:
+        widths: d. curves: name → (means, standard errors).
+    """
+    traces: list[Any] = []
+    for (name, (means, errors)), colour in zip(curves.items(), style.CATEGORIES, strict=False):
+        hover = f"{for_plotly(name)}<br>d = %{{x}}: %{{y:.3g}}<extra></extra>"
+        traces += line(widths, means, name, colour, errors=errors, width=2, marker=6, hover=hover)
+    layout = {
+        "xaxis": {"type": "log", "tickvals": widths.tolist(), "ticktext": [f"{d:g}" for d in widths]},
+        "yaxis": {"type": "log", "dtick": "D2", "tickformat": "~g"},
+    }
+    return style.figure(traces, "width d", "error over incoherence", height=380, layout=layout)
+
+
 def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
     """Layer measures with their standard errors, pairwise in one colour: measured solid, then its baseline dotted."""
     traces: list[Any] = []

@@ -1,0 +1,137 @@
+"""Oracles: the run's own basis, s/√8 of independent groups, permutations, and the distribution of a single cosine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from tests.papers.hidden_geometry.planted import grouped, study_of
+from theodolite.corpus.corpus import Corpus
+from theodolite.judging import FAILS, HOLDS
+from theodolite.measure.geometry import random_cosine
+from theodolite.papers import EXPERIMENTS, Study
+from theodolite.papers.hidden_geometry.layer_columns import beyond_random_order
+from theodolite.papers.hidden_geometry.positional_basis import scale_growth
+from theodolite.papers.hidden_geometry.random_rotations import random_cosines
+from theodolite.papers.hidden_geometry.resampling import errors_of, grouped_basis
+from theodolite.passes.survey import survey
+from theodolite.theory.smoothness import low_frequency_ratio
+
+ALL = torch.ones(8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_all_groups_together_give_the_basis_of_the_run(opened, family):
+    """Oracle: the survey of the same text; and of half of the contexts, that of the groups of the half."""
+    model = opened(family)
+    corpus = Corpus.random_tokens(model.tokenizer, 24, 16)
+    run = survey(model, corpus)
+    study = Study(run, model, corpus)
+    basis = grouped_basis(study)
+    assert basis is grouped_basis(study)  # read once
+    np.testing.assert_allclose(basis.of(ALL), run.arrays["positional_basis"][:, 1:], atol=1e-6)
+    first = survey(model, Corpus.from_ids(corpus.contexts[:8]))
+    half = basis.of((torch.arange(8) < 4).double())
+    assert half.shape[1] <= first.arrays["positional_basis"].shape[1] - 1
+    if family == "gpt2":  # no special tokens behind the text
+        np.testing.assert_allclose(half, first.arrays["positional_basis"][:, 1:], atol=1e-5)
+    other = Corpus.random_tokens(model.tokenizer, 24, 16, seed=1)
+    assert grouped_basis(Study(run, model, other)) is not None  # a run on random tokens says which they were
+    assert grouped_basis(Study(run)) is None
+    renamed = replace(
+        run, provenance=run.provenance | {"corpus": run.provenance["corpus"] | {"name": "notes"}}
+    )
+    assert grouped_basis(Study(renamed, model, other)) is None  # another text than the run's
+
+
+def test_the_error_of_a_mean_over_groups_is_that_of_independent_groups():
+    """Oracle: s/√8 of a number that is linear in the basis, as of eight draws."""
+    noise = torch.randn(3, 8, 5, 4, generator=torch.Generator().manual_seed(0)).double()
+    basis = grouped(torch.zeros(3, 5, 4), noise - noise.mean(2, keepdim=True))
+    errors = errors_of(basis, lambda p: p[:, 2, 1].numpy(), np.zeros(3))
+    drawn = (noise - noise.mean(2, keepdim=True))[:, :, 2, 1]
+    np.testing.assert_allclose(errors, drawn.std(1) / 8**0.5)
+    assert np.isnan(errors_of(None, lambda p: p[:, 0, 0].numpy(), np.zeros(3))).all()
+
+
+def test_a_layer_that_is_widest_by_chance_is_not_judged_by_that_chance():
+    """Oracle: 60 layers, all of one width but for chance: the widest stands out, in the other half of contexts not."""
+    generator = torch.Generator().manual_seed(0)
+    size = 1 + 0.4 * torch.randn(60, 8, 1, 1, generator=generator).double()
+    curve = torch.randn(1, 1, 30, 4, generator=generator).double()
+    basis = grouped(torch.zeros(60, 30, 4), size * (curve - curve.mean(2, keepdim=True)))
+    whole = torch.linalg.matrix_norm(basis.of(ALL), 2)
+    growth = scale_growth(basis)
+    assert whole.max() / whole.median() > 1.25  # what the choice alone gives
+    relative = growth.value * float(whole[0] / whole.median())
+    assert relative < float(whole.max() / whole.median())
+    assert growth.n == 8
+
+
+def test_claims_on_the_curve_have_errors_and_are_open_without(run):
+    """Oracle: the run's curve in every group, and the same with a tenth of noise; without groups no error is known."""
+    figure = EXPERIMENTS["geometry/figure1"]
+    still = study_of(run).outcome(figure)
+    assert (still.tables["shape"]["share_of_two_directions_se"] < 1e-12).all()
+    layers, positions, width = run.arrays["positional_basis"].shape
+    noise = torch.randn(layers, 8, positions - 1, width, generator=torch.Generator().manual_seed(0)).double()
+    moved = study_of(run, 0.1 * noise * run.arrays["positional_basis"].std()).outcome(figure)
+    assert (moved.tables["shape"]["share_of_two_directions_se"] > 0).all()
+    assert "no standard errors" in Study(run).outcome(figure).verdicts[1].evidence
+    assert {v.answer for v in still.verdicts[:2]} <= {HOLDS, FAILS}
+
+
+def test_positions_in_random_order_are_at_zero_or_below():
+    """Oracle: 400 permutations of the rows and columns of a matrix that is nothing but row means, where the bound is
+    met on average, and of one of full rank, which lies below; and a smooth matrix at 1."""
+    generator = np.random.default_rng(0)
+    n = 40
+
+    def beyond(matrix):
+        shares = low_frequency_ratio(torch.from_numpy(matrix), (1, 10)).numpy()
+        return float(beyond_random_order(shares[1], shares[0], n)[0])
+
+    rows = np.tile(generator.normal(size=(n, 1)), n) + 0.5
+    full = generator.normal(size=(n, n)) + 0.5
+    for matrix, expected in ((rows, 0.0), (full, None)):
+        drawn = [beyond(matrix[generator.permutation(n)][:, generator.permutation(n)]) for _ in range(400)]
+        error = np.std(drawn) / 20
+        assert np.mean(drawn) < 3 * error
+        assert expected is None or np.mean(drawn) == pytest.approx(0, abs=3 * error)
+    wave = np.cos(np.pi * (np.arange(n) + 0.5) / n)
+    assert beyond(np.outer(wave, wave) + 3) == pytest.approx(1)
+
+
+def test_the_error_of_the_distance_from_random_order_is_that_of_its_parts():
+    """Oracle: the change of the number with each share, by finite differences, added up."""
+    share, constant, step = np.array([0.8]), np.array([0.3]), 1e-6
+    value, error = beyond_random_order(share, constant, 100, (np.array([0.02]), np.array([0.05])))
+    by_share = (beyond_random_order(share + step, constant, 100)[0] - value) / step
+    by_constant = (beyond_random_order(share, constant + step, 100)[0] - value) / step
+    assert error[0] == pytest.approx(0.02 * abs(by_share[0]) + 0.05 * abs(by_constant[0]), rel=1e-4)
+
+
+def test_random_rotations_give_the_cosines_of_random_directions():
+    """Oracle: of one position and one context, cos² is Beta(½, (d − 1)/2); the mean of many has that expectation."""
+    width = 24
+    one = torch.ones(1, 1, width)
+    single = random_cosines(one, one.roll(1), 2000).mean[:, 0]
+    assert stats.kstest(single**2, stats.beta(0.5, (width - 1) / 2).cdf).pvalue > 0.01
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn(2, 30, 2, generator=generator) @ torch.randn(
+        2, 2, width, generator=generator
+    )  # of rank 2
+    contexts = torch.randn(2, 20, width, generator=generator)
+    chance = random_cosines(basis, contexts, 300)
+    assert chance.mean.shape == (300, 2)
+    error = chance.mean.std(0) / 300**0.5
+    assert (np.abs(chance.mean.mean(0) - random_cosine(width)) < 4 * error).all()
+    directions = torch.nn.functional.normalize(torch.randn(300, 30 * 20, width, generator=generator), dim=-1)
+    independent = directions[..., 0].abs().mean(1).std()
+    assert (
+        chance.mean.std(0) > 2 * float(independent)
+    ).all()  # few dimensions: the mean of many pairs varies more
