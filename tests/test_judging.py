@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from theodolite.corpus.groups import halves
 from theodolite.judging import (
     FAILS,
     HOLDS,
@@ -133,7 +134,9 @@ def test_a_share_is_judged_by_the_score_test(trials):
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ([HOLDS, HOLDS, UNDECIDED], HOLDS),
+        ([HOLDS, HOLDS, UNDECIDED], UNDECIDED),
+        ([HOLDS, FAILS, UNDECIDED], IN_PART),
+        ([HOLDS, UNTESTABLE], HOLDS),
         ([FAILS, UNTESTABLE], FAILS),
         ([HOLDS, FAILS], IN_PART),
         ([IN_PART, UNDECIDED], IN_PART),
@@ -200,8 +203,10 @@ def test_nothing_is_larger_than_itself(criterion):
     [
         ([1, 2, 30], None, HOLDS),
         ([1, 20, 30], None, FAILS),
-        ([1, 20], None, FAILS),
-        ([1, 9.5, 30], [0.1, 1.0, 0.1], UNDECIDED),
+        ([1, 20], None, IN_PART),
+        ([1, 9.5, 30], [0.1, 1.0, 0.1], IN_PART),
+        ([1, 9.5, 9.5, 30], [0.1, 1.0, 1.0, 0.1], UNDECIDED),
+        ([1, 9.5, 9.5], [0.1, 1.0, 1.0], UNDECIDED),
         ([1, 2, 9.5], [0.1, 0.1, 1.0], HOLDS),
         ([1, 2, 30, math.nan], None, HOLDS),
         ([math.nan], None, UNTESTABLE),
@@ -213,6 +218,38 @@ def test_more_than_half_of_the_layers_decide(values, errors, expected):
         "a claim", "a number", Estimates(np.array(values, dtype=float), errors, MANY, "trials"), LOW
     )
     assert verdict.answer == expected
+
+
+def test_intervals_of_layers_share_what_may_miss():
+    """Oracle: t(7) at 1 − 0.025/7, for the 7 of 13 layers that may not err; of 2 layers, one must not: t(7), 0.975."""
+    t = stats.t(7)
+    for layers, expected in ((13, t.ppf(1 - 0.025 / 7)), (2, t.ppf(0.975)), (1, t.ppf(0.975))):
+        estimates = Estimates(np.zeros(layers), np.ones(layers), 8, "groups")
+        assert estimates.shared_margins == pytest.approx(np.full(layers, expected))
+        assert estimates.margins == pytest.approx(np.full(layers, t.ppf(0.975)))
+
+
+def test_exact_numbers_need_no_error():
+    verdict = judge("a claim", "a number", Estimate.exact(9.0), LOW)
+    assert (verdict.answer, "9 (exact)" in verdict.evidence) == (HOLDS, True)
+    layers = judge("a claim", "a number", Estimates.exact([9.0, 11.0, 12.0], "heads"), LOW)
+    assert (layers.answer, "in 1 of 3 heads (from 9 to 12, exact)" in layers.evidence) == (FAILS, True)
+
+
+def test_what_is_negligible_moves_the_line():
+    """Oracle: an interval of ±0.98 (0.5 standard errors of many) about values on either side of 0 + 1."""
+    gain = Criterion("more than", 0.0, "a test", 1.0)
+    for value, expected in ((2.1, HOLDS), (1.5, UNDECIDED), (0.5, UNDECIDED), (-0.1, FAILS), (-5.0, FAILS)):
+        assert judge("", "", Estimate(value, 0.5, MANY, "trials"), gain).answer == expected
+
+
+@pytest.mark.parametrize("contexts", [2, 3, 8, 9, 64, 100])
+def test_halves_share_no_context_and_keep_neighbours_together(contexts):
+    chosen, judged = (part.tolist() for part in halves(contexts))
+    assert sorted(chosen + judged) == list(range(contexts))
+    assert 0 < len(judged) <= len(chosen) <= len(judged) + 1 + contexts // 8
+    together = sum((a in chosen) == (a + 1 in chosen) for a in range(contexts - 1))
+    assert together == contexts - min(contexts, 8)
 
 
 def test_layers_that_rest_on_one_thing_or_have_no_number_decide_nothing():

@@ -28,6 +28,7 @@ LAYERS = [
     "train",
     "prune",
     "evaluate",
+    "estimates",
     "judging",
     "report",
     "comparison",

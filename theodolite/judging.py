@@ -1,119 +1,87 @@
 """How a number is judged against a criterion: the verdict on a claim, and its evidence.
 
-A verdict always carries its number, the number's standard error where the run has one, and the criterion with
-where it comes from. Nothing here reads a run, draws or writes.
+One rule: a claim holds where the whole 95 % interval of its number is on the right side of the criterion, and fails
+where all of it is on the other; else nothing is decided. A number whose error nobody knows has no interval; an exact
+one says so. Layers and heads are judged as `Estimates`, parts by `all_of` and `mix_of`. docs/reproduce.md has it too.
+
+A verdict carries the numbers that it follows from, so that it can be found again from them (`table`). Nothing here
+reads a run, draws or writes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+import pandas as pd
 
-from theodolite.system.wording import counted, number, with_error
-
-Floats = npt.NDArray[np.float64]
+from theodolite.estimates import INTERVAL as INTERVAL
+from theodolite.estimates import SIGMAS as SIGMAS
+from theodolite.estimates import Estimate as Estimate
+from theodolite.estimates import Estimates as Estimates
+from theodolite.estimates import Floats as Floats
+from theodolite.system.wording import number
 
 Answer = Literal["holds", "in part", "fails", "not decided", "not testable here"]
 HOLDS: Answer = "holds"
 IN_PART: Answer = "in part"
 FAILS: Answer = "fails"
 UNDECIDED: Answer = "not decided"
-"""The number is too close to its criterion."""
+"""The number is too close to its criterion, or nobody knows how far off it may be."""
 UNTESTABLE: Answer = "not testable here"
 """The run has no such number."""
 OPEN = (UNDECIDED, UNTESTABLE)
 
-CONFIDENCE = 0.95
-SIGMAS = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
-"""Standard errors on either side of the 95 % interval, where the error is no estimate itself; else Student's t."""
-RESTS_ON_NOTHING = "a standard error needs the number of independent things that it rests on"
-INTERVAL = f"the {CONFIDENCE:.0%} interval".replace("%", "\u00a0%")
+NO_ERROR = "not decided: its standard error is not known"
+
+
+Rule = Literal["number", "most", "all", "mixed", "not", ""]
+"""How a verdict follows from its parts: one number's answer, or by `most`, `all_hold`, `combined` or `opposite`."""
+
+Kind = Literal["estimate", "share", "exact"]
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A number with its standard error (NaN: none known) and what the error rests on.
+class Judged:
+    """A number as it was judged: what `table` has in a row."""
 
-    Attributes:
-        n: how many independent things the error rests on. of: what they are ("seeds").
-        by_chance: the error follows from n, as that of a share of n trials does, and is no estimate from their spread.
-    """
-
+    what: str
+    answer: Answer
     value: float
-    error: float = math.nan
-    n: int = 0
-    of: str = ""
-    by_chance: bool = False
-
-    def __post_init__(self) -> None:
-        if math.isfinite(self.error) and not self.n:
-            raise ValueError(RESTS_ON_NOTHING)
-
-    @classmethod
-    def share(cls, share: float, count: float, of: str) -> Estimate:
-        """A share of `count` independent trials, with the largest standard error that such a share can have.
-
-        That is one half's: against a criterion of one half this is the score test; and 0 or n of few trials do not
-        look certain.
-        """
-        return cls(share, 0.5 / math.sqrt(count), max(1, round(count)), of, by_chance=True)
-
-    @classmethod
-    def mean(cls, values: npt.ArrayLike, of: str) -> Estimate:
-        """The mean of independent values, its error s/√n with s² the unbiased variance; one value has none."""
-        values = np.asarray(values, dtype=np.float64)
-        error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return cls(float(values.mean()), error, len(values), of)
-
-    @property
-    def margin(self) -> float:
-        """Half the width of the 95 % interval; NaN where no error is known."""
-        return (SIGMAS if self.by_chance else _sigmas(self.n)) * self.error
-
-    def __str__(self) -> str:
-        shown = with_error(self.value, self.error)
-        if self.n == 1 or math.isfinite(self.error):
-            return f"{shown} ({counted(self.n, self.of.removesuffix('s'))})"
-        return f"{shown} (no standard error)"
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """One number a layer, (N,), with their standard errors (N,) and what these rest on, as of an `Estimate`."""
-
-    values: Floats
-    errors: Floats | None = None
-    n: int = 0
-    of: str = ""
-
-    def __post_init__(self) -> None:
-        if self.errors is not None and np.isfinite(self.errors).any() and not self.n:
-            raise ValueError(RESTS_ON_NOTHING)
-
-    @property
-    def margins(self) -> Floats:
-        """Half the widths of the 95 % intervals; NaN where no error is known."""
-        errors = np.full(np.shape(self.values), np.nan) if self.errors is None else self.errors
-        return _sigmas(self.n) * errors
-
-
-def _sigmas(n: int) -> float:
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else math.nan
+    error: float
+    n: int
+    of: str
+    kind: Kind
+    looks: int
+    side: str
+    limit: float
+    negligible: float
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim of the paper, in its words where they are short, the answer, and the numbers behind it."""
+    """A claim of the paper, in its words where they are short, the answer, and the numbers behind it.
+
+    Attributes:
+        rule, parts: how the answer follows, and from what.
+        withheld: why the answer that follows is not given after all, and the claim not decided; empty: it is given.
+    """
 
     claim: str
     answer: Answer
     evidence: str
+    rule: Rule = field(default="", compare=False, repr=False)
+    parts: tuple[Judged | Verdict, ...] = field(default=(), compare=False, repr=False)
+    withheld: str = field(default="", compare=False, repr=False)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What is read: claim, answer and evidence."""
+        return {"claim": self.claim, "answer": self.answer, "evidence": self.evidence}
 
 
 @dataclass(frozen=True)
@@ -121,8 +89,9 @@ class Criterion:
     """A limit, the side of it on which the claim holds, and where the limit comes from.
 
     "More than" and "less than" are for claims that one thing is larger than another: a tie decides neither. "within" is
-    for claims that two things are similar: their difference is at most the limit in size, its whole interval included.
-    Beyond the limit by less than `negligible` is no difference: a claim of one fails where the interval is so close.
+    for claims that two things are similar: their difference is at most the limit in size, its whole interval included
+    (an equivalence test). Beyond the limit by less than `negligible` is no difference worth a claim: the line that an
+    interval must be on one side of lies so far beyond the limit.
     """
 
     side: Literal["at most", "at least", "more than", "less than", "within"]
@@ -136,21 +105,21 @@ class Criterion:
         return np.asarray(beyond > 0 if self._strict else beyond >= 0)
 
     def decided(self, values: Floats | float, margins: Floats | float) -> tuple[np.ndarray, np.ndarray]:
-        """Of each value whether the claim holds, and whether it fails; neither within its margin, or at a tie."""
+        """Of each value whether the claim holds, and whether it fails; neither within its margin, or at a tie.
+
+        Nor where the margin is not known (NaN).
+        """
         beyond, margin = self._beyond(values), np.nan_to_num(margins)
         low, high = beyond - margin, beyond + margin
-        holds = (low > 0 if self._strict else low >= 0) & (beyond >= self.negligible)
-        is_negligible = np.maximum(np.abs(low), np.abs(high)) < self.negligible
-        return holds, ((high <= 0) & (beyond < 0)) | is_negligible
+        return low > 0 if self._strict else low >= 0, (high <= 0) & (beyond < 0)
 
     def _beyond(self, values: Floats | float) -> Floats:
-        """How far each value is on the right side of the limit."""
+        """How far each value is on the right side of the limit, and of what is negligible beyond it."""
         values = np.asarray(values, dtype=np.float64)
         if self.side == "within":
             return np.asarray(self.limit - np.abs(values))
-        return np.asarray(
-            self.limit - values if self.side in ("at most", "less than") else values - self.limit
-        )
+        beyond = self.limit - values if self.side in ("at most", "less than") else values - self.limit
+        return np.asarray(beyond - self.negligible)
 
     @property
     def _strict(self) -> bool:
@@ -176,48 +145,80 @@ def independent(verdicts: Sequence[Verdict]) -> list[Verdict]:
 def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion) -> Verdict:
     """Compare a number with its criterion, or one a layer, more than half of which must then meet it.
 
-    Within the margin of the criterion, or at a tie, nothing is decided; such a layer counts for neither side. A mean
-    that rests on one thing alone (one seed) has no margin, and says nothing.
+    Within the margin of the criterion, at a tie, or without a standard error, nothing is decided; such a layer counts
+    for neither side. A mean that rests on one thing alone (one seed) has no margin, and says nothing.
+
+    Of layers the claim holds where more than half hold, and fails where more than half fail. It holds in part where
+    neither is so, but more than half are decided, some for it and some against it. Their intervals are wider
+    (`Estimates.looks`), so that chance among many layers decides no more often than with one.
 
     Args:
         claim: the paper's.
         what: name of the number, with what it is taken over ("mean rank of 13 layers").
-        estimate: the number; a float has no error.
+        estimate: the number; a float has no error: `Estimate.exact` for one that needs none.
     """
     if isinstance(estimate, Estimates):
         return _judge_layers(claim, what, estimate, criterion)
     if not isinstance(estimate, Estimate):
         estimate = Estimate(estimate)
     if not math.isfinite(estimate.value):
-        return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
+        return untestable(claim, f"{what}: no number in this run; {criterion}")
     evidence = f"{what}: {estimate}; {criterion}"
     if estimate.n == 1:
-        return Verdict(claim, UNTESTABLE, f"{evidence}; an interval needs two {estimate.of} or more")
+        return untestable(claim, f"{evidence}; an interval needs two {estimate.of} or more")
     holds, fails = criterion.decided(estimate.value, estimate.margin)
-    if not (holds or fails):
-        near = f"within {INTERVAL} of it" if estimate.value != criterion.limit else "equal to it"
-        return Verdict(claim, UNDECIDED, f"{evidence}; {near}")
-    return Verdict(claim, HOLDS if holds else FAILS, evidence)
+    answer = HOLDS if holds else FAILS if fails else UNDECIDED
+    if answer == UNDECIDED:
+        evidence += f"; within {INTERVAL} of it" if estimate.value != criterion.limit else "; equal to it"
+    row = _row(what, answer, estimate, criterion)
+    return Verdict(claim, answer, evidence, "number", (row,))
+
+
+def _row(what: str, answer: Answer, estimate: Estimate, criterion: Criterion, looks: int = 1) -> Judged:
+    kind: Kind = "exact" if estimate.is_exact else "share" if estimate.by_chance else "estimate"
+    known = estimate.value, estimate.error, estimate.n, estimate.of
+    return Judged(what, answer, *known, kind, looks, criterion.side, criterion.limit, criterion.negligible)
 
 
 def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion) -> Verdict:
-    values, errors = np.where(np.isfinite(layers.values), layers.values, np.nan), layers.errors
-    if not np.isfinite(values).any():
-        return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
-    if layers.n == 1 and errors is not None:
-        return Verdict(claim, UNTESTABLE, f"{what}; {criterion}; an interval needs two {layers.of} or more")
-    holds, fails = criterion.decided(values, layers.margins)
-    meeting, failing, total = int(holds.sum()), int(fails.sum()), int(np.isfinite(values).sum())
-    spread = f"from {number(np.nanmin(values))} to {number(np.nanmax(values))}"
-    error = ", no standard errors"
-    if errors is not None and np.isfinite(errors).any():
-        error = f", standard errors up to {number(np.nanmax(errors), 2)}"
-    evidence = f"{what}: in {meeting} of {total} layers ({spread}{error}); {criterion}, in more than half of the layers"
+    values, margins = np.where(np.isfinite(layers.values), layers.values, np.nan), layers.shared_margins
+    known = np.isfinite(values)
+    if not known.any():
+        return untestable(claim, f"{what}: no number in this run; {criterion}")
+    if layers.n == 1 and layers.errors is not None:
+        return untestable(claim, f"{what}; {criterion}; an interval needs two {layers.of} or more")
+    holds, fails = criterion.decided(values, margins)
+    meeting, failing, total = int(holds.sum()), int(fails.sum()), int(known.sum())
+    evidence = (
+        f"{what}: in {meeting} of {total} {layers.each} ({_spread(layers)}); {criterion}, in more than half"
+    )
+    if failing and meeting:
+        evidence += f"; {failing} on the other side"
     if undecided := total - meeting - failing:
         evidence += f"; {undecided} within {INTERVAL} of it"
-    if 2 * meeting > total:
-        return Verdict(claim, HOLDS, evidence)
-    return Verdict(claim, FAILS if 2 * failing >= total else UNDECIDED, evidence)
+        evidence += f", which {layers.looks} of them share" if layers.looks > 1 else ""
+    answers = [HOLDS if yes else FAILS if no else UNDECIDED for yes, no in zip(holds, fails, strict=True)]
+    rows = tuple(
+        _row(
+            f"{layers.each.removesuffix('s')} {place}",
+            answers[place],
+            layers.at(place),
+            criterion,
+            layers.looks,
+        )
+        for place in np.flatnonzero(known).tolist()
+    )
+    return Verdict(claim, most([row.answer for row in rows]), evidence, "most", rows)
+
+
+def _spread(layers: Estimates) -> str:
+    values, errors = layers.values[np.isfinite(layers.values)], layers.errors
+    spread = f"from {number(values.min())} to {number(values.max())}"
+    if layers.is_exact:
+        return f"{spread}, exact"
+    if errors is None or not np.isfinite(errors).any():
+        return f"{spread}, no standard errors"
+    return f"{spread}, standard errors up to {number(np.nanmax(errors), 2)} of {layers.n} {layers.of}"
 
 
 def untestable(claim: str, why: str) -> Verdict:
@@ -238,7 +239,17 @@ def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verd
     """
     if verdict.answer != answer or not explanation:
         return verdict
-    return Verdict(verdict.claim, UNDECIDED, f"{verdict.evidence}; {explanation}")
+    evidence = f"{verdict.evidence}; {explanation}"
+    return replace(verdict, answer=UNDECIDED, evidence=evidence, withheld=explanation)
+
+
+def most(answers: Sequence[Answer]) -> Answer:
+    """Of many like parts: what more than half of them say; in part where more than half are decided, but split."""
+    counts = {answer: list(answers).count(answer) for answer in (HOLDS, FAILS)}
+    for answer, count in counts.items():
+        if 2 * count > len(answers):
+            return answer
+    return IN_PART if all(counts.values()) and 2 * sum(counts.values()) > len(answers) else UNDECIDED
 
 
 def all_hold(answers: Iterable[Answer]) -> Answer:
@@ -253,9 +264,61 @@ def opposite(answer: Answer) -> Answer:
 
 
 def combined(answers: Iterable[Answer]) -> Answer:
-    """Of several parts together: what all that are decided agree on, else in part; what is open does not count."""
-    answers = set(answers)
-    decided = answers - set(OPEN)
-    if len(decided) > 1:
+    """Of several parts that are claimed together, where some may be true and others not.
+
+    In part where one holds and another fails; else not decided where one is not; else what all say. A part that is
+    not testable does not count.
+    """
+    answers = set(answers) - {UNTESTABLE}
+    if IN_PART in answers or {HOLDS, FAILS} <= answers:
         return IN_PART
-    return next(iter(decided), UNDECIDED if UNDECIDED in answers else UNTESTABLE)
+    return UNDECIDED if UNDECIDED in answers else next(iter(answers), UNTESTABLE)
+
+
+def all_of(claim: str, parts: Sequence[Verdict]) -> Verdict:
+    """The verdict on a claim whose parts must `all_hold`, with the evidence of each."""
+    return _joined(claim, parts, "all", all_hold(part.answer for part in parts))
+
+
+def mix_of(claim: str, parts: Sequence[Verdict]) -> Verdict:
+    """The verdict on a claim whose parts are true or not by themselves (`combined`), with the evidence of each."""
+    return _joined(claim, parts, "mixed", combined(part.answer for part in parts))
+
+
+def opposite_of(claim: str, verdict: Verdict) -> Verdict:
+    """The verdict on the claim that it is not so."""
+    return Verdict(claim, opposite(verdict.answer), verdict.evidence, "not", (verdict,))
+
+
+def _joined(claim: str, parts: Sequence[Verdict], rule: Rule, answer: Answer) -> Verdict:
+    return Verdict(claim, answer, "; ".join(part.evidence for part in parts), rule, tuple(parts))
+
+
+def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
+    """Every verdict and every number behind it, from which the answers can be found again.
+
+    `place`: "2" for the second verdict, "2.1" for the first thing that it follows from. A verdict has `rule`, and
+    `withheld` where its answer was; a number has all other columns. `looks`: how many intervals share the 5 %.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def add(place: str, part: Judged | Verdict) -> None:
+        if isinstance(part, Judged):
+            rows.append({"place": place, "rule": "", "withheld": "", **vars(part)})
+            return
+        rows.append(
+            {
+                "place": place,
+                "rule": part.rule,
+                "withheld": part.withheld,
+                "what": part.claim,
+                "answer": part.answer,
+            }
+        )
+        for number_of_part, inner in enumerate(part.parts, 1):
+            add(f"{place}.{number_of_part}", inner)
+
+    for number_of_verdict, verdict in enumerate(verdicts, 1):
+        add(str(number_of_verdict), verdict)
+    columns = ["place", "what", "answer", "rule", "withheld", *list(Judged.__dataclass_fields__)[2:]]
+    return pd.DataFrame(rows, columns=columns)

@@ -18,9 +18,9 @@ import theodolite.comparison.outputs as outputs
 import theodolite.comparison.sinks as sinks
 import theodolite.comparison.stream as stream
 from theodolite.comparison.outputs import Loss
-from theodolite.comparison.survival import LOST, NEW, SURVIVED, Survival
+from theodolite.comparison.survival import LOST, NEW, SURVIVED, Survival, agreed
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, Answer, combined
+from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, Answer
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted, head_name, listed
@@ -69,7 +69,7 @@ class Audit:
     @property
     def answer(self) -> Answer:
         """Whether the whole survives: holds if all parts do that are there, fails if none does, else in part."""
-        return combined(part.answer for part in self.parts)
+        return agreed(part.answer for part in self.parts)
 
     def __repr__(self) -> str:
         return f"Audit of {self.other} against {self.reference}: {self.summary}"
@@ -259,7 +259,7 @@ def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
         return "Everything survives exactly: no number differs."
     if not decided:
         return "Whether anything survives is not decided."
-    answer = combined(part.answer for part in parts)
+    answer = agreed(part.answer for part in parts)
     if answer == FAILS:
         return f"Nothing survives: neither {listed([part.name for part in decided], 9).replace(' and ', ' nor ')}."
     groups: dict[str, list[str]] = {verb: [] for verb in VERBS.values()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.judging import FAILS, HOLDS, Answer, Criterion, Estimates, combined
+from theodolite.judging import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    OPEN,
+    UNTESTABLE,
+    Answer,
+    Criterion,
+    Estimates,
+)
 from theodolite.judging import UNDECIDED as NOT_DECIDED
 from theodolite.report.data import Floats
 from theodolite.system.wording import counted, listed, percent
@@ -94,7 +103,7 @@ class Survival:
         statuses = {status for status in ANSWERS if self.count(status)}
         if HARDLY_ANY.met(self.left):  # not there by weight, whatever the count
             statuses -= {SURVIVED}
-        return combined(ANSWERS[status] for status in statuses)
+        return agreed(ANSWERS[status] for status in statuses)
 
     @property
     def exact(self) -> bool:
@@ -133,11 +142,21 @@ class Survival:
         return text
 
 
+def agreed(answers: Iterable[Answer]) -> Answer:
+    """What all parts agree on that are decided, else in part."""
+    answers = set(answers)
+    decided = answers - set(OPEN)
+    if len(decided) > 1:
+        return IN_PART
+    return next(iter(decided), NOT_DECIDED if NOT_DECIDED in answers else UNTESTABLE)
+
+
 def clear(differences: npt.ArrayLike, errors: npt.ArrayLike | None, n: int = 0) -> Flags:
     """Whether the 95 % interval of each difference leaves out 0; without an error every difference is certain."""
     sizes = np.abs(np.asarray(differences, dtype=np.float64))
     errors = None if errors is None else np.asarray(errors, dtype=np.float64)
-    return A_CHANGE.decided(sizes, Estimates(sizes, errors, n).margins)[0]
+    margins = np.nan_to_num(Estimates(sizes, errors, n).margins)
+    return A_CHANGE.decided(sizes, margins)[0]
 
 
 def statuses(changed: pd.DataFrame, least: float, n: int = 0) -> npt.NDArray[np.str_]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -36,3 +37,14 @@ class Groups:
             stop = min(batch, end - first)
             yield group, slice(start, stop)
             start = stop
+
+
+def halves(contexts: int) -> tuple[Int[Tensor, " half"], Int[Tensor, " other"]]:
+    """Contexts to choose by and contexts to judge by, by index: what is chosen must not be judged by the same ones.
+
+    A head that is chosen as the best of many on some contexts looks better on those than it is. The halves are ranges
+    in turn, as `Groups` has them, so that neighbours, which are often of one document, are in one half.
+    """
+    parts = min(contexts, GROUPS)
+    odd = torch.arange(contexts) * parts // max(contexts, 1) % 2 == 1
+    return torch.nonzero(~odd).flatten(), torch.nonzero(odd).flatten()

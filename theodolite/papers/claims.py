@@ -35,7 +35,7 @@ def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
             except UsageError as error:
                 verdicts = [untestable(each.title, str(error))]
             outcome.verdicts += verdicts
-            rows += [{"experiment": each.name, **vars(verdict)} for verdict in verdicts]
+            rows += [{"experiment": each.name, **verdict.words} for verdict in verdicts]
         for answer in get_args(Answer):
             count = sum(verdict.answer == answer for verdict in independent(outcome.verdicts))
             outcome.read(f"claims: {answer}", str(count))

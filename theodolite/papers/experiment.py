@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.groups import halves
 from theodolite.corpus.spec import RANDOM
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
@@ -214,6 +215,20 @@ def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
     return Corpus(
         corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
     )
+
+
+def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:
+    """Two halves of a corpus: one on which heads, layers or settings are chosen, one on which they are judged.
+
+    `corpus.groups.halves` gives the same halves as indices, of anything that was measured by context.
+
+    Raises:
+        UsageError: it has a single context.
+    """
+    if len(corpus.contexts) < 2:
+        raise UsageError("heads are chosen on half of the contexts and judged on the other: give 2 or more")
+    first, second = halves(len(corpus.contexts))
+    return corpus_subset(corpus, first), corpus_subset(corpus, second)
 
 
 def of_model(model: OpenModel, seed: int = 0) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from theodolite.corpus.patches import grid_described
-from theodolite.judging import HOLDS, Criterion, judge
+from theodolite.judging import HOLDS, Criterion, Estimate, judge
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.report.data import (
     array,
@@ -241,12 +241,19 @@ def _massive(run: Run) -> Check | None:
     return Check("massive activations", "No massive activations after the first token.", False)
 
 
+def _passes(estimate: Estimate, criterion: Criterion) -> bool:
+    """Clearly on the right side; where fewer than eight contexts give no error, on the right side at all."""
+    if math.isnan(estimate.error):
+        return bool(criterion.met(estimate.value))
+    return judge("", "", estimate, criterion).answer == HOLDS
+
+
 def _positional(run: Run) -> Check | None:
     """Whether the positional basis is more than noise; without that and smoothness, weights look random."""
     rank, singular_values = layer_average(run, "rank")[0], array(run, "singular_values")
     if not math.isfinite(rank.value) or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
         return None
-    if judge("", "rank", rank, POSITIONAL).answer == HOLDS:
+    if _passes(rank, POSITIONAL):
         return Check(
             "positional structure", f"Positions are encoded: the mean rank of their basis is {rank}.", False
         )
@@ -272,7 +279,7 @@ def _smooth(run: Run) -> Check | None:
     if not math.isfinite(smooth.value) or (grid and min(grid.rows, grid.columns) <= LEAST_SIDE):
         return None
     share = percent_with_error(smooth.value, smooth.error)
-    if judge("", "smoothness", smooth, ROUGH).answer == HOLDS:
+    if _passes(smooth, ROUGH):
         text = (
             f"The positional basis is not rough: its ten lowest frequencies{of_plane(run)} hold {share} of the "
             "energy."
@@ -290,7 +297,7 @@ def _entangled(run: Run) -> Check | None:
     if not math.isfinite(incoherence.value):
         return None
     cosine = with_error(incoherence.value, incoherence.error)
-    if judge("", "incoherence", incoherence, ENTANGLED).answer == HOLDS:
+    if _passes(incoherence, ENTANGLED):
         return Check("incoherence", f"Position and context are not entangled: mean |cosine| {cosine}.", False)
     text = (
         f"Position and context are entangled: mean |cosine| {cosine}, not clearly below {ENTANGLED.limit:g}."

@@ -68,7 +68,7 @@ def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
         "name": experiment.name,
         "title": experiment.title,
         "paper": experiment.paper,
-        "verdicts": [vars(verdict) for verdict in outcome.verdicts],
+        "verdicts": [verdict.words for verdict in outcome.verdicts],
         "readings": [vars(reading) for reading in outcome.readings],
         "tables": {name: records(table) for name, table in outcome.tables.items()},
         "provenance": provenance,

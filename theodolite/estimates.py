@@ -1,0 +1,148 @@
+"""A number as it is known: with its standard error, what that rests on, and the interval that follows.
+
+Nothing here knows what is claimed of the number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from theodolite.system.wording import counted, with_error
+
+Floats = npt.NDArray[np.float64]
+
+CONFIDENCE = 0.95
+SIGMAS = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
+"""Standard errors on either side of the 95 % interval, where the error is no estimate itself; else Student's t."""
+RESTS_ON_NOTHING = "a standard error needs the number of independent things that it rests on"
+INTERVAL = f"the {CONFIDENCE:.0%} interval".replace("%", "\u00a0%")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error (NaN: none known, so that nothing is decided) and what the error rests on.
+
+    Attributes:
+        n: how many independent things the error rests on. of: what they are ("seeds").
+        by_chance: the error follows from n, as that of a share of n trials does, and is no estimate from their spread.
+        is_exact: no other sample would give another number: see `exact`.
+    """
+
+    value: float
+    error: float = math.nan
+    n: int = 0
+    of: str = ""
+    by_chance: bool = False
+    is_exact: bool = False
+
+    def __post_init__(self) -> None:
+        if math.isfinite(self.error) and not (self.n or self.is_exact):
+            raise ValueError(RESTS_ON_NOTHING)
+
+    @classmethod
+    def exact(cls, value: float) -> Estimate:
+        """A number that no sample stands behind.
+
+        That is: a formula in closed form, a function of the weights that the claim is about, or a count over all of
+        those that the claim is about. What was measured on some contexts, prompts, seeds or models is none of these.
+        """
+        return cls(float(value), 0.0, is_exact=True)
+
+    @classmethod
+    def share(cls, share: float, count: float, of: str) -> Estimate:
+        """A share of `count` independent trials, with the largest standard error that such a share can have.
+
+        That is one half's: against a criterion of one half this is the score test; and 0 or n of few trials do not
+        look certain.
+        """
+        return cls(share, 0.5 / math.sqrt(count), max(1, round(count)), of, by_chance=True)
+
+    @classmethod
+    def mean(cls, values: npt.ArrayLike, of: str) -> Estimate:
+        """The mean of independent values, its error s/√n with s² the unbiased variance; one value has none."""
+        values = np.asarray(values, dtype=np.float64)
+        error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return cls(float(values.mean()), error, len(values), of)
+
+    @property
+    def margin(self) -> float:
+        """Half the width of the 95 % interval; NaN where no error is known."""
+        if self.is_exact:
+            return 0.0
+        return (SIGMAS if self.by_chance else _sigmas(self.n)) * self.error
+
+    def __str__(self) -> str:
+        shown = with_error(self.value, self.error)
+        if self.is_exact:
+            return f"{shown} (exact)"
+        if self.n == 1 or math.isfinite(self.error):
+            return f"{shown} ({counted(self.n, self.of.removesuffix('s'))})"
+        return f"{shown} (no standard error)"
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """One number a layer, (N,), with their standard errors (N,) and what these rest on, as of an `Estimate`.
+
+    Attributes:
+        each: what has one ("layers", "heads").
+    """
+
+    values: Floats
+    errors: Floats | None = None
+    n: int = 0
+    of: str = ""
+    each: str = "layers"
+    is_exact: bool = False
+
+    def __post_init__(self) -> None:
+        known = self.errors is not None and np.isfinite(self.errors).any()
+        if known and not (self.n or self.is_exact):
+            raise ValueError(RESTS_ON_NOTHING)
+
+    @classmethod
+    def exact(cls, values: npt.ArrayLike, each: str = "layers") -> Estimates:
+        """As `Estimate.exact`."""
+        values = np.asarray(values, dtype=np.float64)
+        return cls(values, np.zeros(values.shape), each=each, is_exact=True)
+
+    def at(self, place: int) -> Estimate:
+        """One layer's number."""
+        error = math.nan if self.errors is None else float(self.errors[place])
+        return Estimate(float(self.values[place]), error, self.n, self.of, is_exact=self.is_exact)
+
+    @property
+    def looks(self) -> int:
+        """How many intervals share the 5 % that may miss: those of a claim on more than half of N, ⌈N/2⌉.
+
+        Such a claim errs only if a number errs beyond the N − ⌈N/2⌉ that may be on either side by right: it holds by
+        mistake no more often than 2.5 % (Bonferroni's bound for a partial conjunction, Benjamini & Heller 2008),
+        however the numbers depend on each other.
+        """
+        return max(1, math.ceil(np.isfinite(self.values).sum() / 2))
+
+    @property
+    def margins(self) -> Floats:
+        """Half the widths of the 95 % intervals of single layers; NaN where no error is known."""
+        return self._margins(1)
+
+    @property
+    def shared_margins(self) -> Floats:
+        """Half the widths of the intervals that a claim on most of them goes by: see `looks`."""
+        return self._margins(self.looks)
+
+    def _margins(self, looks: int) -> Floats:
+        if self.is_exact:
+            return np.zeros(np.shape(self.values))
+        errors = np.full(np.shape(self.values), np.nan) if self.errors is None else self.errors
+        return _sigmas(self.n, looks) * errors
+
+
+def _sigmas(n: int, looks: int = 1) -> float:
+    """Standard errors on either side of an interval from n things that misses in one of 20·`looks` cases."""
+    return float(stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / looks, n - 1)) if n > 1 else math.nan
