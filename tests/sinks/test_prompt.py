@@ -270,6 +270,17 @@ def test_refusals(model):
         trace_prompt(model, torch.zeros(40, dtype=torch.int64), 0, 0)
 
 
-@pytest.mark.parametrize("name", ["few-shot", "chain-of-thought", "step-by-step", "passage", "inference"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "few-shot",
+        "chain-of-thought",
+        "chain-of-thought-2",
+        "step-by-step",
+        "step-by-step-2",
+        "passage",
+        "inference",
+    ],
+)
 def test_prompts_are_shipped(name):
     assert len(shipped_prompt(name)) > 100

@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 from torch import Tensor
 
 from theodolite.attention.summary import SINK_THRESHOLD
-from theodolite.judging import CONFIDENCE, FAILS, HOLDS, UNDECIDED, Answer, Verdict
+from theodolite.estimates import CONFIDENCE
+from theodolite.judging import FAILS, Criterion, Estimate, Verdict, judge, unless_explained
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.papers.experiment import Experiment, Study, experiment
@@ -36,6 +37,8 @@ LEAST_SHIFTS = math.ceil(1 / TAIL) - 1
 
 TIE = 1e-12
 """Of two η²: a grouping and its complement explain the same, but for rounding."""
+
+RARE = Criterion("at most", TAIL, "of all places, its own among them")
 
 CLUSTER = 2
 """Tokens that a group needs: one alone is no cluster."""
@@ -174,14 +177,14 @@ def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> 
 def _by_shifts(claim: str, before: pd.Series, place: pd.Series) -> Verdict:
     """A permutation test, exact for this prompt: all shifts are equally likely where the grouping means nothing."""
     larger, smaller = ((1 + place[name]) / (1 + place["shifts"]) for name in ("as_large", "as_small"))
-    answer: Answer = HOLDS if larger <= TAIL else FAILS if smaller <= TAIL else UNDECIDED
-    evidence = (
+    what = (
         f"η² of the {place['place']}, {number(place['variance_explained'])}, less that before the head, "
-        f"{number(before['variance_explained'])}: {number(place['gain'])}; of {place['shifts']} shifts of the grouping "
-        f"along the prompt {place['as_large']} gain as much and {place['as_small']} as little; criterion: at most "
-        f"{percent(TAIL)} of them and itself gain as much (it fails where as few gain as little)"
+        f"{number(before['variance_explained'])}: {number(place['gain'])}; places of the same runs in the prompt where "
+        "it is as large"
     )
-    return Verdict(claim, answer, evidence)
+    explanation = f"it is as small in {percent(smaller)} of them, so that neither is rare"
+    verdict = judge(claim, what, Estimate.exact(larger), RARE)
+    return unless_explained(verdict, FAILS, "" if smaller <= TAIL else explanation)
 
 
 def _figures(
@@ -308,5 +311,17 @@ PROMPT_SINKS = [
         "chain-of-thought",
         "a chain of thought",
         "Clusters in the head's output and at layer 21 (Fig. 9, L5H16)",
+    ),
+    _on_prompt(
+        "figure10",
+        "step-by-step-2",
+        "another zero-shot chain of thought",
+        "A sink on “Let's think step by step” in a deep layer (Fig. 10, L5H14 and L39H24)",
+    ),
+    _on_prompt(
+        "figure11",
+        "chain-of-thought-2",
+        "another chain of thought",
+        "Clusters in the head's output and in a deep layer (Fig. 11, L3H30)",
     ),
 ]

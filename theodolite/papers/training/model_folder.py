@@ -39,7 +39,17 @@ from theodolite.system.files import check_target, disk_errors, folder_purpose, f
 from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.locks import locked
 
-NOT_SIZES = ("seed", "weight_decay", "dropout", "no_op", "schedule", "positions", "bfloat16", "series")
+NOT_SIZES = (
+    "seed",
+    "weight_decay",
+    "dropout",
+    "no_op",
+    "schedule",
+    "positions",
+    "bfloat16",
+    "series",
+    "optimizer",
+)
 
 IDENTITY = "identity.json"
 """Says which training run a folder is of, unfinished or finished."""
@@ -181,7 +191,9 @@ def _fit(
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
+    if isinstance(config, TaskModelConfig) and config.optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups)
     begin, _ = training_loop.load_checkpoint(checkpoint, model, optimizer, identity)
     # A folder that does not say what it is of has to have a checkpoint, which has just been judged by its own notes.
     unknown = f"{partial} does not say which training run it holds; remove it to start over."
