@@ -20,7 +20,7 @@ from tools.gallery import DOCS, results
 # Picture → the experiment, and those of its figures that stand in it, one below the other.
 PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "sinks": ("sinks/figure2", ("attention", "colours")),
-    "pruning": ("sinks/figure4", ("maps",)),
+    "pruning": ("sinks/figure4", ("left", "maps")),
     "pruning-front": ("sinks/sweep", ("front",)),
     "monitor": ("localization/monitor", ("course",)),
     "locater": ("localization/figure8", ("curves",)),

@@ -49,6 +49,11 @@ TRAININGS: dict[str, tuple[str, str]] = {
         f"{LOCATER} --layers 6 --widths 128",
         "longer than those of figure8; for a GPU",
     ),
+    "sinks/backcopy": (
+        "for seed in 0 1 2; do for optimizer in adamw sgd; do theodolite train backcopy --optimizer $optimizer "
+        "--seed $seed --out backcopy/$optimizer-$seed --threads 1; done; done",
+        "six training runs, half a minute each on one core",
+    ),
     "sinks/escape": (
         "theodolite train escape --out escape --seeds 3",
         "nine training runs, ten minutes each on one core",
@@ -58,7 +63,11 @@ TRAININGS: dict[str, tuple[str, str]] = {
         "three training runs, a quarter of an hour each on one core",
     ),
 }
-_SAME = {"geometry/addition": "geometry/training", "localization/figure7": "localization/figure8"}
+_SAME = {
+    "geometry/addition": "geometry/training",
+    "localization/figure7": "localization/figure8",
+    "sinks/examples": "sinks/figure3",
+}
 _ALIASES_OF_TRAINING = ("geometry/figure21", "geometry/figure22", "geometry/figure23")
 
 

@@ -194,7 +194,7 @@ def test_a_shell_can_complete_commands_and_options():
     assert completed("theodolite prune --format f") == {"factored"}
     assert completed("theodolite survey --dtype float") == {"float16", "float32", "float64"}
     assert "few-shot" in completed("theodolite survey --corpus f")
-    assert completed("theodolite reproduce geometry/table1,sinks/tr") == {"geometry/table1,sinks/trace"}
+    assert completed("theodolite reproduce geometry/table1,sinks/trac") == {"geometry/table1,sinks/trace"}
     assert set(EXPERIMENTS) | set(ALIASES) == set(NAMES) | set(PUBLISHED_ELSEWHERE)
     assert list(EXPERIMENTS) == list(NAMES)  # in the order of the list
     assert set(NAMES) < completed("theodolite reproduce") | completed("theodolite reproduce g") | completed(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from theodolite.measure.averaging import (
+    error_of_ratio,
     outlier_ratio,
     random_directions,
     second_over_first,
@@ -20,6 +21,16 @@ def test_unexplained_variance():
     target = torch.tensor([[1.0, -2.0]]).expand(3, -1)
     left = unexplained_variance(target * torch.tensor([[0.0], [1.0], [0.5]]), target)
     torch.testing.assert_close(left, torch.tensor([1.0, 0.0, 0.25]))
+
+
+def test_the_error_of_a_ratio_is_that_of_resampled_sequences():
+    """Oracle: the spread of the ratio over 400 draws of as many sequences; each estimate of it is good to 10 %."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = torch.rand(400, 300, generator=generator) + 0.5
+    parts = 0.3 * wholes + 0.2 * torch.randn(400, 300, generator=generator) * wholes
+    ratios = parts.sum(-1) / wholes.sum(-1)
+    assert float(error_of_ratio(parts, wholes).mean()) == pytest.approx(float(ratios.std()), rel=0.1)
+    assert error_of_ratio(0.3 * wholes, wholes).max() < 1e-7
 
 
 def test_a_tag_is_the_difference_of_two_means():

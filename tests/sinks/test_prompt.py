@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
+from scipy.stats import binomtest
 
 from tests.report.drawn import drawn, finite
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
-from theodolite.papers.catch_tag_release.prompt_sinks import show_prompt
+from theodolite.papers.catch_tag_release.prompt_sinks import explained_by_place, judge_places, show_prompt
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.outcome import Outcome
-from theodolite.sinks.prompt import LEFT_OUT, trace_prompt
+from theodolite.sinks.prompt import LEFT_OUT, PromptTrace, trace_prompt
 
 LENGTH = 24
 IDS = torch.randint(0, 50, (LENGTH,), generator=torch.Generator().manual_seed(0))
@@ -102,18 +106,131 @@ def shown(trace, tokens, **options):
     return outcome
 
 
-def test_without_a_head_named_the_one_that_tags_most(model):
+def test_without_a_head_named_the_one_that_divides_most(model, eager):
+    """Oracle: shares of queries caught, counted in the model's own eager attention; what heads write plays no part."""
+    _, out = eager
+    dividing = {}
+    for layer in range(2):
+        for head in range(2):
+            trace = trace_prompt(model, IDS, layer, head)
+            sinks, weights = trace.sinks.tolist(), out.attentions[layer][0, head]
+            queries = [query for query in range(1, LENGTH) if query not in sinks]
+            caught_by = [
+                max(sinks, key=lambda key: float(weights[query, key]))
+                for query in queries
+                if sinks and weights[query, sinks].max() > 0.3
+            ]
+            pairs = sum(a != b for a in caught_by for b in caught_by) / len(queries) ** 2
+            dividing[layer, head] = pairs, len(caught_by) * (len(queries) - len(caught_by))
     trace = trace_prompt(model, IDS)
-    assert len(trace.sinks)
+    assert (trace.layer, trace.head) == max(dividing, key=lambda place: dividing[place])
     outcome = shown(trace, [str(token) for token in IDS.tolist()], chosen=True)
-    # That it has a sink is why it was chosen, and no verdict.
-    assert [verdict.claim.partition(" ")[0] for verdict in outcome.verdicts] == ["Tokens", "The"]
-    assert "chosen because" in outcome.readings[0].here
+    assert "by its attention alone" in outcome.readings[0].here
     named = shown(trace, [str(token) for token in IDS.tolist()])
-    assert named.verdicts[0].answer == "holds"
     assert len(named.readings) == len(outcome.readings) - 1
     assert list(outcome.tables["places"]["place"])[1] == "output of the head"
     assert len(outcome.exhibits) == 6
+
+
+WIDTH = 6
+
+
+def planted(seed: int, tokens: int, tag: float = 0.0, kept: float = 0.0, smooth: float = 0.8) -> PromptTrace:
+    """A head with two sinks that catch runs of tokens; vectors drift along the prompt, and are tagged by their group.
+
+    `tag` is added to what the head writes, `kept` to the last layer; at 0 the grouping means nothing.
+    """
+    rng = np.random.default_rng(seed)
+    group = np.repeat(rng.integers(-1, 2, size=tokens), rng.integers(1, 9, size=tokens))[:tokens]
+    drift = rng.standard_normal((3, tokens + 50, WIDTH))
+    for place in range(1, tokens + 50):
+        drift[:, place] += smooth * drift[:, place - 1]
+    before, output, last = torch.from_numpy(drift[:, 50:])
+    direction = torch.nn.functional.normalize(torch.from_numpy(rng.standard_normal((3, WIDTH))))[group + 1]
+    all_groups = torch.cat([torch.tensor([LEFT_OUT, LEFT_OUT]), torch.from_numpy(group)])
+
+    def padded(vectors: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.zeros(2, WIDTH, dtype=torch.float64), vectors])
+
+    return PromptTrace(
+        ids=torch.arange(tokens + 2),
+        layer=0,
+        head=0,
+        attention=torch.eye(tokens + 2),
+        output=padded(output + tag * direction),
+        value=padded(output),
+        streams=torch.stack([padded(before), padded(last + kept * direction)]),
+        received=torch.zeros(1, tokens + 2),
+        sinks=torch.tensor([0, 1]),
+        group=all_groups,
+    )
+
+
+def places_of(trace: PromptTrace) -> pd.DataFrame:
+    vectors = {"before": trace.streams[0], "head": trace.output, "last": trace.streams[1]}
+    return explained_by_place(vectors, trace.group, trace.group != LEFT_OUT)
+
+
+def answers(trace: PromptTrace) -> list[str]:
+    outcome = Outcome()
+    judge_places(outcome, trace, places_of(trace))
+    return [verdict.answer for verdict in outcome.verdicts]
+
+
+def test_a_grouping_is_judged_against_its_own_runs_elsewhere():
+    """Oracle: what was planted; and where nothing was, by the binomial tail, at most one in twenty holds or fails.
+
+    Twice what a random grouping explains, the rule before this one, is passed by a third of these and more.
+    """
+    assert answers(planted(0, 120, tag=6.0, kept=6.0)) == ["holds", "holds"]
+    assert answers(planted(0, 120, tag=6.0))[0] == "holds"
+    counts, passed = Counter(), 0
+    for seed in range(100):
+        trace = planted(seed, 60)
+        table = places_of(trace)
+        before, head, _ = table["variance_explained"]
+        passed += bool(head > max(2 * table["by_chance"][1], before))
+        counts += Counter(answers(trace))
+    assert passed > 35
+    assert binomtest(counts["holds"], 200, 0.025, alternative="greater").pvalue > 0.001
+    assert binomtest(counts["fails"], 200, 0.025, alternative="greater").pvalue > 0.001
+    assert counts["not testable here"] == 0
+
+
+def test_the_verdict_is_that_of_its_table():
+    """Oracle: shifts by hand, η² by the sum of squares of each group's mean."""
+    trace = planted(1, 60, tag=2.0)
+    row = places_of(trace).iloc[1]
+    group = trace.group[2:].numpy()
+
+    def eta(vectors, of):
+        centred = vectors - vectors.mean(0)
+        between = sum((of == g).sum() * (centred[of == g].mean(0) ** 2).sum() for g in np.unique(of))
+        return between / (centred**2).sum()
+
+    output, before = trace.output[2:].numpy(), trace.streams[0, 2:].numpy()
+    shifted = [np.roll(group, shift) for shift in range(60)]
+    gains = [eta(output, groups) - eta(before, groups) for groups in shifted]
+    assert row["gain"] == pytest.approx(gains[0])
+    assert row["shifts"] == 59
+    assert row["as_large"] == sum(gain >= gains[0] - 1e-12 for gain in gains[1:])
+    assert row["as_small"] == sum(gain <= gains[0] + 1e-12 for gain in gains[1:])
+
+
+def test_few_tokens_decide_nothing():
+    """Of "A B A B" each group has a token or two, and η² is 1 by chance: at fewer than 40 tokens no shift is rare."""
+    assert answers(planted(0, 6, tag=6.0)) == ["not testable here"] * 2
+    assert answers(planted(0, 39, tag=6.0)) == ["not testable here"] * 2
+    assert answers(planted(0, 40, tag=6.0))[0] == "holds"
+    alone = planted(0, 60, tag=6.0)
+    alone.group[2:] = -1
+    alone.group[10] = 0
+    assert answers(alone) == ["not testable here"] * 2
+    alone.group[10] = -1
+    assert answers(alone) == ["not testable here"] * 2
+    same = planted(0, 60)
+    same.output[:], same.streams[:] = 1.0, 1.0
+    assert answers(same) == ["not testable here"] * 2
 
 
 def test_the_figures_of_a_head_show_its_trace(model):
@@ -140,11 +257,8 @@ def test_a_head_without_sinks_is_drawn_and_judged(model, folder):
     with pytest.raises(UsageError, match="no head has a sink on this prompt"):
         trace_prompt(flat, IDS)
     outcome = shown(trace_prompt(flat, IDS, 0, 0), [str(token) for token in IDS.tolist()])
-    assert [verdict.answer for verdict in outcome.verdicts] == [
-        "fails",
-        "not testable here",
-        "not testable here",
-    ]
+    assert [verdict.answer for verdict in outcome.verdicts] == ["not testable here", "not testable here"]
+    assert "has no sink on this prompt" in outcome.verdicts[0].evidence
 
 
 def test_refusals(model):
@@ -156,6 +270,17 @@ def test_refusals(model):
         trace_prompt(model, torch.zeros(40, dtype=torch.int64), 0, 0)
 
 
-@pytest.mark.parametrize("name", ["few-shot", "chain-of-thought", "step-by-step", "passage", "inference"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "few-shot",
+        "chain-of-thought",
+        "chain-of-thought-2",
+        "step-by-step",
+        "step-by-step-2",
+        "passage",
+        "inference",
+    ],
+)
 def test_prompts_are_shipped(name):
     assert len(shipped_prompt(name)) > 100

@@ -13,11 +13,12 @@ from rich.console import Console
 
 from theodolite.cli.commands import with_option_groups
 from theodolite.cli.screen import one_line_errors, screen
+from theodolite.errors import UsageError
 from theodolite.system.files import json_text
 
 training = typer.Typer(
     help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
-    "examples, models with a no-op option, or a grid with LocAteR.\n\n"
+    "examples, one that copies, models with a no-op option, or a grid with LocAteR.\n\n"
     "Example: theodolite train addition --digits 10 --series --out adder",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -159,6 +160,57 @@ def few_shot_command(*, options: _FewShot, running: _Running) -> None:
         from theodolite.papers.training.command import train_few_shot
 
         running.train(train_few_shot, options=options)
+
+
+@dataclass(frozen=True)
+class _TaskSteps(_Steps):
+    """Options of a model of a small task, whose defaults are its own."""
+
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: the task's].")] = None
+    batch: Annotated[int | None, typer.Option(help="Contexts per step [default: 32].")] = None
+    learning_rate: Annotated[
+        float | None, typer.Option("--rate", help="Peak learning rate [default: the task's].")
+    ] = None
+
+
+@training.command("backcopy")
+@with_option_groups
+def backcopy_command(
+    *,
+    layers: Annotated[int, typer.Option(help="Layers, of one head each.")] = 1,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    options: _TaskSteps,
+    running: _Running,
+) -> None:
+    """Train on bigrams with triggers, after which the token before comes again (Guo et al. 2024).
+
+    Heads that copy have nothing to do elsewhere: a sink grows at the first token, whose value drains. The weights of
+    nine evenly spaced steps are kept in OUT/series. `theodolite reproduce sinks/backcopy FOLDER` reads a folder of such
+    models.
+
+    Example: theodolite train backcopy --layers 1 --seed 0 --out backcopy/one-0
+    """
+    with one_line_errors():
+        from theodolite.papers.training.command import train_backcopy
+
+        if optimizer not in ("adamw", "sgd"):
+            raise UsageError(f"the optimizer is '{optimizer}'; choose adamw or sgd.")
+        running.train(train_backcopy, layers, optimizer, options=options)
+
+
+@training.command("repeats")
+@with_option_groups
+def repeats_command(*, options: _TaskSteps, running: _Running) -> None:
+    """Train on random letters, twice: the task that induction heads solve.
+
+    `theodolite reproduce geometry/figure6 OUT` looks for them.
+
+    Example: theodolite train repeats --out repeats --seed 0
+    """
+    with one_line_errors():
+        from theodolite.papers.training.command import train_repeats
+
+        running.train(train_repeats, options=options)
 
 
 @training.command("escape")

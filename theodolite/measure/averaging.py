@@ -22,6 +22,14 @@ def unexplained_variance(
     return (output - target).square().mean(-1) / target.square().mean(-1)
 
 
+def error_of_ratio(
+    parts: Float[Tensor, "models batch"], wholes: Float[Tensor, "models batch"]
+) -> Float[Tensor, " models"]:
+    """Standard error over sequences of Σ parts / Σ wholes: to first order, that of the mean of what is left by it."""
+    left = parts - wholes * (parts.sum(-1) / wholes.sum(-1))[:, None]
+    return left.std(-1) / left.shape[-1] ** 0.5 / wholes.mean(-1)
+
+
 def tag_direction(
     written: Float[Tensor, "models batch length width"],
     tagged: Bool[Tensor, "models batch length"],

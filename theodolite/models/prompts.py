@@ -45,7 +45,7 @@ class Focus:
 
 
 def shipped_prompt(name: str) -> str:
-    """A prompt that the package carries: few-shot, chain-of-thought, step-by-step, passage or inference."""
+    """A prompt that the package carries: one of `assets/prompts`, such as few-shot or chain-of-thought."""
     return (
         (resources.files("theodolite") / "assets" / "prompts" / f"{name}.txt")
         .read_text(encoding="utf-8")

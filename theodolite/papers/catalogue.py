@@ -14,12 +14,15 @@ from theodolite.models.prompts import Focus
 from theodolite.papers.catch_tag_release import (
     averaging_construction,
     averaging_models,
+    backcopy,
     few_shot,
+    few_shot_ablation,
     no_op_option,
     outliers,
     prompt_sinks,
     pruned_sinks,
     pruning_sweep,
+    sinks_while_learned,
     tag_ablation,
     traced_sinks,
 )
@@ -119,6 +122,7 @@ def _experiments() -> Iterator[Experiment]:
             (
                 prompt_sinks,
                 few_shot,
+                few_shot_ablation,
                 pruned_sinks,
                 averaging_construction,
                 averaging_models,
@@ -126,6 +130,8 @@ def _experiments() -> Iterator[Experiment]:
                 tag_ablation,
                 outliers,
                 no_op_option,
+                backcopy,
+                sinks_while_learned,
                 pruning_sweep,
             ),
         ),

@@ -119,7 +119,8 @@ def ablation_test(
     Returns:
         A row for each `ablation` and `measure`: `untouched`, `change` and `change_se`, `control` and `control_se` (the
         change under the controls), `beyond` and `beyond_se` (the change less that under the controls, paired by
-        context; the spread of the controls is in its error), `contexts` that have this measure.
+        context; the spread of the controls is in its error), `beyond_most`, `beyond_least` and their `_se` (the same of
+        the one control under which the measure rises most, or falls most), `contexts` that have this measure.
 
     Raises:
         UsageError: no such head, a model without an output head, or no context in which the head has a sink.
@@ -152,13 +153,19 @@ def ablation_test(
             by_seed = torch.stack([effect[name] for effect in controls])
             control = by_seed.mean(dim=0)
             beyond, error = _mean(change[name] - control)
-            of_seeds = torch.tensor([_mean(values)[0] for values in by_seed]).std() / CONTROLS**0.5
+            means = torch.tensor([_mean(values)[0] for values in by_seed])
+            of_seeds = means.std() / CONTROLS**0.5
+            most, least = (
+                _mean(change[name] - by_seed[int(seed)]) for seed in (means.argmax(), means.argmin())
+            )
             rows.append(
                 {"ablation": ablation.name, "measure": name}
                 | {"untouched": _mean(value)[0]}
                 | dict(zip(("change", "change_se"), _mean(change[name]), strict=True))
                 | dict(zip(("control", "control_se"), _mean(control), strict=True))
                 | {"beyond": beyond, "beyond_se": math.hypot(error, float(of_seeds))}
+                | dict(zip(("beyond_most", "beyond_most_se"), most, strict=True))
+                | dict(zip(("beyond_least", "beyond_least_se"), least, strict=True))
                 | {"contexts": int(value.isfinite().sum())}
             )
     return pd.DataFrame(rows)

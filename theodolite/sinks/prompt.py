@@ -21,7 +21,6 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import check_fit
-from theodolite.sinks.trace import trace_sinks
 
 UNCAUGHT = -1
 LEFT_OUT = -2
@@ -89,14 +88,15 @@ def trace_prompt(
     Args:
         model: from `open_model`.
         ids: the prompt's tokens.
-        layer, head: which; None: the head whose sinks tag most of the prompt's tokens.
+        layer, head: which; None: the head whose sinks divide the prompt most evenly, by its attention alone, so that
+            what it writes is not what it was chosen by.
 
     Raises:
         UsageError: no such layer or head, a prompt that the model cannot read, or one on which no head has a sink.
     """
     check_fit(model, Corpus.from_ids(ids), least_contexts=1)
     if layer is None or head is None:
-        layer, head = _strongest(model, ids)
+        layer, head = _most_dividing(model, ids)
     model.check_place(layer, head)
     weights = model.output_weights(layer)[head].double().cpu()
     trailing = trailing_special_tokens(model.tokenizer, ids[None])
@@ -118,16 +118,34 @@ def trace_prompt(
     )
 
 
-def _strongest(model: OpenModel, ids: Tensor) -> tuple[int, int]:
-    """The head whose sinks tag most tokens: caught share times η², summed over its sinks."""
-    table = trace_sinks(model, ids, stretches=True).traces
-    if not len(table):
+class _DividingTap(Hooks):
+    """Of every head with a sink, how it divides the prompt: see `_most_dividing`."""
+
+    def __init__(self, trailing: int) -> None:
+        self.trailing = trailing
+        self.heads: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        output, catches = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
+        for head in catches.head.unique().tolist():
+            of_cpu = catches.to(torch.device("cpu"))
+            _, group = groups_of(of_cpu, head, inputs.query.shape[2], self.trailing)
+            caught = group[group >= 0].bincount().double() / (group != LEFT_OUT).sum().clamp_min(1)
+            between = caught.sum() ** 2 - caught.square().sum()
+            self.heads[layer, head] = float(between), float(caught.sum() * (1 - caught.sum()))
+        return output
+
+
+def _most_dividing(model: OpenModel, ids: Tensor) -> tuple[int, int]:
+    """The head for which two tokens are most often caught by different sinks; else most often one of them by none."""
+    tap = _DividingTap(trailing_special_tokens(model.tokenizer, ids[None]))
+    with hooked(model, tap):
+        model.forward(ids[None])
+    if not tap.heads:
         raise UsageError(
             "no head has a sink on this prompt: name one with --layer and --head, or give another prompt"
         )
-    sums = table.fillna({"tagged": 0.0}).groupby(["layer", "head"])["tagged"].sum()
-    layer, head = sums.idxmax()
-    return int(layer), int(head)
+    return max(tap.heads, key=lambda place: tap.heads[place])
 
 
 def attention_paid(

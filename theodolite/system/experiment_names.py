@@ -16,8 +16,8 @@ geometry: table1 table2 table3 table4 table5 table6 figure1 figure2 figure3 figu
   theorem1 theorem2 training claims
 localization: figure1 figure2 figure3 figure4 figure5 figure6 figure7 figure8 figure9 figure10 figure11 figure12
   behaviour monitor walk claims
-sinks: figure2 figure3 figure4 figure5 figure6 figure7 figure8 figure9 ablation allocation averaging escape
-  outliers sweep trace claims
+sinks: figure2 figure3 figure4 figure5 figure6 figure7 figure8 figure9 figure10 figure11 ablation allocation averaging
+  backcopy escape examples outliers sweep trace training claims
 """
 
 _ELSEWHERE = """
@@ -43,8 +43,6 @@ geometry/figure6  33  BLOOM, layer 7, head 6
 geometry/figure6  34  GPT-2, layer 4, head 11
 geometry/figure19 22  addition with rotary positions
 geometry/figure30 31  the half without the global mean
-sinks/figure8     10  another problem, L5H14 and L39H24
-sinks/figure9     11  another problem, L3H30
 """
 
 

@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from tests.report.drawn import drawn, finite
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.catch_tag_release import averaging_construction
 from theodolite.papers.catch_tag_release import averaging_models as averaging
 from theodolite.papers.catch_tag_release.averaging_models import (
     DIRECTIONS,
-    HELD_OUT_SEED,
-    PUBLISHED,
-    QK_NORM,
-    STANDARD,
     judge_models,
     measured,
     read_levels,
 )
 from theodolite.papers.catch_tag_release.averaging_training import (
+    HELD_OUT_SEED,
+    PUBLISHED,
+    QK_NORM,
+    STANDARD,
     AveragingRecipe,
     PublishedModel,
     TrainedModels,
@@ -38,6 +38,7 @@ from theodolite.report.outcome import Outcome
 from theodolite.system.wording import for_plotly
 from theodolite.theory.averaging import averaging_model, mean_after
 
+ERRORS = {"left_se": 1e-3, "sink_se": 1e-3, "left_blind_se": 1e-3}
 RANDOM = {"sink_begun": 0.05, "left_random": 0.2, "left_random_sd": 0.1, "as_costly": 0.0}
 GROWN = {"sink": 0.99, "outlier": 9.0, "second_value": 0.01, "second_query_key": 0.01, "left_blind": 1.0}
 
@@ -49,6 +50,7 @@ def models(*rows: tuple[str, float, dict[str, float]]) -> pd.DataFrame:
             {"kind": kind, "seed": seed, "left": left, "error": left / 5, "left_untagged": 1.0}
             | GROWN
             | RANDOM
+            | ERRORS
             | other
             for seed, (kind, left, other) in enumerate(rows)
         ]
@@ -69,13 +71,27 @@ def verdict(table: pd.DataFrame, words: str) -> str:
     return judged(table, words).answer
 
 
-def test_one_model_without_a_sink_decides() -> None:
+def test_one_model_without_a_sink_decides_on_a_strong_one() -> None:
+    """That all lose the task with [SEP] hidden is another part of the claim, which a weak catch does not refute."""
     grown = [(STANDARD, 0.01, {}), (STANDARD, 0.02, {}), (PUBLISHED, 0.01, {}), (PUBLISHED, 0.02, {})]
     assert verdict(models(*grown), "necessitate") == HOLDS
-    assert verdict(models(*grown, (QK_NORM, 0.05, {"sink": 0.1})), "necessitate") == FAILS
+    weak = judged(models(*grown, (QK_NORM, 0.05, {"sink": 0.1})), "necessitate")
+    assert weak.answer == IN_PART
+    assert [part.answer for part in weak.parts] == [FAILS, HOLDS]
+    none = (QK_NORM, 0.05, {"sink": 0.1, "left_blind": 0.05})
+    assert verdict(models(*grown, none), "necessitate") == FAILS
     assert verdict(models(*grown, (QK_NORM, 0.5, {"sink": 0.1})), "necessitate") == HOLDS
     assert verdict(models((PUBLISHED, 0.5, {})), "necessitate") == UNTESTABLE
     assert verdict(models((PUBLISHED, 0.5, {})), "can be trained") == FAILS
+
+
+def test_the_least_of_many_is_nearer_to_its_criterion_than_it_looks():
+    """Oracle: Bonferroni by hand: of ten, 2.81 standard errors decide what 1.96 of one do."""
+    near = {"sink": 0.3 - 0.0025, "sink_se": 0.001}
+    nine = [(STANDARD, 0.01, {})] * 9
+    assert judged(models(*nine, (STANDARD, 0.01, near)), "necessitate").parts[0].answer == UNDECIDED
+    near["sink"] = 0.3 - 0.003
+    assert judged(models(*nine, (STANDARD, 0.01, near)), "necessitate").parts[0].answer == FAILS
 
 
 @pytest.mark.parametrize(
@@ -186,6 +202,7 @@ def test_measures_of_the_construction() -> None:
     assert row["eta"] > 0.95
     assert row["eta_chance"] < 0.5
     assert row["second_value"] == 0
+    assert row["sink_se"] < 1e-3  # all attention, in every sequence
     assert row["stable_rank_query_key"] == pytest.approx(1)
     # Nothing tells the tokens after [SEP] any more: the mean of all.
     assert row["left_untagged"] == pytest.approx(row["left_mean_of_all"], rel=0.15)

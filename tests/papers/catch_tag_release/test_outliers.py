@@ -14,7 +14,7 @@ from tests import checkpoints
 from tests.sinks.test_outliers import DIMENSION, TOKEN, plant
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.models import OpenModel, open_model
 from theodolite.papers import Outcome, Study
 from theodolite.papers.catch_tag_release.outliers import (
@@ -24,6 +24,7 @@ from theodolite.papers.catch_tag_release.outliers import (
     judge_massive,
     judge_sinks,
     outliers,
+    parts_of,
     stays,
 )
 from theodolite.papers.experiment import of_nothing
@@ -69,15 +70,29 @@ def judged_by(judge: Callable[..., None], *evidence: object) -> list[Verdict]:
 
 
 def test_verdicts_on_a_planted_activation(studied, found):
-    """Token 77 alone, 6 times in 690 tokens, in one dimension from layer 2 on; 5 of 8 sinks are such tokens."""
+    """Token 77 alone, 6 times in 690 tokens, in one dimension from layer 2 on; 5 of 8 sinks are such tokens.
+
+    It is in three of the eight parts of the text, so that in five of them no sink is such a token.
+    """
     study, outcome = studied
-    assert [verdict.answer for verdict in outcome.verdicts[-2:]] == [HOLDS, HOLDS]
-    assert "0.625" in outcome.verdicts[-1].evidence
+    assert [verdict.answer for verdict in outcome.verdicts[-2:]] == [HOLDS, UNDECIDED]
+    assert "0.62 ± 0.11 (8 parts)" in outcome.verdicts[-1].evidence
     assert len(outcome.verdicts) == 8
-    of = {verdict.claim: verdict.answer for verdict in judged_by(judge_massive, found)}
+    of = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
     # A letter carries it, M of the byte tokens, and not a delimiter.
-    expected = {"tokens": HOLDS, "delimiters": FAILS, "dimensions": HOLDS, "sudden": HOLDS, "stays": HOLDS}
-    assert of == {CLAIMS[name]: verdict for name, verdict in expected.items()}
+    # 0.9 % of the tokens, and of a part up to 3 %: too near to one in a hundred.
+    expected = {
+        "tokens": UNDECIDED,
+        "delimiters": FAILS,
+        "dimensions": HOLDS,
+        "sudden": HOLDS,
+        "stays": HOLDS,
+    }
+    assert {CLAIMS[name]: of[CLAIMS[name]] for name in expected} == {
+        CLAIMS[name]: verdict for name, verdict in expected.items()
+    }
+    # Without parts of the text no number has an error.
+    assert all("(no standard error)" in verdict.evidence for verdict in judged_by(judge_massive, found))
     assert outcome.tables["massive"]["dimension"].unique().tolist() == [DIMENSION]
     assert outcome.runs["outliers"]["corpus"]["sha256"] == study.corpus.sha256
 
@@ -132,14 +147,15 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(found)
     )
     sinks = pd.DataFrame([(7, False, 5), (9, False, 20), (7, False, 4)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[7, 7, 9, 1, 1, 9]] * 2), torch.zeros(2), [], 0)
-    at_sinks, sinks_at = judged_by(judge_sinks, replace(found, massive=massive), sinks, corpus)
+    whole = replace(found, massive=massive)
+    at_sinks, sinks_at = judged_by(judge_sinks, (whole, [whole] * 8), sinks, corpus)
     assert (at_sinks.answer, sinks_at.answer) == (HOLDS if 2 / 4 >= 0.5 else FAILS, FAILS)
     assert "0.500" in at_sinks.evidence
     assert "0.200" in sinks_at.evidence
     assert (
         "50\u00a0%" in at_sinks.evidence
     )  # 7, 9 and 9 of six, and 7 at position 0 is not the token after it
-    nothing = judged_by(judge_sinks, found, sinks[:0], corpus)
+    nothing = judged_by(judge_sinks, (found, []), sinks[:0], corpus)
     assert {verdict.evidence for verdict in nothing} == {"no attention sink in this run"}
 
 
@@ -147,7 +163,8 @@ def test_position_0_is_one_place_whatever_its_token(found):
     massive = pd.DataFrame({"token_id": [5], "token": ["a"], "first": True, "contexts": 1, "places": 1})
     sinks = pd.DataFrame([(6, True, 3)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[5, 5, 5, 5]]), torch.zeros(1), [], 0)
-    verdicts_at_0 = judged_by(judge_sinks, replace(found, massive=massive), sinks, corpus)
+    whole = replace(found, massive=massive)
+    verdicts_at_0 = judged_by(judge_sinks, (whole, [whole, whole]), sinks, corpus)
     assert [verdict.answer for verdict in verdicts_at_0] == [HOLDS, HOLDS]
 
 
@@ -159,8 +176,27 @@ def test_consistency_is_judged_without_the_dimensions_that_few_tokens_make(
     found, consistency, massive, verdict
 ):
     dimensions = pd.DataFrame({"consistency": consistency, "large_rms": True, "massive": massive})
-    (judged,) = judged_by(judge_consistency, replace(found, dimensions=dimensions))
+    whole = replace(found, dimensions=dimensions)
+    (judged,) = judged_by(judge_consistency, whole, [whole] * 8)
     assert judged.answer == verdict
+
+
+def test_the_error_is_that_of_a_mean_over_parts_of_the_text(found):
+    """Oracle: by hand: shares of 1, 1, 1 and 0 of even dimensions are ± ½/√4, and four parts take 3.18 of it."""
+
+    def with_consistency(*values: float) -> Outliers:
+        table = pd.DataFrame({"consistency": values, "large_rms": True, "massive": False})
+        return replace(found, dimensions=table)
+
+    even, uneven = with_consistency(0.5), with_consistency(0.01)
+    (verdict,) = judged_by(judge_consistency, even, [even, even, even, uneven])
+    assert verdict.answer == UNDECIDED
+    assert ": 1 ± 0.2 (4 parts)" in verdict.evidence
+    corpus = Corpus.random_tokens(256, 24, 30)
+    parts = parts_of(corpus)
+    assert torch.equal(torch.cat([part.contexts for part in parts]), corpus.contexts)
+    assert [len(part.contexts) for part in parts] == [4, 4, 4, 3] * 2
+    assert parts_of(Corpus.random_tokens(256, 24, 15)) == []
 
 
 @pytest.mark.parametrize("token", [".", " ,", "\n", "<s>", "<|endoftext|>", "[SEP]", "", "–"])

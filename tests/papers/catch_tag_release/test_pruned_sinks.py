@@ -13,6 +13,7 @@ import torch
 from tests.report.drawn import drawn, finite
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
+from theodolite.judging import Estimate
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
 from theodolite.papers.catalogue import EXPERIMENTS
@@ -28,7 +29,7 @@ from theodolite.papers.catch_tag_release.pruned_models import (
 )
 from theodolite.papers.catch_tag_release.pruning_sweep import front
 from theodolite.papers.experiment import Study, of_nothing
-from theodolite.report.drawing.pruning import SIDES
+from theodolite.report.drawing.pruning import SIDES, shares_left
 from theodolite.report.outcome import Outcome
 
 
@@ -71,6 +72,25 @@ def test_paired_verdicts():
     assert method_answer(oats, none) == "holds"
     assert method_answer(none, oats) == "fails"
     assert method_answer(random_sinks(2, 0.5), random_sinks(3, 0.5)) == "not decided"
+
+
+def low_rank_answer(removed: float, spared: float) -> str:
+    left = {"without the term": Estimate(removed, 0.01, 60, "contexts")}
+    left["without a random part"] = Estimate(spared, 0.01, 60, "contexts")
+    verdict = pruned_sinks.judge_low_rank("The term is responsible", left)
+    assert "without a random part" in verdict.evidence
+    figure = shares_left(left, (0.1, 0.9))
+    np.testing.assert_allclose(drawn(figure, "x"), sorted([removed, spared]), rtol=1e-6)
+    return verdict.answer
+
+
+def test_what_a_random_part_does_as_well_is_not_the_low_rank_terms():
+    """The control that failed, 0.74 of 0.9, stood beside a claim that held."""
+    assert low_rank_answer(0.0, 0.95) == "holds"
+    assert low_rank_answer(0.0, 0.74) == "in part"
+    assert low_rank_answer(0.8, 0.95) == "fails"
+    assert low_rank_answer(0.8, 0.5) == "fails"
+    assert low_rank_answer(0.0, 0.9) == "not decided"
 
 
 def answer(judge, *measured, **options):
@@ -149,8 +169,8 @@ def test_figures_4_and_5(study):
     before = copy.deepcopy(study.model.hf.state_dict())
     for name, models in (("figure4", 4), ("figure5", 5)):
         outcome = study.outcome(EXPERIMENTS[f"sinks/{name}"])
-        (exhibit,) = outcome.exhibits
-        assert len(exhibit.figure.data) == models
+        (maps,) = (exhibit for exhibit in outcome.exhibits if exhibit.key == "maps")
+        assert len(maps.figure.data) == models
         (table,) = outcome.tables.values()
         assert table["sinks_kept"].between(0, 1).all()
     after = study.model.hf.state_dict()

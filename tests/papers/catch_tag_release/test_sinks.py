@@ -15,10 +15,11 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
-from theodolite.papers.catch_tag_release.tag_ablation import ablated
+from theodolite.papers.catch_tag_release.tag_ablation import ablated, against_others
 from theodolite.papers.catch_tag_release.traced_sinks import (
     judge_clusters,
     judge_copy,
+    judge_later,
     judge_outliers,
     judge_release,
     show_trace,
@@ -30,6 +31,7 @@ from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.drawing.sinks import release_map, release_scatter
 from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import render
+from theodolite.sinks.ablation import LOSS_CAUGHT, LOSS_DIFFERENCE, LOSS_OTHERS
 from theodolite.sinks.trace import trace_sinks
 
 IDS = planted.contexts(6)
@@ -75,9 +77,35 @@ def test_an_ablated_head_is_judged(model, run):
     changes = outcome.tables["changes"].set_index(["ablation", "measure"])["change"]
     assert changes["tag ablated", "η² in layer 1"] < -0.3
     assert changes["tag ablated", "η² in layer 4"] > -0.05  # layer 2 takes this tag out again by itself
-    assert outcome.readings[0].here == "L0H1, in 6 contexts"
+    assert outcome.readings[0].here == "L0H1, in 3 contexts"  # the other three are for choosing
     assert all(exhibit.figure.data for exhibit in outcome.exhibits)
     assert isinstance(outcome.tables["changes"], pd.DataFrame)
+
+
+def ablation_rows(caught: float, others: float, between: tuple[float, float, float]) -> pd.DataFrame:
+    """What an ablation of the tag does; `between`: caught tokens less others under it, and under two controls."""
+    changes = {LOSS_CAUGHT: caught, LOSS_OTHERS: others, LOSS_DIFFERENCE: between[0]}
+    rows = []
+    for measure, change in changes.items():
+        controls = between[1:] if measure == LOSS_DIFFERENCE else (0.0, 0.0)
+        beyond = {"beyond_most": change - max(controls), "beyond_least": change - min(controls)}
+        rows.append(
+            {"ablation": "tag ablated", "measure": measure, "untouched": 1.8, "contexts": 59}
+            | {"change": change, "change_se": 0.003, "control": sum(controls) / 2, "control_se": 0.003}
+            | {name: value for name, value in beyond.items()}
+            | {f"{name}_se": 0.003 for name in beyond}
+        )
+    return pd.DataFrame(rows)
+
+
+def test_a_tag_serves_caught_tokens_only_beyond_the_hardest_control():
+    """A control that hits caught tokens harder (0.044 against 0.018, as was measured) speaks against it."""
+    assert against_others(ablation_rows(0.043, 0.018, (0.025, 0.0, 0.001))).answer == "holds"
+    harder = against_others(ablation_rows(0.043, 0.018, (0.025, 0.0, 0.044)))
+    assert harder.answer == "fails"
+    assert "0.025 ± 0.003" in harder.evidence
+    assert against_others(ablation_rows(0.043, 0.018, (0.025, 0.0, 0.022))).answer == "not decided"
+    assert against_others(ablation_rows(0.018, 0.018, (0.0, -0.02, -0.03))).answer == "not decided"
 
 
 HEADS = pd.DataFrame(
@@ -121,6 +149,14 @@ def test_the_largest_of_more_layers_must_gain_more():
     )
     assert judged_by(judge_release, HEADS.assign(gain=[0.1, -0.021, -0.021, 0.5]), 4).answer == "fails"
     assert judged_by(judge_release, HEADS.assign(gain_se=math.nan), 4).answer == "not testable here"
+
+
+def test_the_largest_share_of_many_sinks_must_be_larger():
+    """Oracle: Bonferroni by hand: 256 contexts are ± 1/32; of one sink 0.01 + 1.96/32 decides, of a hundred 3.48/32."""
+    assert judged_by(judge_later, pd.Series([0.08]), 256).answer == "holds"
+    assert judged_by(judge_later, pd.Series([0.08] * 100), 256).answer == "not decided"
+    assert judged_by(judge_later, pd.Series([0.12] * 100), 256).answer == "holds"
+    assert judged_by(judge_later, pd.Series([], dtype=float), 256).answer == "not decided"
 
 
 def test_a_share_of_few_sinks_is_uncertain():

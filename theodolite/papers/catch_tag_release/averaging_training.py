@@ -24,6 +24,14 @@ LENGTH = 20
 WIDTH = 16
 """Of the wider models: eight times that of the paper's."""
 
+PUBLISHED, PUBLISHED_LARGE_TAG = "paper's, s_tag from N(0, 1)", "paper's, s_tag from N(5, 1)"
+STANDARD, QK_NORM = f"standard, d = {WIDTH}", f"standard with QK-norm, d = {WIDTH}"
+PENALISED = ", sink penalised"
+"""What recipes are called."""
+
+HELD_OUT_SEED = 1 << 31
+"""Added to a seed for sequences not used in training."""
+
 RECORDED = 10
 """Steps whose losses are averaged to one point of a curve."""
 

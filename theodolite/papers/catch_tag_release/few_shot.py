@@ -24,6 +24,7 @@ from theodolite.judging import Criterion, Estimate
 from theodolite.models import open_model
 from theodolite.papers.catch_tag_release.pruned_models import METHODS
 from theodolite.papers.experiment import Study, experiment, of_trainings
+from theodolite.papers.training.task_models import models_of
 from theodolite.prune import prune_model
 from theodolite.report.data import Floats
 from theodolite.report.drawing import few_shot as drawing
@@ -46,7 +47,7 @@ PROMPT_SEED = 1
 
 EXAMPLES_HELP = Criterion("more than", 0.0, "higher accuracy with five examples than with none")
 WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with none")
-SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of accuracy (ours)")
+SIMILAR = Criterion("within", 0.02, "“similarly” read as: two points of accuracy (ours)")
 
 
 def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
@@ -124,8 +125,8 @@ def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
             gap = by_method["OATS"] - by_method[name]
             outcome.claim(
                 f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)",
-                "absolute difference in accuracy",
-                Estimate.mean(np.abs(gap[:, 0]), "models"),
+                f"accuracy with OATS less that with {name}, paired by model",
+                Estimate.mean(gap[:, 0], "models"),
                 SIMILAR,
             )
             outcome.claim(
@@ -159,14 +160,7 @@ def _order(names: pd.Series) -> pd.Series:
 
 def models_in(folder: str | Path) -> Sequence[Path]:
     """The models of the few-shot task in the folders of a folder, in the order of their names."""
-    return [path.parent for path in sorted(Path(folder).glob("*/training.json")) if _task_of(path) == NAME]
-
-
-def _task_of(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("task")
-    except (OSError, ValueError, AttributeError):
-        return None
+    return models_of(folder, NAME)
 
 
 def is_few_shot(folder: str | Path) -> bool:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pandas as pd
+import torch
 
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.errors import UsageError
-from theodolite.judging import Criterion
-from theodolite.papers.experiment import Study, experiment
-from theodolite.report import style
+from theodolite.judging import Criterion, Estimate
+from theodolite.papers.catch_tag_release.outlier_figures import SUN, carrier_name, draw, typical_rms
+from theodolite.papers.experiment import Study, corpus_subset, experiment
 from theodolite.report.data import Floats
-from theodolite.report.drawing import outliers as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.outliers import Outliers, find_outliers, position_0_as_one
-from theodolite.system.wording import counted, head_name, listed, number, percent, shown_token
+from theodolite.system.wording import counted, listed, number, percent
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
-
-SUN = "Sun et al. 2024"
-DETTMERS = "Dettmers et al. 2022"
 
 EVEN = 0.5 * GAUSSIAN_CONSISTENCY
 CONSISTENT = Criterion(
@@ -54,6 +55,7 @@ def outliers(study: Study, outcome: Outcome) -> None:
         raise UsageError("this experiment reads the text of the run again: pass it as well")
     seed = int(run.provenance["seed"])
     outliers = study.cached("outliers", lambda: find_outliers(study.require_model(), corpus, seed=seed))
+    parts = [find_outliers(study.require_model(), part, seed=seed) for part in parts_of(corpus)]
     flags = ["published", "adaptive", "large_rms", "massive"]
     flagged, heads = (
         table[table[flags].any(axis=1)].reset_index(drop=True)
@@ -69,18 +71,37 @@ def outliers(study: Study, outcome: Outcome) -> None:
     }
     outcome.runs["outliers"] = outliers.numbers
     _read(outcome, outliers)
-    judge_consistency(outcome, outliers)
-    judge_massive(outcome, outliers)
-    judge_sinks(outcome, outliers, run.sinks, corpus)
-    _map(outcome, outliers)
-    _growth(outcome, outliers)
-    if not outliers.massive.empty:
-        _carriers(outcome, outliers, len(corpus.contexts))
-    _counts(outcome, outliers)
-    _heads(outcome, outliers)
+    judge_consistency(outcome, outliers, parts)
+    judge_massive(outcome, outliers, parts)
+    judge_sinks(outcome, (outliers, parts), run.sinks, corpus)
+    draw(outcome, outliers, len(corpus.contexts))
 
 
-def judge_consistency(outcome: Outcome, outliers: Outliers) -> None:
+def parts_of(corpus: Corpus) -> list[Corpus]:
+    """The text in `GROUPS` parts, by whose spread errors are taken; none where a part would have a single context."""
+    group = Groups(len(corpus.contexts)).of(torch.arange(len(corpus.contexts)))
+    parts = [corpus_subset(corpus, group == number) for number in range(GROUPS)]
+    return parts if min(len(part.contexts) for part in parts) > 1 else []
+
+
+def _estimate(
+    measure: Callable[[Outliers], float], outliers: Outliers, parts: Sequence[Outliers]
+) -> Estimate:
+    """A number of the whole text, with the error of a mean over its parts; of parts that have none, as many fewer."""
+    values = np.array([measure(part) for part in parts])
+    values = values[np.isfinite(values)]
+    if len(values) < 2:
+        return Estimate(measure(outliers))
+    error = float(values.std(ddof=1)) / len(values) ** 0.5
+    return Estimate(measure(outliers), error, len(values), "parts")
+
+
+def _even(outliers: Outliers) -> float:
+    large = outliers.dimensions[outliers.dimensions["large_rms"] & ~outliers.dimensions["massive"]]
+    return float((large["consistency"] >= EVEN).mean())
+
+
+def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
     """Whether dimensions with a large RMS are large in most tokens, or by a few.
 
     Massive activations are another thing: where they make the RMS, the dimension is counted apart.
@@ -92,95 +113,111 @@ def judge_consistency(outcome: Outcome, outliers: Outliers) -> None:
     if large.empty:
         outcome.cannot_test(claim, f"no dimension's RMS stands out in its layer ({apart})")
         return
-    even = large["consistency"] >= EVEN
     what = (
         f"share of {counted(len(large), 'dimension')} with an outlying RMS, over all layers, whose geometric mean is "
         f"not far below it (lowest: {number(large['consistency'].min())} of it; Gaussian numbers: "
         f"{number(GAUSSIAN_CONSISTENCY)}; {apart})"
     )
-    outcome.claim(claim, what, float(even.mean()), CONSISTENT)
+    outcome.claim(claim, what, _estimate(_even, outliers, parts), CONSISTENT)
 
 
-def judge_massive(outcome: Outcome, outliers: Outliers) -> None:
+def _at_delimiters(outliers: Outliers) -> float:
+    if outliers.massive.empty:
+        return math.nan
+    tokens = _by_token(outliers.massive)
+    places = tokens["places"].to_numpy(dtype=np.float64)
+    return float(places[tokens["first"] | tokens["token"].map(is_delimiter)].sum() / places.sum())
+
+
+def _rise(outliers: Outliers) -> float:
+    return float(outliers.growth.drop_duplicates(["dimension", "token_id", "first"])["rise"].median())
+
+
+def _staying(outliers: Outliers) -> float:
+    shares = stays(outliers.growth)
+    return float(np.median(shares)) if len(shares) else math.nan
+
+
+def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
     """What Sun et al. 2024 say of massive activations, of those found by either rule."""
     if outliers.massive.empty:
         for name in ("tokens", "delimiters", "dimensions", "sudden", "stays"):
             outcome.cannot_test(CLAIMS[name], _nothing(outliers))
         return
-    tokens = _by_token(outliers.massive)
-    places = tokens["places"].to_numpy(dtype=np.float64)
-    marked = tokens["first"] | tokens["token"].map(is_delimiter)
     dimensions = sorted(set(outliers.massive["dimension"]))
     width = len(set(outliers.dimensions["dimension"]))
     few = Criterion("at most", max(4.0, 0.01 * width), "“few” read as: 4, or 1 % of them (ours)")
     lives = outliers.growth.drop_duplicates(["dimension", "token_id", "first"])
-    staying = stays(outliers.growth)
     followed = f"median of {len(lives)} dimensions of tokens"
     gone = int(lives["vanishes"].notna().sum())
-    outcome.claim(
-        CLAIMS["tokens"],
-        "largest share over layers of the tokens after position 0 that carry one (position 0: "
-        f"{percent(float(outliers.layers['tokens_first'].max()))})",
-        float(outliers.layers["tokens"].max()),
-        FEW_TOKENS,
-    )
-    outcome.claim(
-        CLAIMS["delimiters"],
-        f"share at position 0 or at tokens without a letter or digit ({_carrier_names(tokens)})",
-        float(places[marked].sum() / places.sum()),
-        DELIMITED,
-    )
-    outcome.claim(
-        CLAIMS["dimensions"],
-        f"dimensions of {width} ({listed([str(dimension) for dimension in dimensions], 8)})",
-        float(len(dimensions)),
-        few,
-    )
-    outcome.claim(
-        CLAIMS["sudden"],
-        f"largest growth in one block over the largest size, {followed}",
-        float(lives["rise"].median()),
-        SUDDEN,
-    )
-    outcome.claim(
-        CLAIMS["stays"],
-        f"share of the layers, from the one where it appears, in which it is massive, {followed} ({gone} vanish "
-        "before the last)",
-        float(np.median(staying)) if len(staying) else np.nan,
-        STAYS,
-    )
+    first = percent(float(outliers.layers["tokens_first"].max()))
+    measures: dict[str, tuple[str, Callable[[Outliers], float], Criterion]] = {
+        "tokens": (
+            f"largest share over layers of the tokens after position 0 that carry one (position 0: {first})",
+            lambda each: float(each.layers["tokens"].max()),
+            FEW_TOKENS,
+        ),
+        "delimiters": (
+            "share at position 0 or at tokens without a letter or digit "
+            f"({_carrier_names(_by_token(outliers.massive))})",
+            _at_delimiters,
+            DELIMITED,
+        ),
+        "dimensions": (
+            f"dimensions of {width} ({listed([str(dimension) for dimension in dimensions], 8)})",
+            lambda each: float(each.massive["dimension"].nunique()),
+            few,
+        ),
+        "sudden": (f"largest growth in one block over the largest size, {followed}", _rise, SUDDEN),
+        "stays": (
+            "share of the layers, from the one where it appears, in which it is massive, "
+            f"{followed} ({gone} vanish before the last)",
+            _staying,
+            STAYS,
+        ),
+    }
+    for name, (what, measure, criterion) in measures.items():
+        outcome.claim(CLAIMS[name], what, _estimate(measure, outliers, parts), criterion)
 
 
-def judge_sinks(outcome: Outcome, outliers: Outliers, sinks: pd.DataFrame, corpus: Corpus) -> None:
+def judge_sinks(
+    outcome: Outcome, measured: tuple[Outliers, Sequence[Outliers]], sinks: pd.DataFrame, corpus: Corpus
+) -> None:
     """Whether massive activations and sinks (the run's table) are at the same tokens, by token and first position."""
+    outliers, parts = measured
     if outliers.massive.empty or sinks.empty:
         missing = _nothing(outliers) if outliers.massive.empty else "no attention sink in this run"
         for name in ("at sinks", "sinks at"):
             outcome.cannot_test(CLAIMS[name], missing)
         return
-    carriers = _by_token(outliers.massive)
     caught = sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
-    pairs = {
-        "at sinks": (carriers, caught, "places", "massive activations at tokens that are sinks of some head"),
-        "sinks at": (caught, carriers, "contexts", "sinks at tokens that carry massive activations"),
-    }
-    for name, (tokens, others, weight, what) in pairs.items():
-        amount = tokens[weight].to_numpy(dtype=np.float64)
-        share = float((amount * _among(tokens, others)).sum() / amount.sum())
+
+    def at_sinks(each: Outliers) -> float:
+        return _share_among(_by_token(each.massive), caught, "places") if len(each.massive) else math.nan
+
+    def sinks_at(each: Outliers) -> float:
+        return _share_among(caught, _by_token(each.massive), "contexts") if len(each.massive) else 0.0
+
+    for name, measure, others, what in (
+        ("at sinks", at_sinks, caught, "massive activations at tokens that are sinks of some head"),
+        ("sinks at", sinks_at, _by_token(outliers.massive), "sinks at tokens that carry massive activations"),
+    ):
         chance = _chance(others, corpus)
         criterion = Criterion("at least", max(0.5, chance), "half, and more than of all tokens (ours)")
         what = f"share of {what} (baseline: {percent(chance)} of all tokens of the text)"
-        outcome.claim(CLAIMS[name], what, share, criterion)
+        outcome.claim(CLAIMS[name], what, _estimate(measure, outliers, parts), criterion)
 
 
-def _typical(outliers: Outliers) -> pd.Series:
-    """RMS of the median dimension of each row's layer."""
-    return outliers.dimensions["rms"] / outliers.dimensions["rms_ratio"]
+def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> float:
+    amount = tokens[weight].to_numpy(dtype=np.float64)
+    return float((amount * _among(tokens, others)).sum() / amount.sum())
 
 
 def _nothing(outliers: Outliers) -> str:
     largest = float(outliers.dimensions[["maximum", "maximum_first"]].to_numpy().max())
-    ratio = float((outliers.dimensions[["maximum", "maximum_first"]].max(axis=1) / _typical(outliers)).max())
+    ratio = float(
+        (outliers.dimensions[["maximum", "maximum_first"]].max(axis=1) / typical_rms(outliers)).max()
+    )
     return (
         f"no massive activation by either rule: the largest |x| is {number(largest)}, and no value more than "
         f"{number(ratio)} times the RMS of its layer's median dimension"
@@ -225,20 +262,16 @@ def _chance(tokens: pd.DataFrame, corpus: Corpus) -> float:
     return float(present.mean())
 
 
-def _name(token: str, first: bool) -> str:
-    return "position 0" if first else f"“{shown_token(token)}”"
-
-
 def _carrier_names(tokens: pd.DataFrame) -> str:
     """The most frequent carriers by name, position 0 once."""
-    names = [_name(row.token, row.first) for row in tokens.itertuples()]
+    names = [carrier_name(row.token, row.first) for row in tokens.itertuples()]
     return listed(list(dict.fromkeys(names)), 5)
 
 
 def _read(outcome: Outcome, outliers: Outliers) -> None:
     layers, dimensions = outliers.layers, outliers.dimensions
     largest = dimensions[["maximum", "maximum_first"]].max(axis=1)
-    ratio = largest / _typical(outliers)
+    ratio = largest / typical_rms(outliers)
     top = int(ratio.to_numpy().argmax())
     for name, quantity, paper in (
         ("published", "outlier dimensions, |x| ≥ 6 in 6 % of tokens and 25 % of layers", ""),
@@ -259,117 +292,4 @@ def _read(outcome: Outcome, outliers: Outliers) -> None:
         "largest |x| over the RMS of its layer's median dimension",
         f"{number(float(ratio[top]))} (layer {dimensions['layer'][top]}, dimension {dimensions['dimension'][top]})",
         "above 1000 times the median",
-    )
-
-
-def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
-    grid: Floats = table.pivot(index=rows, columns=columns, values=name).to_numpy(dtype=np.float64)
-    return grid
-
-
-def _map(outcome: Outcome, outliers: Outliers) -> None:
-    ratios = _grid(outliers.dimensions, "rms_ratio", "layer", "dimension")
-    chosen = drawing.largest_columns(ratios)
-    outcome.figure(
-        "dimensions",
-        "RMS of the largest dimensions, by layer",
-        drawing.ratio_map(ratios[:, chosen], chosen, ("dimension", "layer", "times the median")),
-        f"RMS over positions 1 on, over that of the layer's median dimension, of the {len(chosen)} dimensions that are "
-        "largest in any layer.",
-        "columns that are strong from top to bottom: outlier dimensions keep their place through the layers, since the "
-        "residual stream does.",
-        f"{DETTMERS}; {ZHANG}, section 1.2",
-        wide=True,
-    )
-
-
-def _growth(outcome: Outcome, outliers: Outliers) -> None:
-    layers = outliers.dimensions.groupby("layer")
-    typical = _typical(outliers).groupby(outliers.dimensions["layer"]).median()
-    references = {
-        "RMS of the median dimension": typical.to_numpy(dtype=np.float64),
-        "largest |x|, positions 1 on": layers["maximum"].max().to_numpy(dtype=np.float64),
-        "largest |x| at position 0": layers["maximum_first"].max().to_numpy(dtype=np.float64),
-    }
-    order = outliers.growth.sort_values(
-        ["places", "dimension", "layer"], ascending=[False, True, True], kind="stable"
-    )
-    keys = ["dimension", "token_id", "token", "first"]
-    lines = {
-        (f"dimension {dimension}", _name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
-        for (dimension, _, token, first), rows in order.groupby(keys, sort=False)
-    }
-    outcome.figure(
-        "growth",
-        "Massive activations through the layers",
-        drawing.growth(lines, references, outliers.numbers["thresholds"]["massive"]),
-        "Mean value, in size, of each dimension in the tokens where it is massive in some layer, by either rule; the "
-        f"{drawing.LINES} with most places. Grey: typical sizes, and the largest value of the layer in any dimension.",
-        "lines that jump within one block and then stay level until the last ones.",
-        SUN,
-        wide=True,
-    )
-
-
-def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
-    rows = []
-    for _, token_rows in position_0_as_one(outliers.massive).groupby("token_id"):
-        name = _name(token_rows["token"].iloc[0], token_rows["first"].iloc[0])
-        dimensions = listed([str(dimension) for dimension in sorted(set(token_rows["dimension"]))], 6)
-        largest = number(max(token_rows["extreme"], key=abs))
-        rows.append(
-            (name, token_rows["contexts"].max() / contexts, f"dimensions {dimensions}; up to {largest}")
-        )
-    rows.sort(key=lambda row: (-row[1], row[0]))
-    names, shares, notes = zip(*rows, strict=True)
-    outcome.figure(
-        "tokens",
-        "Which tokens carry massive activations",
-        drawing.carriers(names, np.array(shares), notes),
-        "Share of contexts in which the token carries a massive activation, in the layer and dimension where it "
-        f"does most often, by either rule; the {min(drawing.TOKENS, len(rows))} most frequent of {len(rows)}.",
-        "position 0 and delimiters at the top, and not much else.",
-        SUN,
-    )
-
-
-def _counts(outcome: Outcome, outliers: Outliers) -> None:
-    def of(name: str) -> Floats:
-        return outliers.layers[name].to_numpy(dtype=np.float64)
-
-    columns = {
-        "outlier dimensions, from data": (of("adaptive"), style.BLUE, "solid"),
-        "outlier dimensions, published": (of("published"), style.SKY, "dash"),
-        "dimensions with massive activations, from data": (of("massive_adaptive"), style.VERMILLION, "solid"),
-        "dimensions with massive activations, published": (of("massive_published"), style.ORANGE, "dash"),
-    }
-    outcome.figure(
-        "counts",
-        "Published thresholds against those from data",
-        drawing.counts(columns, "dimensions"),
-        "Dashed: |x| ≥ 6 in 6 % of the tokens and a quarter of the layers; |x| > 100 and > 1000 times the median. "
-        "Solid: what stands out in its own layer; 1 % of healthy layers have such a value by chance.",
-        "dashed lines at 0 under solid ones, or at the whole width: this model's activations are of another size than "
-        "those for which the thresholds were published.",
-        f"{DETTMERS}; {SUN}; the rules from data are ours",
-    )
-
-
-def _heads(outcome: Outcome, outliers: Outliers) -> None:
-    largest = outliers.head_dimensions.groupby(["layer", "head"], as_index=False)["rms_ratio"].max()
-    grid = _grid(largest, "rms_ratio", "layer", "head")
-    table = outliers.head_dimensions
-    flagged = table[table["adaptive"]].drop_duplicates(["layer", "head"])
-    names = [head_name(row.layer, row.head) for row in flagged.itertuples()]
-    sentence = (
-        f"{counted(len(names), 'head')} with an outlier dimension by comparison with the head's own others"
-    )
-    outcome.figure(
-        "heads",
-        "Largest dimension of every head's output",
-        drawing.ratio_map(grid, range(grid.shape[1]), ("head", "block", "times the median")),
-        "RMS over positions 1 on of the head's output before the output projection, its largest dimension over its "
-        f"median one. {sentence}{': ' + listed(names, 8) if names else ''}.",
-        "strong heads: those that may tag the tokens that a sink caught with an outlier dimension.",
-        f"{ZHANG}, Fig. 1(b)",
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from torch import Tensor
 
 from theodolite.attention.summary import SINK_THRESHOLD
-from theodolite.judging import Criterion
+from theodolite.estimates import CONFIDENCE
+from theodolite.judging import FAILS, Criterion, Estimate, Verdict, judge, unless_explained
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.papers.experiment import Experiment, Study, experiment
@@ -18,20 +21,37 @@ from theodolite.report.exhibit import by_name
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
-from theodolite.system.wording import counted, head_name, number, shown_token
+from theodolite.system.wording import counted, head_name, number, percent, shown_token
 from theodolite.theory.colouring import principal_scores, rgb, turned
-from theodolite.theory.grouping import chance_explained, variance_explained
+from theodolite.theory.grouping import chance_explained, explained_elsewhere, variance_explained
 
 DEEPER = 4
 """Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
+
+TAIL = (1 - CONFIDENCE) / 2
+"""Of the places that the same runs could have, as many give a gain as large (or as small), where that decides."""
+
+MOST_SHIFTS = 999
+LEAST_SHIFTS = math.ceil(1 / TAIL) - 1
+"""With fewer, no place is rare enough."""
+
+TIE = 1e-12
+"""Of two η²: a grouping and its complement explain the same, but for rounding."""
+
+RARE = Criterion("at most", TAIL, "of all places, its own among them")
+
+CLUSTER = 2
+"""Tokens that a group needs: one alone is no cluster."""
+
+TAGGED = "Tokens cluster by the sink that they attend to in the output of the head (Fig. 2c)"
+RELEASED = "The clusters remain in the residual stream of deeper layers (Fig. 2d)"
 
 
 def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> None:
     """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain.
 
     Args:
-        trace: of the head. tokens: as they are shown.
-        chosen: the head was chosen for its tags, so that it has a sink by choice: that is then no verdict.
+        trace: of the head. tokens: as they are shown. chosen: by `trace_prompt`, not named.
     """
     sinks = [int(position) for position in trace.sinks if position >= 0]
     grouped = trace.group != LEFT_OUT
@@ -45,14 +65,7 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
     }
     colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
     groups = _names(trace, tokens)
-    eta = {
-        name: variance_explained(vectors[grouped], trace.group[grouped])
-        for name, vectors in vectors_at.items()
-    }
-    chance = chance_explained(trace.group[grouped])
-    outcome.tables["places"] = pd.DataFrame(
-        {"place": list(eta), "variance_explained": list(eta.values()), "by_chance": chance}
-    )
+    places = outcome.tables["places"] = explained_by_place(vectors_at, trace.group, grouped)
     outcome.tables["tokens"] = pd.DataFrame(
         {
             "position": range(len(tokens)),
@@ -64,12 +77,15 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
     )
     head = head_name(trace.layer, trace.head)
     if chosen:
-        outcome.read("head", f"{head}, chosen because its sinks tag most of the prompt")
+        outcome.read(
+            "head", f"{head}, chosen because its sinks divide the prompt most evenly, by its attention alone"
+        )
     outcome.read(f"sinks of {head}", _listed_sinks(trace, tokens))
-    for name, value in eta.items():
-        explained = f"{number(value)} (by chance {number(chance)})"
-        outcome.read(f"η² of the grouping by sink: {name}", explained)
-    _judge(outcome, trace, eta, chance, chosen)
+    for row in places.itertuples():
+        baselines = f"at random {number(row.by_chance)}, shifted {number(row.shifted)}"
+        explained = f"{number(row.variance_explained)} ({baselines})"
+        outcome.read(f"η² of the grouping by sink: {row.place}", explained)
+    judge_places(outcome, trace, places)
     _figures(outcome, trace, tokens, sinks, scores, colours, groups)
 
 
@@ -114,28 +130,61 @@ def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
     return "; ".join(catches)
 
 
-def _judge(outcome: Outcome, trace: PromptTrace, eta: dict[str, float], chance: float, chosen: bool) -> None:
-    caught = "Sinks catch the attention of tokens that come later (Fig. 2a)"
-    tagged = "Tokens cluster by the sink that they attend to in the output of the head (Fig. 2c)"
-    released = "The clusters remain in the residual stream of deeper layers (Fig. 2d)"
-    if not chosen:
-        count = int((trace.group >= 0).sum())
-        what = f"sinks of this head, which catch {counted(count, 'token')}"
-        if not len(trace.sinks):
-            what += " (name another with --layer and --head)"
-        outcome.claim(caught, what, float(len(trace.sinks)), Criterion("at least", 1, "a sink"))
-    before, tag, *later = eta.values()
-    if not len(trace.sinks) or not np.isfinite(tag):
-        why = "all tokens are in one group" if len(trace.sinks) else "no token is caught"
-        outcome.cannot_test(tagged, why)
-        outcome.cannot_test(released, why)
-        return
-    more = Criterion(
-        "more than", max(2 * chance, before), "more than before the head and than twice by chance (ours)"
+def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Tensor) -> pd.DataFrame:
+    """One row per place: η², what a random grouping and the same one shifted along the prompt explain on average.
+
+    gain: η² less that before the head. as_large, as_small: of so many shifts of the grouping, those whose gain is.
+    """
+    of_tokens = group[grouped]
+    shifts = [1 + shift for shift in evenly(len(of_tokens) - 1, MOST_SHIFTS)]
+    eta, shifted = {}, {}
+    for name, vectors in vectors_at.items():
+        eta[name] = variance_explained(vectors[grouped], of_tokens)
+        shifted[name] = explained_elsewhere(vectors[grouped], of_tokens, shifts)
+    before = next(iter(eta))
+    rows = []
+    for name, value in eta.items():
+        gain, gains = value - eta[before], shifted[name] - shifted[before]
+        rows.append(
+            {"place": name, "variance_explained": value, "by_chance": chance_explained(of_tokens)}
+            | {"shifted": float(shifted[name].mean()), "gain": gain, "shifts": len(shifts)}
+            | {"as_large": int((gains >= gain - TIE).sum()), "as_small": int((gains <= gain + TIE).sum())}
+        )
+    return pd.DataFrame(rows)
+
+
+def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> None:
+    """Whether the grouping gains more, from before the head on, than the same runs do elsewhere in the prompt."""
+    _, sizes = trace.group[trace.group != LEFT_OUT].unique(return_counts=True)
+    shifts, why = int(places["shifts"].iloc[0]), ""
+    if not len(trace.sinks):
+        why = "the head has no sink on this prompt (name another with --layer and --head)"
+    elif len(sizes) < 2:
+        why = "all tokens are in one group"
+    elif int((sizes >= CLUSTER).sum()) < 2 or shifts < LEAST_SHIFTS:
+        why = (
+            f"{counted(int(sizes.sum()), 'token')} in groups of {', '.join(map(str, sizes.tolist()))}: two groups "
+            f"need {CLUSTER} each, and all together {LEAST_SHIFTS + 1}, or chance alone would explain as much; give "
+            "a longer prompt"
+        )
+    for claim, place in ((TAGGED, 1), (RELEASED, len(places) - 1)):
+        if why or not math.isfinite(places["gain"].iloc[place]):
+            outcome.cannot_test(claim, why or "the vectors are all the same")
+        else:
+            outcome.verdicts.append(_by_shifts(claim, places.iloc[0], places.iloc[place]))
+
+
+def _by_shifts(claim: str, before: pd.Series, place: pd.Series) -> Verdict:
+    """A permutation test, exact for this prompt: all shifts are equally likely where the grouping means nothing."""
+    larger, smaller = ((1 + place[name]) / (1 + place["shifts"]) for name in ("as_large", "as_small"))
+    what = (
+        f"η² of the {place['place']}, {number(place['variance_explained'])}, less that before the head, "
+        f"{number(before['variance_explained'])}: {number(place['gain'])}; places of the same runs in the prompt where "
+        "it is as large"
     )
-    compared = f"({number(before)} before the head, {number(chance)} by chance)"
-    outcome.claim(tagged, f"η² in the head's output {compared}", tag, more)
-    outcome.claim(released, f"η² in the last layer {compared}", later[-1], more)
+    explanation = f"it is as small in {percent(smaller)} of them, so that neither is rare"
+    verdict = judge(claim, what, Estimate.exact(larger), RARE)
+    return unless_explained(verdict, FAILS, "" if smaller <= TAIL else explanation)
 
 
 def _figures(
@@ -262,5 +311,17 @@ PROMPT_SINKS = [
         "chain-of-thought",
         "a chain of thought",
         "Clusters in the head's output and at layer 21 (Fig. 9, L5H16)",
+    ),
+    _on_prompt(
+        "figure10",
+        "step-by-step-2",
+        "another zero-shot chain of thought",
+        "A sink on “Let's think step by step” in a deep layer (Fig. 10, L5H14 and L39H24)",
+    ),
+    _on_prompt(
+        "figure11",
+        "chain-of-thought-2",
+        "another chain of thought",
+        "Clusters in the head's output and in a deep layer (Fig. 11, L3H30)",
     ),
 ]

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import Criterion, Estimate
+from theodolite.judging import FAILS, Criterion, Estimate, Verdict, all_of, judge, mix_of
 from theodolite.models import OpenModel
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
@@ -31,10 +31,11 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.prune import Pruned
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
+from theodolite.report.drawing import pruning as figures_pruning
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import without_low_rank
-from theodolite.sinks.prompt import trace_prompt
+from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
 
 DENSE = "dense"
@@ -97,10 +98,8 @@ def _maps(
 ) -> None:
     tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
     figures = {}
-    for name, model in measured.items():
-        assert model.prompt is not None
-        sinks = [int(place) for place in model.prompt.sinks if place >= 0]
-        figures[name] = figures_prompt.attention(model.prompt.attention.numpy(), tokens, sinks)
+    for name, trace, sinks in _on_prompt(measured):
+        figures[name] = figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
     outcome.figure(
         "maps",
         f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
@@ -110,6 +109,43 @@ def _maps(
         source,
         wide=True,
     )
+
+
+def _on_prompt(measured: Mapping[str, ModelSinks]) -> Iterator[tuple[str, PromptTrace, list[int]]]:
+    for name, model in measured.items():
+        assert model.prompt is not None
+        yield name, model.prompt, [int(place) for place in model.prompt.sinks if place >= 0]
+
+
+def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt) -> None:
+    """What the head writes and the residual stream behind its block, by dimension: Figure 4's lower row."""
+    tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
+    head, layer = head_name(prompt.layer, prompt.head), prompt.layer
+    traces = list(_on_prompt(measured))
+    for key, title, vectors in (
+        ("outputs", f"Output of {head} on the prompt, by dimension", lambda trace: trace.output),
+        (
+            "outliers",
+            f"Residual stream behind block {layer} on the prompt, by dimension",
+            lambda trace: trace.streams[layer + 1],
+        ),
+    ):
+        dense = vectors(traces[0][1]).numpy()
+        figures = {
+            name: figures_prompt.by_dimension(vectors(trace).numpy(), tokens, sinks, scale_of=dense)
+            for name, trace, sinks in traces
+        }
+        outcome.figure(
+            key,
+            title,
+            figures_compare.parallel_map(figures),
+            f"Tokens down; the {figures_prompt.DIMENSIONS} dimensions that are largest at any token of the dense "
+            "model, in its colours.",
+            "columns of one colour over the tokens that a sink caught, which go with the low-rank term and stay under "
+            "the control.",
+            f"{ZHANG}, Fig. 4",
+            wide=True,
+        )
 
 
 @experiment(
@@ -174,6 +210,28 @@ def _ablations(layer: int) -> dict[str, int | None]:
     }
 
 
+def judge_low_rank(claim: str, left: Mapping[str, Estimate]) -> Verdict:
+    """Whether the sinks go with the low-rank term; in part where they go with a random part as large, too."""
+    removed, spared = (
+        judge(claim, f"share of the layer's sinks that is left: {name}", share, criterion)
+        for (name, share), criterion in zip(left.items(), (REMOVED, SPARED), strict=True)
+    )
+    return (all_of if removed.answer == FAILS else mix_of)(claim, [removed, spared])
+
+
+def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
+    outcome.figure(
+        "left",
+        "The layer's sinks that are left",
+        figures_pruning.shares_left(left, (REMOVED.limit, SPARED.limit)),
+        "Share of the pruned model's sinks in the layer, context by context and key by key, with its 95 % interval. "
+        "Dotted: at most this much is left where the low-rank term carries the sinks, and at least this much without a "
+        "random part of the same singular values.",
+        "the first one left of the left line, and the control right of the right one.",
+        f"{ZHANG}, section 3.2; the control is ours",
+    )
+
+
 @experiment(
     "sinks/figure4",
     "One layer's sinks: dense, pruned by OATS, and without OATS's low-rank term",
@@ -197,10 +255,8 @@ def figure_4(study: Study, outcome: Outcome) -> None:
     if not (dense.sinks[:, layer] & oats.sinks[:, layer]).any():
         outcome.cannot_test(claim, "the pruned model has none of the layer's sinks in this text")
     else:
-        control = "The effect is specific to this term: a norm-matched random change does not have it (control, ours)"
-        for name, words, criterion in zip(
-            _ablations(layer), (claim, control), (REMOVED, SPARED), strict=True
-        ):
-            what = f"share of the layer's sinks that is left: {name}"
-            outcome.claim(words, what, _kept(oats, measured[name], layer), criterion)
+        left = {name: _kept(oats, measured[name], layer) for name in _ablations(layer)}
+        outcome.verdicts.append(judge_low_rank(claim, left))
+        _left(outcome, left)
     _maps(outcome, study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 4")
+    _outputs(outcome, study, {DENSE: dense, **measured}, prompt)

@@ -7,10 +7,10 @@ import math
 import pandas as pd
 import torch
 
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import Criterion, Estimate
-from theodolite.papers.catch_tag_release.traced_sinks import trace_of
-from theodolite.papers.experiment import Study, experiment
+from theodolite.judging import Criterion, Estimate, Verdict, all_of, judge, untestable
+from theodolite.papers.experiment import Study, chosen_and_judged, experiment
 from theodolite.report.drawing import sinks as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
@@ -22,9 +22,11 @@ from theodolite.sinks.ablation import (
     LOSS_OTHERS,
     ablation_test,
 )
+from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, head_name, number, percent, with_error
 
-MORE = Criterion("more than", 0.0, "an effect beyond the control's (ours)")
+MORE = Criterion("more than", 0.0, "an effect beyond that of the hardest control (ours)")
+MORE_THAN_NONE = Criterion("more than", 0.0, "more than on other tokens")
 HALF = 0.5
 """Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
 USED = "The tag is retrieved by deeper layers (abstract): ablating it makes the prediction of caught tokens worse"
@@ -41,13 +43,13 @@ LOW_RANK = (
 BEHIND = "Sinks downstream of the head depend on its tag: ablating it leaves fewer (ours)"
 
 
-def _chosen_tag(study: Study) -> tuple[int, int, torch.Tensor]:
+def _chosen_tag(study: Study, contexts: Corpus) -> tuple[int, int, torch.Tensor]:
     """The head that is asked for, or whose sinks tag most tokens; and its strongest tag's direction."""
-    run, focus = trace_of(study), study.focus
-    traces = run.traces
+    run = trace_sinks(study.require_model(), contexts, show_progress=study.show)
+    traces, focus = run.traces, study.focus
     if focus.layer is not None:
         traces = traces[(traces["layer"] == focus.layer) & (traces["head"] == focus.head)]
-    traces = traces[traces["tag"].notna()]
+    traces = traces[traces["tag"].notna()] if len(traces) else traces
     if not len(traces):
         raise UsageError(
             "that head writes no tag in this text: choose another --layer and --head, or another text"
@@ -64,13 +66,14 @@ def _chosen_tag(study: Study) -> tuple[int, int, torch.Tensor]:
     "deeper layers (abstract)",
     needs=("model",),
     options=("layer", "head"),
-    scaled_down="at most 64 contexts in which the head has a sink",
+    scaled_down="at most 64 contexts in which the head has a sink, of the half that it was not chosen on",
 )
 def ablated(study: Study, outcome: Outcome) -> None:
-    layer, head, direction = _chosen_tag(study)
-    corpus = study.corpus
-    assert corpus is not None  # or there would be no trace
-    table = ablation_test(study.require_model(), corpus, layer, head, direction, show_progress=study.show)
+    if study.corpus is None:
+        raise UsageError("a head is ablated while it reads a text: pass it together with the run")
+    chosen_on, judged_on = chosen_and_judged(study.corpus)
+    layer, head, direction = _chosen_tag(study, chosen_on)
+    table = ablation_test(study.require_model(), judged_on, layer, head, direction, show_progress=study.show)
     last = f"η² in layer {study.require_model().layers}"
     measures = [LOSS_CAUGHT, LOSS_OTHERS, HEAD_SINKS, LATER_SINKS, last]
     name = head_name(layer, head)
@@ -82,11 +85,13 @@ def ablated(study: Study, outcome: Outcome) -> None:
             f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
             f"{with_error(row.control, row.control_se)}",
         )
-    _against_control(outcome, USED, table, "tag ablated", LOSS_CAUGHT, +1)
-    _against_others(outcome, table)
-    _against_control(outcome, CLUSTERS, table, "tag ablated", last, -1, HALF)
-    _against_control(outcome, LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1)
-    _against_control(outcome, BEHIND, table, "tag ablated", LATER_SINKS, -1)
+    outcome.verdicts += [
+        against_control(USED, table, "tag ablated", LOSS_CAUGHT, +1),
+        against_others(table),
+        against_control(CLUSTERS, table, "tag ablated", last, -1, HALF),
+        against_control(LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1),
+        against_control(BEHIND, table, "tag ablated", LATER_SINKS, -1),
+    ]
     outcome.figure(
         "losses",
         f"{name} ablated: loss of the next token",
@@ -122,30 +127,26 @@ def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
     return table[(table["ablation"] == ablation) & (table["measure"] == measure)].iloc[0]
 
 
-def _against_control(
-    outcome: Outcome,
-    claim: str,
-    table: pd.DataFrame,
-    ablation: str,
-    measure: str,
-    sign: int,
-    least: float = 0.0,
-) -> None:
+def against_control(
+    claim: str, table: pd.DataFrame, ablation: str, measure: str, sign: int, least: float = 0.0
+) -> Verdict:
+    """Whether a measure changes more than under the one control that is hardest to beat."""
     row = _row(table, ablation, measure)
     if row["untouched"] == 0 and row["change"] == 0:
-        outcome.cannot_test(claim, f"{measure}: there are none")
-        return
+        return untestable(claim, f"{measure}: there are none")
     measured = (
-        f"{ablation}: {measure} changes by {with_error(row['change'], row['change_se'])}, under the control by "
+        f"{ablation}: {measure} changes by {with_error(row['change'], row['change_se'])}, under the controls by "
         f"{with_error(row['control'], row['control_se'])}"
     )
     part = f", less {percent(least)} of what it was" if least else ""
-    what = f"{measured}; {'falls' if sign < 0 else 'rises'} more than the control{part}"
-    gain = sign * row["beyond"] - least * abs(row["untouched"])
-    _claim_more(outcome, claim, what, gain, row["beyond_se"], row["contexts"])
+    what = f"{measured}; {'falls' if sign < 0 else 'rises'} more than under the hardest of them{part}"
+    hardest = "beyond_most" if sign > 0 else "beyond_least"
+    gain = sign * row[hardest] - least * abs(row["untouched"])
+    return _more(claim, what, gain, row[f"{hardest}_se"], row["contexts"])
 
 
-def _against_others(outcome: Outcome, table: pd.DataFrame) -> None:
+def against_others(table: pd.DataFrame) -> Verdict:
+    """Whether caught tokens lose more than others, and by more than they do under any control."""
     caught, uncaught, between = (
         _row(table, "tag ablated", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
     )
@@ -153,14 +154,21 @@ def _against_others(outcome: Outcome, table: pd.DataFrame) -> None:
         f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
         f"{with_error(uncaught['change'], uncaught['change_se'])} on others; rises more on caught tokens than on others"
     )
-    _claim_more(outcome, MORE_THAN_OTHERS, what, between["change"], between["change_se"], between["contexts"])
+    more = _more(
+        MORE_THAN_OTHERS, what, between["change"], between["change_se"], between["contexts"], MORE_THAN_NONE
+    )
+    return all_of(
+        MORE_THAN_OTHERS,
+        [more, against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)],
+    )
 
 
-def _claim_more(outcome: Outcome, claim: str, what: str, gain: float, error: float, contexts: int) -> None:
+def _more(
+    claim: str, what: str, gain: float, error: float, contexts: int, criterion: Criterion = MORE
+) -> Verdict:
     """Judge a difference paired by context."""
-    if math.isfinite(error):
-        outcome.claim(
-            claim, f"{what}, by", Estimate(float(gain), float(error), int(contexts), "contexts"), MORE
-        )
-    else:
-        outcome.cannot_test(claim, f"{what}: too few contexts; {MORE}")
+    if not math.isfinite(error):
+        return untestable(claim, f"{what}: too few contexts; {criterion}")
+    return judge(
+        claim, f"{what}, by", Estimate(float(gain), float(error), int(contexts), "contexts"), criterion
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from statistics import NormalDist
 
 import numpy as np
 import pandas as pd
@@ -16,6 +15,7 @@ from theodolite.judging import (
     Criterion,
     Estimate,
 )
+from theodolite.papers.catch_tag_release.many_looks import most_extreme
 from theodolite.papers.experiment import Study, experiment
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
@@ -93,12 +93,7 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     for _, row in traces.head(3).iterrows():
         outcome.read(drawing.sink_name(row), _sink_summary(row))
     later = traces[traces["kind"] == "later"]
-    outcome.claim(
-        LATER,
-        "largest share of contexts in which a later token is a sink of a head",
-        float(later["share"].max()) if len(later) else 0.0,
-        MANY,
-    )
+    judge_later(outcome, later["share"], run.provenance["corpus"]["contexts"])
     weights = traces["tagged"].fillna(0).to_numpy()
     judge_clusters(outcome, heads)
     judge_release(outcome, heads, model["layers"])
@@ -139,6 +134,13 @@ def _figures(outcome: Outcome, traces: pd.DataFrame, heads: pd.DataFrame, releas
     )
 
 
+def judge_later(outcome: Outcome, shares: pd.Series, contexts: int) -> None:
+    """Whether a later token is a sink of some head in enough contexts: the largest share of many rows is looked at."""
+    largest = Estimate.share(float(shares.max()) if len(shares) else 0.0, contexts, "contexts")
+    what = f"largest share of contexts in which a later token is a sink of a head, of {counted(len(shares), 'sink')}"
+    outcome.claim(LATER, what, replace(largest, error=most_extreme(len(shares)) * largest.error), MANY)
+
+
 def judge_clusters(outcome: Outcome, heads: pd.DataFrame) -> None:
     """η² of the heads, each counted by the contexts that it rests on.
 
@@ -177,8 +179,7 @@ def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
     if not len(clear):
         outcome.cannot_test(RELEASED, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
         return
-    chance = NormalDist().cdf(-SIGMAS)
-    needed = [-NormalDist().inv_cdf(chance / (layers - layer)) for layer in clear["layer"]]
+    needed = [SIGMAS * most_extreme(layers - layer) for layer in clear["layer"]]
     more = int((clear["gain"] > needed * clear["gain_se"]).sum())
     less = int((clear["gain"] < -SIGMAS * clear["gain_se"]).sum())
     best = clear.loc[clear["gain"].idxmax()]

@@ -106,14 +106,15 @@ class TaskModelConfig:
     batch: int  # contexts per step
     steps: int
     learning_rate: float  # the peak
-    schedule: Literal["cosine", "linear"]  # to FINAL_RATE of the peak, or to 0
+    schedule: Literal["none", "cosine", "linear"]  # constant, to FINAL_RATE of the peak, or to 0
     dropout: float = 0.0
     positions: str = "learned"  # or "rotary"
     warm_up: int = 100  # steps
     weight_decay: float = 0.1  # on matrices only
     bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
     checkpoint_every: int = 250  # steps
-    series: bool = False  # keep the weights of the steps of SERIES
+    series: bool = False  # keep the weights of some steps: of SERIES, or of the task's own
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     seed: int = 0
 
     @property

@@ -8,6 +8,8 @@ same bytes on the same machine, number of threads and package versions, also whe
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,18 @@ PUBLISHED = {
 
 
 def train_task_model(
-    out: str | Path, task: Task, config: TaskModelConfig, *, threads: int = 2, console: Console | None = None
+    out: str | Path,
+    task: Task,
+    config: TaskModelConfig,
+    *,
+    threads: int = 2,
+    console: Console | None = None,
+    series: Sequence[int] = SERIES,
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
-    A training run that was killed resumes when it is called again with the same arguments.
+    A training run that was killed resumes when it is called again with the same arguments. With `config.series` the
+    weights of the steps of `series`, and of the last one, are kept.
 
     Raises:
         UsageError: as `check_training` and `train_into`.
@@ -74,9 +83,21 @@ def train_task_model(
         progress=lambda model, loss: f"training loss {loss:.4f}; {task.quick_score(model)}",
         measure=measure,
         page=lambda result: ("training.json", json_text(result, 2) + "\n"),
-        series=(*SERIES, config.steps) if config.series else (),
+        series=(*series, config.steps) if config.series else (),
     )
     return train_into(out, run, threads, console)
+
+
+def models_of(folder: str | Path, task: str) -> list[Path]:
+    """The models of a task in the folders of a folder, in the order of their names."""
+    return [path.parent for path in sorted(Path(folder).glob("*/training.json")) if _task_of(path) == task]
+
+
+def _task_of(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("task")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast:

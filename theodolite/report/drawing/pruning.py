@@ -5,13 +5,15 @@ They take plain tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.estimates import Estimate
 from theodolite.report import style
 from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels
 from theodolite.system.wording import for_plotly
@@ -98,6 +100,28 @@ def plans(table: pd.DataFrame) -> go.Figure:
         return drawn
 
     return _figure(traces, "", {})
+
+
+def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Figure:
+    """One dot per ablation with its 95 % interval, and a dotted line at each of `limits`."""
+    names = [for_plotly("<br>".join(textwrap.wrap(name, 44))) for name in left]
+    dots = go.Scatter(
+        x=np.array([share.value for share in left.values()], dtype=np.float32),
+        y=names,
+        mode="markers",
+        marker={"size": 11, "color": style.BLUE},
+        error_x=style.error_bars([share.margin for share in left.values()]),
+        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
+    )
+    drawn = style.figure(
+        [dots],
+        "share left",
+        height=150 + 60 * len(names),
+        layout={"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}},
+    )
+    for limit in limits:
+        drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
+    return drawn
 
 
 def _figure(traces: Callable[[str], list[Any]], x: str, axis: dict[str, Any]) -> go.Figure:

@@ -242,6 +242,38 @@ def by_no_op(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[st
                 showlegend=not shown,
             )
         shown.append(Panel(title, traces))
+    return _with_long_titles(shown)
+
+
+def by_step(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:
+    """One panel per measure, over the steps of a training: a line per model, coloured by its kind.
+
+    Args:
+        table: one row per model and step, `folder`, `kind`, `step` and the measures. measures: column → title.
+    """
+    kinds = list(dict.fromkeys(table["kind"]))
+    shown: list[Panel] = []
+    for measure, title in measures.items():
+        traces: list[Any] = []
+        for kind in kinds:
+            of_kind = table[table["kind"] == kind]
+            for index, (folder, rows) in enumerate(of_kind.groupby("folder")):
+                rows = rows.sort_values("step")
+                traces += line(
+                    rows["step"].to_numpy(),
+                    rows[measure].to_numpy(np.float64),
+                    kind,
+                    style.CATEGORIES[kinds.index(kind) % len(style.CATEGORIES)],
+                    width=1.4,
+                    marker=5,
+                    hover=f"{for_plotly(str(folder))}, step %{{x}}: %{{y:.4g}}<extra></extra>",
+                    showlegend=not shown and index == 0,
+                )
+        shown.append(Panel(title, traces))
+    return _with_long_titles(shown)
+
+
+def _with_long_titles(shown: list[Panel]) -> go.Figure:
     layout = {"margin": {"t": 90}, "legend": {"y": 1.08}}
     drawn = panels(shown, COLUMNS, height=NO_OP_ROW, gaps=(0.07, 0.12), layout=layout)
     drawn.for_each_annotation(

@@ -1,0 +1,138 @@
+"""Few-shot models with their sinks hidden, and without low-rank terms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers
+
+from tests.papers.training.test_embedded_training import quiet
+from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
+from theodolite.evaluate.few_shot import few_shot_accuracy
+from theodolite.models import open_model
+from theodolite.papers.catch_tag_release import few_shot_ablation as ablation
+from theodolite.papers.catch_tag_release.few_shot import PROMPT_SEED
+from theodolite.papers.catch_tag_release.few_shot_ablation import (
+    DENSE,
+    HIDDEN,
+    OATS,
+    OTHERS,
+    RANDOM,
+    WITHOUT,
+    ablation_table,
+    other_keys,
+    show_ablations,
+    sinks_of_prompts,
+)
+from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
+from theodolite.papers.training.task_models import train_task_model
+from theodolite.report.outcome import Outcome
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    """A model whose queries look far more sharply than those of three steps, so that it has sinks."""
+    out = tmp_path_factory.mktemp("trained")
+    config = replace(DEFAULT, layers=2, heads=2, width=16, batch=4, steps=3, bfloat16=False)
+    train_task_model(out / "few-0", FewShot(), config, threads=1, console=quiet())
+    model = transformers.GPTNeoXForCausalLM.from_pretrained(out / "few-0")
+    with torch.no_grad():
+        for layer in model.gpt_neox.layers:
+            layer.attention.query_key_value.weight.mul_(40)
+    model.save_pretrained(out / "few-0")
+    return out
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    monkeypatch.setattr(ablation, "PROMPTS", COUNT)
+    monkeypatch.setattr(ablation, "CALIBRATION", 32)
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.from_numpy(RULES.draw(COUNT, np.random.default_rng([PROMPT_SEED, TEST_STREAM])).ids)
+
+
+def test_sinks_are_those_of_the_models_own_attention(folder, ids):
+    """Oracle: eager attention of transformers, and the criterion: more than 0.3 of the queries' attention."""
+    eager = transformers.GPTNeoXForCausalLM.from_pretrained(folder / "few-0", attn_implementation="eager")
+    with torch.no_grad():
+        attentions = eager(ids, output_attentions=True).attentions
+    length = ids.shape[1]
+    queries = torch.arange(length, 0, -1)
+    sinks = sinks_of_prompts(open_model(folder / "few-0", device="cpu"), ids, 7)
+    assert any(bool(of_layer.any()) for of_layer in sinks)
+    for of_layer, weights in zip(sinks, attentions, strict=True):
+        received = weights.double().sum(2) / queries
+        received[..., queries - 1 < min(16, length // 4)] = 0.0
+        clear = received.sub(0.3).abs() > 1e-4
+        assert torch.equal(of_layer & clear, (received > 0.3) & clear)
+
+
+def test_a_control_hides_as_many_keys_that_are_no_sinks():
+    sinks = torch.rand(9, 2, 20, generator=torch.Generator().manual_seed(0)) < 0.1
+    others = other_keys(sinks, 0)
+    assert torch.equal(others.sum(-1), sinks.sum(-1))
+    assert not bool((others & sinks).any())
+    assert not bool(others[..., 15:].any())
+    assert not torch.equal(others, other_keys(sinks, 1))
+
+
+def test_every_model_answers_under_every_intervention(folder, monkeypatch):
+    table = ablation_table(folder)
+    assert table.groupby("model", sort=False)["control"].nunique().to_dict() == {
+        DENSE: 1, HIDDEN: 1, OTHERS: 2, OATS: 1, WITHOUT: 1, RANDOM: 2
+    }  # fmt: skip
+    direct = few_shot_accuracy(open_model(folder / "few-0"), prompts=COUNT, seed=PROMPT_SEED)
+    dense = table[table["model"] == DENSE]
+    np.testing.assert_array_equal(dense["accuracy"], direct["accuracy"])
+    accuracies = table.groupby("model")["accuracy"].apply(list)
+    assert accuracies[HIDDEN] != accuracies[DENSE]
+    assert accuracies[WITHOUT] != accuracies[OATS]
+    monkeypatch.setattr(ablation, "batch_of_prompts", lambda length, batch: 7)
+    again = ablation_table(folder)
+    hidden, by_sevens = (each[each["model"] == HIDDEN]["accuracy"].to_numpy() for each in (table, again))
+    np.testing.assert_allclose(hidden, by_sevens, atol=1.5 / COUNT)  # a tie may round otherwise
+
+
+def made_up(curves: dict[str, list[list[float]]]) -> pd.DataFrame:
+    random = np.random.default_rng(0)
+    return pd.DataFrame(
+        [
+            {"model": name, "folder": f"m{seed}", "seed": seed, "control": control, "shots": shots}
+            | {"accuracy": accuracy + 1e-4 * random.normal(), "accuracy_se": 0.01, "prompts": COUNT}
+            for seed in range(3)
+            for name, of_controls in curves.items()
+            for control, curve in enumerate(of_controls)
+            for shots, accuracy in enumerate(curve)
+        ]
+    )
+
+
+def answers(curves: dict[str, list[list[float]]]) -> list[str]:
+    outcome = Outcome()
+    show_ablations(outcome, made_up(curves))
+    return [verdict.answer for verdict in outcome.verdicts]
+
+
+def test_verdicts_are_against_the_control_that_costs_most():
+    """Of sinks: 0.4 lost after five examples, and 0 or 0.2 by the controls. Of terms: 0.2, and 0.1 or 0.3."""
+    dense = [0.5, 0.6, 0.7, 0.8, 0.85, 0.9]
+    curves = {
+        DENSE: [dense],
+        HIDDEN: [[0.5] * 6],
+        OTHERS: [dense, [0.5, 0.5, 0.5, 0.6, 0.65, 0.7]],
+        OATS: [dense],
+        WITHOUT: [[0.5, 0.5, 0.5, 0.6, 0.65, 0.7]],
+        RANDOM: [[0.5, 0.6, 0.7, 0.7, 0.75, 0.8], [0.5, 0.5, 0.5, 0.5, 0.55, 0.6]],
+    }
+    assert answers(curves) == ["holds", "holds", "fails", "fails"]
+    curves[HIDDEN] = [[0.1, 0.2, 0.3, 0.4, 0.45, 0.5]]  # as much without examples
+    assert answers(curves)[:2] == ["holds", "fails"]
