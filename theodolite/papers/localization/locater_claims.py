@@ -7,6 +7,11 @@ answer alike; what it claims of the end of training, where training was as long.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
 from theodolite.judging import (
     FAILS,
     HOLDS,
@@ -17,24 +22,33 @@ from theodolite.judging import (
     mix_of,
     unless_explained,
 )
+from theodolite.papers.localization.locater_grid import GridRun
 from theodolite.papers.localization.locater_training import PUBLISHED_STEPS, Reduction, Setting
 from theodolite.papers.localization.paired_effects import (
     MEASURES,
     Comparable,
     association,
+    common_step,
     difference,
     distinct,
     label_of,
     left_out,
     manner,
+    profile,
+    without_seed,
 )
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number
+from theodolite.theory.curve_shape import curve_width
 
 NEGLIGIBLE = 0.01
 """Relative difference (and difference in ρ) below which there is no effect to speak of: ours; the paper has curves."""
 RISES = Criterion("more than", 0.0, "ours", NEGLIGIBLE)
 FALLS = Criterion("less than", 0.0, "ours", NEGLIGIBLE)
+ABOVE = Criterion("more than", 0.0, "“different learning phases”, read as a faster first one (ours)")
+BELOW_IN_SHARE = Criterion("less than", 0.0, "“a larger d is beneficial to drive attention to localization”")
+PHASE = 10_000  # steps of the first phase
+
 BELOW = Criterion("less than", 0.0, "“smaller … contributes to higher”, read as their order")
 
 READINGS: dict[Reduction, str] = {
@@ -180,6 +194,76 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
     )
 
 
+def phases(outcome: Outcome, data: Comparable) -> None:
+    """Section 7: the first 10⁴ steps and the rest are different phases of learning; here, of unlike pace."""
+    claim = "The first 10,000 steps and the rest are different phases of learning (section 7)"
+    if data.step < 2 * PHASE:
+        outcome.cannot_test(claim, f"compared at step {number(data.step)}; give {number(2 * PHASE)} or more")
+        return
+    shown = [settings[-1] for settings in data.published.values()] + ([data.plain] if data.plain else [])
+    parts = [
+        judge(
+            claim,
+            f"|change| of {MEASURES[name]} per 1,000 steps before step {number(PHASE)} less that after it, "
+            f"{label_of(setting)}",
+            Estimate.mean(pace_change(data.runs, setting, name, data.step), "seeds"),
+            ABOVE,
+        )
+        for setting in shown
+        for name in ("trace", "entropy")
+    ]
+    outcome.verdicts.append(mix_of(claim, parts))
+
+
+def pace_change(runs: Sequence[GridRun], setting: Setting, name: str, step: int) -> list[float]:
+    """By how much a measure of the first layer changed more per 1,000 steps before `PHASE` than after it, by seed."""
+    values = []
+    for run in runs:
+        if without_seed(run.setting) == setting:
+            curve = run.heads[run.heads["layer"] == 0].set_index("step")[name]
+            turn = curve.index[curve.index <= PHASE].max()
+            first, last = (abs(curve[b] - curve[a]) / (b - a) for a, b in ((0, turn), (turn, step)))
+            values.append(1000 * float(first - last))
+    return values
+
+
+def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
+    """Section 4, measured: ρ on fewer positions at d = 128 than at d = 32, settings and seeds alike, one layer."""
+    claim = "A larger width drives attention to localization: d = 128 against 32 (section 4)"
+    of_widths = {
+        width: [r for r in runs if (r.setting.layers, r.setting.width) == (1, width)] for width in (32, 128)
+    }
+    if not all(of_widths.values()):
+        outcome.cannot_test(claim, "the grid does not have both widths: train them with --widths 32,128")
+        return
+    step = min(common_step(of) for of in of_widths.values())
+    shares = {
+        width: {
+            replace(r.setting, width=0): float(curve_width(torch.from_numpy(profile(r, step)))) for r in of
+        }
+        for width, of in of_widths.items()
+    }
+    settings = sorted({without_seed(s) for s in shares[32].keys() & shares[128].keys()}, key=lambda s: s.name)
+    parts = [
+        judge(
+            claim,
+            f"effective share of positions of ρ averaged to step {number(step)}, d = 128 less d = 32, "
+            f"{label_of(setting)}",
+            Estimate.mean(
+                [
+                    shares[128][s] - shares[32][s]
+                    for s in sorted(shares[32].keys() & shares[128].keys(), key=lambda s: s.seed)
+                    if without_seed(s) == setting
+                ],
+                "seeds",
+            ),
+            BELOW_IN_SHARE,
+        )
+        for setting in settings
+    ]
+    outcome.verdicts.append(mix_of(claim, parts))
+
+
 def judge_grid(outcome: Outcome, data: Comparable) -> None:
     """Every claim that the training runs of one depth and width can decide."""
     captions(outcome, data)
@@ -187,3 +271,4 @@ def judge_grid(outcome: Outcome, data: Comparable) -> None:
     against_decay(outcome, data)
     linked(outcome, data)
     stripes(outcome, data)
+    phases(outcome, data)

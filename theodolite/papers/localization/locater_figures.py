@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.papers.experiment import Experiment, Study, experiment, of_trainings
-from theodolite.papers.localization.locater_claims import READINGS, judge_grid, stripes
+from theodolite.papers.localization.locater_claims import READINGS, judge_grid, phases, stripes, wider
 from theodolite.papers.localization.locater_grid import GridRun, read_grid
 from theodolite.papers.localization.locater_training import PUBLISHED_STEPS, Setting
 from theodolite.papers.localization.paired_effects import (
@@ -221,6 +221,8 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     data = comparable(runs)
     _read(outcome, data, recipe)
     stripes(outcome, data)
+    phases(outcome, data)
+    wider(outcome, read_grid(study.provenance["grid"]["folder"])[1])
     _draw_maps(outcome, data)
 
 
