@@ -15,7 +15,7 @@ from tests.processes import Started
 from theodolite import __version__, open_model, survey
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
-from theodolite.judging import Criterion
+from theodolite.judging import Criterion, Estimate
 from theodolite.papers import ALIASES, EXPERIMENTS, reproduce, write_outcome
 from theodolite.papers.experiment import of_nothing
 from theodolite.report.outcome import Outcome
@@ -256,8 +256,10 @@ def test_the_readme_of_a_paper_has_what_is_declared_and_what_the_gallery_answers
 def _judged(name: str) -> Outcome:
     """An experiment that needs no model, with three verdicts of ours: figures of theory have none."""
     outcome = reproduce(name)
-    outcome.claim("One is at most two", "one", 1.0, Criterion("at most", 2.0, "arithmetic"))
-    outcome.claim("Three is at most two", "three", 3.0, Criterion("at most", 2.0, "arithmetic"))
+    outcome.claim("One is at most two", "one", Estimate.exact(1.0), Criterion("at most", 2.0, "arithmetic"))
+    outcome.claim(
+        "Three is at most two", "three", Estimate.exact(3.0), Criterion("at most", 2.0, "arithmetic")
+    )
     outcome.cannot_test("Four is even", "not counted")
     return outcome
 

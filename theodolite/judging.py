@@ -164,7 +164,7 @@ def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criteri
     if not math.isfinite(estimate.value):
         return untestable(claim, f"{what}: no number in this run; {criterion}")
     evidence = f"{what}: {estimate}; {criterion}"
-    if estimate.n == 1:
+    if estimate.n == 1 and not estimate.by_chance:
         return untestable(claim, f"{evidence}; an interval needs two {estimate.of} or more")
     holds, fails = criterion.decided(estimate.value, estimate.margin)
     answer = HOLDS if holds else FAILS if fails else UNDECIDED

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from theodolite.corpus import spec
-from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent
 from theodolite.papers import ALIASES, EXPERIMENTS
-from theodolite.report.outcome_page import KINDS, RESULT, SOURCES
+from theodolite.report.outcome_page import JUDGED, KINDS, RESULT, SOURCES
 from theodolite.system import embedded
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -80,13 +80,14 @@ def new_results(folders: list[Path]) -> dict[str, tuple[dict[str, Any], Path]]:
 
 
 def kept(result: dict[str, Any]) -> dict[str, Any]:
-    """What of a result is taken in: no tables, and of what it was made of what the pages say."""
+    """What of a result is taken in: of tables what verdicts rest on, of what it was made of what pages say."""
     provenance = {"seed": result["provenance"]["seed"], "versions": result["provenance"]["versions"]}
     for of, told in {"model": ("id", "sha256"), "corpus": ("name", "length", "contexts", "sha256")}.items():
         if of in result["provenance"]:
             provenance[of] = {entry: result["provenance"][of].get(entry) for entry in told}
     parts = ("name", "title", "paper", "readings", "verdicts")
-    return {part: result[part] for part in parts} | {"provenance": provenance}
+    judged = result["tables"].get(JUDGED, [])
+    return {part: result[part] for part in parts} | {JUDGED: judged, "provenance": provenance}
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -159,12 +160,17 @@ def pages(found: dict[str, dict[str, Any]], drawn: dict[str, str]) -> dict[Path,
 def _overview(of_group: dict[str, list[str]], found: dict[str, Any]) -> list[str]:
     rows = ["| | " + " | ".join(ANSWERS) + " |", "| --- |" + " ---: |" * len(ANSWERS)]
     for group, members in of_group.items():
-        counted = Counter(
-            verdict["answer"] for name in members if name in found for verdict in found[name]["verdicts"]
+        counts = counted(
+            [verdict for name in members if name in found for verdict in found[name]["verdicts"]]
         )
         title = f"[{GROUPS[group]}]({page_of(group).name})"
-        rows.append(f"| {title} | " + " | ".join(str(counted[answer]) for answer in ANSWERS) + " |")
+        rows.append(f"| {title} | " + " | ".join(str(counts[answer]) for answer in ANSWERS) + " |")
     return rows
+
+
+def counted(verdicts: list[dict[str, str]]) -> Counter[str]:
+    """Answer → how many, a number that decides several claims once."""
+    return Counter(verdict.answer for verdict in independent([Verdict(**each) for each in verdicts]))
 
 
 def _entry(name: str, result: dict[str, Any], picture: str | None) -> list[str]:

@@ -5,14 +5,13 @@ Names, their order, commands and what is smaller than published are the declarat
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import SOURCES
 from theodolite.system.experiment_names import reading_order
-from tools.gallery import ANSWERS, GROUPS, folder_of, repeats, results, training_of
+from tools.gallery import ANSWERS, GROUPS, counted, folder_of, repeats, results, training_of
 
 PAPERS = Path(__file__).parent.parent / "theodolite" / "papers"
 COLUMNS = ("name", "shows", "command", "smaller than published", "verdicts")
@@ -47,7 +46,7 @@ def verdicts(name: str, found: dict[str, Any]) -> str:
         return "those of the others"
     if name not in found:
         return "needs training" if training_of(name) else "not made"
-    counts = Counter(verdict["answer"] for verdict in found[name]["verdicts"])
+    counts = counted(found[name]["verdicts"])
     return (
         ", ".join(f"{answer} {counts[answer]}" for answer in ANSWERS if counts[answer])
         or "none: numbers only"

@@ -8,11 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from theodolite.comparison.audit import summarise
+from theodolite.comparison.sinks import kept_places
 from theodolite.comparison.survival import Survival, expected_by_chance, statuses
+from theodolite.passes.run import Run
 
 SHARES = st.floats(0, 1, width=32)
 CONTEXTS = 10_000
@@ -76,7 +80,7 @@ def test_what_is_left():
     assert some.left == pytest.approx(0.6 / 0.8)
     assert (
         some.counts()
-        == "1 of 3 sinks survives (75\u00a0% by weight), 1 new, 1 undecided (within the 95 % interval)"
+        == "1 of 4 sinks survives (75\u00a0% by weight), 1 new, 1 undecided (within the 95 % interval)"
     )
     assert part(["survived"] * 3 + ["lost"], by_chance=2.0).left == pytest.approx((3 - 2) / (4 - 2))
     assert part(["survived", "lost", "lost"], by_chance=2.0).left == 0  # worse than chance
@@ -91,3 +95,67 @@ def test_where_nothing_is_decided_nothing_is_said_to_survive():
     undecided = part(["undecided", "new"])
     undecided = replace(undecided, table=undecided.table.assign(layer=0, head=0))
     assert summarise((undecided,), "b").startswith("Whether anything survives is not decided. ")
+
+
+@pytest.mark.parametrize(
+    ("survived", "lost", "undecided", "by_chance", "expected"),
+    [
+        (38, 0, 0, 0, "holds"),
+        (95, 5, 0, 0, "holds"),  # a larger model may lose a few
+        (29, 0, 9, 0, "not decided"),  # nothing is known to be lost, and a quarter may be
+        (29, 9, 0, 0, "in part"),
+        (1, 30, 1, 0, "fails"),
+        (1, 20, 9, 0, "not decided"),
+        (95, 5, 0, 50, "holds"),  # 45 of 50 beyond chance
+        (94, 6, 0, 50, "in part"),
+        (0, 0, 1, 0, "not decided"),
+        (0, 0, 0, 0, "not testable here"),
+    ],
+)
+def test_a_part_is_judged_by_the_share_that_is_left(survived, lost, undecided, by_chance, expected):
+    """Oracle: by hand: nine tenths or more hold, a tenth or less fails, from all undecided lost to all survived."""
+    statuses = ["survived"] * survived + ["lost"] * lost + ["undecided"] * undecided + ["new"]
+    some = part(statuses, by_chance=by_chance)
+    assert some.answer == expected
+
+
+def places_of(kept: list[int], sinks: int) -> tuple[Run, Run]:
+    """Outputs of two models: `sinks` sinks of a head in each context, so many of which the other model has."""
+    rows = [[c, 0, 0, p] for c in range(len(kept)) for p in range(sinks)]
+    left = [[c, 0, 0, p] for c, many in enumerate(kept) for p in range(many)] + [[0, 1, 1, 5]]
+    arrays = [
+        {"sink_places": torch.tensor(places), "loss": torch.zeros(len(kept), dtype=torch.float64)}
+        for places in (rows, left)
+    ]
+    empty = pd.DataFrame()
+    return tuple(Run(*[empty] * 5, of_model, {}) for of_model in arrays)  # type: ignore[return-value]
+
+
+def test_the_family_of_sinks_is_paired_over_contexts():
+    """Oracle: of as many sinks in every context, the ratio is a mean of shares, its error that of a mean over √n."""
+    kept = [4, 3, 4, 1, 2, 4, 4, 3]
+    estimate = kept_places(*places_of(kept, 4))
+    shares = np.array(kept) / 4
+    assert (estimate.value, estimate.n, estimate.of) == (pytest.approx(shares.mean()), 8, "contexts")
+    assert estimate.error == pytest.approx(shares.std(ddof=1) / 8**0.5)
+
+
+def test_no_loss_in_few_contexts_is_no_proof():
+    """Oracle: Clopper & Pearson's bound by scipy; nine tenths are sure from 36 contexts on, 0.025^{1/36} > 0.9."""
+    for contexts, expected in ((3, "not decided"), (35, "not decided"), (36, "holds")):
+        family = kept_places(*places_of([4] * contexts, 4))
+        low = stats.binomtest(contexts, contexts).proportion_ci(0.95, "exact").low
+        assert family.value - family.margin == pytest.approx(low)
+        assert replace(part(["survived", "undecided"]), paired=family).answer == expected
+
+
+def test_fewer_contexts_give_no_better_headline():
+    """Three contexts in ten lose their sinks: known from many, not decided from few."""
+    generator = np.random.default_rng(0)
+    answers = []
+    for contexts in (400, 24, 3):
+        kept = np.where(generator.random(contexts) < 0.3, 0, 4).tolist()
+        family = kept_places(*places_of(kept, 4))
+        answers.append(replace(part(["survived", "undecided"]), paired=family).answer)
+    assert answers[0] == "in part"
+    assert "holds" not in answers

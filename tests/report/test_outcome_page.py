@@ -17,7 +17,7 @@ from theodolite.papers import EXPERIMENTS, Study, write_index, write_outcome
 from theodolite.papers.claims import claims
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome, Reading
-from theodolite.report.outcome_page import _tally
+from theodolite.report.outcome_page import tally
 
 CLAIMS = replace(
     claims(
@@ -161,5 +161,5 @@ def test_a_number_that_decides_several_claims_counts_once():
     others = [Verdict("another", FAILS, "rank 20; criterion: at most 16")]
     missing = [Verdict(f"missing {place}", UNTESTABLE, "no model") for place in range(2)]
     noted = "; claims judged by the same number count once"
-    assert _tally([*shared, *others, *missing]) == f"4 claims: 1 holds, 1 fails, 2 not testable here{noted}"
-    assert _tally([*others, *missing]) == "3 claims: 1 fails, 2 not testable here"
+    assert tally([*shared, *others, *missing]) == f"4 claims: 1 holds, 1 fails, 2 not testable here{noted}"
+    assert tally([*others, *missing]) == "3 claims: 1 fails, 2 not testable here"

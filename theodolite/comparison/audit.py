@@ -18,9 +18,9 @@ import theodolite.comparison.outputs as outputs
 import theodolite.comparison.sinks as sinks
 import theodolite.comparison.stream as stream
 from theodolite.comparison.outputs import Loss
-from theodolite.comparison.survival import LOST, NEW, SURVIVED, Survival, agreed
+from theodolite.comparison.survival import LOST, NEW, SURVIVED, Survival
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, Answer
+from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, UNDECIDED, UNTESTABLE, Answer, combined
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted, head_name, listed
@@ -33,7 +33,7 @@ LEAST_PARTS = 2
 
 OF_HEADS = ("sinks", "tags", outputs.NAME, "entropies", "head types", "spectra")
 
-VERBS: dict[Answer, str] = {HOLDS: "keeps", IN_PART: "partly keeps", FAILS: "loses"}
+VERBS: dict[Answer, str] = {HOLDS: "keeps", IN_PART: "partly keeps", FAILS: "loses", UNDECIDED: "may keep"}
 """What a model does with a part, in the words of the summary."""
 
 SHAPE = {
@@ -68,8 +68,11 @@ class Audit:
 
     @property
     def answer(self) -> Answer:
-        """Whether the whole survives: holds if all parts do that are there, fails if none does, else in part."""
-        return agreed(part.answer for part in self.parts)
+        """Whether the whole survives: holds if all parts do that are there, fails if none does, else in part.
+
+        Not decided where all parts that are decided agree, and one is not.
+        """
+        return combined(part.answer for part in self.parts)
 
     def __repr__(self) -> str:
         return f"Audit of {self.other} against {self.reference}: {self.summary}"
@@ -141,7 +144,7 @@ def compare(
         parts: tuple[Survival, ...] = (matched.matched_heads(reference, other),)
         return Audit(*names, parts, summarise(parts, names[1]), runs)
     parts = (
-        sinks.sinks(reference, other),
+        sinks.sinks(reference, other, outputs_of),
         *([sinks.tags(*traces)] if traces else []),
         stream.outlier_dimensions(reference, other),
         stream.massive_activations(reference, other),
@@ -259,12 +262,16 @@ def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
         return "Everything survives exactly: no number differs."
     if not decided:
         return "Whether anything survives is not decided."
-    answer = agreed(part.answer for part in parts)
+    answer = combined(part.answer for part in parts)
     if answer == FAILS:
         return f"Nothing survives: neither {listed([part.name for part in decided], 9).replace(' and ', ' nor ')}."
     groups: dict[str, list[str]] = {verb: [] for verb in VERBS.values()}
-    for part in decided:
-        groups[VERBS[part.answer]].append(f"its {part.name} ({part.count(SURVIVED)} of {part.decided})")
+    for part in parts:
+        if part.answer != UNTESTABLE:
+            unknown = f", {part.undecided} undecided" if part.undecided else ""
+            groups[VERBS[part.answer]].append(
+                f"its {part.name} ({part.count(SURVIVED)} of {part.of_reference}{unknown})"
+            )
     clauses = [f"{verb} {listed(names, 9)}" for verb, names in groups.items() if names]
     text = f"{other} {'; it '.join(clauses)}"
     if new_units := [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]:

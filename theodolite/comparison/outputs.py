@@ -7,6 +7,7 @@ of each context. Whether they survive is decided by the rule of `survival.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import State
-from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.accumulate.sums import State, each_part
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, statuses
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
+from theodolite.judging import Criterion, Estimate, Verdict, judge
 from theodolite.measure.tags import ratio
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -48,6 +51,13 @@ TOKENS = 512
 DIRECTIONS = 128
 """Random directions along which wider streams' outputs are kept: ‖·‖² is then off by √(2/128) = 1/8 at most."""
 
+ALIKE_CLAIM, DIFFERENCE = "heads write nearly the same", "‖new − old‖/‖old‖, mean over heads"
+ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
+AS_GOOD = Criterion("at most", math.log(1.05), "a perplexity that is 5 % higher (ours)")
+
+SINK_PLACES, PLACE = "sink_places", ["context", "layer", "head", "position"]
+"""Where each context's sinks are: the array, and its columns."""
+
 SEED = 0
 """Of the tokens and of the directions, the same for all models."""
 
@@ -69,7 +79,7 @@ def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " token
 class OutputsPass(CorpusPass):
     """The outputs of every head at the chosen tokens of a corpus, and the loss of every context.
 
-    Its state is `written`, and `loss`, nats per token; NaN of a model that predicts no next tokens.
+    Its state is `written`, `loss`, nats per token, NaN of a model that predicts no next tokens, and `sink_places`.
 
     Args:
         model, corpus, batch: as for `CorpusPass`.
@@ -92,14 +102,16 @@ class OutputsPass(CorpusPass):
         self._predicts = model.causal and model.source.predict is not None
         self._weights = weights
         self._first, self._last = 0, 0
+        self._places: list[Int[Tensor, "sinks place"]] = [torch.empty(0, len(PLACE), dtype=torch.int64)]
 
     def state(self) -> State:
         """Everything seen so far."""
-        return {"written": self._written, "loss": self._loss}
+        return {"written": self._written, "loss": self._loss, SINK_PLACES: torch.cat(self._places)}
 
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
         self._written, self._loss = state["written"], state["loss"]
+        self._places = [state[SINK_PLACES]]
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Contexts `first …` come next."""
@@ -111,7 +123,7 @@ class OutputsPass(CorpusPass):
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and keep what its heads write at the chosen tokens."""
-        output = attend(inputs)
+        output = self._attend(layer, inputs)
         chosen = ((self._context >= self._first) & (self._context < self._last)).nonzero().squeeze(1)
         rows = output[self._context[chosen] - self._first, self._position[chosen]].double()
         heads, width = rows.shape[1:]  # of other layers they may be more, or wider
@@ -119,6 +131,21 @@ class OutputsPass(CorpusPass):
         written = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
         self._written[layer, :heads][:, chosen] = written
         return output
+
+    def _attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """The attention of every context, noting where its sinks are."""
+
+        def work(part: slice) -> tuple[Tensor, Catches]:
+            return attend_and_catch(inputs.of_contexts(part))
+
+        outputs = []
+        for place, (output, catches) in enumerate(each_part(work, len(inputs.value), torch.device("cpu"))):
+            outputs.append(output)
+            position, head = catches.position.cpu(), catches.head.cpu()
+            context, of_layer = (torch.full_like(head, value) for value in (self._first + place, layer))
+            places = torch.stack([context, of_layer, head, position], dim=1)
+            self._places.append(places[position >= 0])
+        return torch.cat(outputs)
 
     def forward(self, ids: Tensor) -> None:
         """Run the model, with its head where it predicts next tokens."""
@@ -160,7 +187,8 @@ def read_outputs(
 
     Returns:
         A run with the arrays `written` (layers, heads, tokens, directions), `context` and `position`
-        (of each token) and `loss` (of each context; NaN of a model that predicts no next tokens), and no tables.
+        (of each token), `loss` (of each context; NaN of a model that predicts no next tokens) and `sink_places` (a row
+        per sink: context, layer, head, position), and no tables.
 
     Raises:
         UsageError: the corpus does not fit the model, or `out` holds something else.
@@ -222,7 +250,33 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         "the 95 % interval (over contexts)",
         table[["layer", "head", *(name for name in table if name not in ("layer", "head"))]],
         _sentence,
+        least=1.0,
+        further=(judge(ALIKE_CLAIM, DIFFERENCE, _difference(reference, other, context), ALIKE),),
     )
+
+
+def _difference(reference: Run, other: Run, context: Int[Tensor, " tokens"]) -> Estimate:
+    """‖new − old‖/‖old‖ over all tokens, mean over the heads that write, with the jackknife's error over contexts."""
+    changed: list[Tensor] = []
+    total: list[Tensor] = []
+    for old, new in zip(reference.arrays["written"], other.arrays["written"], strict=True):
+        for sums, values in ((changed, new.double() - old), (total, old.double())):
+            sums.append(_by_context(values.square().sum(dim=2), context))
+    d, t = torch.cat(changed).numpy(), torch.cat(total).numpy()
+    writes = t.sum(axis=1) > 0
+    if not writes.any():
+        return Estimate(math.nan)
+    d, t = d[writes], t[writes]
+    value = np.sqrt(d.sum(axis=1) / t.sum(axis=1)).mean()
+    contexts = d.shape[1]
+    if contexts == 1:
+        return Estimate(float(value), n=1, of="contexts")
+    rest = t.sum(axis=1, keepdims=True) - t
+    with np.errstate(divide="ignore", invalid="ignore"):
+        without_one = np.sqrt((d.sum(axis=1, keepdims=True) - d).clip(min=0) / rest)
+    means = np.nan_to_num(without_one).mean(axis=0)
+    error = math.sqrt((contexts - 1) / contexts * float(np.square(means - means.mean()).sum()))
+    return Estimate(float(value), error, contexts, "contexts")
 
 
 def _compare_layer(
@@ -265,7 +319,7 @@ def _sentence(part: Survival) -> str:
     survived = part.count(SURVIVED)
     median = table.loc[table["before"] > 0, "relative_difference"].median()
     clauses = [
-        f"{survived} of {counted(part.decided, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; "
+        f"{survived} of {counted(part.of_reference, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; "
         f"median relative difference is {number(float(median))}"
     ]
     return "; ".join(clauses + part.named(LOST, _described_head, table["after"])) + "."
@@ -288,12 +342,23 @@ class Loss:
     difference: float
     se: float
     unchanged: bool
+    contexts: int = 0
+
+    def verdict(self, claim: str) -> Verdict:
+        """Whether the other model predicts as well."""
+        estimate = Estimate(self.difference, self.se, self.contexts, "contexts")
+        what = f"next-token loss less that before ({number(self.before)} nats), paired by context"
+        return judge(claim, what, estimate, AS_GOOD)
 
     def __str__(self) -> str:
         if self.unchanged:
             return f"Next-token loss: {number(self.before)} nats, unchanged"
         before_after = f"{number(self.before)} → {number(self.after)} nats"
-        return f"Next-token loss: {before_after}, difference {with_error(self.difference, self.se)} (paired by context)"
+        times = f"perplexity times {number(math.exp(self.difference))}"
+        return (
+            f"Next-token loss: {before_after}, difference {with_error(self.difference, self.se)} (paired by context), "
+            f"{times}"
+        )
 
 
 def loss(reference: Run, other: Run) -> Loss | None:
@@ -302,4 +367,5 @@ def loss(reference: Run, other: Run) -> Loss | None:
     if not np.isfinite(old).all() or not np.isfinite(new).all():
         return None
     difference, error = mean_and_error(new - old)
-    return Loss(float(old.mean()), float(new.mean()), difference, error, bool((old == new).all()))
+    unchanged = bool((old == new).all())
+    return Loss(float(old.mean()), float(new.mean()), difference, error, unchanged, len(old))

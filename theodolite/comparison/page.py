@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,14 +14,14 @@ import theodolite.comparison.outputs as outputs
 from theodolite.comparison.audit import Audit
 from theodolite.comparison.candidates import HeadOnPrompt, Measured
 from theodolite.comparison.sinks import KEY
-from theodolite.comparison.survival import HALF
+from theodolite.comparison.survival import HALF, MORE_THAN_HARDLY_ANY, NEARLY_ALL, Survival
 from theodolite.judging import (
     HOLDS,
     Criterion,
     Estimate,
     Verdict,
     judge,
-    unless_explained,
+    mix_of,
 )
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
@@ -88,11 +89,25 @@ def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
         if len(part.table)
     }
     if matched.NAME in evidence:  # the only part
-        page.verdicts.append(Verdict(whole, audit.answer, f"{audit.summary} {evidence[matched.NAME]}"))
+        page.verdicts.append(
+            _judged(audit.part(matched.NAME), whole, f"{audit.summary} {evidence[matched.NAME]}")
+        )
         return
-    page.verdicts.append(Verdict(whole, audit.answer, audit.summary))
-    for name, sentence in evidence.items():
-        page.verdicts.append(Verdict(f"{audit.other}, {name}", audit.part(name).answer, sentence))
+    parts = [_judged(audit.part(name), f"{audit.other}, {name}", words) for name, words in evidence.items()]
+    page.verdicts += [replace(mix_of(whole, parts), evidence=audit.summary), *parts]
+    for part in audit.parts:
+        page.verdicts += [replace(more, claim=f"{audit.other}, {more.claim}") for more in part.further]
+    if audit.loss is not None:
+        page.verdicts.append(audit.loss.verdict(f"{audit.other} predicts the text as well"))
+
+
+def _judged(part: Survival, claim: str, sentence: str) -> Verdict:
+    """What is left of a part, with the sentence on it and the limits."""
+    left = number(part.family.value) if part.family.is_exact else part.family  # every unit is decided
+    limits = (
+        f"{NEARLY_ALL.side} {NEARLY_ALL.limit:g} is kept, at most {MORE_THAN_HARDLY_ANY.limit:g} lost (ours)"
+    )
+    return replace(part.verdict(claim), evidence=f"{sentence} Left: {left}; criterion: {limits}")
 
 
 def _with_model_names(audit: Audit, table: pd.DataFrame) -> pd.DataFrame:
@@ -141,9 +156,10 @@ def _judge_term(page: Outcome, ablated: Sequence[Measured], audits: Sequence[Aud
         f"them ({listed(shares)}), ablating a random part with the same singular values {percent(at_random)}; "
         f"{judged.evidence}; {control.evidence}"
     )
-    verdict = Verdict(LOW_RANK_CLAIM, judged.answer, evidence)
-    too = "" if control.answer == HOLDS else "ablating a random part of the same size may remove them, too"
-    page.verdicts.append(unless_explained(verdict, HOLDS, too))
+    # What stays without the term needs no control.
+    verdict = mix_of(LOW_RANK_CLAIM, [judged, control]) if judged.answer == HOLDS else judged
+    too = "" if control.answer == HOLDS else "; ablating a random part of the same size may remove them, too"
+    page.verdicts.append(replace(verdict, evidence=evidence + (too if judged.answer == HOLDS else "")))
 
 
 def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:

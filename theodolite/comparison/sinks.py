@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from theodolite.comparison.outputs import PLACE, SINK_PLACES
 from theodolite.comparison.survival import (
     HALF,
     LOST,
@@ -17,6 +18,8 @@ from theodolite.comparison.survival import (
     clear,
     statuses,
 )
+from theodolite.judging import Estimate
+from theodolite.measure.tags import ratio
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing.sinks import sink_name
@@ -43,8 +46,13 @@ TAG_COLUMNS = (
 )
 
 
-def sinks(reference: Run, other: Run) -> Survival:
-    """Sinks by layer, head, kind and token: share of contexts before and after."""
+def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> Survival:
+    """Sinks by layer, head, kind and token: share of contexts before and after.
+
+    Args:
+        places: of both, from `comparison.read_outputs`, which says where each context's sinks are: the whole family is
+            then judged by the share of sinks that the other model has at the same place, paired by context.
+    """
     table = _outer_join(_shares(reference), _shares(other), ["share"])
     table = table[(table["share_before"] >= LEAST_SHARE) | (table["share_after"] >= LEAST_SHARE)]
     change = changes(table["share_before"], table["share_after"])
@@ -63,7 +71,41 @@ def sinks(reference: Run, other: Run) -> Survival:
         table,
         _sinks_sentence,
         weight="before",
+        least=LEAST_SHARE,
+        paired=None if places is None else kept_places(*places),
     )
+
+
+def kept_places(reference: Run, other: Run) -> Estimate | None:
+    """The share of the reference's sinks (layer, head, position of a context) that are sinks of the other, too.
+
+    With the standard error of a ratio of means over contexts. Where every context says the same, all or nothing, that
+    is 0; then the interval is Clopper & Pearson's, 1 − 0.025^{1/n}: what did not happen in three contexts may in the
+    fourth. None: not known of both, or there are no sinks.
+    """
+    if SINK_PLACES not in reference.arrays or SINK_PLACES not in other.arrays:
+        return None
+    places, others = (
+        pd.DataFrame(run.arrays[SINK_PLACES].numpy(), columns=PLACE) for run in (reference, other)
+    )
+    if not len(places):
+        return None
+    kept = places.merge(others, "left", PLACE, indicator=True)["_merge"] == "both"
+    contexts = range(len(reference.arrays["loss"]))
+    counts = (
+        pd.DataFrame({"kept": kept, "all": 1})
+        .groupby(places["context"])
+        .sum()
+        .reindex(contexts, fill_value=0)
+    )
+    b, t = (counts[name].to_numpy(np.float64) for name in ("kept", "all"))
+    sums = [b.sum(), t.sum(), b @ b, b @ t, t @ t]
+    share, error = ratio(torch.tensor(sums, dtype=torch.float64))
+    if len(b) == 1:
+        return Estimate(float(share), n=1, of="contexts")
+    if share in (0, 1):
+        error = (1 - 0.025 ** (1 / len(b))) / Estimate(0.0, 1.0, len(b)).margin
+    return Estimate(float(share), float(error), len(b), "contexts")
 
 
 def _shares(run: Run) -> pd.DataFrame:
@@ -93,7 +135,7 @@ def _error(before: pd.Series, after: pd.Series, contexts: int) -> Floats:
 
 def _sinks_sentence(part: Survival) -> str:
     table = part.table
-    if not part.decided:
+    if not part.of_reference:
         clauses = ["The reference has no sinks in this text"]
     elif part.exact:
         return f"All {counted(len(table), 'sink')} survive, in the same number of contexts."
@@ -144,6 +186,7 @@ def tags(reference: Run, other: Run) -> Survival:
         table[[*KEY, *TAG_COLUMNS]],
         _tags_sentence,
         weight="tagged_before",
+        least=TAGGED,
     )
 
 

@@ -47,6 +47,7 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
         table,
         partial(_dimensions_sentence, noun="outlier dimension", same="shares"),
         weight="before",
+        least=OUTLIER_SHARE,
     )
 
 
@@ -73,6 +74,7 @@ def massive_activations(reference: Run, other: Run) -> Survival:
         "median; it survives where it has at least half as many",
         table,
         partial(_dimensions_sentence, noun="massive activation", same="numbers"),
+        least=1,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +12,15 @@ import numpy.typing as npt
 import pandas as pd
 
 from theodolite.judging import (
-    FAILS,
-    HOLDS,
-    IN_PART,
-    OPEN,
-    UNTESTABLE,
+    SIGMAS,
     Answer,
     Criterion,
+    Estimate,
     Estimates,
+    Verdict,
+    judge,
+    mix_of,
 )
-from theodolite.judging import UNDECIDED as NOT_DECIDED
 from theodolite.report.data import Floats
 from theodolite.system.wording import counted, listed, percent
 
@@ -30,13 +29,11 @@ SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
 HALF = 0.5
 """What survives retains at least this share (ours)."""
 
-HARDLY_ANY = Criterion("less than", 0.1, "ours")
-"""A part of which so small a share is left is lost."""
+NEARLY_ALL = Criterion("at least", 0.9, "“keeps” read as: nine tenths are left (ours)")
+MORE_THAN_HARDLY_ANY = Criterion("more than", 0.1, "“loses” read as: a tenth is left, or less (ours)")
 
 A_CHANGE = Criterion("more than", 0.0, "ours")
 """Of the size of a difference."""
-
-ANSWERS: dict[str, Answer] = {SURVIVED: HOLDS, LOST: FAILS, UNDECIDED: NOT_DECIDED}
 
 NAMED = 4
 """Units that a sentence names."""
@@ -56,6 +53,9 @@ class Survival:
         describe: what gives `sentence`, the result in words with its numbers.
         weight: the column by which units count; empty: each counts once.
         by_chance: how many units would survive if heads were matched at random; 0: none.
+        least: what makes a unit of `before`; the column `least` where each has its own.
+        paired: the share of the whole family that is left, with an error over contexts; None: it is read off the units.
+        further: verdicts on more than what survives.
     """
 
     name: str
@@ -65,6 +65,9 @@ class Survival:
     describe: Callable[[Survival], str]
     weight: str = ""
     by_chance: float = 0.0
+    least: float = 0.0
+    paired: Estimate | None = None
+    further: tuple[Verdict, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -88,22 +91,70 @@ class Survival:
         return self.count(SURVIVED) + self.count(LOST)
 
     @property
+    def undecided(self) -> int:
+        """Units of the reference of which it is not known whether they survive."""
+        return int(self._is_open.sum())
+
+    @property
+    def of_reference(self) -> int:
+        """Units of the reference."""
+        return self.decided + self.undecided
+
+    @property
+    def _is_open(self) -> pd.Series:
+        table = self.table
+        is_open = table["status"] == UNDECIDED
+        return is_open & (table["before"] >= table.get("least", self.least)) if "before" in table else is_open
+
+    @property
     def left(self) -> float:
         """Weight that survives, of the weight that is decided, beyond chance: 1 all, 0 none; NaN: there is nothing."""
+        survived, lost, _ = self._weights()
+        return self._share(survived, lost)
+
+    @property
+    def family(self) -> Estimate:
+        """The share of the whole that is left, of all units of the reference: `paired`, or from what each unit says.
+
+        Then the interval goes from where all undecided ones are lost to where all of them survive.
+        """
+        if self.paired is not None and not (self.exact and self.paired.value == 1):
+            return self.paired
+        survived, lost, unknown = self._weights()
+        if not unknown:
+            return Estimate.exact(self._share(survived, lost))
+        low, high = self._share(survived, lost + unknown), self._share(survived + unknown, lost)
+        middle, half = (low + high) / 2, (high - low) / 2
+        return Estimate(middle, half / SIGMAS, self.of_reference, f"{self.unit}s", by_chance=True)
+
+    def _weights(self) -> tuple[float, float, float]:
+        """Of the units of the reference that survive, are lost, and are undecided."""
         weight = self.table[self.weight] if self.weight else pd.Series(1.0, self.table.index)
-        survived, lost = (float(weight[self.table["status"] == status].sum()) for status in (SURVIVED, LOST))
+        status = self.table["status"]
+        survived, lost, unknown = (
+            float(weight[rows].sum()) for rows in (status == SURVIVED, status == LOST, self._is_open)
+        )
+        return survived, lost, unknown
+
+    def _share(self, survived: float, lost: float) -> float:
         if survived == 0 or lost == 0:
             return math.nan if survived == lost else float(survived > 0)
         beyond = survived - self.by_chance
         return beyond / (beyond + lost) if beyond > 0 else 0.0
 
+    def verdict(self, claim: str) -> Verdict:
+        """Whether the part survives, by the share that is left with its interval.
+
+        It holds if nearly all of it is left, fails if hardly any is, and holds in part if neither.
+        """
+        what = f"share of the {self.name} that is left"
+        limits = NEARLY_ALL, MORE_THAN_HARDLY_ANY
+        return mix_of(claim, [judge(claim, what, self.family, limit) for limit in limits])
+
     @property
     def answer(self) -> Answer:
-        """Whether the part survives: holds if nothing of it is lost, fails if hardly any is left, else in part."""
-        statuses = {status for status in ANSWERS if self.count(status)}
-        if HARDLY_ANY.met(self.left):  # not there by weight, whatever the count
-            statuses -= {SURVIVED}
-        return agreed(ANSWERS[status] for status in statuses)
+        """That of `verdict`."""
+        return self.verdict("").answer
 
     @property
     def exact(self) -> bool:
@@ -129,7 +180,7 @@ class Survival:
 
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
-        survived, total = self.count(SURVIVED), self.decided
+        survived, total = self.count(SURVIVED), self.of_reference
         text = f"{survived} of {counted(total, self.unit)} {'survives' if survived == 1 else 'survive'}"
         if self.by_chance:
             text += f" ({self.by_chance:.1f} by chance)"
@@ -137,18 +188,9 @@ class Survival:
             text += f" ({percent(self.left)} by weight)"
         if added := self.count(NEW):
             text += f", {added} new"
-        if undecided := self.count(UNDECIDED):
-            text += f", {undecided} undecided (within the 95 % interval)"
+        if self.undecided:
+            text += f", {self.undecided} undecided (within the 95 % interval)"
         return text
-
-
-def agreed(answers: Iterable[Answer]) -> Answer:
-    """What all parts agree on that are decided, else in part."""
-    answers = set(answers)
-    decided = answers - set(OPEN)
-    if len(decided) > 1:
-        return IN_PART
-    return next(iter(decided), NOT_DECIDED if NOT_DECIDED in answers else UNTESTABLE)
 
 
 def clear(differences: npt.ArrayLike, errors: npt.ArrayLike | None, n: int = 0) -> Flags:

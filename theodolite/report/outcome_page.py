@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent, table
 from theodolite.report import content
 from theodolite.report.data import records
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
@@ -35,6 +36,8 @@ SOURCES = {
 MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
 KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
 SCHEMA_VERSION = 2
+JUDGED = "judged"
+"""The table of a page that has the numbers behind its verdicts: `judging.table`."""
 
 
 def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:
@@ -70,10 +73,15 @@ def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
         "paper": experiment.paper,
         "verdicts": [verdict.words for verdict in outcome.verdicts],
         "readings": [vars(reading) for reading in outcome.readings],
-        "tables": {name: records(table) for name, table in outcome.tables.items()},
+        "tables": {name: records(frame) for name, frame in _tables(outcome).items()},
         "provenance": provenance,
         "other_runs": outcome.runs,
     }
+
+
+def _tables(outcome: Outcome) -> dict[str, pd.DataFrame]:
+    """The outcome's, after the one from which its verdicts can be found again."""
+    return ({JUDGED: table(outcome.verdicts)} if outcome.verdicts else {}) | outcome.tables
 
 
 def write_outcome(
@@ -94,14 +102,14 @@ def write_outcome(
             write_text(root / PLOTLY, get_plotlyjs())
         (temporary / "index.html").write_text(page, encoding="utf-8")
         write_json_checked(temporary / RESULT, result(experiment, outcome, provenance))
-        for name, table in outcome.tables.items():
-            table.to_parquet(temporary / f"table-{name}.parquet", index=False)
+        for name, frame in _tables(outcome).items():
+            frame.to_parquet(temporary / f"table-{name}.parquet", index=False)
     return folder / "index.html"
 
 
 def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> str:
     """The page of one outcome as one string of HTML."""
-    tables = {name: content.frame_table(table) for name, table in outcome.tables.items()}
+    tables = {name: content.frame_table(frame) for name, frame in _tables(outcome).items()}
     return rendered(
         "experiment.html.j2",
         {
@@ -113,13 +121,13 @@ def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
             "source": SOURCES.get(experiment.name.partition("/")[0], ""),
             "subtitle": content.subtitle(provenance),
             "text_line": content.text_line(provenance),
-            "tally": _tally(outcome.verdicts),
+            "tally": tally(outcome.verdicts),
             "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
             "readings": [
                 {key: harmless(value) for key, value in vars(reading).items()} for reading in outcome.readings
             ],
             "blocks": [block_of(exhibit) for exhibit in outcome.exhibits],
-            "tables": {name: table for name, table in tables.items() if table is not None},
+            "tables": {name: shown for name, shown in tables.items() if shown is not None},
             "provenance": content.provenance_rows(provenance),
             "others": [
                 (visible(name, 80), content.provenance_rows(other)) for name, other in outcome.runs.items()
@@ -164,18 +172,20 @@ def _entry(path: Path) -> dict[str, Any] | None:
     try:
         loaded = read_json_checked(path)
         asked = _described(loaded["provenance"].get("asked") or {})
+        verdicts = [Verdict(**verdict) for verdict in loaded["verdicts"]]
         return {
             "name": str(loaded["name"]),
             "title": harmless(f"{loaded['title']} ({asked})" if asked else loaded["title"]),
             "model": visible(loaded["provenance"]["model"]["id"], 80),
             "link": f"{path.parent.name}/index.html",
-            "verdicts": [_shown(Verdict(**verdict)) for verdict in loaded["verdicts"]],
+            "verdicts": [_shown(verdict) for verdict in verdicts],
+            "tally": tally(verdicts),
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _tally(verdicts: list[Verdict]) -> str:
+def tally(verdicts: list[Verdict]) -> str:
     """`3 claims: 2 hold, 1 in part`; empty where there is one or none."""
     counted = independent(verdicts)
     counts = {answer: sum(verdict.answer == answer for verdict in counted) for answer in MARKS}
