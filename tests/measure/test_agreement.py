@@ -15,10 +15,24 @@ from theodolite.measure.agreement import (
     curve_errors,
     mean_over_heads,
     others_mean,
+    partial_rank_correlation_of_heads,
     rank_correlation_of_heads,
 )
 
 DRAWN = np.random.default_rng(0)
+
+
+def test_partial_rank_correlation_holds_a_third_number_fixed():
+    """Oracle: the correlation of what regressions of the ranks on the third's leave; two that share only the third."""
+    third = DRAWN.normal(size=400)
+    x, y = third + 0.3 * DRAWN.normal(size=400), third + 0.3 * DRAWN.normal(size=400)
+    ranks = [stats.rankdata(values) for values in (x, y, third)]
+    left = [r - np.polyval(np.polyfit(ranks[2], r, 1), ranks[2]) for r in ranks[:2]]
+    estimate = partial_rank_correlation_of_heads(x, y, third, 0)
+    assert estimate.value == pytest.approx(stats.pearsonr(*left).statistic)
+    assert rank_correlation_of_heads(x, y, 0).value > 0.8
+    assert abs(estimate.value) < 3 * estimate.error
+    assert np.isnan(partial_rank_correlation_of_heads(x, y, x, 0).value)
 
 
 def test_rank_correlation_and_its_interval():

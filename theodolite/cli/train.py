@@ -247,6 +247,9 @@ class _Locater:
     held_out: Annotated[Path, typer.Option(help="Held-out text to evaluate on.")]
     layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None
     widths: Annotated[str | None, typer.Option(help="Widths d [default: 32].")] = None
+    scales: Annotated[str | None, typer.Option(help="κ₁ of training runs with LocAteR [default: 100].")] = (
+        None
+    )
     means: Annotated[
         str | None,
         typer.Option(help="κ₂ of training runs with LocAteR; '' for none [default: 0,0.001,0.01,0.1,1]."),
@@ -261,6 +264,15 @@ class _Locater:
             help="Gradient of LocAteR's second term: exact, or published (as printed, which is wrong)."
         ),
     ] = "exact"
+    reduction: Annotated[
+        str,
+        typer.Option(
+            help="What LocAteR's κ weighs against: the mean loss of a batch's tokens, or their sum (as fairseq's)."
+        ),
+    ] = "mean"
+    off_at: Annotated[
+        int | None, typer.Option(help="Steps after which LocAteR is switched off [default: never].")
+    ] = None
     vocabulary: Annotated[
         str | None, typer.Option(help="Number of byte-pair tokens, or words [default: 2048].")
     ] = None

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.measure.rank_correlation import rank_correlation
+from theodolite.measure.rank_correlation import partial_rank_correlation, rank_correlation
 from theodolite.theory.regimes import UNDEFINED
 
 Floats = npt.NDArray[np.float64]
@@ -64,6 +64,15 @@ def rank_correlation_of_heads(x: Floats, y: Floats, seed: int) -> OverHeads:
     if len(x) < LEAST_HEADS:
         return OverHeads(math.nan, len(x))
     return bootstrap(lambda drawn: rank_correlation(x[drawn], y[drawn]), len(x), seed)
+
+
+def partial_rank_correlation_of_heads(x: Floats, y: Floats, given: Floats, seed: int) -> OverHeads:
+    """Rank correlation of x and y over heads with the ranks of `given` held fixed, (heads,) each; NaN as above."""
+    known = np.isfinite(x) & np.isfinite(y) & np.isfinite(given)
+    x, y, given = x[known], y[known], given[known]
+    if len(x) < LEAST_HEADS:
+        return OverHeads(math.nan, len(x))
+    return bootstrap(lambda drawn: partial_rank_correlation(x[drawn], y[drawn], given[drawn]), len(x), seed)
 
 
 def agreement(first: np.ndarray, second: np.ndarray, seed: int) -> tuple[OverHeads, float]:

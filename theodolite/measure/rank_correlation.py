@@ -22,6 +22,13 @@ def rank_correlation(x: Floats, y: Floats) -> Floats:
     return np.divide(products, scale, out=np.full(products.shape, np.nan), where=scale > 0)
 
 
+def partial_rank_correlation(x: Floats, y: Floats, given: Floats) -> Floats:
+    """Spearman's correlation of x and y with the ranks of a third number held fixed; shapes as `rank_correlation`."""
+    xy, xz, yz = rank_correlation(x, y), rank_correlation(x, given), rank_correlation(y, given)
+    left = np.sqrt((1 - xz**2) * (1 - yz**2))
+    return np.divide(xy - xz * yz, left, out=np.full(np.shape(xy), np.nan), where=left > 1e-9)
+
+
 def error_under_independence(count: int) -> float:
     """Standard error of a rank correlation of `count` independent pairs."""
     return float((count - 1) ** -0.5)

@@ -45,6 +45,8 @@ from theodolite.papers.hidden_geometry import (
 )
 from theodolite.papers.localization import (
     entropy_bound,
+    fixed_spectrum,
+    gradient_lens,
     head_behaviour,
     locater_figures,
     monitor_warnings,
@@ -109,9 +111,11 @@ def _experiments() -> Iterator[Experiment]:
                 propagation_theory,
                 entropy_bound,
                 simulated_walks,
+                fixed_spectrum,
                 locater_figures,
                 monitor_warnings,
                 head_behaviour,
+                gradient_lens,
                 text_as_walk,
             ),
         ),

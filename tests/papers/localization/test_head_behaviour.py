@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.measure.agreement import others_mean
 from theodolite.papers import Study
 from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.localization.head_behaviour import judge_curves
+from theodolite.papers.localization.head_behaviour import judge_curves, judge_entropy
 from theodolite.papers.localization.text_as_walk import text_walk
 from theodolite.passes.head_predictions import Prediction, from_increments, from_survey
 from theodolite.passes.survey import survey
@@ -80,3 +81,17 @@ def test_other_families_give_every_verdict(opened, family):
         assert outcome.tables["heads"]["error_increments"].notna().all()
     for exhibit in outcome.exhibits:
         block_of(exhibit)  # as the page draws it
+
+
+def test_entropy_is_judged_at_a_fixed_trace():
+    """Oracle: heads drawn so that entropy falls with η at a fixed |tr W|, and rises with it over all heads, since both
+    rise with |tr W|; and the other way round."""
+    drawn = np.random.default_rng(0)
+    trace = drawn.uniform(1, 10, 200)
+    eta = trace + drawn.normal(0, 0.5, 200)
+    for sign, answer in ((-1, HOLDS), (1, FAILS)):
+        entropy = 3 * trace * -sign + sign * eta
+        outcome = Outcome()
+        judge_entropy(outcome, {"eta": eta, "width": eta}, entropy, trace, 0)
+        assert [verdict.answer for verdict in outcome.verdicts] == [answer] * 2
+        assert np.sign(stats.spearmanr(eta, entropy).statistic) == -sign

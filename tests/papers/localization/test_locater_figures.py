@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,21 +20,23 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Estimate
 from theodolite.papers.catalogue import made_by as command_of
 from theodolite.papers.experiment import Study
+from theodolite.papers.localization import locater_claims
+from theodolite.papers.localization.locater_claims import FALLS, RISES, pace_change, wider
 from theodolite.papers.localization.locater_figures import (
-    FALLS,
     OF_SHAPES,
-    RISES,
     figure_7,
     fill,
     grid_provenance,
 )
 from theodolite.papers.localization.locater_grid import GridRun, read_grid
-from theodolite.papers.localization.locater_training import Setting
+from theodolite.papers.localization.locater_training import Reduction, Setting
 from theodolite.papers.localization.paired_effects import (
+    association,
     at_step,
     common_step,
     difference,
-    rank_correlation_by_seed,
+    distinct,
+    left_out,
 )
 from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import write_outcome
@@ -61,13 +65,15 @@ def finished_run(
     return GridRun(setting, losses, heads, propagation, STEPS, None)
 
 
-def grid(direction: float, seeds: int = 3, **place: int) -> list[GridRun]:
+def grid(
+    direction: float, seeds: int = 3, reductions: Sequence[Reduction] = ("mean", "sum"), **place: int
+) -> list[GridRun]:
     """LocAteR at five κ₂ with an effect of 5 % a step of κ₂ (times `direction`), none, and two weight decays."""
     runs = []
     for seed in range(seeds):
-        for rank, mean in enumerate(MEANS):
+        for (rank, mean), reduction in product(enumerate(MEANS), reductions):
             shift = 0.05 * rank * direction
-            setting = Setting(scale=100.0, mean=mean, seed=seed, **place)
+            setting = Setting(scale=100.0, mean=mean, seed=seed, reduction=reduction, **place)
             runs.append(
                 finished_run(
                     setting, loss=4 - shift, scale=math.exp(-shift), entropy=3 * math.exp(shift), stripe=0.1
@@ -93,15 +99,88 @@ CAPTIONS = (
     "With stronger κ₂ the eigenspectrum scale shrinks",
     "With stronger κ₂ the attention entropy increases",
     "With stronger κ₂ the perplexity improves",
-    "With stronger κ₂ the lowest perplexity improves",
+)
+OF_THE_END = (
+    CAPTIONS[2],
+    "With LocAteR the perplexity improves (“eventually”, section 7)",
+    "Higher attention entropy goes with lower perplexity (section 7)",
 )
 
 
+@pytest.fixture
+def long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up training runs are as long as the published ones."""
+    monkeypatch.setattr(locater_claims, "PUBLISHED_STEPS", STEPS[-1])
+
+
+@pytest.mark.usefixtures("long_enough")
 @pytest.mark.parametrize(("direction", "verdict"), [(1.0, HOLDS), (-1.0, FAILS), (0.01, FAILS)])
 def test_claims_of_the_captions(direction: float, verdict: str) -> None:
     """Oracle: the effect put in: 20 % as claimed, 20 % the other way, and 0.2 %, which is none."""
     answers = verdicts(grid(direction))
-    assert [answers[claim] for claim in CAPTIONS] == [verdict] * 4
+    assert [answers[claim] for claim in CAPTIONS] == [verdict] * 3
+
+
+def test_what_happens_eventually_waits_for_the_end() -> None:
+    """Oracle: 10 of 50,000 steps, of which the claims on the end say nothing and those on the spectrum something."""
+    answers = verdicts(grid(1.0))
+    assert [answers[claim] for claim in OF_THE_END] == [UNTESTABLE] * 3
+    assert [answers[claim] for claim in CAPTIONS[:2]] == [HOLDS] * 2
+    assert answers["At step 10 LocAteR has the lower perplexity (ours)"] == HOLDS
+    assert answers["At step 10 LocAteR, against the summed loss has the lower perplexity (ours)"] == HOLDS
+
+
+@pytest.mark.usefixtures("long_enough")
+def test_readings_of_the_strength_must_agree() -> None:
+    """Oracle: one reading alone, and two with opposite effects put in, decide nothing; the evidence says why."""
+    other = [run for run in grid(-1.0, reductions=["sum"]) if run.setting.scale]
+    for runs, why in (
+        (grid(1.0, reductions=["mean"]), "the other was not trained"),
+        ([*grid(1.0, reductions=["mean"]), *other], "they answer differently"),
+    ):
+        judged = {verdict.claim: verdict for verdict in filled(runs).verdicts}
+        for claim in CAPTIONS:
+            assert judged[claim].answer == UNDECIDED
+            assert judged[claim].evidence.endswith(why)
+
+
+def test_phases_of_learning() -> None:
+    """Oracle: traces put in: 1 in the first 10,000 steps, and 0.2 or 3 in the 15,000 after it; too few steps."""
+    for late, answer in ((0.2, HOLDS), (3.0, FAILS)):
+        runs = []
+        for run in grid(1.0):
+            steps = [0, 10_000, 25_000]
+            noise = 1e-3 * run.setting.seed
+            heads = run.heads.iloc[[0, 3, 4]].assign(step=steps, trace=[0, 1 + noise, 1 + late + 2 * noise])
+            heads["entropy"] = heads["trace"]
+            losses = run.losses.iloc[[0, 3, 4]].assign(step=steps)
+            propagation = run.propagation[[0, 3, 4]]
+            runs.append(
+                replace(run, heads=heads, losses=losses, propagation=propagation, propagation_steps=steps)
+            )
+        claim = "The first 10,000 steps and the rest are different phases of learning (section 7)"
+        assert verdicts(runs)[claim] == answer
+        first = pace_change(runs, Setting(), "trace", 25_000)[0]
+        assert first == pytest.approx(1 / 10 - late / 15)
+    assert verdicts(grid(1.0))[claim] == UNTESTABLE
+
+
+def test_widths_are_compared_setting_by_setting() -> None:
+    """Oracle: profiles put in: at d = 128 half of the positions propagate, at 32 all; and the other way round."""
+    for small, large, answer in ((0.0, 0.5, HOLDS), (0.5, 0.0, FAILS)):
+        runs = []
+        for width, stripe in ((32, small), (128, large)):
+            for seed in range(3):
+                noise = 1e-3 * seed * (width == 128)
+                setting = Setting(width=width, seed=seed)
+                run = finished_run(setting, loss=4.0, scale=1.0, entropy=2.0, stripe=stripe + noise)
+                run.propagation[:, 0, 1::2] -= stripe
+                runs.append(run)
+        outcome = Outcome()
+        wider(outcome, runs)
+        assert [verdict.answer for verdict in outcome.verdicts] == [answer]
+        wider(outcome, runs[:3])
+        assert outcome.verdicts[-1].answer == UNTESTABLE
 
 
 def test_one_seed_decides_nothing() -> None:
@@ -109,30 +188,76 @@ def test_one_seed_decides_nothing() -> None:
     assert set(verdicts(grid(1.0, seeds=1)).values()) == {UNTESTABLE}
 
 
+@pytest.mark.usefixtures("long_enough")
 def test_against_none_and_weight_decay() -> None:
-    """Oracle: the losses put in: best LocAteR 3.7, best decay 3.95; stripes 0.05 against 0."""
+    """Oracle: the losses put in: best LocAteR 3.8, best decay 4.05; stripes 0.05 against 0."""
     answers = verdicts(grid(1.0))
     assert answers["LocAteR does better than equally tuned weight decay (ours)"] == HOLDS
     assert (
         answers["LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)"]
         == HOLDS
     )
+    assert answers["With LocAteR the perplexity improves (“eventually”, section 7)"] == HOLDS
     worse = [run for run in grid(1.0) if run.setting.mean == 0 or run.setting.scale == 0]
     worse = [replace(p, losses=p.losses.assign(held_out_loss=5.0)) if p.setting.scale else p for p in worse]
     answers = verdicts(worse)
     assert answers["LocAteR does better than equally tuned weight decay (ours)"] == FAILS
+    assert answers["With LocAteR the perplexity improves (“eventually”, section 7)"] == FAILS
     assert "With stronger κ₂ the perplexity improves" not in answers
 
 
-def test_the_printed_gradient_is_judged_apart() -> None:
-    """Oracle: opposite effects put in; κ₂ = 0, which has no second term, begins both."""
-    other = [
-        replace(p, setting=replace(p.setting, gradient="published")) for p in grid(-1.0) if p.setting.mean > 0
+def test_the_best_setting_is_not_judged_on_what_it_was_chosen_by() -> None:
+    """Oracle: by hand. In one group each seed has a lucky setting, which the other seeds do not choose."""
+    loss = {(0, 0.0): 1.0, (1, 0.0): 3.0, (2, 0.0): 3.0, (0, 1.0): 2.5, (1, 1.0): 1.5, (2, 1.0): 2.5}
+    runs = [
+        finished_run(Setting(scale=100.0, mean=mean, seed=seed), loss=value, scale=1.0, entropy=1.0)
+        for (seed, mean), value in loss.items()
     ]
-    outcome = filled([*grid(1.0), *other])
+    runs += [finished_run(Setting(seed=seed), loss=2.0, scale=1.0, entropy=1.0) for seed in range(3)]
+    groups = [Setting(scale=100.0), Setting(scale=100.0, mean=1.0)], [Setting()]
+    # Means of the other seeds: (3, 2), (2, 2.5), (2, 2): seed 0 takes the second, seeds 1 and 2 the first.
+    estimate = left_out(at_step(runs, 10), groups, "final_loss")
+    assert estimate.value == pytest.approx(np.mean([2.5 - 2, 3 - 2, 3 - 2]))
+    assert estimate.n == 3
+
+
+def test_only_settings_that_differ_are_ranked() -> None:
+    """Oracle: the scales put in: five alike within 1 %, and one, or two, of their own."""
+    alike = [Setting(scale=100.0, mean=mean) for mean in MEANS]
+    plain, decay = Setting(), Setting(weight_decay=1.0)
+    rows = at_step(grid(0.01), 10)
+    assert distinct(rows, [*alike, plain], "frobenius_squared", RISES) == [alike[::-1], [plain]]
+    groups = distinct(rows, [*alike, plain, decay], "frobenius_squared", RISES)
+    assert groups == [alike[::-1], [decay], [plain]]
+    effect = association(rows, groups, "entropy", "frobenius_squared")
+    assert (effect.value, effect.error) == pytest.approx((-1, 0))
+    effect = association(rows, [groups[0], groups[2]], "entropy", "frobenius_squared")
+    assert effect.value == pytest.approx(2.0 - np.mean([3 * math.exp(0.0005 * rank) for rank in range(5)]))
+    outcome = filled([run for run in grid(0.01) if run.setting.scale])
+    link = next(v for v in outcome.verdicts if v.claim.startswith("A smaller eigenspectrum scale"))
+    assert link.answer == UNTESTABLE
+    assert "no two of 10 settings differ" in link.evidence
+
+
+def test_other_ways_are_judged_apart() -> None:
+    """Oracle: opposite effects put in; κ₂ = 0, which has no second term, begins the printed gradient's."""
+    printed = [
+        replace(p, setting=replace(p.setting, gradient="published"))
+        for p in grid(-1.0, reductions=["mean"])
+        if p.setting.mean > 0
+    ]
+    off = [
+        replace(p, setting=replace(p.setting, off_at=5))
+        for p in grid(-3.0, reductions=["mean"])
+        if p.setting.scale
+    ]
+    outcome = filled([*grid(1.0), *printed, *off])
     answers = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
-    assert [answers[claim] for claim in CAPTIONS] == [HOLDS] * 4
-    assert [answers[f"{claim} with the printed gradient"] for claim in CAPTIONS] == [FAILS] * 4
+    assert [answers[claim] for claim in CAPTIONS[:2]] == [HOLDS] * 2
+    assert answers["At step 10 LocAteR, printed gradient has the lower perplexity (ours)"] == FAILS
+    assert answers["At step 10 LocAteR, off after step 5 has the lower perplexity (ours)"] == FAILS
+    drawn = {figure.title for figure in outcome.exhibits}
+    assert {"Training with LocAteR, printed gradient", "Training with LocAteR, off after step 5"} <= drawn
     assert "κ₂ = 1, printed gradient" in outcome.tables["settings"]["setting"].tolist()
 
 
@@ -161,8 +286,12 @@ def test_intervals_and_correlations() -> None:
     assert effect.value + effect.margin == pytest.approx(interval.high)
     rows = at_step(grid(1.0), 10)
     settings = [Setting(scale=100.0, mean=mean) for mean in MEANS]
-    for of, against, expected in (("entropy", "", 1), ("final_loss", "entropy", -1), ("trace", "", 0)):
-        correlation = rank_correlation_by_seed(rows, settings, of, against)
+    for of, against, expected in (
+        ("entropy", "trace_of_square", -1),
+        ("final_loss", "entropy", -1),
+        ("trace", "entropy", 0),
+    ):
+        correlation = association(rows, [[setting] for setting in settings], of, against)
         assert (correlation.value, correlation.error, correlation.n) == pytest.approx((expected, 0, 3))
     effect = difference(rows, settings[-1], settings[0], "entropy", relative=True)
     expected = [math.log((3 * math.exp(0.2) + e) / (3 + e)) for e in (0, 1e-3, 2e-3)]
@@ -170,7 +299,7 @@ def test_intervals_and_correlations() -> None:
     assert effect.error == pytest.approx(np.std(expected, ddof=1) / math.sqrt(3))
     missing = rows[~((rows["seed"] == 1) & (rows["setting"] == settings[0]))]
     assert difference(missing, settings[-1], settings[0], "entropy", relative=False).n == 2
-    assert rank_correlation_by_seed(missing, settings, "entropy").n == 2
+    assert association(missing, [settings[:1], settings[1:]], "entropy", "trace").n == 2
 
 
 @pytest.mark.parametrize(
@@ -207,13 +336,13 @@ def write(folder: Path, runs: list[GridRun]) -> None:
 def test_figures_from_a_folder(tmp_path: Path) -> None:
     """Oracle: the names of the published figures, and the values that were put in, read back out of the drawings."""
     write(tmp_path / "grid", [*grid(1.0), *grid(1.0, layers=3)])
-    assert len(read_grid(tmp_path / "grid")[1]) == 42
+    assert len(read_grid(tmp_path / "grid")[1]) == 72
     study = Study(grid_provenance(tmp_path / "grid"))
     made_by = {experiment.name: experiment for experiment in [*OF_SHAPES, figure_7]}
     assert set(made_by) == {f"localization/figure{place}" for place in range(6, 13)}
     outcome = study.outcome(made_by["localization/figure9"])
     drawn = {figure.key: figure.figure for figure in outcome.exhibits}
-    assert set(drawn) == {"curves", "decays", "maps", "profiles"}
+    assert set(drawn) == {"curves", "curves-sum", "decays", "maps", "profiles"}
     strongest = [t for t in drawn["curves"].data if t.name == "κ₂ = 1" and t.yaxis == "y4"]
     np.testing.assert_allclose(strongest[0].y[-1], np.mean(np.exp([3.8, 3.801, 3.802])), rtol=1e-6)
     assert drawn["maps"].data[0].z.shape == (8, 5)
@@ -238,6 +367,6 @@ def test_pages(tmp_path: Path) -> None:
     experiment = next(figure for figure in [*OF_SHAPES, figure_7] if figure.name == "localization/figure8")
     page = write_outcome(experiment, study.outcome(experiment), study.provenance, tmp_path / "pages")
     written = json.loads((page.parent / "result.json").read_text(encoding="utf-8"))
-    assert {v["answer"] for v in written["verdicts"] if v["claim"] in CAPTIONS} == {HOLDS}
-    assert "21 training runs in grid" in page.read_text(encoding="utf-8")
+    assert {v["answer"] for v in written["verdicts"] if v["claim"] in CAPTIONS[:2]} == {HOLDS}
+    assert "36 training runs in grid" in page.read_text(encoding="utf-8")
     assert "κ₂ = 0.001" in page.read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ from theodolite.papers.localization.grid_text import GridText, TextFiles, kept_t
 from theodolite.papers.localization.locater_training import (
     LocaterTraining,
     Recipe,
+    Reduction,
     Setting,
     measured,
     published_rate,
@@ -98,10 +99,16 @@ def test_an_epoch_takes_a_window_once(text: GridText) -> None:
     assert not torch.equal(text.batch(0, 4, seed=0), text.batch(0, 4, seed=1))
 
 
-def test_first_step_in_closed_form(text: GridText, tmp_path: Path) -> None:
-    """Oracle: p (1 − rate·decay) − rate·g/(|g| + 1e-8), g by autograd of kept logits and of d×d matrices."""
+@pytest.mark.parametrize(("reduction", "share"), [("mean", 1.0), ("sum", 1 / (4 * 32))])
+def test_first_step_in_closed_form(
+    reduction: Reduction, share: float, text: GridText, tmp_path: Path
+) -> None:
+    """Oracle: p (1 − rate·decay) − rate·g/(|g| + 1e-8), g by autograd of kept logits and of d×d matrices.
+
+    Against the loss summed over 4 × 32 tokens the penalty weighs so much less.
+    """
     recipe = replace(RECIPE, dropout=0.0, bfloat16=False)
-    training = LocaterTraining(tmp_path, SETTING, recipe, text, "cpu")
+    training = LocaterTraining(tmp_path, replace(SETTING, reduction=reduction), recipe, text, "cpu")
     torch.manual_seed(0)
     model = Decoder(training.model.shape)
     window = text.batch(0, 4, 0)
@@ -109,7 +116,7 @@ def test_first_step_in_closed_form(text: GridText, tmp_path: Path) -> None:
     loss = functional.cross_entropy(logits.mT, window[:, 1:])
     for block in model.blocks:
         matrix = block.projections.weight[:8].mT @ block.projections.weight[8:16]
-        loss = loss + 100 * matrix.square().sum() + 0.5 * (matrix.trace() - 1) ** 2
+        loss = loss + share * (100 * matrix.square().sum() + 0.5 * (matrix.trace() - 1) ** 2)
     loss.backward()
     training.advance(1)
     rate = published_rate(8)
@@ -223,6 +230,35 @@ def test_seeds_pair_the_settings(text: GridText, tmp_path: Path) -> None:
     assert trainings["plain"].history["losses"][0, 1] == trainings["penalised"].history["losses"][0, 1]
 
 
+def test_a_penalty_that_ends(text: GridText, tmp_path: Path) -> None:
+    """Oracle: a training run with the penalty, which is the same until then, and one without it from there."""
+    runs = {
+        name: LocaterTraining(tmp_path / name, setting, RECIPE, text, "cpu")
+        for name, setting in {"on": SETTING, "off": replace(SETTING, off_at=2)}.items()
+    }
+    for run in runs.values():
+        run.advance(2)
+    weights = {name: run.model.blocks[0].projections.weight for name, run in runs.items()}
+    assert torch.equal(weights["on"], weights["off"])
+    runs["on"].setting = replace(SETTING, scale=0.0, mean=0.0)
+    for run in runs.values():
+        run.advance(4)
+    assert torch.equal(weights["on"], weights["off"])
+    assert runs["off"].folder.name == "off"
+    assert replace(SETTING, off_at=2, reduction="sum").name.endswith("-sum-off2-s0")
+
+
+def test_goes_on_with_a_folder_of_an_older_version(text: GridText, tmp_path: Path) -> None:
+    """Oracle: a description without what older versions did not know, which they did as the defaults say."""
+    LocaterTraining(tmp_path, SETTING, RECIPE, text, "cpu").advance(1)
+    place = tmp_path / "setting.json"
+    known = json.loads(place.read_text())
+    place.write_text(json.dumps({name: known[name] for name in known if name not in ("reduction", "off_at")}))
+    assert LocaterTraining(tmp_path, SETTING, RECIPE, text, "cpu").step == 1
+    with pytest.raises(UsageError, match="other settings"):
+        LocaterTraining(tmp_path, replace(SETTING, reduction="sum"), RECIPE, text, "cpu")
+
+
 def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the messages."""
     LocaterTraining(tmp_path, SETTING, RECIPE, text, "cpu")
@@ -232,6 +268,8 @@ def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (replace(SETTING, width=7), "even width"),
         (replace(SETTING, mean=-1.0), "negative"),
         (replace(SETTING, seed=-1), "seed is -1"),
+        (replace(SETTING, reduction="max"), "choose mean or sum"),
+        (replace(SETTING, off_at=0), "ends before it begins"),
     ):
         with pytest.raises(UsageError, match=words):
             LocaterTraining(tmp_path / "no", wrong, RECIPE, text, "cpu")

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from tests.report.drawn import drawn, finite
-from theodolite.judging import FAILS, HOLDS
+from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.papers import reproduce
 from theodolite.papers.localization import monitor_warnings
 from theodolite.papers.localization.monitor_runs import HEALTHY, compare_learning_rates
@@ -18,9 +18,10 @@ from theodolite.report.outcome import Outcome
 NEVER = np.nan
 
 
-def runs(healthy: float, failing: list[tuple[float, float]]) -> pd.DataFrame:
-    """One healthy training with its first alarm, and failing ones with the first alarm and when the loss notices."""
-    rows = [(HEALTHY, healthy, NEVER), *(("too high", *moments) for moments in failing)]
+def runs(healthy: list[float], failing: list[tuple[float, float]]) -> pd.DataFrame:
+    """Healthy trainings with their first alarms, and failing ones with the first alarm and when the loss notices."""
+    rows = [(HEALTHY, first, NEVER) for first in healthy]
+    rows += [("too high", *moments) for moments in failing]
     table = pd.DataFrame(rows, columns=["pace", "first_alarm", "loss_notices"])
     table["lead"] = table["loss_notices"] - table["first_alarm"]
     return table
@@ -29,16 +30,17 @@ def runs(healthy: float, failing: list[tuple[float, float]]) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("healthy", "failing", "verdicts"),
     [
-        (NEVER, [(40, 200), (80, 90)], [HOLDS, HOLDS]),
-        (NEVER, [(40, NEVER)], [HOLDS, HOLDS]),
-        (NEVER, [(40, 200), (90, 90)], [FAILS, HOLDS]),
-        (NEVER, [(NEVER, 200)], [FAILS, HOLDS]),
-        (NEVER, [(NEVER, NEVER)], [FAILS, HOLDS]),
-        (30, [(40, 200)], [HOLDS, FAILS]),
+        ([NEVER] * 100, [(40, 200)] * 6, [HOLDS, HOLDS]),
+        ([NEVER] * 100, [(40, NEVER)] * 6, [HOLDS, HOLDS]),
+        ([NEVER] * 3, [(40, 200)] * 5 + [(90, 90)], [UNDECIDED, UNDECIDED]),
+        ([NEVER] * 3, [(90, 90)] * 6, [FAILS, UNDECIDED]),
+        ([NEVER] * 3, [(NEVER, 200)] * 6, [FAILS, UNDECIDED]),
+        ([NEVER] * 3, [(NEVER, NEVER)] * 6, [FAILS, UNDECIDED]),
+        ([30] * 3, [(40, 200)] * 6, [HOLDS, FAILS]),
     ],
 )
-def test_verdicts(healthy: float, failing: list[tuple[float, float]], verdicts: list[str]) -> None:
-    """Oracle: who came first, read off the numbers."""
+def test_verdicts(healthy: list[float], failing: list[tuple[float, float]], verdicts: list[str]) -> None:
+    """Oracle: who came first, read off the numbers, and the interval of a share of n: 1.96/(2√n) at most."""
     outcome = Outcome()
     monitor_warnings.judge_warnings(outcome, runs(healthy, failing))
     assert [verdict.answer for verdict in outcome.verdicts] == verdicts

@@ -14,13 +14,14 @@ from typer.testing import CliRunner
 
 from theodolite.cli.app import app
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS
+from theodolite.judging import FAILS, HOLDS, IN_PART
 from theodolite.papers import Study, find, reproduce, write_index, write_outcome
 from theodolite.papers.catalogue import EXPERIMENTS, need_no_model
 from theodolite.papers.experiment import of_nothing
 from theodolite.papers.localization import simulated_walks as localization_walks
 from theodolite.papers.localization.propagation_theory import ETAS, NEAR_LIMIT, THETA, XIS, window
 from theodolite.papers.localization.simulated_walks import PREDICTED, share_beyond_error
+from theodolite.report.outcome import Outcome
 from theodolite.theory import curve_centre, curve_spread, curve_width, entropy_lower_bound, propagation
 from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
 
@@ -163,19 +164,54 @@ def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
     assert again.tables["propagation"].equals(points)
     assert len(outcome.verdicts) == 10
     assert outcome.verdicts[0].answer == FAILS  # the printed variance
-    assert outcome.verdicts[4].answer == HOLDS  # within the simulation's own error
+    exact = outcome.verdicts[4]
+    assert exact.answer != FAILS  # within the simulation's own error
+    assert "(4 draws)" in exact.evidence
     for exhibit in outcome.exhibits:
         figure = exhibit.figure
         options = exhibit.choice.options
         assert len(exhibit.choice.variants()[options[-1].key]) == len(figure.data)
 
 
+def made_up(entropy_by_scale: dict[float, tuple[float, float]]) -> Simulation:
+    """Two scales at each of two means and a mean of 0; positions propagate less at the smaller scale."""
+    draws = torch.arange(4, dtype=torch.float64) * 1e-3
+    entropy = torch.stack([value + draws for pair in entropy_by_scale.values() for value in pair])
+    shares = torch.zeros(6, 4, 4, dtype=torch.float64)
+    shares[0::2, :, 0] = 1.0
+    shares[1::2] = 1.0
+    return Simulation(shares, entropy, entropy, torch.zeros(6, 4, 3), walks=200)
+
+
+@pytest.mark.parametrize(
+    ("entropies", "answer"),
+    [
+        ({0.0: (1.0, 2.0), 0.1: (2.0, 1.0), 1.0: (0.9, 0.1)}, HOLDS),
+        ({0.0: (2.0, 1.0), 0.1: (1.0, 2.0), 1.0: (0.1, 0.9)}, FAILS),
+        ({0.0: (2.0, 1.0), 0.1: (2.0, 1.0), 1.0: (0.1, 0.9)}, IN_PART),
+    ],
+)
+def test_entropy_is_judged_at_each_fixed_mean(entropies, answer, monkeypatch):
+    """Oracle: entropies put in, those of mean 0 the other way. In the first case they also fall as the mean grows, and
+    with it over all pairs, which A2 says nothing about."""
+    monkeypatch.setattr(
+        localization_walks, "SETTING", WalkSetting(means=tuple(entropies), scales=(0.1, 2.0), draws=4)
+    )
+    outcome = Outcome()
+    sims = {"isotropic": made_up(entropies)}
+    localization_walks.judge_at_fixed_means(
+        outcome, sims, {"isotropic": curve_width(sims["isotropic"].propagates)}
+    )
+    assert [verdict.answer for verdict in outcome.verdicts] == [answer] * 2
+
+
 def test_points_beyond_three_standard_errors_are_counted():
-    """Oracle: by hand: 400 walks of p = ½ have a standard error of 0.025; a certain event has one walk's weight."""
-    shares = torch.tensor([[[0.5, 0.58, 1.0, 0.99]] * 2], dtype=torch.float64)
-    sim = Simulation(shares, torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2, 3), walks=200)
-    predicted = torch.tensor([[0.5, 0.5, 1.0, 1.0]], dtype=torch.float64)
-    assert share_beyond_error(sim, predicted) == 0.5
+    """Oracle: by hand: 400 walks of p = ½ have a standard error of 0.025; a certain event has one walk's weight; in
+    the second draw all is as predicted."""
+    predicted = torch.tensor([0.5, 0.5, 1.0, 1.0], dtype=torch.float64).expand(1, 2, 4)
+    shares = torch.tensor([[[0.5, 0.58, 1.0, 0.99], [0.5, 0.5, 1.0, 1.0]]], dtype=torch.float64)
+    sim = Simulation(shares, torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2, 3), walks=400)
+    assert share_beyond_error(sim, predicted).tolist() == [0.5, 0.0]
 
 
 def test_limits_in_which_both_variances_agree_only_in_the_middle_of_the_shape():

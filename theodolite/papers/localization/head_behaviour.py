@@ -15,11 +15,12 @@ from theodolite.measure.agreement import (
     curve_errors,
     mean_over_heads,
     others_mean,
+    partial_rank_correlation_of_heads,
     rank_correlation_of_heads,
 )
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.text_as_walk import text_walk
-from theodolite.passes.head_predictions import Prediction, from_increments, from_survey
+from theodolite.passes.head_predictions import SUFFIX, Prediction, from_increments, from_survey
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, head_labels, need, need_column
@@ -110,8 +111,13 @@ def behaviour(study: Study, outcome: Outcome) -> None:
     _judge_order(outcome, correlation_of)
     errors = judge_curves(outcome, predictions, measured, seed)
     shares = _judge_regimes(outcome, predictions, regime_of_curve(measured), seed)
-    _judge_entropy(
-        outcome, correlation_of, rank_correlation_of_heads(numbers["width"], numbers["entropy"], seed)
+    trace = np.abs(need_column(run.heads, f"trace{SUFFIX['text']}"))
+    judge_entropy(
+        outcome,
+        {"eta": predictions["text"].eta.numpy(), "width": numbers["width"]},
+        numbers["entropy"],
+        trace,
+        seed,
     )
     for name, label in SOURCES.items():
         mean, entropy = correlation_of[name, "mean", "ρ"], correlation_of[name, "eta", "entropy"]
@@ -205,21 +211,32 @@ def _judge_regimes(
     return shares
 
 
-def _judge_entropy(outcome: Outcome, correlation_of: Correlations, localized: OverHeads) -> None:
-    _claim(
-        outcome,
-        "Heads whose spectrum has a smaller scale have a higher entropy (A2 of section 5)",
-        f"rank correlation over heads of η, from {SOURCES['text']}, with entropy",
-        correlation_of["text", "eta", "entropy"],
-        OPPOSED,
-    )
-    _claim(
-        outcome,
-        "Localized heads have a higher entropy (A2 of section 5)",
-        "rank correlation over heads of the measured share of positions that propagate with entropy",
-        localized,
-        OPPOSED,
-    )
+def judge_entropy(
+    outcome: Outcome, numbers: dict[str, Floats], entropy: Floats, trace: Floats, seed: int
+) -> None:
+    """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed.
+
+    Args:
+        numbers: `eta` of W_QK Σ̂, and `width`, the measured share of positions that propagate; (heads,), as the others.
+        trace: |tr W|.
+    """
+    for claim, name, what in (
+        (
+            "Heads whose spectrum has a smaller scale have a higher entropy",
+            "eta",
+            f"η, from {SOURCES['text']},",
+        ),
+        ("Localized heads have a higher entropy", "width", "the measured share of positions that propagate"),
+    ):
+        plain = rank_correlation_of_heads(numbers[name], entropy, seed)
+        _claim(
+            outcome,
+            f"{claim} (A2 of section 5)",
+            f"rank correlation over heads of {what} with entropy, |tr W| held fixed",
+            partial_rank_correlation_of_heads(numbers[name], entropy, trace, seed),
+            OPPOSED,
+            f"; {_shown(plain)} where it is not",
+        )
 
 
 def _heads(

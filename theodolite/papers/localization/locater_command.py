@@ -12,10 +12,9 @@ from rich.console import Console
 from theodolite.errors import UsageError, WorkError
 from theodolite.papers.localization.grid_text import TextFiles
 from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, train_grid
-from theodolite.papers.localization.locater_training import Recipe
+from theodolite.papers.localization.locater_training import PUBLISHED_STEPS, Recipe, Reduction
 from theodolite.train.penalty import Gradient
 
-PUBLISHED_STEPS = 50_000
 WORDS = "words"
 
 
@@ -28,6 +27,8 @@ def train_locater(
     seeds: int = 3,
     steps: int | None = None,
     gradient: str = "exact",
+    reduction: str = "mean",
+    off_at: int | None = None,
     vocabulary: str | None = None,
     side_by_side: int = 1,
     device: str = "cpu",
@@ -39,24 +40,33 @@ def train_locater(
         text, held_out: files to train on and to judge on.
         seeds, steps: how many of each.
         gradient: exact or published.
+        reduction: of the loss that the penalty is added to: mean or sum.
+        off_at: updates after which there is no penalty.
         vocabulary: tokens of the BPE, or `words`.
         side_by_side: processes, a core for each; device: of all of them.
-        numbers: layers, widths, means (κ₂) and decays of `Grid`, joined by commas; an empty text: none of them.
-            None, here and above: as published.
+        numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`, joined by commas; an empty text: none of
+            them. None, here and above: as published.
 
     Raises:
         UsageError: an option is wrong, or as `train_grid`.
         WorkError: as `train_grid`.
     """
-    if gradient not in get_args(Gradient):
-        raise UsageError(f"--gradient is '{gradient}'; choose {' or '.join(get_args(Gradient))}.")
+    for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
+        if given not in get_args(choices):
+            raise UsageError(f"--{name} is '{given}'; choose {' or '.join(get_args(choices))}.")
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
     recipe = replace(Recipe(), vocabulary=_vocabulary(vocabulary))
     lists: dict[str, Any] = {
         name: _numbers(name, given) for name, given in numbers.items() if given is not None
     }
-    settings = Grid(seeds=seeds, gradient=cast(Gradient, gradient), **lists).settings()
+    settings = Grid(
+        seeds=seeds,
+        gradient=cast(Gradient, gradient),
+        reduction=cast(Reduction, reduction),
+        off_at=off_at,
+        **lists,
+    ).settings()
     files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
     steps = PUBLISHED_STEPS if steps is None else steps
     train_grid(Job(out, recipe, steps, device), settings, files, console, side_by_side)

@@ -1,7 +1,6 @@
 """Figures 6 to 12 of Bao et al. 2024: language models trained with LocAteR, read from the folder of a grid.
 
-No model is opened and nothing is surveyed. The numbers come from `paired_effects`; what is claimed is judged here, by
-differences paired by seed with their confidence intervals.
+No model is opened and nothing is surveyed. The numbers come from `paired_effects`, the verdicts from `locater_claims`.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.judging import Criterion, Estimate
 from theodolite.papers.experiment import Experiment, Study, experiment, of_trainings
+from theodolite.papers.localization.locater_claims import READINGS, judge_grid, phases, stripes, wider
 from theodolite.papers.localization.locater_grid import GridRun, read_grid
-from theodolite.papers.localization.locater_training import Setting
+from theodolite.papers.localization.locater_training import PUBLISHED_STEPS, Setting
 from theodolite.papers.localization.paired_effects import (
     Comparable,
     by_setting,
     comparable,
-    difference,
     label_of,
     profile,
-    rank_correlation_by_seed,
     without_seed,
 )
 from theodolite.report import style
@@ -48,92 +45,6 @@ COMMAND = "theodolite train locater"
 SMALLER = (
     "2,048 byte-pair tokens, not 33,000 words; WikiText-2's validation part is a tenth of the published text"
 )
-
-NEGLIGIBLE = 0.01
-"""Relative difference (and difference in ρ) below which there is no effect to speak of: ours; the paper has curves."""
-RISES = Criterion("more than", 0.0, "ours", NEGLIGIBLE)
-FALLS = Criterion("less than", 0.0, "ours", NEGLIGIBLE)
-
-CLAIMS = (
-    ("the eigenspectrum scale shrinks", "frobenius_squared", FALLS, True),
-    ("the attention entropy increases", "entropy", RISES, True),
-    ("the perplexity improves", "final_loss", FALLS, False),
-    ("the lowest perplexity improves", "lowest_loss", FALLS, False),
-)
-"""Of every caption: words, measure, criterion of the difference, whether it is taken between logarithms."""
-
-
-def captions(outcome: Outcome, data: Comparable, settings: Sequence[Setting], how: str = "") -> None:
-    """The claims of every caption: the strongest κ₂ against the weakest, and how all of them rank."""
-    if len(settings) < 2:
-        return
-    weakest, strongest = settings[0], settings[-1]
-    for words, name, criterion, relative in CLAIMS:
-        outcome.claim(
-            f"With stronger κ₂ {words}{how}",
-            f"difference of logarithms, {label_of(strongest)} against {label_of(weakest)}, step {data.step}",
-            difference(data.rows, strongest, weakest, name, relative=relative),
-            criterion,
-            f", rank correlation with κ₂ {rank_correlation_by_seed(data.rows, settings, name)}",
-        )
-
-
-def against_others(outcome: Outcome, data: Comparable) -> None:
-    """LocAteR against none, and the best of its settings against the best plain weight decay."""
-    if data.exact and data.plain is not None:
-        pair = f"{label_of(data.exact[-1])} against {label_of(data.plain)}"
-        for words, name, criterion, relative in CLAIMS[1:]:
-            outcome.claim(
-                f"With LocAteR {words} (“eventually”, section 7)",
-                f"difference of logarithms, {pair}, step {data.step}",
-                difference(data.rows, data.exact[-1], data.plain, name, relative=relative),
-                criterion,
-            )
-    if data.exact and len(data.decays) > 1:
-        means = data.rows.groupby("setting", sort=False)["lowest_loss"].mean()
-        best, rival = (min(group, key=lambda s: means[s]) for group in (data.exact, data.decays))
-        outcome.claim(
-            "LocAteR does better than equally tuned weight decay (ours)",
-            f"difference of the lowest losses, {label_of(best)} (best of {len(data.exact)}) against "
-            f"{label_of(rival)} (best of {len(data.decays)}), both chosen on the same held-out text",
-            difference(data.rows, best, rival, "lowest_loss", relative=False),
-            FALLS,
-        )
-
-
-def linked(outcome: Outcome, data: Comparable) -> None:
-    """Section 7's explanation: smaller scale, higher entropy, lower perplexity, over LocAteR settings and none."""
-    settings = [*data.exact, *([data.plain] if data.plain else [])]
-    if len(settings) < 3:
-        return
-    for claim, name, against in (
-        ("A smaller eigenspectrum scale goes with higher attention entropy", "entropy", "frobenius_squared"),
-        ("Higher attention entropy goes with lower perplexity", "final_loss", "entropy"),
-    ):
-        outcome.claim(
-            f"{claim} (section 7)",
-            f"rank correlation over {len(settings)} settings, step {data.step}",
-            rank_correlation_by_seed(data.rows, settings, name, against),
-            FALLS,
-        )
-
-
-def stripes(outcome: Outcome, data: Comparable) -> None:
-    """Section 7 on Fig. 7: ρ differs over positions with LocAteR, and hardly without."""
-    if not data.exact or data.plain is None:
-        return
-    values = data.rows.groupby("setting", sort=False)["stripes"]
-    levels = ", ".join(
-        f"{label_of(setting)} {Estimate.mean(values.get_group(setting).to_numpy(), 'seeds')}"
-        for setting in (data.exact[-1], data.plain)
-    )
-    outcome.claim(
-        "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)",
-        f"standard deviation over positions of ρ averaged over steps, difference to step {data.step}",
-        difference(data.rows, data.exact[-1], data.plain, "stripes", relative=False),
-        RISES,
-        f" ({levels})",
-    )
 
 
 def _lines(
@@ -183,7 +94,8 @@ def _draw_curves(
 
 
 def _draw_maps(outcome: Outcome, data: Comparable) -> None:
-    settings = [*reversed(data.exact), *data.decays, *reversed(data.printed[1:])]
+    settings = [*(s for group in data.with_locater.values() for s in reversed(group)), *data.decays]
+    settings = list(dict.fromkeys(settings))  # κ₂ = 0 begins the printed gradient's, too
 
     def draw(place: int) -> go.Figure:
         first = next(p for p in data.runs if without_seed(p.setting) == settings[place])
@@ -202,7 +114,8 @@ def _draw_maps(outcome: Outcome, data: Comparable) -> None:
         wide=True,
     )
     # In the order of the curves, so that a setting has one colour on the page.
-    chosen = [setting for setting in (*data.exact, data.plain) if setting][: len(style.CATEGORIES)]
+    exact = [setting for settings in data.published.values() for setting in (settings[0], settings[-1])]
+    chosen = list(dict.fromkeys([*exact, *([data.plain] if data.plain else [])]))[: len(style.CATEGORIES)]
     curves = [
         np.mean([profile(p, data.step) for p in data.runs if without_seed(p.setting) == setting], axis=0)
         for setting in chosen
@@ -223,7 +136,7 @@ def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
     further = (
         f" (the last that was measured of all; trained to {number(trained)})" if trained > data.step else ""
     )
-    outcome.read("step at which all are compared", number(data.step) + further, "50 000")
+    outcome.read("step at which all are compared", number(data.step) + further, number(PUBLISHED_STEPS))
     words = "words" if recipe["vocabulary"] is None else f"{recipe['vocabulary']} BPE"
     outcome.read("tokens", words, "words of WikiText-2")
     table = by_setting(data.rows)
@@ -247,18 +160,16 @@ def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> N
     """
     data = comparable(runs)
     _read(outcome, data, recipe)
-    captions(outcome, data, data.exact)
-    captions(outcome, data, data.printed, " with the printed gradient")
-    against_others(outcome, data)
-    linked(outcome, data)
-    stripes(outcome, data)
-    with_locater = [*data.exact, *([data.plain] if data.plain else [])]
-    _draw_curves(outcome, data, with_locater, "curves", "Training with LocAteR")
+    judge_grid(outcome, data)
+    for reduction, settings in data.published.items():
+        shown = [*settings, *([data.plain] if data.plain else [])]
+        key = "curves" if reduction == "mean" else f"curves-{reduction}"
+        _draw_curves(outcome, data, shown, key, f"Training with LocAteR, {READINGS[reduction]}")
     if len(data.decays) > 1:
         _draw_curves(outcome, data, data.decays, "decays", "Training with plain weight decay")
-    if len(data.printed) > 1:
-        title = "Training with the printed gradient of LocAteR"
-        _draw_curves(outcome, data, data.printed, "printed", title)
+    for place, (how, settings) in enumerate(data.others.items()):
+        shown = [*settings, *([data.plain] if data.plain else [])]
+        _draw_curves(outcome, data, shown, f"others-{place}", f"Training with LocAteR{how}")
     _draw_maps(outcome, data)
 
 
@@ -310,6 +221,8 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     data = comparable(runs)
     _read(outcome, data, recipe)
     stripes(outcome, data)
+    phases(outcome, data)
+    wider(outcome, read_grid(study.provenance["grid"]["folder"])[1])
     _draw_maps(outcome, data)
 
 

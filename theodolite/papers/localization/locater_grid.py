@@ -32,7 +32,7 @@ from torch import Tensor
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.models.loading import hide_progress_bars
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
-from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
+from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Reduction, Setting
 from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.checksums import read_checked
 from theodolite.system.files import check_target, disk_errors, folder_purpose
@@ -53,27 +53,34 @@ class Grid:
     Attributes:
         layers, widths: depths and d; every combination of all that follows at each.
         seeds: 0 … seeds − 1.
-        scale: κ₁ of every LocAteR training run.
-        means: κ₂ of the LocAteR training runs.
+        scales, means: κ₁ and κ₂ of the LocAteR training runs, every combination.
         decays: of the training runs without LocAteR; 0.01 is the published one.
-        gradient: of the second term of LocAteR (`locater_penalty`).
+        gradient, reduction, off_at: of the LocAteR training runs, as in `Setting`.
     """
 
     layers: tuple[int, ...] = (1,)
     widths: tuple[int, ...] = (32,)
     seeds: int = 3
-    scale: float = 100.0
+    scales: tuple[float, ...] = (100.0,)
     means: tuple[float, ...] = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
     decays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0, 10.0)
     gradient: Gradient = "exact"
+    reduction: Reduction = "mean"
+    off_at: int | None = None
 
     def settings(self) -> list[Setting]:
         """Every setting; a seed's before the next seed's."""
         settings = []
+        how: dict[str, Any] = {
+            "gradient": self.gradient,
+            "reduction": self.reduction,
+            "off_at": self.off_at,
+        }
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
             place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
             settings += [
-                Setting(**place, scale=self.scale, mean=mean, gradient=self.gradient) for mean in self.means
+                Setting(**place, **how, scale=scale, mean=mean)
+                for scale, mean in product(self.scales, self.means)
             ]
             settings += [Setting(**place, weight_decay=decay) for decay in self.decays]
         return settings

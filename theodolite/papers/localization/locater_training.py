@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -37,9 +38,16 @@ from theodolite.system.files import disk_errors, folder_purpose, json_text, writ
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 
+PUBLISHED_STEPS = 50_000
 BETAS = (0.9, 0.999)
 EARLY = (1, 2, 5, 10, 20, 50, 100)
 """Steps that are measured besides the regular ones and step 0."""
+
+Reduction = Literal["mean", "sum"]
+"""Of the loss over a batch's tokens, where the penalty is added to it; the paper doesn't say which.
+
+fairseq sums, and divides the gradient by the number of tokens later: added to its sum, a penalty weighs so much less.
+"""
 
 LOSSES = ("training_loss", "held_out_loss", "held_out_loss_se")
 HEADS = ("trace", "trace_of_square", "frobenius_squared", "entropy", "propagation")
@@ -69,7 +77,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Setting:
-    """What distinguishes one training run: κ₁ = `scale`, κ₂ = `mean`, both on every layer's head."""
+    """What distinguishes one training run.
+
+    Attributes:
+        scale, mean: κ₁ and κ₂, both on every layer's head.
+        gradient: of the second term (`locater_penalty`).
+        reduction: of the loss that the penalty is added to.
+        off_at: updates after which there is no penalty; None: there always is.
+    """
 
     layers: int = 1
     width: int = 32
@@ -78,12 +93,16 @@ class Setting:
     weight_decay: float = 0.01
     gradient: Gradient = "exact"
     seed: int = 0
+    reduction: Reduction = "mean"
+    off_at: int | None = None
 
     @property
     def name(self) -> str:
         """`l1-d32-scale100-mean0.01-decay0.01-s0`: the folder."""
         numbers = f"scale{self.scale:g}-mean{self.mean:g}-decay{self.weight_decay:g}"
         kind = "" if self.gradient == "exact" else f"-{self.gradient}"
+        kind += "" if self.reduction == "mean" else f"-{self.reduction}"
+        kind += "" if self.off_at is None else f"-off{self.off_at}"
         return f"l{self.layers}-d{self.width}-{numbers}{kind}-s{self.seed}"
 
     def check(self) -> None:
@@ -96,6 +115,10 @@ class Setting:
             raise UsageError(f"{self.name}: give at least one layer and an even width.")
         if not all(0 <= strength < math.inf for strength in (self.scale, self.mean, self.weight_decay)):
             raise UsageError(f"{self.name}: a strength is negative or not finite; give 0 or more.")
+        if self.reduction not in get_args(Reduction):
+            raise UsageError(f"{self.name}: there is no such reduction; choose mean or sum.")
+        if self.off_at is not None and self.off_at < 1:
+            raise UsageError(f"{self.name}: the penalty ends before it begins; give a step of 1 or more.")
         check_numbers(self.seed)
 
 
@@ -137,7 +160,10 @@ class LocaterTraining:
             "propagation": torch.zeros(0, setting.layers, recipe.length),
         }
         known = asdict(setting)
-        if folder_purpose(folder / "setting.json", known) != known:
+        recorded = folder_purpose(folder / "setting.json", known)
+        if (
+            not isinstance(recorded, dict) or asdict(Setting()) | recorded != known
+        ):  # it may be an older version's
             raise another_training_run(folder)
         self.step, kept = load_checkpoint(self._checkpoint, self.model, self.optimizer)
         if kept:
@@ -249,9 +275,10 @@ class LocaterTraining:
         dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
         loss = self.model.loss(window[:, :-1], window[:, 1:], dtype)
         self.summed += loss.detach()
-        if setting.scale or setting.mean:
+        if (setting.scale or setting.mean) and (setting.off_at is None or step < setting.off_at):
             w_q, w_k = self._factors()
-            loss = loss + locater_penalty(w_q, w_k, setting.scale, setting.mean, gradient=setting.gradient)
+            penalty = locater_penalty(w_q, w_k, setting.scale, setting.mean, gradient=setting.gradient)
+            loss = loss + (penalty if setting.reduction == "mean" else penalty / window[:, 1:].numel())
         return loss
 
     def _factors(self) -> tuple[Tensor, Tensor]:

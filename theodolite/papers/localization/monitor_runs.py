@@ -33,6 +33,7 @@ LEARNING_RATES = {
 warm-up leads into failure: the loss falls as it should before it fails."""
 
 LAYERS, HEADS, WIDTH, BATCH = 3, 4, 64, 16
+SIZE = (LAYERS, HEADS, WIDTH)
 STEPS, EVERY, SEEDS, LENGTH = 400, 10, (0, 1, 2), 64
 
 SMOOTHED = 20
@@ -61,8 +62,8 @@ class LossThresholds:
     def beyond(cls, healthy: Sequence[np.ndarray]) -> LossThresholds:
         """The weakest signs that none of these losses shows."""
         return cls(
-            max(float(np.nanmax(_above(losses), initial=0.0)) for losses in healthy),
-            min(float(np.nanmin(_gained(losses), initial=np.inf)) for losses in healthy),
+            max(float(np.nanmax(above(losses), initial=0.0)) for losses in healthy),
+            min(float(np.nanmin(gained(losses), initial=np.inf)) for losses in healthy),
         )
 
 
@@ -88,7 +89,7 @@ def compare_learning_rates(
             loss_notices (the earlier of both), lead (loss_notices − first_alarm; at least steps − first_alarm where
             the loss never notices: `lead_at_least`), behind_healthy, final_loss (mean of the last 20 steps). Steps
             are numbers of updates done; empty where it never happens.
-        losses: pace, seed, step, loss, smoothed. looks: pace, seed, step and the numbers of `scalars`.
+        losses: pace, seed, step, loss, smoothed, gradient_norm. looks: pace, seed, step and the numbers of `scalars`.
         alarms: pace, seed, step, kind, layer, head, value, slope.
     """
     trained: dict[tuple[str, int], dict[str, pd.DataFrame]] = {}
@@ -118,20 +119,29 @@ def compare_learning_rates(
 
 
 def train_with_monitor(
-    task: Characters, learning_rate: LearningRate, seed: int, steps: int, every: int
+    task: Characters,
+    learning_rate: LearningRate,
+    seed: int,
+    steps: int,
+    every: int,
+    size: tuple[int, int, int] = SIZE,
 ) -> dict[str, pd.DataFrame]:
     """Train for `steps` updates, or until the loss is no number, and measure every `every` steps.
 
     GPT-2's architecture, AdamW without weight decay, and no clipping of gradients, which would hide a failure. The
     same seed gives the same tables on the same machine and number of threads: `losses`, `looks` and `alarms` of
-    `compare_learning_rates`, without pace and seed.
+    `compare_learning_rates`, without pace and seed; the losses have the `gradient_norm`, too.
+
+    Args:
+        size: layers, heads and width.
     """
     torch.manual_seed(seed)
-    model = gpt2(len(task.characters), task.length, LAYERS, HEADS, WIDTH)
+    model = gpt2(len(task.characters), task.length, *size)
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.0)
     held_out = torch.from_numpy(task.validation[: CONTEXTS * task.length]).view(CONTEXTS, task.length)
     monitor = GeometryMonitor(model, held_out, every=every)
     losses: list[float] = []
+    norms: list[float] = []
     looks: list[dict[str, float]] = []
 
     def look(step: int) -> None:
@@ -146,8 +156,12 @@ def train_with_monitor(
         logits = model(input_ids=inputs, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
+    def note_gradient(model: torch.nn.Module) -> None:
+        squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.stack(squares).sum().sqrt()))
+
     look(0)
-    for step, loss in updates(model, optimizer, loss_of, learning_rate.at, range(steps)):
+    for step, loss in updates(model, optimizer, loss_of, learning_rate.at, range(steps), clip=note_gradient):
         losses.append(loss.item())
         look(step)
         if not math.isfinite(losses[-1]):
@@ -155,7 +169,12 @@ def train_with_monitor(
     columns = ["step", "kind", "layer", "head", "value", "slope"]
     return {
         "losses": pd.DataFrame(
-            {"step": range(1, len(losses) + 1), "loss": losses, "smoothed": smoothed(np.array(losses))}
+            {
+                "step": range(1, len(losses) + 1),
+                "loss": losses,
+                "smoothed": smoothed(np.array(losses)),
+                "gradient_norm": norms,
+            }
         ),
         "looks": pd.DataFrame(looks).drop(columns="time_share"),
         "alarms": pd.DataFrame([alarm.as_dict() for alarm in monitor.alarms], columns=columns),
@@ -167,14 +186,14 @@ def smoothed(losses: np.ndarray) -> np.ndarray:
     return pd.Series(losses).rolling(SMOOTHED).mean().to_numpy()
 
 
-def _above(losses: np.ndarray) -> np.ndarray:
+def above(losses: np.ndarray) -> np.ndarray:
     """The smoothed loss over its minimum so far."""
     smooth = smoothed(losses)
     above: np.ndarray = smooth - np.fmin.accumulate(smooth)
     return above
 
 
-def _gained(losses: np.ndarray) -> np.ndarray:
+def gained(losses: np.ndarray) -> np.ndarray:
     """By how much the best smoothed loss is below what it was `STALLED` steps ago; NaN where it was not yet."""
     best = np.fmin.accumulate(smoothed(losses))
     gained = np.full(len(best), np.nan)
@@ -184,12 +203,12 @@ def _gained(losses: np.ndarray) -> np.ndarray:
 
 def rises(losses: np.ndarray, signs: LossThresholds) -> int | None:
     """Updates done when the smoothed loss first exceeds its minimum by more than `signs.rise`, or is no number."""
-    return _first((_above(losses) > signs.rise) | ~np.isfinite(losses))
+    return _first((above(losses) > signs.rise) | ~np.isfinite(losses))
 
 
 def stalls(losses: np.ndarray, signs: LossThresholds) -> int | None:
     """Updates done when the best smoothed loss has first gained less than `signs.gain` in `STALLED` steps."""
-    return _first(_gained(losses) < signs.gain)
+    return _first(gained(losses) < signs.gain)
 
 
 def behind(losses: np.ndarray, healthy: np.ndarray) -> int | None:

@@ -1,7 +1,8 @@
 """What the monitor of collapse is worth: does it warn before the loss does, and does it leave a healthy training alone?
 
 Ours, not the paper's: it says which heads vanish or collapse, not how to notice it in time. The training runs and what
-counts as a loss that notices are in `monitor_runs`.
+counts as a loss that notices are in `monitor_runs`. That is set on the healthy training runs that are judged here; with
+limits that were set on others the monitor and its rivals are compared by `benchmarks/monitor_delays.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite.corpus.documents import python_topics
-from theodolite.judging import Criterion
+from theodolite.judging import Criterion, Estimate
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.monitor_runs import (
     EVERY,
@@ -36,8 +37,8 @@ SHOWN = (
     ("alarms", "active alarms"),
 )
 SOURCE = "theodolite's own; the alarms are those of docs/monitor.md"
-IN_ALL = Criterion("at least", 1.0, "all of them (ours)")
-IN_NONE = Criterion("at most", 0.0, "none of them (ours)")
+IN_MOST = Criterion("more than", 0.5, "most of them (ours)")
+IN_FEW = Criterion("at most", 0.1, "a tenth of them (ours)")
 
 
 def judge_warnings(outcome: Outcome, runs: pd.DataFrame) -> None:
@@ -55,14 +56,15 @@ def judge_warnings(outcome: Outcome, runs: pd.DataFrame) -> None:
             f"{int((warned & ~late).sum())} of {len(failing)} failing training runs{lead}; in {int(unnoticed.sum())} "
             f"of them the loss did not notice within {STEPS} steps; share of them all"
         )
-        outcome.claim(claim, what, float((warned & ~late).mean()), IN_ALL)
+        share = Estimate.share(float((warned & ~late).mean()), len(failing), "training runs")
+        outcome.claim(claim, what, share, IN_MOST)
     else:
         outcome.cannot_test(claim, "no failing training run")
     outcome.claim(
-        "A training run at a good learning rate raises no alarm (ours)",
+        "A training run at a good learning rate hardly ever raises an alarm (ours)",
         f"share of {counted(len(healthy), 'healthy training run')} with an alarm",
-        float(healthy["first_alarm"].notna().mean()),
-        IN_NONE,
+        Estimate.share(float(healthy["first_alarm"].notna().mean()), len(healthy), "training runs"),
+        IN_FEW,
     )
 
 

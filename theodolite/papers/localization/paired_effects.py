@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import Estimate
+from theodolite.judging import Criterion, Estimate
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.papers.localization.locater_grid import GridRun
-from theodolite.papers.localization.locater_training import Setting
+from theodolite.papers.localization.locater_training import Reduction, Setting
 from theodolite.report.data import Floats
 
 MEASURES = {
@@ -34,10 +35,20 @@ def label_of(setting: Setting) -> str:
     """`κ₂ = 0.01`, `no LocAteR`, `weight decay 0.1`."""
     if setting.scale == setting.mean == 0:
         return "no LocAteR" if setting.weight_decay == 0.01 else f"weight decay {setting.weight_decay:g}"
-    printed = "" if setting.gradient == "exact" else ", printed gradient"
-    strength = "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}"
     decay = "" if setting.weight_decay == 0.01 else f", weight decay {setting.weight_decay:g}"
-    return f"κ₂ = {setting.mean:g}{strength}{decay}{printed}"
+    return f"κ₂ = {setting.mean:g}{decay}{manner(setting)}"
+
+
+def manner(setting: Setting) -> str:
+    """What LocAteR does differently in it than at κ₁ = 100 against the mean loss, as words that follow a comma."""
+    return "".join(
+        [
+            "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}",
+            "" if setting.reduction == "mean" else ", against the summed loss",
+            "" if setting.gradient == "exact" else ", printed gradient",
+            "" if setting.off_at is None else f", off after step {setting.off_at}",
+        ]
+    )
 
 
 def without_seed(setting: Setting) -> Setting:
@@ -117,22 +128,59 @@ def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, 
     return Estimate.mean(paired.sort_index().to_numpy(dtype=np.float64), "seeds")
 
 
-def rank_correlation_by_seed(
-    rows: pd.DataFrame, settings: Sequence[Setting], name: str, against: str = ""
-) -> Estimate:
-    """Rank correlation of a measure with κ₂, or with another measure, over settings: one value per seed.
+def left_out(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str) -> Estimate:
+    """The best setting of the first group minus that of the second, in a measure of which less is better.
 
-    Seeds that lack a setting are left out; a measure that does not vary has correlation 0.
+    For every seed the best are those of the other seeds' means, so that none is judged on what it was chosen by.
     """
-    by_seed = []
-    for _, group in rows.groupby("seed"):
-        by_setting = group.set_index("setting")
-        if not all(setting in by_setting.index for setting in settings):
+    table = rows.pivot(index="seed", columns="label", values=name)
+    table = table[[label_of(setting) for group in groups for setting in group]].dropna()
+    values = []
+    for seed in table.index if len(table) > 1 else []:
+        others, of_seed = table.drop(index=seed).mean(), table.loc[seed]
+        best = [others[[label_of(setting) for setting in group]].idxmin() for group in groups]
+        values.append(of_seed[best[0]] - of_seed[best[1]])
+    return Estimate.mean(values, "seeds") if values else Estimate(math.nan)
+
+
+def distinct(
+    rows: pd.DataFrame, settings: Sequence[Setting], name: str, apart: Criterion
+) -> list[list[Setting]]:
+    """Settings in groups of rising `name`; within one, no setting is decided to differ from the group's first.
+
+    Args:
+        apart: of the difference of logarithms, paired by seed.
+    """
+    means = rows.groupby("setting", sort=False)[name].mean()
+    groups: list[list[Setting]] = []
+    for setting in sorted(settings, key=lambda each: means[each]):
+        if groups:
+            gap = difference(rows, setting, groups[-1][0], name, relative=True)
+            if not (gap.n > 1 and apart.decided(gap.value, gap.margin)[0]):
+                groups[-1].append(setting)
+                continue
+        groups.append([setting])
+    return groups
+
+
+def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str, against: str) -> Estimate:
+    """How `name` goes with `against` over groups of settings, each the mean of its members; one value per seed.
+
+    Of three groups or more the rank correlation; of two, whose ranks could only agree or not, the difference of
+    `name` from the one with the smaller `against` to the other.
+    """
+    values = []
+    for _, of_seed in rows.groupby("seed"):
+        table = of_seed.set_index("setting")
+        if not all(setting in table.index for group in groups for setting in group):
             continue
-        values = np.array([float(by_setting.at[setting, name]) for setting in settings])
-        others = [float(by_setting.at[setting, against]) if against else setting.mean for setting in settings]
-        by_seed.append(float(np.nan_to_num(rank_correlation(np.array(others), values))))
-    return Estimate.mean(np.array(by_seed, dtype=np.float64), "seeds")
+        x, y = ([table.loc[list(group), one].mean() for group in groups] for one in (against, name))
+        values.append(
+            y[1] - y[0]
+            if len(groups) == 2
+            else float(np.nan_to_num(rank_correlation(np.array(x), np.array(y))))
+        )
+    return Estimate.mean(values, "seeds") if values else Estimate(math.nan)
 
 
 @dataclass(frozen=True)
@@ -140,7 +188,9 @@ class Comparable:
     """The training runs of one depth and width, all at one step.
 
     Attributes:
-        exact, printed: LocAteR settings by rising κ₂, with either gradient of its second term.
+        published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss
+            that κ weighs against: the readings of what the paper did.
+        others: other ways of LocAteR, in words → settings by rising κ₂.
         decays: settings without LocAteR by rising weight decay.
         plain: the one of them with the published decay, None where it was not trained.
     """
@@ -148,21 +198,34 @@ class Comparable:
     runs: list[GridRun]
     step: int
     rows: pd.DataFrame
-    exact: list[Setting]
-    printed: list[Setting]
+    published: dict[Reduction, list[Setting]]
+    others: dict[str, list[Setting]]
     decays: list[Setting]
     plain: Setting | None
+
+    @property
+    def with_locater(self) -> dict[str, list[Setting]]:
+        """All ways of LocAteR, in words → settings by rising κ₂."""
+        return {manner(settings[0]): settings for settings in self.published.values()} | self.others
 
 
 def comparable(runs: Sequence[GridRun]) -> Comparable:
     """Sort the training runs of one depth and width by what they are for."""
     step = common_step(runs)
     kinds = sorted({without_seed(run.setting) for run in runs}, key=lambda s: (s.mean, s.weight_decay))
-    with_locater = [setting for setting in kinds if setting.scale or setting.mean]
     none = [setting for setting in kinds if not (setting.scale or setting.mean)]
-    exact = [setting for setting in with_locater if setting.gradient == "exact"]
-    printed = [setting for setting in with_locater if setting.gradient == "published"]
-    if printed:  # at κ₂ = 0 there is no second term, hence one gradient
-        printed = [setting for setting in exact if setting.mean == 0] + printed
+    by_manner: dict[str, list[Setting]] = {}
+    for setting in kinds:
+        if setting not in none:
+            by_manner.setdefault(manner(setting), []).append(setting)
+    for settings in by_manner.values():  # at κ₂ = 0 there is no second term, hence one gradient
+        exact = replace(settings[0], gradient="exact", mean=0.0)
+        if settings[0].gradient != "exact" and exact in kinds:
+            settings.insert(0, exact)
+    published: dict[Reduction, list[Setting]] = {}
+    for reduction in get_args(Reduction):
+        settings = by_manner.pop(manner(Setting(scale=100.0, reduction=reduction)), [])
+        if settings:
+            published[reduction] = settings
     plain = next((setting for setting in none if label_of(setting) == "no LocAteR"), None)
-    return Comparable(list(runs), step, at_step(runs, step), exact, printed, none, plain)
+    return Comparable(list(runs), step, at_step(runs, step), published, by_manner, none, plain)

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
-from theodolite.judging import Criterion, Estimate
+from theodolite.judging import Criterion, Estimate, Verdict, judge, mix_of
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.papers.experiment import Study, experiment
 from theodolite.report.data import Floats
@@ -49,11 +49,14 @@ OPPOSED = Criterion(
 )
 PROXY = Criterion("at least", 0.9, "“a reasonable proxy” read as: nearly the same order (ours)")
 
+SMALLER = "At a fixed mean, a smaller scale gives a higher entropy (A2 of section 5, Fig. 5)"
+LOCALIZED = "At a fixed mean, localized attention has the higher entropy (A2 of section 5, Fig. 5)"
+
 LEAST_ENTROPY = 0.02  # nats, where the axis begins
 
 
 def predictions(sim: Simulation, setting: WalkSetting) -> dict[str, Tensor]:
-    """ρ_1 … ρ_T of every pair, (P, T), each the mean over the drawn spectra: the keys of `PREDICTED`."""
+    """ρ_1 … ρ_T of every pair and drawn spectrum, (P, D, T): the keys of `PREDICTED`."""
     spectra, size, temperature = sim.eigenvalues, setting.length, setting.temperature
     trace, square = spectra.sum(-1), spectra.square().sum(-1)
     theta = torch.arange(1, size + 1, dtype=torch.float64) / size
@@ -61,18 +64,20 @@ def predictions(sim: Simulation, setting: WalkSetting) -> dict[str, Tensor]:
     curves = {name: propagation(theta, xi, eta, name) for name in ("published", "corrected")}
     curves["finite"] = propagation_finite(trace, square, square, size, temperature)
     curves["exact"] = propagation_exact(spectra, size, temperature)
-    return {name: curve.mean(1) for name, curve in curves.items()}
+    return curves
 
 
-def share_beyond_error(sim: Simulation, predicted: Tensor) -> float:
-    """Share of pairs and positions at which a prediction is more than `FAR` standard errors from the simulation.
+def share_beyond_error(sim: Simulation, predicted: Tensor) -> Tensor:
+    """Share of pairs and positions at which a prediction is more than `FAR` standard errors away, by draw: (D,).
 
     The error is that of as many walks with the predicted probability, and at least one walk in all: the observed
     share gives none where no walk, or every walk, propagates.
+
+    Args:
+        predicted: (P, D, T), for the spectra of these very draws.
     """
-    walks = sim.walks * sim.propagates.shape[1]
-    error = (predicted * (1 - predicted) / walks).clamp_min(0).sqrt().clamp_min(1 / walks)
-    return float(((predicted - sim.propagation).abs() > FAR * error).double().mean())
+    error = (predicted * (1 - predicted) / sim.walks).clamp_min(0).sqrt().clamp_min(1 / sim.walks)
+    return ((predicted - sim.propagates).abs() > FAR * error).double().mean((0, 2))
 
 
 @experiment(
@@ -84,13 +89,17 @@ def share_beyond_error(sim: Simulation, predicted: Tensor) -> float:
 def figure_5(study: Study, outcome: Outcome) -> None:
     seed = study.provenance.get("seed") or 0
     sims = {name: simulate_walks(SETTING, name, seed) for name in COVARIANCES}
-    predicted = {name: predictions(sim, SETTING) for name, sim in sims.items()}
+    of_draws = {name: predictions(sim, SETTING) for name, sim in sims.items()}
+    predicted = {
+        name: {key: curve.mean(1) for key, curve in curves.items()} for name, curves in of_draws.items()
+    }
     for name, sim in sims.items():
         gaps = {key: (curve - sim.propagation).abs().mean() for key, curve in predicted[name].items()}
         means = ", ".join(f"{key} {number(float(gap))}" for key, gap in gaps.items())
         outcome.read(f"mean |predicted − simulated| ρ, {name} Σ", means)
         shares = ", ".join(
-            f"{key} {share_beyond_error(sim, curve):.3f}" for key, curve in predicted[name].items()
+            f"{key} {float(share_beyond_error(sim, curve).mean()):.3f}"
+            for key, curve in of_draws[name].items()
         )
         outcome.read(f"share of points beyond {FAR:g} standard errors, {name} Σ", shares)
     iso = sims["isotropic"]
@@ -101,6 +110,14 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         outcome.read(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", entropies)
     outcome.read("pairs of mean and scale; temperature", "ours; λ = √d", "not printed")
     _judge_predictions(outcome, sims, predicted)
+    shares = [share_beyond_error(sim, of_draws[name]["exact"]) for name, sim in sims.items()]
+    outcome.claim(
+        "The exact distribution differs from the simulation by the simulation's own error alone",
+        f"share of points beyond {FAR:g} standard errors over walks, {len(COVARIANCES)} Σ, {len(SETTING.pairs)} "
+        f"pairs, {SETTING.length} positions",
+        Estimate.mean(torch.stack(shares).mean(0).numpy(), "draws"),
+        WITHIN_ERROR,
+    )
     _judge_localization(outcome, sims)
     outcome.tables |= {"pairs": _pairs(sims, predicted), "propagation": _points(sims, predicted)}
     for name in COVARIANCES:
@@ -176,13 +193,6 @@ def _judge_predictions(
             Estimate(float(gaps.flatten()[worst]), float(errors.flatten()[worst]), walks, "walks"),
             DESCRIBES,
         )
-    shares = [share_beyond_error(sim, predicted[key]["exact"]) for key, sim in sims.items()]
-    outcome.claim(
-        "The exact distribution differs from the simulation by the simulation's own error alone",
-        f"share of points beyond {FAR:g} standard errors over walks, {points}",
-        float(np.mean(shares)),
-        WITHIN_ERROR,
-    )
 
 
 def _least_gain(sims: dict[str, Simulation], values: dict[str, Tensor], along: str) -> tuple[Estimate, str]:
@@ -224,26 +234,32 @@ def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
         _over_pairs(widths["isotropic"], widths["anisotropic"]),
         PROXY,
     )
-    # A gain is what falls as the scale grows.
-    gain, where = _least_gain(sims, {name: -sim.entropy for name, sim in sims.items()}, "scale")
-    outcome.claim(
-        "At a fixed mean, a smaller scale gives a higher entropy (A2 of section 5, Fig. 5)",
-        f"entropy at the smallest scale less that at the largest, in nats, mean not 0, the smallest ({where})",
-        gain,
-        HIGHER,
-    )
-    correlations = [_over_pairs(widths[name], sim.entropy) for name, sim in sims.items()]
-    outcome.claim(
-        "Localized attention has the higher entropy (A2 of section 5, Fig. 5)",
-        "rank correlation over pairs of entropy with the effective share of positions, mean of both Σ",
-        Estimate(
-            float(np.mean([c.value for c in correlations])),
-            float(np.mean([c.error for c in correlations])),
-            SETTING.draws,
-            "draws",
-        ),
-        OPPOSED,
-    )
+    judge_at_fixed_means(outcome, sims, widths)
+
+
+def judge_at_fixed_means(outcome: Outcome, sims: dict[str, Simulation], widths: dict[str, Tensor]) -> None:
+    """A2 of section 5, of a fixed mean that is not 0: each mean and Σ is a part, and some may be so and others not.
+
+    Args:
+        widths: effective share of positions of every pair and draw, (P, D).
+    """
+    entropy: list[Verdict] = []
+    localized: list[Verdict] = []
+    for name, sim in sims.items():
+        by_mean, width_by_mean = (
+            values.unflatten(0, (len(SETTING.means), len(SETTING.scales)))
+            for values in (sim.entropy, widths[name])
+        )
+        for mean, values, shares in zip(SETTING.means, by_mean, width_by_mean, strict=True):
+            if mean == 0:
+                continue
+            where = f"{name} Σ, mean {mean:g}"
+            gain = Estimate.mean((values[0] - values[-1]).numpy(), "draws")
+            what = f"entropy at the smallest scale less that at the largest, nats ({where})"
+            entropy.append(judge(SMALLER, what, gain, HIGHER))
+            what = f"rank correlation over scales of entropy with the effective share of positions ({where})"
+            localized.append(judge(LOCALIZED, what, _over_pairs(shares, values), OPPOSED))
+    outcome.verdicts += [mix_of(SMALLER, entropy), mix_of(LOCALIZED, localized)]
 
 
 def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
