@@ -65,13 +65,15 @@ def test_the_error_of_a_mean_over_layers_is_the_most_it_can_be():
 @pytest.mark.parametrize(
     ("value", "error", "expected"),
     [
-        (9.0, math.nan, HOLDS),
-        (11.0, math.nan, FAILS),
+        (9.0, math.nan, UNDECIDED),
+        (11.0, math.nan, UNDECIDED),
+        (9.0, 0.0, HOLDS),
+        (11.0, 0.0, FAILS),
         (9.0, 0.4, HOLDS),
         (9.0, 0.6, UNDECIDED),
         (11.0, 0.6, UNDECIDED),
         (11.0, 0.4, FAILS),
-        (10.0, math.nan, HOLDS),
+        (10.0, 0.0, HOLDS),
         (math.nan, math.nan, UNTESTABLE),
     ],
 )
@@ -79,7 +81,10 @@ def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, exp
     verdict = judge("a claim", "a number", Estimate(value, error, MANY, "trials"), LOW)
     assert verdict.answer == expected
     assert "criterion: at most 10, a test" in verdict.evidence
-    assert ("±" in verdict.evidence) == math.isfinite(error)
+    assert ("±" in verdict.evidence) == (error > 0)
+    assert ("its standard error is not known" in verdict.evidence) == (
+        math.isnan(error) and math.isfinite(value)
+    )
     high = judge(
         "a claim", "a number", Estimate(-value, error, MANY, "trials"), Criterion("at least", -10.0, "a test")
     )
@@ -90,7 +95,7 @@ def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, exp
     ("value", "error", "expected"),
     [
         (0.0, 0.0, UNDECIDED),
-        (0.0, math.nan, UNDECIDED),
+        (1.0, math.nan, UNDECIDED),
         (1e-300, 0.0, HOLDS),
         (-1e-300, 0.0, FAILS),
         (1.0, 0.4, HOLDS),
@@ -102,11 +107,12 @@ def test_a_tie_is_no_more_and_no_less(value, error, expected):
     verdict = judge("a claim", "a number", Estimate(value, error, MANY, "trials"), more)
     assert verdict.answer == expected
     assert judge("a claim", "a number", Estimate(-value, error, MANY, "trials"), less).answer == expected
-    assert ("equal to it" in verdict.evidence) == (value == 0)
+    assert ("equal to it" in verdict.evidence) == (value == 0 and math.isfinite(error))
     layers = np.array([value] * 3), np.array([error] * 3)
     assert judge("a claim", "a number", Estimates(*layers, MANY, "trials"), more).answer == expected
-    interval = judge("a claim", "a number", Estimate.mean(np.full(3, value), "seeds"), more)
-    assert interval.answer == (expected if error != 0.6 else HOLDS)  # three equal numbers have no spread
+    assert judge("a claim", "a number", Estimate.exact(value), more).answer == (
+        HOLDS if value > 0 else FAILS if value < 0 else UNDECIDED
+    )
 
 
 def test_an_error_says_what_it_rests_on():
@@ -202,14 +208,17 @@ def test_nothing_is_larger_than_itself(criterion):
 @pytest.mark.parametrize(
     ("values", "errors", "expected"),
     [
-        ([1, 2, 30], None, HOLDS),
-        ([1, 20, 30], None, FAILS),
-        ([1, 20], None, IN_PART),
+        ([1, 2, 30], [0, 0, 0], HOLDS),
+        ([1, 20, 30], [0, 0, 0], FAILS),
+        ([1, 20], [0, 0], IN_PART),
+        ([1, 2, 30], None, UNDECIDED),
+        ([1, 2, 3], [0.1, math.nan, math.nan], UNDECIDED),
+        ([1, 2, 3], [0.1, 0.1, math.nan], HOLDS),
         ([1, 9.5, 30], [0.1, 1.0, 0.1], IN_PART),
         ([1, 9.5, 9.5, 30], [0.1, 1.0, 1.0, 0.1], UNDECIDED),
         ([1, 9.5, 9.5], [0.1, 1.0, 1.0], UNDECIDED),
         ([1, 2, 9.5], [0.1, 0.1, 1.0], HOLDS),
-        ([1, 2, 30, math.nan], None, HOLDS),
+        ([1, 2, 30, math.nan], [0, 0, 0, math.nan], HOLDS),
         ([math.nan], None, UNTESTABLE),
     ],
 )
@@ -256,7 +265,7 @@ def test_halves_share_no_context_and_keep_neighbours_together(contexts):
 def test_layers_that_rest_on_one_thing_or_have_no_number_decide_nothing():
     one = Estimates(np.array([1.0, 2.0]), np.array([0.1, 0.1]), 1, "seeds")
     assert judge("a claim", "a number", one, LOW).answer == UNTESTABLE
-    infinite = Estimates(np.array([math.inf, 1.0]))
+    infinite = Estimates.exact([math.inf, 1.0])
     verdict = judge("a claim", "a number", infinite, LOW)
     assert (verdict.answer, "in 1 of 1 layers" in verdict.evidence) == (HOLDS, True)
 

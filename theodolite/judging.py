@@ -109,7 +109,7 @@ class Criterion:
 
         Nor where the margin is not known (NaN).
         """
-        beyond, margin = self._beyond(values), np.nan_to_num(margins)
+        beyond, margin = self._beyond(values), np.asarray(margins, dtype=np.float64)
         low, high = beyond - margin, beyond + margin
         return low > 0 if self._strict else low >= 0, (high <= 0) & (beyond < 0)
 
@@ -164,11 +164,13 @@ def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criteri
     if not math.isfinite(estimate.value):
         return untestable(claim, f"{what}: no number in this run; {criterion}")
     evidence = f"{what}: {estimate}; {criterion}"
-    if estimate.n == 1 and not estimate.by_chance:
+    if estimate.n == 1:
         return untestable(claim, f"{evidence}; an interval needs two {estimate.of} or more")
     holds, fails = criterion.decided(estimate.value, estimate.margin)
     answer = HOLDS if holds else FAILS if fails else UNDECIDED
-    if answer == UNDECIDED:
+    if math.isnan(estimate.margin):
+        evidence += f"; {NO_ERROR}"
+    elif answer == UNDECIDED:
         evidence += f"; within {INTERVAL} of it" if estimate.value != criterion.limit else "; equal to it"
     row = _row(what, answer, estimate, criterion)
     return Verdict(claim, answer, evidence, "number", (row,))
@@ -194,9 +196,12 @@ def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion
     )
     if failing and meeting:
         evidence += f"; {failing} on the other side"
-    if undecided := total - meeting - failing:
+    without = int((known & np.isnan(margins)).sum())
+    if undecided := total - meeting - failing - without:
         evidence += f"; {undecided} within {INTERVAL} of it"
         evidence += f", which {layers.looks} of them share" if layers.looks > 1 else ""
+    if without:
+        evidence += f"; {'' if without == total else f'{without} '}{NO_ERROR}"
     answers = [HOLDS if yes else FAILS if no else UNDECIDED for yes, no in zip(holds, fails, strict=True)]
     rows = tuple(
         _row(

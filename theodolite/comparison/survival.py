@@ -125,6 +125,8 @@ class Survival:
             return Estimate.exact(self._share(survived, lost))
         low, high = self._share(survived, lost + unknown), self._share(survived + unknown, lost)
         middle, half = (low + high) / 2, (high - low) / 2
+        if self.of_reference == 1:
+            return Estimate(middle)
         return Estimate(middle, half / SIGMAS, self.of_reference, f"{self.unit}s", by_chance=True)
 
     def _weights(self) -> tuple[float, float, float]:

@@ -107,20 +107,20 @@ def test_the_least_of_many_is_nearer_to_its_criterion_than_it_looks():
 )
 def test_each_claim_has_its_number(column: str, value: float, words: str) -> None:
     """Oracle: one column moved to the wrong side; the first verdict of a claim is the paper's architecture's."""
-    rows = [(kind, 0.01, {}) for kind in [PUBLISHED] * 5 + [STANDARD] * 5]
+    rows = [(kind, 0.01, {}) for kind in [PUBLISHED] * 6 + [STANDARD] * 6]
     assert verdict(models(*rows), words) == HOLDS
     moved = models(*rows)
-    moved[column] = [*(value * (1 + step / 100) for step in range(5)), *moved[column][5:]]
+    moved[column] = [*(value * (1 + step / 100) for step in range(6)), *moved[column][6:]]
     assert verdict(moved, words) == FAILS
 
 
 def test_a_tag_that_costs_no_more_than_random_directions_is_not_called_read():
-    """Oracle: by hand. All five need the direction, but any other one as well; or too few models are better."""
+    """Oracle: by hand. All six need the direction, but any other one as well; or too few models are better."""
     words = "tags are what the second layer reads"
-    table = models(*[(PUBLISHED, 0.01, {})] * 5)
+    table = models(*[(PUBLISHED, 0.01, {})] * 6)
     assert verdict(table, words) == HOLDS
     assert verdict(table.assign(as_costly=0.06), words) == FAILS
-    assert verdict(table.assign(as_costly=[0.0, 0.0, 0.0, 0.5, 0.5]), words) == UNDECIDED
+    assert verdict(table.assign(as_costly=[0.0, 0.0, 0.0, 0.0, 0.5, 0.5]), words) == UNDECIDED
     assert verdict(table.assign(solved=False), words) == UNTESTABLE
     assert "residual variance 0.200" in judged(table, words).evidence
 

@@ -155,18 +155,18 @@ def test_the_largest_share_of_many_sinks_must_be_larger():
     """Oracle: Bonferroni by hand: 256 contexts are ± 1/32; of one sink 0.01 + 1.96/32 decides, of a hundred 3.48/32."""
     assert judged_by(judge_later, pd.Series([0.08]), 256).answer == "holds"
     assert judged_by(judge_later, pd.Series([0.08] * 100), 256).answer == "not decided"
-    assert judged_by(judge_later, pd.Series([0.12] * 100), 256).answer == "holds"
+    assert judged_by(judge_later, pd.Series([0.13] * 100), 256).answer == "holds"
     assert judged_by(judge_later, pd.Series([], dtype=float), 256).answer == "not decided"
 
 
 def test_a_share_of_few_sinks_is_uncertain():
-    """Oracle: as many as (Σw)²/Σw² = 2 sinks are ±√(¼/2) about one half, by hand."""
+    """Oracle: as many as (Σw)²/Σw² = 2 sinks are ±√(¼/2) about one half, and Yates's ¼/1.96, by hand."""
     weights = np.array([1.0, 1.0, 0.0])
     outlying = pd.Series([False, False, True])
     assert (
         judged_by(judge_outliers, outlying, weights).answer == "not decided"
-    )  # 0 ± 0.35, and the criterion is 0.5
-    assert ": 0 ± 0.4 (2 sinks); " in judged_by(judge_outliers, outlying, weights).evidence
+    )  # 0 ± 0.48, and the criterion is 0.5
+    assert ": 0 ± 0.5 (2 sinks); " in judged_by(judge_outliers, outlying, weights).evidence
     assert judged_by(judge_outliers, pd.Series([False] * 30), np.ones(30)).answer == "fails"
     assert judged_by(judge_copy, pd.Series([0.99, 0.97, 0.98]), np.ones(3)).answer == "holds"
     assert judged_by(judge_copy, pd.Series([0.99, 0.5, 0.98]), np.ones(3)).answer == "not decided"

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
-from theodolite.judging import HOLDS, OPEN, Estimate, Verdict, judge, untestable
+from theodolite.judging import HOLDS, UNTESTABLE, Estimate, Verdict, judge, untestable
 from theodolite.models import OpenModel
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.training.tasks import QUICK_TEST, Additions
@@ -78,6 +78,6 @@ def of_an_adder(model: OpenModel | None, run: Run, verdict: Verdict, measured: s
         why = f"the corpus of this run contains no addition problems ({measured})"
         why += ": survey a model trained on addition on addition problems"
         return untestable(verdict.claim, why)
-    if verdict.answer not in OPEN and (unknown := why_not_an_adder(model, run)):
+    if verdict.answer != UNTESTABLE and (unknown := why_not_an_adder(model, run)):
         return untestable(verdict.claim, f"{unknown} ({measured})")
     return verdict
