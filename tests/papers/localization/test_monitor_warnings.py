@@ -30,8 +30,8 @@ def runs(healthy: list[float], failing: list[tuple[float, float]]) -> pd.DataFra
 @pytest.mark.parametrize(
     ("healthy", "failing", "verdicts"),
     [
-        ([NEVER] * 100, [(40, 200)] * 6, [HOLDS, HOLDS]),
-        ([NEVER] * 100, [(40, NEVER)] * 6, [HOLDS, HOLDS]),
+        ([NEVER] * 110, [(40, 200)] * 6, [HOLDS, HOLDS]),
+        ([NEVER] * 110, [(40, NEVER)] * 6, [HOLDS, HOLDS]),
         ([NEVER] * 3, [(40, 200)] * 5 + [(90, 90)], [UNDECIDED, UNDECIDED]),
         ([NEVER] * 3, [(90, 90)] * 6, [FAILS, UNDECIDED]),
         ([NEVER] * 3, [(NEVER, 200)] * 6, [FAILS, UNDECIDED]),
@@ -40,7 +40,7 @@ def runs(healthy: list[float], failing: list[tuple[float, float]]) -> pd.DataFra
     ],
 )
 def test_verdicts(healthy: list[float], failing: list[tuple[float, float]], verdicts: list[str]) -> None:
-    """Oracle: who came first, read off the numbers, and the interval of a share of n: 1.96/(2√n) at most."""
+    """Oracle: who came first, read off the numbers, and the interval of a share of n: 1.96/(2√n) + 1/(2n) at most."""
     outcome = Outcome()
     monitor_warnings.judge_warnings(outcome, runs(healthy, failing))
     assert [verdict.answer for verdict in outcome.verdicts] == verdicts
