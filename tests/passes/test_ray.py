@@ -387,10 +387,10 @@ def test_the_command_stops_at_a_signal_and_goes_on(number, cluster, checkpoint, 
     """
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(
-        "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 450
+        "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 900
     )
     # Enough contexts for the signal to come while they are read, however late.
-    size = ["--length", "32", "--contexts", "1024", "--batch", "1"]
+    size = ["--length", "32", "--contexts", "2048", "--batch", "1"]
     read = ["survey", checkpoint("gpt2"), "--corpus", text, *size, "--json"]
     arguments = [*map(str, read), "--out", str(out), "--actors", "1", "--ray"]
     process = subprocess.Popen(
