@@ -136,9 +136,8 @@ def simulate(setting: Setting, seed: int) -> Collapse:
             values = spectrum(width, share, scale * temperature, generator)
             w_q, w_k = basis * values, basis
             left.append(left_by_layer(tokens, w_q @ w_k.T, temperature, setting.layers))
-            by_trace, by_scale = (
-                bound(w_q[None], w_k[None], covariance) for bound in (trace_bound, scale_bound)
-            )
+            by_trace = trace_bound(w_q[None], w_k[None], covariance)
+            by_scale = scale_bound(w_q[None], w_k[None], covariance)
             sums.append(by_trace.entry_sum[0])
             held.append(
                 torch.stack(

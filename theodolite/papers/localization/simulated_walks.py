@@ -110,12 +110,12 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         outcome.read(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", entropies)
     outcome.read("pairs of mean and scale; temperature", "ours; λ = √d", "not printed")
     _judge_predictions(outcome, sims, predicted)
-    shares = [share_beyond_error(sim, of_draws[name]["exact"]) for name, sim in sims.items()]
+    beyond = [share_beyond_error(sim, of_draws[name]["exact"]) for name, sim in sims.items()]
     outcome.claim(
         "The exact distribution differs from the simulation by the simulation's own error alone",
         f"share of points beyond {FAR:g} standard errors over walks, {len(COVARIANCES)} Σ, {len(SETTING.pairs)} "
         f"pairs, {SETTING.length} positions",
-        Estimate.mean(torch.stack(shares).mean(0).numpy(), "draws"),
+        Estimate.mean(torch.stack(beyond).mean(0).numpy(), "draws"),
         WITHIN_ERROR,
     )
     _judge_localization(outcome, sims)
