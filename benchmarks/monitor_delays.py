@@ -1,9 +1,9 @@
 """False alarms and delays of the monitor of collapse and of simpler signs, on training runs that no limit was set on.
 
 `python -m benchmarks.monitor_delays --shakespeare FILE --wikitext FILE --runs FOLDER --out
-docs/results/monitor-delays.json` trains small models and prints the tables of docs/monitor.md. The monitor's limits
-were set on Shakespeare, and so are its rivals'; judged are two other texts, two other sizes, other rates and seeds.
-Stop it at any time: what is in the folder is not trained again.
+docs/results/monitor-delays.json` trains small models and prints the table of docs/monitor-experiment.md. The monitor's
+limits were set on Shakespeare, and so are its rivals'; judged are two other texts, two other sizes, other rates and
+seeds. Stop it at any time: what is in the folder is not trained again.
 """
 
 from __future__ import annotations
@@ -79,13 +79,22 @@ def compared(
                     for name, rate in RATES.items()
                 }
                 watched += [
-                    Watched(text, size, name, seed, tables, runs[REFERENCE]) for name, tables in runs.items()
+                    Watched(
+                        text,
+                        size,
+                        name,
+                        seed,
+                        RATES[name].peak > RATES[REFERENCE].peak,
+                        tables,
+                        runs[REFERENCE],
+                    )
+                    for name, tables in runs.items()
                 ]
     return of, judged_runs(watched, of)
 
 
 def lines(table: pd.DataFrame) -> str:
-    """The table of docs/monitor.md."""
+    """The table of docs/monitor-experiment.md."""
     head = (
         "| detector | false alarms per 10,000 healthy steps | failing runs caught | before the loss is behind | "
         "steps after it, median (least to most) |"

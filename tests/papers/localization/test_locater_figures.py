@@ -126,6 +126,8 @@ def test_what_happens_eventually_waits_for_the_end() -> None:
     answers = verdicts(grid(1.0))
     assert [answers[claim] for claim in OF_THE_END] == [UNTESTABLE] * 3
     assert [answers[claim] for claim in CAPTIONS[:2]] == [HOLDS] * 2
+    other_way = verdicts(grid(-1.0))
+    assert [other_way[claim] for claim in CAPTIONS] == [UNDECIDED, UNDECIDED, UNTESTABLE]
     assert answers["At step 10 LocAteR has the lower perplexity (ours)"] == HOLDS
     assert answers["At step 10 LocAteR, against the summed loss has the lower perplexity (ours)"] == HOLDS
 

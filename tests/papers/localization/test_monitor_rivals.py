@@ -75,17 +75,17 @@ def test_when_each_begins():
 
 
 def test_rates_and_delays():
-    """Oracle: by hand. Of two healthy runs of 300 steps one has two alarms; of two that fail one is caught 20 steps
-    before its loss is behind, the other never."""
+    """Oracle: by hand. Of two healthy runs of 300 steps, one at a low rate and so behind, one has two alarms; of two
+    that fail one is caught 20 steps before its loss is behind, the other never."""
     failing = FALLING.copy()
     failing[100:] = 5.0
     begins = int(np.flatnonzero(smoothed(failing) > smoothed(FALLING) + 0.1)[0]) + 1
     healthy = tables(alarms=(50, 70))
     runs = [
-        Watched("a", "s", "good", 0, healthy, tables()),
-        Watched("a", "s", "good", 1, tables(), tables()),
-        Watched("a", "s", "bad", 0, tables(failing, alarms=(begins - 20,)), tables()),
-        Watched("a", "s", "bad", 1, tables(failing), tables()),
+        Watched("a", "s", "good", 0, True, healthy, tables()),
+        Watched("a", "s", "slow", 1, False, tables(FALLING + 1), tables()),
+        Watched("a", "s", "bad", 0, True, tables(failing, alarms=(begins - 20,)), tables()),
+        Watched("a", "s", "bad", 1, True, tables(failing), tables()),
     ]
     never = {"loss rises": 9.0, "loss stalls": 9.0, "gradient norm jumps": 9.0, "largest logit": 9.0}
     rows = judged_runs(runs, never)

@@ -64,9 +64,16 @@ PERPLEXITY = ("the perplexity improves", "final_loss", FALLS, False)
 
 
 def in_both_readings(
-    outcome: Outcome, claim: str, what: str, estimates: dict[Reduction, Estimate], criterion: Criterion
+    outcome: Outcome,
+    data: Comparable,
+    claim: str,
+    what: str,
+    estimates: dict[Reduction, Estimate],
+    criterion: Criterion,
 ) -> None:
     """Judge a claim under either reading of κ: decided where both were trained and answer alike.
+
+    It does not fail before the published number of steps: an effect may come later.
 
     Args:
         estimates: of the readings that were trained.
@@ -79,6 +86,8 @@ def in_both_readings(
     if len(parts) == 1:
         for answer in (HOLDS, FAILS):
             verdict = unless_explained(verdict, answer, f"{SILENT}, and the other was not trained")
+    if data.step < PUBLISHED_STEPS:
+        verdict = unless_explained(verdict, FAILS, f"of {number(PUBLISHED_STEPS)} steps: it may come later")
     outcome.verdicts.append(unless_explained(verdict, IN_PART, f"{SILENT}, and they answer differently"))
 
 
@@ -111,7 +120,7 @@ def captions(outcome: Outcome, data: Comparable) -> None:
     for measure in (SPECTRUM, ENTROPY, PERPLEXITY):
         claim = f"With stronger κ₂ {measure[0]}"
         if measure is not PERPLEXITY or _final(outcome, data, claim):
-            in_both_readings(outcome, claim, what, _each(data, None, measure), measure[2])
+            in_both_readings(outcome, data, claim, what, _each(data, None, measure), measure[2])
 
 
 def against_none(outcome: Outcome, data: Comparable) -> None:
@@ -121,10 +130,10 @@ def against_none(outcome: Outcome, data: Comparable) -> None:
     what = f"difference of logarithms, strongest κ₂ against {label_of(data.plain)}, step {data.step}"
     if data.published:
         entropy = "With LocAteR the attention entropy is higher (section 7)"
-        in_both_readings(outcome, entropy, what, _each(data, data.plain, ENTROPY), RISES)
+        in_both_readings(outcome, data, entropy, what, _each(data, data.plain, ENTROPY), RISES)
         claim = "With LocAteR the perplexity improves (“eventually”, section 7)"
         if _final(outcome, data, claim):
-            in_both_readings(outcome, claim, what, _each(data, data.plain, PERPLEXITY), FALLS)
+            in_both_readings(outcome, data, claim, what, _each(data, data.plain, PERPLEXITY), FALLS)
     if data.step < PUBLISHED_STEPS:
         for how, settings in data.with_locater.items():
             outcome.claim(
@@ -187,6 +196,7 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
     )
     in_both_readings(
         outcome,
+        data,
         "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)",
         f"standard deviation over positions of ρ averaged over steps ({levels}), difference to step {data.step}",
         _each(data, data.plain, ("", "stripes", RISES, False)),

@@ -1,8 +1,8 @@
 """What the monitor of collapse is worth against simpler signs, on training runs that no limit was set on.
 
 Each rival gets the weakest limit that no calibration training run, all of them healthy, exceeds; the monitor's own were
-set on the same text. What is judged on are other texts, sizes, rates and seeds. Whether a training run fails is told by
-its loss at the end, not by its rate. Nothing is trained or drawn here.
+set on the same text. What is judged on are other texts, sizes, rates and seeds. Whether a training run at a high rate
+fails is told by its loss at the end: some recover. Nothing is trained or drawn here.
 """
 
 from __future__ import annotations
@@ -90,13 +90,15 @@ class Watched:
     """One training run that is judged on.
 
     Attributes:
-        text, size, rate, seed: what it was. tables: of it. reference: of the healthy one that it is compared with.
+        text, size, rate, seed: what it was. is_high: whether the rate is above that of the reference.
+        tables: of it. reference: of the healthy one that it is compared with.
     """
 
     text: str
     size: str
     rate: str
     seed: int
+    is_high: bool
     tables: Tables
     reference: Tables
 
@@ -105,7 +107,8 @@ def judged_runs(runs: Sequence[Watched], of: Mapping[str, float]) -> pd.DataFram
     """One row per training run and detector.
 
     Returns:
-        text, size, rate, seed; `failed`: its smoothed loss at the end is no number or `FAILED` above the reference's;
+        text, size, rate, seed; `failed`: its rate is high, and its smoothed loss at the end no number or `FAILED` above
+        the reference's (a low rate is only slow);
         `behind`: the step from which on it is 0.1 nats behind the reference; detector, `alarms`, `first` (step),
         `late` (`first` − `behind`, negative where the alarm is early), `steps` watched.
     """
@@ -119,7 +122,7 @@ def judged_runs(runs: Sequence[Watched], of: Mapping[str, float]) -> pd.DataFram
             rows.append(
                 {
                     "text": run.text, "size": run.size, "rate": run.rate, "seed": run.seed,
-                    "failed": not gap <= FAILED,
+                    "failed": run.is_high and not gap <= FAILED,
                     "behind": math.nan if begins is None else begins,
                     "detector": detector, "alarms": len(steps), "first": first,
                     "late": first - begins if begins is not None else math.nan,
