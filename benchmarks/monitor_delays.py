@@ -9,18 +9,15 @@ seeds. Stop it at any time: what is in the folder is not trained again.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 import torch
-import transformers
 
-import theodolite
+from benchmarks.results import made_by
 from theodolite.corpus.documents import python_topics
 from theodolite.papers.localization.monitor_rivals import Tables, Watched, judged_runs, limits, summary
 from theodolite.papers.localization.monitor_runs import EVERY, LENGTH, SIZE, train_with_monitor
@@ -124,16 +121,11 @@ def main(given: Sequence[str] | None = None) -> None:
     table = summary(rows)
     if options.out:
         result = {
-            "command": "python -m benchmarks.monitor_delays --shakespeare FILE --wikitext FILE --runs FOLDER --out "
-            "docs/results/monitor-delays.json",
+            **made_by(
+                "python -m benchmarks.monitor_delays --shakespeare FILE --wikitext FILE --runs FOLDER --out "
+                "docs/results/monitor-delays.json"
+            ),
             "seed": list(SEEDS),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "versions": {
-                "theodolite": theodolite.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
             "limits": of,
             "summary": json.loads(table.to_json(orient="records")),
             "runs": json.loads(rows.to_json(orient="records")),

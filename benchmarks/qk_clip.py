@@ -8,10 +8,8 @@ docs/qk-clip-experiment.md. Strengths are few and named before: none is chosen b
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from scipy import stats
 from torch import Tensor, nn
 
-import theodolite
+from benchmarks.results import made_by
 from theodolite.corpus.documents import python_topics
 from theodolite.papers.localization.monitor_runs import (
     BATCH,
@@ -185,14 +182,7 @@ def main(given: Sequence[str] | None = None) -> None:
                 print(runs[-1], file=sys.stderr, flush=True)
     if options.out:
         result = {
-            "command": "python -m benchmarks.qk_clip --out docs/results/qk-clip.json",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "versions": {
-                "theodolite": theodolite.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            **made_by("python -m benchmarks.qk_clip --out docs/results/qk-clip.json"),
             "runs": runs,
         }
         options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
