@@ -16,6 +16,7 @@ from theodolite.papers import Study
 from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.hidden_geometry import theorems
 from theodolite.papers.hidden_geometry.kernel_factorisation import ErrorGrowth
+from theodolite.papers.hidden_geometry.premise import premise_without_noise
 from theodolite.papers.hidden_geometry.theorems import cutoffs_of
 from theodolite.theory.smoothness import normalised_gram, smoothness_bound
 
@@ -84,7 +85,7 @@ def _answers(study: Study) -> list[str]:
 
 
 def _premise_of(basis: torch.Tensor, noise: torch.Tensor | None = None, layers: int = 1):
-    return theorems._premise(
+    return premise_without_noise(
         grouped(basis.expand(layers, -1, -1), noise), list(range(layers)), np.zeros(layers, dtype=int), 10
     )
 

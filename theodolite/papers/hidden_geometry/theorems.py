@@ -10,7 +10,6 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from theodolite.corpus.groups import GROUPS
 from theodolite.judging import Criterion, Estimate, Estimates, all_of, judge
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.kernel_factorisation import (
@@ -19,7 +18,8 @@ from theodolite.papers.hidden_geometry.kernel_factorisation import (
     factorisation_bound,
     kernel_factorisation,
 )
-from theodolite.papers.hidden_geometry.resampling import GroupedBasis, errors_of, grouped_basis
+from theodolite.papers.hidden_geometry.premise import ORDERS, premise_without_noise
+from theodolite.papers.hidden_geometry.resampling import errors_of, grouped_basis
 from theodolite.report.data import OF_GROUPS, Floats, evenly, need, value_of
 from theodolite.report.drawing import theory as drawing
 from theodolite.report.exhibit import by_name
@@ -28,7 +28,6 @@ from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, with_error
 from theodolite.theory.smoothness import normalised_gram, smoothness_bound
 
-ORDERS = (1, 2, 3)
 LARGEST_CUTOFF, CUTOFFS_SHOWN = 64, 13
 SHOWN_LAYERS = 13  # all of the twelve-block models of the paper; of deeper ones as many, evenly chosen
 MODERATE = 10
@@ -109,72 +108,74 @@ def _judge_premise(outcome: Outcome, premise: Estimates, measured: Floats, where
         outcome.cannot_test(claim, f"{what}: {why}; use more --contexts")
 
 
-def _premise(basis: GroupedBasis | None, layers: list[int], order: Floats, cutoff: int) -> Estimates:
-    """What the bound over no approximation tends to as contexts grow, by layer, at the order of each.
-
-    The noise of means over C contexts stands on the Gram matrix's diagonal like a nugget of size 1/C, and differences
-    amplify it by T^{2m}: so the bound is taken of one, two, four and all eight groups, and the line in 1/C through
-    these read off at 0. The error is the jackknife's over groups, and with it how much the line changes without the
-    smallest part. NaN in layers where the positions are not seen above their noise.
-    """
-    if basis is None:
-        return Estimates(np.full(len(layers), np.nan), np.full(len(layers), np.nan), *OF_GROUPS)
-    every = tuple(range(GROUPS))
-    parts = [tuple(range(start, start + size)) for size in (1, 2, 4) for start in range(0, GROUPS, size)]
-    means = {
-        part: basis.of(torch.isin(torch.arange(GROUPS), torch.tensor(part)).double())[layers]
-        for part in (*parts, every, *(_without(every, group) for group in every))
-    }
-    values = _line(means, every, order, cutoff)
-    left_out = np.stack([_line(means, _without(every, group), order, cutoff) for group in every])
-    misfit = values - _line(means, every, order, cutoff, least=2)
-    jackknife = np.sqrt((GROUPS - 1) * left_out.var(axis=0))
-    return Estimates(values, np.hypot(jackknife, misfit), *OF_GROUPS)
-
-
-def _without(groups: tuple[int, ...], one: int) -> tuple[int, ...]:
-    return tuple(group for group in groups if group != one)
-
-
-def _line(
-    means: dict[tuple[int, ...], torch.Tensor],
-    whole: tuple[int, ...],
-    order: Floats,
-    cutoff: int,
-    least: int = 1,
-) -> Floats:
-    """The line in 1/C through the parts of `least` groups or more and the whole, at 0, by layer."""
-    # Lengths free of noise, from products of different groups: with a part's own the nugget would saturate.
-    groups = torch.stack([means[(group,)] for group in whole])
-    products = groups.sum(0).square().sum(-1) - groups.square().sum((0, -1))
-    lengths = (products / (len(whole) * (len(whole) - 1))).clamp_min(0).sqrt()
-    levels: dict[int, list[Floats]] = {}
-    for part in means:
-        if part == whole or (least <= len(part) <= GROUPS // 2 and set(part) <= set(whole)):
-            levels.setdefault(len(part), []).append(
-                _bound_ratio(means[part] / lengths[..., None], order, cutoff)
-            )
-    design = np.stack([np.ones(len(levels)), [1 / size for size in levels]], axis=1)
-    level_means = np.stack([np.mean(ratios, axis=0) for ratios in levels.values()])
-    weights: Floats = np.linalg.pinv(design)[0]
-    return np.asarray(weights @ level_means)
-
-
-def _bound_ratio(unit: torch.Tensor, order: Floats, cutoff: int) -> Floats:
-    """The bound at k = `cutoff` and each layer's order over the error of no approximation; NaN of no numbers."""
-    grams = unit @ unit.mT
-    ratios = np.full(len(grams), np.nan)
-    for layer, gram in enumerate(grams):
-        if gram.isfinite().all():
-            bound = smoothness_bound(gram, cutoff, ORDERS[int(order[layer])]).bound
-            ratios[layer] = float(bound / torch.linalg.matrix_norm(gram, 2) * len(gram))
-    return ratios
-
-
 def _first_useful(bounds: Floats, trivial: Floats, cutoffs: list[int]) -> list[int | None]:
     """The smallest k at which some order's bound is below no approximation, for each layer; None: none shown."""
     below = (bounds.min(axis=1) < trivial[:, None]).tolist()
     return [next((k for k, yes in zip(cutoffs, row, strict=True) if yes), None) for row in below]
+
+
+def _read_moderate(
+    outcome: Outcome, bounds: Floats, trivial: Floats, cutoffs: list[int], best: Floats, ratio: Floats
+) -> None:
+    """What the bounds say of few frequencies.
+
+    Args:
+        best, ratio: at k = `MODERATE`, the lowest bound and the attained error over that of no approximation, by layer.
+    """
+    moderate = min(MODERATE, cutoffs[-1])
+    useful = [k for k in _first_useful(bounds, trivial, cutoffs) if k is not None]
+    outcome.read(
+        "smallest k at which a bound is informative",
+        f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(best)} layers"
+        if useful
+        else f"none up to {cutoffs[-1]}",
+        "“moderate k and m”",
+    )
+    outcome.read(
+        f"bound over no approximation at k = {moderate}, best m, median of layers",
+        number(float(np.median(best))),
+    )
+    outcome.read(
+        f"attained over no approximation at k = {moderate}, median of layers",
+        number(float(np.median(ratio))),
+        "“G ≈”",
+    )
+
+
+def _draw_bounds(
+    outcome: Outcome,
+    layers: list[int],
+    cutoffs: list[int],
+    bounds: Floats,
+    attained: Floats,
+    trivial: Floats,
+) -> None:
+    """Table and figure of every bound, layer by layer."""
+    outcome.tables["bounds"] = pd.DataFrame(
+        [
+            {"layer": layer, "k": k, "attained": attained[place, at]}
+            | {f"bound_{order}": bounds[place, index, at] for index, order in enumerate(ORDERS)}
+            | {"no_approximation": trivial[place]}
+            for place, layer in enumerate(layers)
+            for at, k in enumerate(cutoffs)
+        ]
+    )
+
+    def draw(place: int) -> go.Figure:
+        return drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, place)
+
+    outcome.figure(
+        "bound",
+        "Theorem 1: the bound and the error",
+        draw(len(layers) // 2),
+        "For the Gram matrix of normalised positions: the error of the proof's approximation by k low frequencies "
+        "(attained), the bound from m-th differences (dashed), and the error of no approximation at all (dotted). "
+        "Differencing amplifies the sampling noise of means over few contexts: the bound is lower on more contexts.",
+        "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all.",
+        f"{SONG}, Theorem 1",
+        choice=by_name("layer", [f"layer {layer}" for layer in layers], draw),
+        wide=True,
+    )
 
 
 @experiment(
@@ -193,24 +194,7 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
     raw = bounds[:, :, at_moderate] / trivial[:, None]
     best, order = raw.min(axis=1), raw.argmin(axis=1)
     ratio = attained[:, at_moderate] / trivial
-    basis_by_group = grouped_basis(study)
-    useful = [k for k in _first_useful(bounds, trivial, cutoffs) if k is not None]
-    outcome.read(
-        "smallest k at which a bound is informative",
-        f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(layers)} layers"
-        if useful
-        else f"none up to {cutoffs[-1]}",
-        "“moderate k and m”",
-    )
-    outcome.read(
-        f"bound over no approximation at k = {moderate}, best m, median of layers",
-        number(float(np.median(best))),
-    )
-    outcome.read(
-        f"attained over no approximation at k = {moderate}, median of layers",
-        number(float(np.median(ratio))),
-        "“G ≈”",
-    )
+    _read_moderate(outcome, bounds, trivial, cutoffs, best, ratio)
     # Errors that are nothing but rounding are compared with a bound that is.
     rounding = 1e-12 * trivial[:, None, None]
     orders = f"m = {', '.join(map(str, ORDERS))}"
@@ -221,7 +205,8 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
         Estimate.exact(float((attained[:, None] / np.maximum(bounds, rounding)).max())),
         NEVER_ABOVE,
     )
-    premise = _premise(basis_by_group, layers, order, moderate)
+    basis_by_group = grouped_basis(study)
+    premise = premise_without_noise(basis_by_group, layers, order, moderate)
     _judge_premise(outcome, premise, best, f"at k = {moderate}, of the best of {orders}")
     errors = errors_of(basis_by_group, lambda p: _attained(p[layers], moderate), ratio)
     near = Estimates(ratio, errors, *OF_GROUPS)
@@ -248,31 +233,7 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
             "bound_without_noise_se": premise.errors,
         }
     )
-    outcome.tables["bounds"] = pd.DataFrame(
-        [
-            {"layer": layer, "k": k, "attained": attained[place, at]}
-            | {f"bound_{order}": bounds[place, index, at] for index, order in enumerate(ORDERS)}
-            | {"no_approximation": trivial[place]}
-            for place, layer in enumerate(layers)
-            for at, k in enumerate(cutoffs)
-        ]
-    )
-
-    def draw(place: int) -> go.Figure:
-        return drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, place)
-
-    outcome.figure(
-        "bound",
-        "Theorem 1: the bound and the error",
-        draw(len(layers) // 2),
-        "For the Gram matrix of normalised positions: the error of the proof's approximation by k low frequencies "
-        "(attained), the bound from m-th differences (dashed), and the error of no approximation at all (dotted). "
-        "Differencing amplifies the sampling noise of means over few contexts: the bound is lower on more contexts.",
-        "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all.",
-        f"{SONG}, Theorem 1",
-        choice=by_name("layer", [f"layer {layer}" for layer in layers], draw),
-        wide=True,
-    )
+    _draw_bounds(outcome, layers, cutoffs, bounds, attained, trivial)
 
 
 @experiment(
