@@ -25,7 +25,7 @@ from theodolite.judging import Criterion, Estimate
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.catch_tag_release.backcopy_training import CHECKED, NAME, Backcopy
-from theodolite.papers.experiment import Study, experiment, of_trainings
+from theodolite.papers.experiment import Study, experiment, of_models
 from theodolite.papers.training.task_models import models_of
 from theodolite.report.drawing import sinks as drawing
 from theodolite.report.outcome import Outcome
@@ -268,13 +268,4 @@ def is_backcopy_folder(folder: str | Path) -> bool:
 
 def backcopy_provenance(folder: str | Path) -> dict[str, Any]:
     """The provenance of `sinks/backcopy`."""
-    folders = models_in(folder)
-    return of_trainings(
-        f"{counted(len(folders), 'model')} in {Path(folder).name}",
-        "GPT-2",
-        backcopy={
-            "folder": str(folder),
-            "models": [place.name for place in folders],
-            "texts": CHECKED,
-        },
-    )
+    return of_models(folder, models_in(folder), "GPT-2", "backcopy", texts=CHECKED)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from theodolite.corpus.few_shot_task import TEST_STREAM
 from theodolite.papers.training.models import TaskModelConfig
 from theodolite.papers.training.tasks import Batch
 
@@ -51,8 +52,6 @@ its decay's."""
 
 CHECKED = 256
 """Texts on which a model is measured."""
-
-TEST_STREAM = 1 << 40
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from theodolite.evaluate.scores import mean_and_error, over_seeds
 from theodolite.judging import Criterion, Estimate
 from theodolite.models import open_model
 from theodolite.papers.catch_tag_release.pruned_models import METHODS
-from theodolite.papers.experiment import Study, experiment, of_trainings
+from theodolite.papers.experiment import Study, experiment, of_models
 from theodolite.papers.training.task_models import models_of
 from theodolite.prune import prune_model
 from theodolite.report.data import Floats
@@ -170,13 +170,4 @@ def is_few_shot(folder: str | Path) -> bool:
 
 def few_shot_provenance(folder: str | Path) -> dict[str, Any]:
     """The provenance of `sinks/figure3`."""
-    folders = models_in(folder)
-    return of_trainings(
-        f"{counted(len(folders), 'model')} in {Path(folder).name}",
-        "GPT-NeoX",
-        few_shot={
-            "folder": str(folder),
-            "models": [model_folder.name for model_folder in folders],
-            "prompts": PROMPTS,
-        },
-    )
+    return of_models(folder, models_in(folder), "GPT-NeoX", "few_shot", prompts=PROMPTS)

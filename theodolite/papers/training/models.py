@@ -58,9 +58,7 @@ class EmbeddedConfig:
     weight_decay: float = 0.1  # on matrices only
     initial_deviation: float = 0.02  # of the weights, at the beginning
     shares: tuple[float, ...] | None = None  # of a batch, by source; None: those of the tokenizer's text
-    begin: bool = (
-        False  # contexts begin with the end-of-text token, as the tokenizer has it; always with no_op
-    )
+    begin: bool = False  # contexts begin with the end-of-text token, as of the tokenizer; always with no_op
     repeats: float = 0.0  # share of the contexts that are random tokens, again and again
     backcopies: float = 0.0  # share of them in which the token before a trigger stands behind it once more
     fast: bool = False  # GPT-2's GELU in one step, and eager attention: the same but for last bits

@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from theodolite.corpus.few_shot_task import TEST_STREAM
 from theodolite.papers.training.models import TaskModelConfig
 from theodolite.papers.training.tasks import IGNORED, Batch
 
@@ -23,7 +24,6 @@ DEFAULT = TaskModelConfig(2, 4, 64, 32, 3000, 3e-3, "cosine", bfloat16=False)
 
 CHECKED = 256
 QUICK = 32
-TEST_STREAM = 1 << 40
 
 
 @dataclass(frozen=True)
