@@ -94,9 +94,8 @@ def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: 
     with without_interventions(), tapped(model, stop_at_tap), torch.no_grad():
         try:
             weights = _read_in(torch.float64, attention, call)
-        except (
-            NotAffine
-        ):  # with a mask of the largest number of its dtype, which no default dtype holds (XGLM)
+        except NotAffine:
+            # A mask of the largest number of a dtype is none in a wider one (XGLM).
             weights = _read_in(torch.float32, attention, call)
     if weights is None:
         raise NotAffine(
