@@ -170,30 +170,6 @@ def test_an_error_of_what_measures_is_not_laid_on_the_module(monkeypatch):
         survey(model, Corpus.from_ids(_ids()))
 
 
-class Packed(GPT):
-    """Tokens of all contexts in one row, as for a batch that is packed."""
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, None]:
-        """Logits."""
-        x = self.embedded(ids).flatten(0, 1)
-        for block in self.transformer["h"]:
-            x = block(x, len(ids))
-        return self.head(self.norm(x)), None
-
-
-def test_a_stream_without_contexts_is_refused_with_what_to_do():
-    packed = Packed()
-    for block in packed.transformer["h"]:
-        unpacked = block.forward
-        block.forward = lambda x, contexts, unpacked=unpacked: unpacked(
-            x.unflatten(0, (contexts, -1))
-        ).flatten(0, 1)
-    with pytest.raises(
-        UsageError, match=r"Packed packs its contexts into one row of tokens: .*whose blocks read"
-    ):
-        open_module(packed, vocabulary=VOCABULARY)
-
-
 class Told(Attention):
     """Beside its weights, what has the names or types of a quantiser's."""
 

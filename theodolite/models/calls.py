@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
 
 from theodolite.attention.inputs import attend
 from theodolite.models.doors.answers import without_interventions
+from theodolite.models.one_row import Batch, batch_read, reading, repeated_mask
 from theodolite.models.structure import (
     Layout,
     Run,
@@ -27,11 +29,17 @@ from theodolite.models.taps import tapped
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments with which a model calls an attention module, and how hidden states lie in them."""
+    """The arguments with which a model calls an attention module, and how hidden states lie in them.
+
+    Attributes:
+        args, kwargs, layout: these.
+        batch: the contexts and positions that the model read then, where they are in one row.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     layout: Layout
+    batch: Batch | None = field(default_factory=batch_read)
 
     @property
     def entered(self) -> Tensor:
@@ -41,7 +49,8 @@ class Call:
     @property
     def hidden(self) -> Float[Tensor, "batch positions width"]:
         """The hidden states."""
-        return self.layout.ordered(self.entered)
+        with reading(self.batch):
+            return self.layout.ordered(self.entered)
 
     @property
     def width(self) -> int:
@@ -50,9 +59,15 @@ class Call:
 
     def with_hidden(self, hidden: Float[Tensor, "batch positions width"]) -> Call:
         """The same with other hidden states; all else goes to their device and dtype."""
-        entered, placed = self.entered, self.layout.placed(hidden)
-        # By identity: CTRL hands the same one over for values, keys and queries.
-        return self._mapped(lambda value: placed if value is entered else _to_dtype(value, hidden))
+        entered, placed, (contexts, positions, _) = self.entered, self.layout.placed(hidden), hidden.shape
+        grows = self.layout.is_row and self.batch is not None and self.batch[0] != contexts
+
+        def changed(value: Any) -> Any:
+            if value is entered:  # by identity: CTRL hands the same one over for values, keys and queries
+                return placed
+            return _to_dtype(self._of_row(value, contexts) if grows else value, hidden)
+
+        return replace(self._mapped(changed), batch=(contexts, positions))
 
     def output(self, module: nn.Module, hidden: Float[Tensor, "batch positions width"]) -> Tensor:
         """What the module gives for other hidden states, (batch, positions, width).
@@ -69,7 +84,8 @@ class Call:
 
     def run(self, module: nn.Module) -> Tensor:
         """What the module gives, (batch, positions, width)."""
-        return self.layout.ordered(first_output(module(*self.args, **self.kwargs)))
+        with reading(self.batch):
+            return self.layout.ordered(first_output(module(*self.args, **self.kwargs)))
 
     def with_own_memory(self) -> Call:
         """Of a cross-attention: it reads its own hidden states in place of the encoder's, so that a row reaches all."""
@@ -108,6 +124,18 @@ class Call:
             return value.repeat(sizes)
 
         return self._mapped(repeated)
+
+    def _of_row(self, value: Any, contexts: int) -> Any:
+        """Of one context in a row, as of so many: what is one for each token is repeated, and a mask made anew."""
+        tokens = self.entered.shape[self.layout.contexts]
+        if isinstance(value, dict):
+            return {name: self._of_row(of_one, contexts) for name, of_one in value.items()}
+        if isinstance(value, BlockMask):
+            return repeated_mask(value, tokens, contexts)
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        dim = min(self.layout.contexts, value.ndim - 1)
+        return torch.cat([value] * contexts, dim) if value.shape[dim] == tokens else value
 
     def _mapped(self, change: Callable[[Any], Any]) -> Call:
         args = tuple(map(change, self.args))

@@ -99,6 +99,7 @@ class _LayerVisitor:
         self.model = model
         self.layers = layers
         self.visit = visit
+        self.entering: Tensor | None = None  # the stream as the model has it
         self.stream: Tensor | None = None
         self.candidates: list[tuple[nn.Module, Tensor]] = []
         self.visiting = False
@@ -123,16 +124,14 @@ class _LayerVisitor:
     def _enter_block(self, block: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is block:
-                self.stream, self.candidates = (
-                    self.model.structure.layout.ordered(first_tensor(args, kwargs)),
-                    [],
-                )
+                self.entering, self.candidates = first_tensor(args, kwargs), []
+                self.stream = self.model.structure.layout.ordered(self.entering)
 
         return hook
 
     def _leave_module(self, expected: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if module is expected and args and args[0] is self.stream and isinstance(output, Tensor):
+            if module is expected and args and args[0] is self.entering and isinstance(output, Tensor):
                 self.candidates.append((module, output))
 
         return hook
@@ -164,8 +163,8 @@ class _LayerVisitor:
         norm = None
         if not _equal(entered, stream):
             # The very tensor first: another norm of the block may give equal numbers.
-            candidates = sorted(self.candidates, key=lambda candidate: candidate[1] is not entered)
-            norm = next((module for module, output in candidates if _equal(output, entered)), None)
+            candidates = sorted(self.candidates, key=lambda candidate: candidate[1] is not call.entered)
+            norm = next((module for module, output in candidates if _equal(output, call.entered)), None)
         name, inputs = self.model.structure.names[layer], call_until_tap(attention, call)
         return LayerPass(
             layer, name, stream, entered, norm, attention, call, inputs, self.model.structure.cross

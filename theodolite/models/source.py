@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, first_line
-from theodolite.models.structure import Run, first_output
+from theodolite.models.one_row import reading
+from theodolite.models.structure import Layout, Run, first_output
 from theodolite.system.choices import DECODER, Attention, check_attention
 
 Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"]
@@ -41,7 +42,8 @@ class Source:
         vocabulary: tokens that it has an embedding for; None where it reads none.
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
         sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
-        probe: a pass over it; an encoder reads one token more, so that a decoder's attention to it shows.
+        probe: a pass over it, or over two such contexts; an encoder reads one token more, so that a decoder's attention
+            to it shows.
         attends: which of its attention is looked at, in such a pass.
         attention: of an encoder-decoder, or of a module of one's own, the same by a name of its own.
         blocks: names of its blocks, or of the one list that holds them; None: they are found.
@@ -157,8 +159,16 @@ class Source:
                 return noise(image).to(device_of(module), dtype_of(module))
             return token_ids(vocabulary, min(length, longest or length)).to(device_of(module))
 
+        def several(length: int) -> Tensor:
+            """Two contexts, which tell whether they are apart or in a row; an image is one."""
+            return sample(length) if vocabulary is None else sample(length).repeat(2, 1)
+
         def predict(batch: Tensor) -> Tensor:
             logits = first_output(trunk(batch))
+            layout = Layout.of(logits.shape, *batch.shape) if isinstance(logits, Tensor) else None
+            if layout is not None and layout.is_row:
+                with reading((batch.shape[0], batch.shape[1])):
+                    logits = layout.ordered(logits)
             if not isinstance(logits, Tensor) or logits.shape[:2] != batch.shape or logits.ndim != 3:
                 raise UsageError(
                     f"{type(module).__name__} gives no logits (contexts, positions, vocabulary): give open_module a "
@@ -176,7 +186,7 @@ class Source:
             vocabulary=vocabulary,
             longest=longest,
             sample=sample,
-            probe=lambda length: lambda: trunk(sample(length)),
+            probe=lambda length: lambda: trunk(several(length)),
             attends=lambda inner, inputs: inner in chosen,
             attention=attention,
             blocks=blocks,
@@ -296,7 +306,9 @@ class _Trunk(nn.Module):
         module = self._run.args[0]
         ids = ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
         try:
-            return self._run(ids)
+            # Of an image no more is known than that it is one context.
+            with reading(None if ids.is_floating_point() else (ids.shape[0], ids.shape[1])):
+                return self._run(ids)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) or _is_of_this_package(error):
                 raise

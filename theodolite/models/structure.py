@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from theodolite.errors import WorkError
+from theodolite.models.one_row import unrolled
 
 
 class NoAttention(WorkError):
@@ -31,7 +32,10 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Layout:
-    """Which dimensions of hidden states are contexts and positions; what is left is the width."""
+    """Which dimensions of hidden states are contexts and positions; what is left is the width.
+
+    One and the same where contexts follow one another in a row of tokens.
+    """
 
     contexts: int = 0
     positions: int = 1
@@ -39,27 +43,33 @@ class Layout:
     @classmethod
     def of(cls, shape: Sequence[int], contexts: int, positions: int) -> Layout | None:
         """That of a tensor which has so many of them; None where it has not."""
-        for layout in (cls(0, 1), cls(1, 0), cls(1, 2), cls(0, 2)):
-            if (
-                len(shape) >= 3
-                and layout.positions < len(shape)
-                and (contexts, positions)
-                == (
-                    shape[layout.contexts],
-                    shape[layout.positions],
-                )
+        for layout in (cls(0, 1), cls(1, 0), cls(1, 2), cls(0, 2)) if len(shape) >= 3 else ():
+            if layout.positions < len(shape) and (contexts, positions) == (
+                shape[layout.contexts],
+                shape[layout.positions],
             ):
                 return layout
+        if tuple(shape[:-1]) in ((contexts * positions,), (1, contexts * positions)):
+            return cls(len(shape) - 2, len(shape) - 2)
         return None
+
+    @property
+    def is_row(self) -> bool:
+        """Whether contexts follow one another in a row of tokens, (tokens, width) or (1, tokens, width)."""
+        return self.contexts == self.positions
 
     def ordered(self, hidden: Tensor) -> Float[Tensor, "contexts positions width"]:
         """Contexts first, then positions; several streams (DeepSeek-V4, Gemma 3n) one behind the other."""
+        if self.is_row:
+            return unrolled(hidden, self.contexts).flatten(0, self.contexts)
         if (self.contexts, self.positions) != (0, 1):
             hidden = hidden.movedim((self.contexts, self.positions), (0, 1))
         return hidden if hidden.ndim == 3 else hidden.flatten(2)
 
     def placed(self, hidden: Float[Tensor, "contexts positions width"]) -> Tensor:
         """As the model has it, where it has one stream."""
+        if self.is_row:
+            return hidden.flatten(0, 1)[(None,) * self.contexts]
         return hidden.movedim((0, 1), (self.contexts, self.positions))
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
+from theodolite.models.one_row import IN_ONE_ROW, Batch, batch_read
 from theodolite.models.source import Source
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
 from theodolite.models.taps import attention_not_followed, listen_to_functions, tapped
@@ -49,9 +50,11 @@ def find_structure(source: Source) -> Structure:
     family = type(model).__name__
     attention: set[nn.Module] = set()
     heard: set[nn.Module] = set()
+    batches: set[Batch | None] = set()
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         heard.add(module)
+        batches.add(batch_read())
         if source.attends(module, inputs):
             attention.add(module)
         return attend(inputs)
@@ -86,13 +89,13 @@ def find_structure(source: Source) -> Structure:
     layouts = {Layout.of(shape, contexts, positions) for shape in streams}
     attention_layouts = {Layout.of(shape, contexts, positions) for shape in entered}
     layout, attention_layout = next(iter(layouts)), next(iter(attention_layouts))
-    if any(len(shape) == 2 for shape in streams):
+    if any(batch is not None and batch[0] != contexts for batch in batches):
         raise UsageError(
-            f"{family} packs its contexts into one row of tokens: its blocks read hidden states of shapes "
-            f"{sorted(streams)}. Open a version of it whose blocks read (contexts, positions, width)"
+            f"{family} attends to {contexts} of the contexts that it is given at once, its blocks read hidden states "
+            f"of shapes {sorted(streams)}: {IN_ONE_ROW}"
         )
-    one = len(streams) == len(attention_layouts) == 1
-    if not one or layout is None or attention_layout is None or len(next(iter(entered))) != 3:
+    one = len(streams) == len(attention_layouts) == 1 and all(len(shape) <= 3 for shape in entered)
+    if not one or layout is None or attention_layout is None:
         raise UsageError(
             f"{family} has no one residual stream: its blocks read hidden states of shapes {sorted(streams)}, its "
             f"attention of {sorted(entered)}"

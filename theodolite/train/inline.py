@@ -61,6 +61,10 @@ class OverheardReader:
         with evaluation_mode(source.root):
             parts = verified_parts(source, LEAST_LENGTH, skip_overflow=True)
             self.model = OpenModel.of(source, *parts, id=source.name)
+            if self.model.structure.layout.is_row:
+                raise UsageError(
+                    f"{source.name} reads its contexts in one row, which is not known of training: {INSTEAD}"
+                )
             self.model.check_weights()
             _verify(self.model)
         self._armed: tuple[int, _Listening, dict[str, list[Any]] | None, float] | None = None

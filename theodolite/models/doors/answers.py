@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
 from theodolite.models.guard import without_autocast
+from theodolite.models.one_row import apart, in_a_row, in_one_row
 
 Tap = Callable[[nn.Module, AttentionInputs], Tensor]
 """Gets the attention module and its inputs; returns the output, (batch, queries, heads, value_width)."""
@@ -105,14 +106,16 @@ def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = No
         inputs: what decides its attention.
         window: keys that its cache keeps, where it keeps the last ones only.
     """
-    answer, inputs = _answer(module), _as_autocast(inputs)
+    answer, inputs, row = _answer(module), _as_autocast(inputs), in_one_row(inputs)
+    if row:
+        inputs = apart(inputs, type(module).__name__)
     for opened in [] if _suspended.get() else sorted(_interventions, key=lambda e: not e.of_inputs):
         if opened.module is module:
             if opened.whole_cache:
                 _refuse_dropped_keys(inputs, window)
             answer = _with_intervention(opened.intervene, answer)
     with without_autocast():
-        return answer(inputs)
+        return in_a_row(answer(inputs)) if row else answer(inputs)
 
 
 def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:

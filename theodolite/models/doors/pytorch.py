@@ -14,7 +14,7 @@ import math
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,6 +43,7 @@ class _ThisThread(threading.local):
         self.running: list[tuple[nn.Module, bool]] = []
         self.mode: _Hearing | None = None
         self.read: tuple[int, ...] = ()  # the first two dimensions of what entered first
+        self.masks: dict[tuple[int, ...], tuple[Tensor, Any]] = {}  # of flex_attention in this pass
         self.not_followed: tuple[nn.Module, str] | None = None
 
     @property
@@ -52,10 +53,15 @@ class _ThisThread(threading.local):
         return next(readers, self.running[-1][0])
 
     def contexts(self, queries: int) -> int | None:
-        """How many contexts are read, with so many queries: they may come first or second; None: not known."""
+        """How many contexts are read, with so many queries: they may come first or second; None: not known.
+
+        All in one row are one.
+        """
         if len(self.read) < 2:
             return None
         first, second = self.read
+        if 1 != first != queries == first * second:
+            return 1
         return second if first == queries else first
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -66,7 +72,8 @@ class _ThisThread(threading.local):
             self.mode.__enter__()
         given = args[0] if args else None
         if not self.read and isinstance(given, Tensor):
-            self.read = tuple(given.shape[:2])
+            row = given.ndim < 2 or (given.ndim == 2 and given.is_floating_point())
+            self.read = (1, *given.shape[:1]) if row else tuple(given.shape[:2])
         reads_heads = isinstance(given, Tensor) and given.ndim >= 4
         # What has no weights is given queries, keys and values that another module makes.
         self.running.append((module, reads_heads or not has_weights(module)))
@@ -80,6 +87,7 @@ class _ThisThread(threading.local):
     def stop(self) -> None:
         """Hear no more, also after an interrupt that no hook was told of."""
         self.running.clear()
+        self.masks.clear()
         self.read = ()
         if self.mode is not None:
             mode, self.mode = self.mode, None
@@ -103,6 +111,7 @@ def turn_to_functions(model: nn.Module, *, eager: bool = True) -> ExitStack:
                 warnings.filterwarnings(
                     "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
                 )
+                warnings.filterwarnings("ignore", r"flex_attention called without torch\.compile")
                 _hooks.callback(register_module_forward_pre_hook(_here.enter).remove)
                 _hooks.callback(register_module_forward_hook(_leave, always_call=True).remove)
             _turned[turned] = frozenset(model.modules())
@@ -240,6 +249,9 @@ def _hear_multi_head(owner: nn.Module, func: Any, *args: Any, **kwargs: Any) -> 
     return heard(*asked.args, **asked.kwargs)[0], weights
 
 
+FLEX_OUTPUTS = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
+"""Options that ask it for more than the output: of each in turn."""
+
 FLEX = "flex_attention"
 """The name of the operator that `torch.nn.attention.flex_attention` comes down to."""
 
@@ -253,27 +265,44 @@ def _hear_flex_attention(
     score_mod: Callable[..., Tensor],
     block_mask: tuple[Any, ...],
     scale: float,
+    kernel_options: dict[str, Any],
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    from torch.nn.attention.flex_attention import create_mask, noop_mask
-
-    (batch, heads, queries, _), keys = query.shape, key.shape[2]
-    mask_mod = block_mask[-1]
-    mask = None
-    if mask_mod is not noop_mask:
-        mask = create_mask(mask_mod, batch, heads, queries, keys, device=query.device)
-    _, *statistics = func(query, key, value, score_mod, block_mask, scale, *rest, **kwargs)
+    shape = (*query.shape[:3], key.shape[2])
+    outputs = [kernel_options[name] for name in FLEX_OUTPUTS if name in kernel_options]
+    statistics: list[Any] = [None] * len(outputs)
+    if any(outputs):
+        _, *statistics = func(
+            query, key, value, score_mod, block_mask, scale, kernel_options, *rest, **kwargs
+        )
     inputs = AttentionInputs(
         query=query,
         key=key,
         value=value,
         scaling=float(scale),
         causal=False,
-        mask=mask,
-        bias=_added_by(score_mod, owner, (batch, heads, queries, keys), query),
+        mask=_mask_of(block_mask, shape, query.device),
+        bias=_added_by(score_mod, owner, shape, query),
     )
     return answered(owner, inputs).transpose(1, 2), *statistics
+
+
+def _mask_of(block_mask: tuple[Any, ...], shape: Sequence[int], device: torch.device) -> Tensor | None:
+    """What a block mask shows of all keys; made once a pass, where all layers are given the same."""
+    from torch.nn.attention.flex_attention import create_mask, noop_mask
+
+    mask_mod = block_mask[-1]
+    if mask_mod is noop_mask:
+        return None
+    blocks = next(part for part in block_mask if isinstance(part, Tensor))
+    contexts, heads, (queries, keys) = *blocks.shape[:2], shape[2:]
+    place = id(mask_mod), id(blocks), queries, keys
+    if place not in _here.masks:
+        # It has one of contexts or heads where it is that of all.
+        mask = create_mask(mask_mod, contexts, heads, queries, keys, device=device)
+        _here.masks[place] = mask, block_mask  # which must not be freed before: another might have its id
+    return _here.masks[place][0]
 
 
 PROBED = (2.5, -3.0, 60.0, -60.0)

@@ -1,0 +1,212 @@
+"""Modules whose contexts are one row of tokens, with a mask of texts. Oracle: contexts apart, by the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from tests.models.test_open_module import (
+    GPT,
+    HEADS,
+    LAYERS,
+    LONGEST,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Block,
+    _check_heads,
+    _ids,
+    _seeded,
+)
+from theodolite import Corpus, constituents, open_module, survey, trace_sinks
+from theodolite.attention.inputs import attend
+from theodolite.errors import UsageError
+from theodolite.models import one_row
+from theodolite.models.taps import tapped
+from theodolite.train.locater import Locater
+from theodolite.train.monitor import GeometryMonitor
+
+
+def block_mask(positions: Tensor, texts_apart: bool = True) -> BlockMask:
+    """Causal, within texts: one begins where positions do."""
+    texts = (positions == 0).cumsum(0)
+
+    def seen(batch, head, query, key):
+        own = texts[query] == texts[key] if texts_apart else True
+        return (query >= key) & own
+
+    return create_block_mask(seen, None, None, len(positions), len(positions), device="cpu")
+
+
+class InRow(Attention):
+    """The same attention on (tokens, width), or (1, tokens, width), in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(by_hand=True)
+        self.way = way
+
+    def forward(self, x: Tensor, positions: Tensor, masks: dict[str, BlockMask]) -> Tensor:
+        """Attend within texts."""
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(-2, -3) for t in self.qkv(x).chunk(3, -1))
+        texts = (positions == 0).cumsum(0)
+        seen = (texts[:, None] == texts) & (positions[:, None] >= positions)
+        if self.way == "by hand":
+            logits = q @ k.mT / (WIDTH // HEADS) ** 0.5
+            y = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        elif self.way == "sdpa":
+            y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        else:
+            of_one = (t.reshape(1, *t.shape[-3:]) for t in (q, k, v))
+            y = flex_attention(*of_one, block_mask=masks["texts"]).view_as(v)
+        return self.out(y.transpose(-2, -3).flatten(-2))
+
+
+class RowBlock(Block):
+    """Whose attention is told of positions and masks."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(by_hand=True)
+        self.attention = InRow(way)
+
+    def forward(self, x: Tensor, positions: Tensor, masks: dict[str, BlockMask]) -> Tensor:  # type: ignore[override]
+        """Add both to the stream."""
+        x = x + self.attention(self.norm(x), positions, masks)
+        return x + self.mlp(x)
+
+
+class Rows(GPT):
+    """A GPT of a row of tokens, (tokens), or of (1, tokens)."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.transformer["h"] = nn.ModuleList(RowBlock(way) for _ in range(LAYERS))
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: BlockMask) -> Tensor:  # type: ignore[override]
+        """Logits of all tokens."""
+        x = self.tokens(ids) + self.places(positions)
+        for block in self.transformer["h"]:
+            x = block(x, positions, {"texts": mask})
+        return self.head(self.norm(x))
+
+
+def in_a_row(model: nn.Module, ids: Tensor) -> Tensor:
+    """All contexts one after another."""
+    positions = torch.arange(ids.shape[1]).repeat(len(ids))
+    return model(ids.flatten(), positions, block_mask(positions))
+
+
+def in_a_batch_of_one(model: nn.Module, ids: Tensor) -> Tensor:
+    """The same row as a batch of one."""
+    positions = torch.arange(ids.shape[1]).repeat(len(ids))
+    return model(ids.view(1, -1), positions, block_mask(positions))
+
+
+def _both(way, forward):
+    """A module of rows, and one of contexts with the same weights."""
+    rows, gpt = _seeded(Rows(way)), _seeded(GPT(by_hand=True))
+    gpt.load_state_dict(rows.state_dict())
+    return open_module(rows, vocabulary=VOCABULARY, longest=LONGEST, forward=forward), gpt
+
+
+@pytest.mark.parametrize("way", ["flex", "sdpa", "by hand"])
+@pytest.mark.parametrize("forward", [in_a_row, in_a_batch_of_one])
+def test_contexts_in_one_row_are_read_as_contexts(way, forward):
+    model, gpt = _both(way, forward)
+    assert model.structure.layout.is_row
+    assert (model.causal, model.positions) == (True, "absolute")
+    looked_at = GeometryMonitor(model, _ids())(0)
+    with torch.no_grad():
+        stream, entropies = gpt.embedded(_ids()), []
+        for block in gpt.transformer["h"]:
+            weights = block.attention.weights(block.norm(stream)).double()
+            entropies.append(-torch.special.xlogy(weights, weights).sum(-1).mean())
+            stream = block(stream)
+        logits = gpt(_ids())[0]
+    assert looked_at["entropy_mean"] == pytest.approx(float(torch.stack(entropies).mean()), rel=1e-5)
+    torch.testing.assert_close(model.logits(_ids()), logits)
+    for number, read in enumerate((model.head_weights(1).w_q, model.head_weights(1).w_k)):
+        own = gpt.transformer["h"][1].attention.qkv.weight.detach().double().chunk(3)[number]
+        torch.testing.assert_close(read, own.unflatten(0, (HEADS, -1)).mT)
+
+
+def test_all_that_reads_a_model_reads_one_of_rows():
+    """Oracle: entropies and norms by the definition; else the same of contexts apart, which have tests of their own."""
+    model, gpt = _both("flex", in_a_row)
+    corpus = Corpus.from_ids(_ids())
+    run = survey(model, corpus, batch=4)
+    with torch.no_grad():
+        _check_heads(run, gpt.transformer["h"], gpt.embedded(_ids()))
+    assert run.provenance["constituents_refused"] == {}
+    assert set(run.heads["spectrum_of"]) == {"projection"}
+    plain = open_module(gpt, vocabulary=VOCABULARY, longest=LONGEST)
+    torch.testing.assert_close(model.output_weights(1), plain.output_weights(1))
+    own, other = (constituents(opened, _ids(), 1) for opened in (model, plain))
+    torch.testing.assert_close(own.logits, other.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(Locater(model, 0.5, 0.25)(), Locater(plain, 0.5, 0.25)())
+    sinks = [trace_sinks(opened, corpus).heads for opened in (model, plain)]
+    np.testing.assert_allclose(sinks[0]["last"], sinks[1]["last"], rtol=1e-4)
+
+
+def test_rows_that_cannot_be_told_apart_are_refused_in_a_line():
+    rows = _seeded(Rows("flex"))
+
+    def first_only(model, ids):
+        return in_a_row(model, ids[:1])
+
+    def one_by_one(model, ids):
+        return torch.cat([in_a_row(model, context[None]) for context in ids])
+
+    def together(model, ids):
+        positions = torch.arange(ids.shape[1]).repeat(len(ids))
+        return model(ids.flatten(), positions, block_mask(positions, texts_apart=False))
+
+    for forward, line in (
+        (
+            first_only,
+            r"Rows attends to 1 of the contexts that it is given at once, .*: give open_module a forward",
+        ),
+        (one_by_one, r"Rows attends to 1 of the contexts that it is given at once"),
+        (together, "InRow reads its contexts in one row, and tokens attend to those of other contexts: give"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            open_module(rows, vocabulary=VOCABULARY, forward=forward)
+    model = open_module(rows, vocabulary=VOCABULARY, forward=in_a_row)
+    with pytest.raises(
+        UsageError, match="Rows reads its contexts in one row, which is not known of training"
+    ):
+        GeometryMonitor(model, inline=True)
+
+
+def test_a_row_of_other_tokens_than_those_that_are_read():
+    with pytest.raises(UsageError, match="blocks read a row of 5 tokens, which is not contexts"):
+        one_row.unrolled(torch.zeros(5, 2), 0)
+    with one_row.reading((2, 3)), pytest.raises(UsageError, match="which is not 2 contexts of 3"):
+        one_row.unrolled(torch.zeros(5, 2), 0)
+
+
+def test_a_block_mask_is_made_once_a_pass():
+    """And again in the next one, whose contexts may be others."""
+    rows, made = _seeded(Rows("flex")), []
+
+    def forward(model, ids):
+        positions = torch.arange(ids.shape[1]).repeat(len(ids))
+        mask = block_mask(positions)
+        own = mask.mask_mod
+
+        def counted(batch, head, query, key):
+            made.append(1)
+            return own(batch, head, query, key)
+
+        mask.mask_mod = counted
+        return model(ids.flatten(), positions, mask)
+
+    model = open_module(rows, vocabulary=VOCABULARY, forward=forward)
+    for _ in range(2):
+        made.clear()
+        with tapped(rows, lambda _, inputs: attend(inputs)), torch.no_grad():
+            model.source.run(_ids())
+        assert len(made) == 1

@@ -1,0 +1,116 @@
+"""Contexts that a module reads one after another, in one row of tokens: where each is, and its attention apart.
+
+Those who train with packed texts give their blocks (tokens, width) or (1, tokens, width), positions that begin again
+and a mask of texts. How many contexts a row holds is known to who runs the model, for as long as it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import UsageError
+
+Batch = tuple[int, int]
+"""Contexts, and positions in each."""
+
+_read: ContextVar[Batch | None] = ContextVar("theodolite_batch_read", default=None)
+
+IN_ONE_ROW = (
+    "give open_module a forward that hands all contexts over at once, in one row with positions from 0 in each and a "
+    "mask that keeps them apart"
+)
+"""What to do, for the end of a message."""
+
+
+@contextmanager
+def reading(batch: Batch | None) -> Iterator[None]:
+    """While open, a model reads so many contexts of so many positions in this context; None: it is not known."""
+    token = _read.set(batch)
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
+def batch_read() -> Batch | None:
+    """The contexts, and the positions in each, that are read now, if it is known."""
+    return _read.get()
+
+
+def unrolled(tensor: Tensor, dim: int) -> Tensor:
+    """A dimension of all tokens as one of contexts and one of positions.
+
+    Raises:
+        UsageError: there are other tokens than those of the batch.
+    """
+    batch = _read.get()
+    if batch is None or tensor.shape[dim] != batch[0] * batch[1]:
+        told = "contexts" if batch is None else f"{batch[0]} contexts of {batch[1]}"
+        raise UsageError(
+            f"blocks read a row of {tensor.shape[dim]} tokens, which is not {told}: {IN_ONE_ROW}"
+        )
+    return tensor.unflatten(dim, batch)
+
+
+def in_one_row(inputs: AttentionInputs) -> bool:
+    """Whether the contexts that are read are one row to an attention, of more than one."""
+    batch, (contexts, _, queries, _) = _read.get(), inputs.query.shape
+    if batch is None or batch[0] == 1 or contexts != 1:
+        return False
+    return queries == inputs.key.shape[2] == batch[0] * batch[1]
+
+
+def apart(inputs: AttentionInputs, name: str) -> AttentionInputs:
+    """The attention of a row, context by context.
+
+    Args:
+        inputs: of a row, as `in_one_row` says.
+        name: of who attends, for the message.
+
+    Raises:
+        UsageError: tokens see those of other contexts.
+    """
+    bias, own = inputs.bias, None if inputs.mask is None else _on_diagonal(inputs.mask)
+    if inputs.mask is None or own is None or own.sum() != inputs.mask.sum():
+        raise UsageError(
+            f"{name} reads its contexts in one row, and tokens attend to those of other contexts: {IN_ONE_ROW}"
+        )
+    if bias is not None:
+        bias = _of_keys(bias) if bias.shape[2] == 1 else _on_diagonal(bias)
+    query, key, value = (_of_keys(tensor.mT).mT for tensor in (inputs.query, inputs.key, inputs.value))
+    return replace(inputs, query=query, key=key, value=value, mask=own, bias=bias)
+
+
+def in_a_row(output: Tensor) -> Tensor:
+    """The outputs (contexts, positions, heads, width) of `apart` as those of the row."""
+    return output.flatten(0, 1).unsqueeze(0)
+
+
+def repeated_mask(mask: BlockMask, tokens: int, contexts: int) -> BlockMask:
+    """A mask of so many tokens, as one of a row of so many such contexts."""
+
+    def of_row(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = mask.mask_mod(batch, head, query % tokens, key % tokens)
+        return (query // tokens == key // tokens) & seen
+
+    rows = contexts * tokens
+    return create_block_mask(
+        of_row, None, None, rows, rows, device=mask.kv_num_blocks.device, BLOCK_SIZE=mask.BLOCK_SIZE
+    )
+
+
+def _of_keys(tensor: Tensor) -> Tensor:
+    """(1, heads, any, tokens) as (contexts, heads, any, positions)."""
+    return unrolled(tensor[0], 2).movedim(2, 0)
+
+
+def _on_diagonal(tensor: Tensor) -> Tensor:
+    """What (1, heads, tokens, tokens) has within contexts, (contexts, heads, positions, positions)."""
+    return unrolled(unrolled(tensor[0], 2), 1).diagonal(dim1=1, dim2=3).movedim(-1, 0)
