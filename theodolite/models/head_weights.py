@@ -25,6 +25,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models.calls import Call
 from theodolite.models.dequantised import dequantised, quantised_layers
 from theodolite.models.doors.answers import without_interventions
+from theodolite.models.function_norms import make_norms_modules
 from theodolite.models.shards import alone, copies_of_dtensors, gathered, without_foreign_hooks
 from theodolite.models.source import device_of, dtype_of
 from theodolite.models.structure import Structure, removed_on_leaving
@@ -107,6 +108,8 @@ def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: 
 def _read_in(dtype: torch.dtype, attention: nn.Module, call: Call) -> HeadWeights | None:
     """By a copy in this dtype: the projections, or those before a norm; None where there are neither."""
     module = copy_in_dtype(attention, dtype)
+    if module is not attention:
+        make_norms_modules(module, [norm for _, norm in norms_inside(module)])
     for projection in (EXACT, BEFORE_NORM):
         weights = _affine_weights(module, call, call.width, projection)
         if weights is not None or module is attention:

@@ -21,6 +21,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
+from theodolite.models.function_norms import FunctionNorm, NormCalls
 from theodolite.models.guard import guarded, measures, without_autocast
 from theodolite.models.head_weights import call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.opened import OpenModel
@@ -81,7 +82,8 @@ def visit_layers(
     layers asked for go to the tap as well. While `visit` runs, the tap calls `stop_at_tap`.
     """
     visitor = _LayerVisitor(model, set(layers), visit)
-    with suppress(_LastLayerDone), removed_on_leaving(visitor.hooks()):
+    hearing = NormCalls(visitor.leave_function)
+    with suppress(_LastLayerDone), removed_on_leaving(visitor.hooks()), hearing:
         model.forward(inputs)
 
 
@@ -136,6 +138,13 @@ class _LayerVisitor:
 
         return hook
 
+    def leave_function(self, function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """What a norm gives that is called as a function, perhaps by a module that is a norm."""
+        output = function(x, *args, **kwargs)
+        if x is self.entering and not self.visiting:
+            self.candidates.append((FunctionNorm(function, args, kwargs), output))
+        return output
+
     def _enter_attention(self, attention: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not attention or self.visiting:
@@ -162,8 +171,10 @@ class _LayerVisitor:
         assert stream is not None
         norm = None
         if not _equal(entered, stream):
-            # The very tensor first: another norm of the block may give equal numbers.
-            candidates = sorted(self.candidates, key=lambda candidate: candidate[1] is not call.entered)
+            # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
+            candidates = sorted(
+                self.candidates, key=lambda of: (of[1] is not call.entered, isinstance(of[0], FunctionNorm))
+            )
             norm = next((module for module, output in candidates if _equal(output, call.entered)), None)
         name, inputs = self.model.structure.names[layer], call_until_tap(attention, call)
         return LayerPass(
