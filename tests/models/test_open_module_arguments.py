@@ -170,6 +170,56 @@ def test_an_error_of_what_measures_is_not_laid_on_the_module(monkeypatch):
         survey(model, Corpus.from_ids(_ids()))
 
 
+class Head(nn.Module):
+    """One of several, each a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH // HEADS)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """The attention, by the definition."""
+        q, k, _ = self.qkv(x).chunk(3, -1)
+        logits = q @ k.mT * k.shape[-1] ** -0.5
+        return logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf).softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend."""
+        return self.weights(x) @ self.qkv(x).chunk(3, -1)[2]
+
+
+class ByHeads(nn.Module):
+    """All heads beside one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.out = nn.ModuleList(Head() for _ in range(HEADS)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend."""
+        return self.out(torch.cat([head(x) for head in self.heads], -1))
+
+
+def test_heads_that_are_modules_are_looked_at_one_by_one():
+    """Oracle: each head's own attention."""
+    gpt = GPT()
+    for block in gpt.transformer["h"]:
+        block.attention = ByHeads()
+    gpt.transformer["h"] = nn.Sequential(*gpt.transformer["h"])
+    _seeded(gpt)
+    with pytest.raises(UsageError, match=r"heads are modules of their own, side by side .* attention=\"0\""):
+        open_module(gpt, vocabulary=VOCABULARY)
+    for head in ("0", "heads.2"):
+        run = survey(open_module(gpt, vocabulary=VOCABULARY, attention=head), Corpus.from_ids(_ids()))
+        stream, entropies = gpt.embedded(_ids()), []
+        with torch.no_grad():
+            for block in gpt.transformer["h"]:
+                weights = block.attention.heads[int(head[-1])].weights(block.norm(stream)).double()
+                entropies.append(-torch.special.xlogy(weights, weights).sum(-1).mean())
+                stream = block(stream)
+        assert list(run.heads["entropy"]) == pytest.approx([float(of) for of in entropies], rel=1e-5)
+
+
 class Told(Attention):
     """Beside its weights, what has the names or types of a quantiser's."""
 
