@@ -27,6 +27,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.logits.constituents import constituents
 from theodolite.models import open_model
 from theodolite.models.dequantised import EXACT, dequantised, has_own_class, quantised_layers
+from theodolite.models.guard import guarded
 from theodolite.models.lazy_weights import open_weights
 from theodolite.passes.survey import spectra, survey, survey_heads
 from theodolite.sinks.trace import trace_sinks
@@ -307,6 +308,16 @@ def test_a_quantiser_that_warns_at_each_call_is_not_heard(caplog):
     assert not caplog.records
     layer(torch.zeros(1, 32))
     assert len(caplog.records) == 1
+
+
+def test_what_bitsandbytes_says_at_each_call_is_not_heard_in_a_pass(caplog):
+    said = "MatMul8bitLt: inputs will be cast from %s to float16 during quantization"
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    with guarded(nn.Linear(2, 2)):
+        logger.warning(said, torch.float32)
+        logger.warning("another warning")
+    logger.warning(said, torch.float32)
+    assert [record.getMessage() for record in caplog.records] == ["another warning", said % torch.float32]
 
 
 def test_layers_of_pytorch_s_own_quantiser(checkpoint):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from tests import checkpoints
 from theodolite.attention.inputs import attend
@@ -39,6 +40,27 @@ def test_output_weights_are_the_parameters(family, opened):
     for layer in range(model.layers):
         got = model.output_weights(layer)
         torch.testing.assert_close(got, _named(family, model.hf, layer), rtol=0, atol=1e-12)
+
+
+def test_attention_that_takes_no_single_token():
+    """DINOv3 rotates its patches, and splits them off the tokens before them."""
+    config = transformers.DINOv3ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=8,
+        num_register_tokens=2,
+    )
+    torch.manual_seed(0)
+    hf = transformers.DINOv3ViTModel(config).eval()
+    for parameter in hf.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model = open_model(hf)
+    for layer in range(2):
+        weight = model.structure.attention_at(layer).o_proj.weight.detach().double()
+        torch.testing.assert_close(model.output_weights(layer), weight.T.reshape(HEADS, -1, 32))
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)

@@ -166,6 +166,21 @@ def not_repacked(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def without_cast_warnings() -> Iterator[None]:
+    """While open, bitsandbytes' 8-bit layers do not say at each call that they round their inputs."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("MatMul8bitLt: inputs will be cast")
+
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+@contextmanager
 def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
     """How to ask the layer, which is without its bias while this is open, and how wide its input is."""
     width = getattr(layer, "in_features", None)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from theodolite.models.dequantised import not_repacked
+from theodolite.models.dequantised import not_repacked, without_cast_warnings
 from theodolite.system.eager import eagerly
 
 Given = ParamSpec("Given")
@@ -136,7 +136,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with not_repacked(model):
+        with not_repacked(model), without_cast_warnings():
             yield
     finally:
         for module in training:

@@ -49,10 +49,11 @@ def read_output_weights(
     with without_interventions(), torch.inference_mode():
         with tapped(model, answers.give):
             attention = _ControlledAttention(structure.attention_at(layer), call, answers)
-            # To learn how many heads there are, and how wide.
-            attention.send(torch.zeros(1, 0), torch.zeros(1, width))
+            attention.find_positions()
             passes_on = attention.passes_on(width)
-            weights = None if passes_on else _linear_part(attention.send, answers.features, width)
+            weights = (
+                None if passes_on else _linear_part(attention.send, answers.features, width, attention.rows)
+            )
         if passes_on:
             output_module = _output_module(model, structure, layer, run)
             if output_module is None:
@@ -81,7 +82,8 @@ class _Answers:
         self.features = shape[2] * shape[3]
         if not self.outputs.numel():
             return inputs.value.new_zeros(shape)
-        return self.outputs.to(inputs.value).view(shape)
+        # The same at all positions.
+        return self.outputs.to(inputs.value).unsqueeze(1).expand(-1, queries, -1).reshape(shape)
 
 
 class _ControlledAttention:
@@ -93,11 +95,29 @@ class _ControlledAttention:
             self._module.eval()
         self._call = call
         self._answers = answers
+        self._positions = 1
+
+    @property
+    def rows(self) -> int:
+        """How many may be sent at once."""
+        return max(1, ROWS // self._positions)
+
+    def find_positions(self) -> None:
+        """Sequences of one token, or of as many as the call has where it takes no others: patches of an image."""
+        sent = torch.zeros(1, 0), torch.zeros(1, self._call.width)
+        try:
+            self.send(*sent)  # tells as well how many heads there are, and how wide
+        except (RuntimeError, ValueError, TypeError):
+            self._positions = self._call.hidden.shape[1]
+            if self._positions == 1:
+                raise
+            self.send(*sent)
 
     def send(self, outputs: Float[Tensor, "rows features"], hidden: Float[Tensor, "rows width"]) -> Tensor:
         """What leaves the module that reads `hidden` while its heads' outputs are `outputs`; each row a sequence."""
         self._answers.outputs = outputs
-        return self._call.output(self._module, as_sequences(hidden, self._module))[:, 0].double().cpu()
+        sequences = as_sequences(hidden, self._module).expand(-1, self._positions, -1)
+        return self._call.output(self._module, sequences)[:, 0].double().cpu()
 
     def passes_on(self, width: int) -> bool:
         """Whether the module returns its heads' outputs as they are."""
@@ -139,12 +159,14 @@ def _sender(module: nn.Module) -> Sender:
     return lambda rows, _: module(as_sequences(rows, module))[:, 0].double().cpu()
 
 
-def _linear_part(send: Sender, features: int, width: int) -> Float64[Tensor, "features out"] | None:
+def _linear_part(
+    send: Sender, features: int, width: int, at_once: int = ROWS
+) -> Float64[Tensor, "features out"] | None:
     """W where `send(o, x)` is o W + c(x) for all x; None where it is not."""
     constant = send(torch.zeros(1, features), torch.zeros(1, width))
     identity = torch.eye(features, dtype=torch.float64)
     weights = torch.cat(
-        [send(rows, torch.zeros(len(rows), width)) - constant for rows in identity.split(ROWS)]
+        [send(rows, torch.zeros(len(rows), width)) - constant for rows in identity.split(at_once)]
     )
     outputs, hidden = _random(2, features), _random(2, width)
     # The same outputs over other hidden states: a gate that reads them would show.
