@@ -27,8 +27,10 @@ from theodolite.attention.inputs import attend
 from theodolite.errors import UsageError
 from theodolite.models import one_row
 from theodolite.models.taps import tapped
+from theodolite.sinks.interventions import attention_knockout
 from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor
+from theodolite.train.qk_clip import QKClip
 
 
 def block_mask(positions: Tensor, texts_apart: bool = True) -> BlockMask:
@@ -147,8 +149,17 @@ def test_all_that_reads_a_model_reads_one_of_rows():
     own, other = (constituents(opened, _ids(), 1) for opened in (model, plain))
     torch.testing.assert_close(own.logits, other.logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(Locater(model, 0.5, 0.25)(), Locater(plain, 0.5, 0.25)())
+    changed = []
+    for opened in (model, plain):
+        with attention_knockout(opened, 0, 1, [0, 3]):
+            changed.append(opened.logits(_ids()))
+    torch.testing.assert_close(*changed)
+    assert (changed[0] - model.logits(_ids())).abs().max() > 1e-3
     sinks = [trace_sinks(opened, corpus).heads for opened in (model, plain)]
     np.testing.assert_allclose(sinks[0]["last"], sinks[1]["last"], rtol=1e-4)
+    for opened in (model, plain):
+        QKClip(opened, 1.0)(torch.tensor([[2.0, 0.5, 4.0]] * LAYERS))
+    torch.testing.assert_close(model.root.state_dict(), plain.root.state_dict())
 
 
 def test_rows_that_cannot_be_told_apart_are_refused_in_a_line():
