@@ -155,7 +155,7 @@ class LocaterCallback(TrackedCallback):
     beginning of training on.
 
     Raises, when training begins:
-        UsageError: as `Locater` does, or DeepSpeed or FSDP shard the model.
+        UsageError: as `Locater` does.
     """
 
     def __init__(

@@ -21,7 +21,12 @@ from theodolite.models.named_weights import NamedWeight, NamedWeights, find_name
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, Projections, find_projections
-from theodolite.models.shard_gradients import Part, WholeParameters, is_of_deepspeed
+from theodolite.models.shard_gradients import (
+    Part,
+    WholeParameters,
+    check_deepspeed_has_gradients,
+    is_of_deepspeed,
+)
 from theodolite.models.shards import head_group, is_part, is_spread, joined_heads, parameter_at
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
@@ -145,7 +150,7 @@ class Locater:
         Returns: the penalty.
 
         Raises:
-            UsageError: as a call does.
+            UsageError: as a call does, or DeepSpeed has no gradients now.
         """
         self._check()
         strengths = self._strengths_at(step)
@@ -153,6 +158,7 @@ class Locater:
             if not self._together and all(map(_is_direct, self._projections)):
                 values = [self._added(layer, strengths, factor) for layer in self._projections]
                 return torch.stack([value.to(values[0].device) for value in values]).sum()
+            check_deepspeed_has_gradients(self._model)
             value, parts = self._gathered(strengths)
             for part in parts:
                 part.times(factor).add()
