@@ -80,7 +80,7 @@ def in_a_loop(rank: int, port: int, folder: str, world: int) -> None:
         if stage == 3:
             with pytest.raises(UsageError, match="call add_gradient"):
                 locater()
-        with pytest.raises(UsageError, match="between engine.backward"):
+        with pytest.raises(UsageError, match=r"between engine\.backward"):
             locater.add_gradient()  # which DeepSpeed would overwrite
         for step in range(STEPS):
             ids = IDS.roll(step, 1)[rank::world]
@@ -93,7 +93,7 @@ def in_a_loop(rank: int, port: int, folder: str, world: int) -> None:
                 engine.backward(loss + penalty)
             engine.step()
             penalties.append(penalty.item())
-        with pytest.raises(UsageError, match="between engine.backward"):
+        with pytest.raises(UsageError, match=r"between engine\.backward"):
             locater.add_gradient()  # as after accelerate's backward, which steps, too
         results[str(stage)] = {"penalties": penalties, "look": seen(reader), "state": whole_weights(model)}
     Path(folder, f"{rank}.json").write_text(json.dumps(results))

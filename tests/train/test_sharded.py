@@ -254,7 +254,7 @@ def by_plan(rank: int, port: int, folder: str, world: int) -> None:
     """One of the processes: looks at, and penalises, what transformers has spread by its own plan."""
     begin(rank, port, world)
     mesh = init_device_mesh("cpu", (world,))
-    for family in PLANS:
+    for family in PLANS[world]:
         model = AutoModelForCausalLM.from_pretrained(Path(folder, family), tp_plan="auto", device_mesh=mesh)
         assert any(hasattr(p, "full_tensor") for p in model.parameters())
         results = looked_at(model)
@@ -273,17 +273,18 @@ def looked_at(model: nn.Module) -> dict[str, Any]:
     return {"look": numbers(GeometryReader(model, IDS).look()), "penalty": penalty.item()} | gradients
 
 
-PLANS = ("mistral", "phi3", "gpt_oss")
-"""Heads of each rank; weights split, and queries and keys gathered again; attention that every rank has whole."""
+PLANS = {2: ("mistral", "phi3", "gpt_oss"), 4: ("llama2",)}
+"""By ranks. Heads of each; weights split, and queries and keys gathered again; attention that each has whole."""
 
 
-def test_the_plans_of_transformers(tmp_path):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_plans_of_transformers(world, tmp_path):
     """Oracle: the checkpoint in one process, which is that of `test_ranks_train_and_see_what_one_process_does`."""
-    for family in PLANS:
+    for family in PLANS[world]:
         checkpoints.build(family).save_pretrained(tmp_path / family)
-    run_together(by_plan, tmp_path)
-    for family in PLANS:
+    run_together(by_plan, tmp_path, world=world)
+    for family in PLANS[world]:
         expected = looked_at(AutoModelForCausalLM.from_pretrained(tmp_path / family))
-        for rank in range(2):
+        for rank in range(world):
             got = json.loads(Path(tmp_path, f"{family}{rank}.json").read_text())
             compare(got, expected, 1e-5)

@@ -6,6 +6,7 @@ Nothing here computes either. No weight is changed: the optimizer does that.
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from theodolite.models.shards import head_group, is_part, is_spread, joined_head
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
+from theodolite.train.checks import whole_step
 from theodolite.train.penalty import (
     Gradient,
     add_penalty_gradient,
@@ -150,9 +152,10 @@ class Locater:
         Returns: the penalty.
 
         Raises:
-            UsageError: as a call does, or DeepSpeed has no gradients now.
+            UsageError: as a call does, or the factor is negative or no number, or DeepSpeed has no gradients now.
         """
         self._check()
+        check_strength("factor", factor)
         strengths = self._strengths_at(step)
         with torch.no_grad():
             if not self._together and all(map(_is_direct, self._projections)):
@@ -243,7 +246,7 @@ class Locater:
             return strength
         if step is None:
             raise UsageError(f"{name} is a function of the step: call the penalty with the steps done so far")
-        now = strength(step)
+        now = strength(whole_step(step))
         check_strength(name, now)
         return now
 
@@ -268,8 +271,8 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
         UsageError: the strength is negative or no number, or there are no steps.
     """
     check_strength("strength", strength)
-    if steps < 1:
-        raise UsageError(f"steps is {steps}: a warm-up needs one or more")
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Real) or not steps >= 1:
+        raise UsageError(f"steps is {steps!r}: a warm-up needs a number of steps, one or more")
     return lambda step: strength * min(step / steps, 1.0)
 
 
