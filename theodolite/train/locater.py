@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
+from theodolite.models.logit_rows import LogitRows
 from theodolite.models.named_weights import NamedWeight, NamedWeights, find_named_weights
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
@@ -279,7 +280,7 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
 def _check_held(model: nn.Module, held: dict[str, Projection | NamedWeight]) -> None:
     """By name, a few look-ups a layer: a replacement may keep the old module inside, as an adapter does."""
     for name, place in held.items():
-        if not _is_held(model, name, place):
+        if not is_held(model, name, place):
             raise UsageError(
                 f"{name} is no longer the weight that this Locater was made for (an adapter, or quantised?): make "
                 "a new Locater after the model is changed"
@@ -297,7 +298,8 @@ def _is_direct(layer: Projections | NamedWeights) -> bool:
     )
 
 
-def _is_held(model: nn.Module, name: str, place: Projection | NamedWeight) -> bool:
+def is_held(model: nn.Module, name: str, place: Projection | NamedWeight | LogitRows) -> bool:
+    """Whether a model still has the weight of this name at the place where it was found."""
     try:
         return model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there
     except AttributeError:  # there is nothing of that name any more
