@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
-from transformers import AttentionInterface, Trainer, TrainingArguments
+from transformers import AttentionInterface, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
 from tests import checkpoints
 from tests.models.test_open_module import GPT
@@ -230,11 +230,20 @@ def test_what_cannot_be_overheard_is_refused_by_name():
         UsageError, match="GptOssForCausalLM cannot be overheard"
     ):  # its sinks are columns of its own
         GeometryMonitor(model_of("gpt_oss", "eager"), inline=True)
+    with pytest.raises(
+        UsageError, match="T5ForConditionalGeneration is an encoder-decoder, which reads two texts"
+    ):
+        GeometryMonitor(
+            T5ForConditionalGeneration(
+                T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+            ),
+            inline=True,
+        )
     with pytest.raises(UsageError, match="is compiled"):
         GeometryMonitor(torch.compile(model_of("gpt2"), backend="eager"), inline=True)
     with pytest.raises(UsageError, match="and not both"):
         GeometryMonitor(model_of("gpt2"), IDS, inline=True)
-    with pytest.raises(UsageError, match="and not both"):
+    with pytest.raises(UsageError, match=r"a monitor batch, or inline=True$"):
         GeometryMonitor(model_of("gpt2"))
     with pytest.raises(UsageError, match="look_dtype"):
         GeometryMonitor(model_of("gpt2"), inline=True, look_dtype=torch.float32)

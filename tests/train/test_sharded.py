@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
@@ -220,6 +220,8 @@ def in_wrappers(rank: int, port: int, folder: str, world: int) -> None:
     own = opened(fsdp1(GPT(), original=False))
     results: dict[str, Any] = {"module": [*seen(own), Locater(own, SCALE, MEAN).add_gradient().item()]}
     results |= looked_at(fsdp2(adapted().double()))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    results["mixed"] = first_entropies(fsdp2(checkpoints.build("llama3"), mp_policy=policy))
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     for shard in (fsdp2, functools.partial(fsdp1, original=True)):
         model = checkpoints.build("llama3")
@@ -238,8 +240,16 @@ def test_modules_of_one_s_own_and_wrappers_that_are_sharded(tmp_path):
     torch.manual_seed(0)
     own = opened(GPT())
     expected = looked_at(adapted().double()) | {"module": [*seen(own), Locater(own, SCALE, MEAN)().item()]}
+    expected["mixed"] = first_entropies(checkpoints.build("llama3").bfloat16())
+    whole = torch.tensor(first_entropies(checkpoints.build("llama3")))
+    assert (torch.tensor(expected["mixed"]) - whole).abs().max() > 1e-4  # so the precision of a look shows
     for rank in range(2):
         compare(json.loads(Path(tmp_path, f"{rank}.json").read_text()), expected, 1e-5)
+
+
+def first_entropies(model: nn.Module) -> list[float]:
+    """Of layer 0, before which no roundings add up."""
+    return GeometryReader(model, IDS).look().heads["entropy"].tolist()[:4]
 
 
 def opened(module: nn.Module) -> OpenModel:
@@ -254,7 +264,7 @@ def by_plan(rank: int, port: int, folder: str, world: int) -> None:
     """One of the processes: looks at, and penalises, what transformers has spread by its own plan."""
     begin(rank, port, world)
     mesh = init_device_mesh("cpu", (world,))
-    for family in PLANS:
+    for family in PLANS[world]:
         model = AutoModelForCausalLM.from_pretrained(Path(folder, family), tp_plan="auto", device_mesh=mesh)
         assert any(hasattr(p, "full_tensor") for p in model.parameters())
         results = looked_at(model)
@@ -273,17 +283,18 @@ def looked_at(model: nn.Module) -> dict[str, Any]:
     return {"look": numbers(GeometryReader(model, IDS).look()), "penalty": penalty.item()} | gradients
 
 
-PLANS = ("mistral", "phi3", "gpt_oss")
-"""Heads of each rank; weights split, and queries and keys gathered again; attention that every rank has whole."""
+PLANS = {2: ("mistral", "phi3", "gpt_oss"), 4: ("llama2",)}
+"""By ranks. Heads of each; weights split, and queries and keys gathered again; attention that each has whole."""
 
 
-def test_the_plans_of_transformers(tmp_path):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_plans_of_transformers(world, tmp_path):
     """Oracle: the checkpoint in one process, which is that of `test_ranks_train_and_see_what_one_process_does`."""
-    for family in PLANS:
+    for family in PLANS[world]:
         checkpoints.build(family).save_pretrained(tmp_path / family)
-    run_together(by_plan, tmp_path)
-    for family in PLANS:
+    run_together(by_plan, tmp_path, world=world)
+    for family in PLANS[world]:
         expected = looked_at(AutoModelForCausalLM.from_pretrained(tmp_path / family))
-        for rank in range(2):
+        for rank in range(world):
             got = json.loads(Path(tmp_path, f"{family}{rank}.json").read_text())
             compare(got, expected, 1e-5)

@@ -23,6 +23,7 @@ from tests.inputs.test_pages import HOSTILE
 from tests.slow import slow_but
 from tests.watch.conftest import LOOKS
 from theodolite.cli.app import app
+from theodolite.watch import figures
 from theodolite.watch.figures import POINTS, first_of_groups
 from theodolite.watch.page import LISTED, render
 from theodolite.watch.record import TrainingRecord
@@ -275,3 +276,14 @@ def test_it_ends_in_a_line(server, number, tmp_path):
     assert running.process.returncode == 0
     assert " ".join(stderr.split()).endswith("is watched no more; the training was not touched")
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(("lowest", "kind"), [(0.5, "log"), (-0.5, None), (0.0, None)])
+def test_logits_that_grow_by_factors_have_a_logarithmic_axis_which_hides_none(lowest, kind):
+    """Oracle: a logarithm shows no value of 0 or less."""
+    values = np.array([[lowest, lowest], [50.0, np.nan]])
+    panel = figures.measure_panel(figures.LOGITS, np.array([0, 1]), values, [(0, 0), (0, 1)])
+    assert panel.yaxis.get("type") == kind
+    assert figures.measure_panel(figures.ENTROPIES, np.array([0, 1]), values, [(0, 0), (0, 1)]).yaxis == {
+        "rangemode": "tozero"
+    }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from theodolite.errors import UsageError
 from theodolite.models.shards import (
     Place,
     dimensions_of_heads,
@@ -86,6 +87,30 @@ class Part:
 def is_of_deepspeed(parameter: Tensor) -> bool:
     """Whether the optimizer of DeepSpeed keeps the gradient of a parameter."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def check_deepspeed_has_gradients(model: nn.Module) -> None:
+    """See that DeepSpeed, if it trains a model, will step by what is added to its gradients now.
+
+    Not where it keeps its optimizer on the CPU: these gradients are always there.
+
+    Raises:
+        UsageError: there are none, as before a backward pass and after a step.
+    """
+    for parameter in model.parameters():
+        if (zero3 := getattr(parameter, "_z3_optimizer", None)) is not None:
+            offloaded, gradients = zero3.offload_optimizer, zero3.averaged_gradients
+        # Of ZeRO 1 and 2 a rank has one where it steps the parameter: some of them, and not the same as other ranks.
+        elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            offloaded, gradients = mapping.use_offload, mapping.gradient_dict
+        else:
+            continue
+        if offloaded or any(group is not None for group in gradients.values()):
+            return
+        raise UsageError(
+            "DeepSpeed has gradients between engine.backward(loss) and engine.step() only: call add_gradient() there, "
+            "also with accelerate, whose backward() does both"
+        )
 
 
 class WholeParameters:

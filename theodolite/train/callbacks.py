@@ -16,6 +16,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from theodolite.models.shard_gradients import is_of_deepspeed
 from theodolite.models.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
+from theodolite.train.checks import check_looks
 from theodolite.train.locater import Locater, Strength, listed_layers
 from theodolite.train.monitor import GeometryMonitor, monitor_batch, scalars
 from theodolite.train.penalty import Gradient, check_gradient, check_strength
@@ -52,7 +53,8 @@ class GeometryCallback(TrackedCallback):
         monitor: the `GeometryMonitor` of the training run under way, or of the last one.
 
     Raises:
-        UsageError: when the training begins, for the reasons that `GeometryMonitor` and `monitor_batch` have.
+        UsageError: at once, as `check_looks`; when the training begins, for the other reasons that `GeometryMonitor`
+            and `monitor_batch` have.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class GeometryCallback(TrackedCallback):
         per_head: bool = False,
         limits: Limits | None = None,
     ) -> None:
+        check_looks(ids, inline, every, spectra_every, limits)
         self.monitor: GeometryMonitor | None = None
         self._ids = ids
         self._options: dict[str, Any] = {
@@ -155,7 +158,7 @@ class LocaterCallback(TrackedCallback):
     beginning of training on.
 
     Raises, when training begins:
-        UsageError: as `Locater` does, or DeepSpeed or FSDP shard the model.
+        UsageError: as `Locater` does.
     """
 
     def __init__(

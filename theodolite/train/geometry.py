@@ -186,7 +186,23 @@ def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"
     """The ids on the CPU, found to fit the model.
 
     Raises:
-        UsageError: no tensor, wrong shape or dtype, contexts too short or too long, ids beyond the vocabulary.
+        UsageError: as `check_shape`, or ids are beyond the vocabulary.
+    """
+    check_shape(ids)
+    ids = ids.detach().cpu().long()
+    if int(ids.min()) < 0 or int(ids.max()) >= (source.vocabulary or 0):
+        raise UsageError(
+            f"the monitor batch holds ids from {int(ids.min())} to {int(ids.max())}, the model has {source.vocabulary} "
+            "tokens: use the model's own tokenizer, and no padding"
+        )
+    return ids
+
+
+def check_shape(ids: Any) -> None:
+    """Refuse what is no batch of token ids.
+
+    Raises:
+        UsageError: no tensor, wrong shape or dtype, contexts too short.
     """
     if not isinstance(ids, Tensor):
         raise UsageError(
@@ -198,13 +214,6 @@ def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"
             f"the monitor batch has shape {tuple(ids.shape)} and dtype {ids.dtype}: give token ids "
             f"(contexts, positions), {LEAST_LENGTH} positions or more"
         )
-    ids = ids.detach().cpu().long()
-    if int(ids.min()) < 0 or int(ids.max()) >= (source.vocabulary or 0):
-        raise UsageError(
-            f"the monitor batch holds ids from {int(ids.min())} to {int(ids.max())}, the model has {source.vocabulary} "
-            "tokens: use the model's own tokenizer, and no padding"
-        )
-    return ids
 
 
 def _opened(source: Source, ids: Tensor) -> OpenModel:

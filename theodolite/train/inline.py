@@ -47,12 +47,17 @@ class OverheardReader:
         over_ranks: the micro-batches of all processes of `torch.distributed` are one look.
 
     Raises:
-        UsageError: the model is of no supported family, is compiled, or attends in a way that cannot be overheard.
+        UsageError: the model is of no supported family, an encoder-decoder, compiled, or attends in a way that cannot
+            be overheard.
         WorkError: as `GeometryReader`.
     """
 
     def __init__(self, model: nn.Module | OpenModel, over_ranks: bool = False) -> None:
         source = monitored_source(model)
+        if getattr(getattr(source.root, "config", None), "is_encoder_decoder", False):
+            raise UsageError(
+                f"{source.name} is an encoder-decoder, which reads two texts, and a look is of one: {INSTEAD}"
+            )
         if runs_compiled(model if isinstance(model, nn.Module) else source.root):
             raise UsageError(
                 f"{source.name} is compiled, and what runs compiled cannot be overheard: {INSTEAD}"

@@ -6,6 +6,7 @@ Nothing here computes either. No weight is changed: the optimizer does that.
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,15 +18,22 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
+from theodolite.models.logit_rows import LogitRows
 from theodolite.models.named_weights import NamedWeight, NamedWeights, find_named_weights
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, Projections, find_projections
-from theodolite.models.shard_gradients import Part, WholeParameters, is_of_deepspeed
+from theodolite.models.shard_gradients import (
+    Part,
+    WholeParameters,
+    check_deepspeed_has_gradients,
+    is_of_deepspeed,
+)
 from theodolite.models.shards import head_group, is_part, is_spread, joined_heads, parameter_at
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
+from theodolite.train.checks import whole_step
 from theodolite.train.penalty import (
     Gradient,
     add_penalty_gradient,
@@ -145,14 +153,16 @@ class Locater:
         Returns: the penalty.
 
         Raises:
-            UsageError: as a call does.
+            UsageError: as a call does, or the factor is negative or no number, or DeepSpeed has no gradients now.
         """
         self._check()
+        check_strength("factor", factor)
         strengths = self._strengths_at(step)
         with torch.no_grad():
             if not self._together and all(map(_is_direct, self._projections)):
                 values = [self._added(layer, strengths, factor) for layer in self._projections]
                 return torch.stack([value.to(values[0].device) for value in values]).sum()
+            check_deepspeed_has_gradients(self._model)
             value, parts = self._gathered(strengths)
             for part in parts:
                 part.times(factor).add()
@@ -237,7 +247,7 @@ class Locater:
             return strength
         if step is None:
             raise UsageError(f"{name} is a function of the step: call the penalty with the steps done so far")
-        now = strength(step)
+        now = strength(whole_step(step))
         check_strength(name, now)
         return now
 
@@ -262,15 +272,15 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
         UsageError: the strength is negative or no number, or there are no steps.
     """
     check_strength("strength", strength)
-    if steps < 1:
-        raise UsageError(f"steps is {steps}: a warm-up needs one or more")
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Real) or not steps >= 1:
+        raise UsageError(f"steps is {steps!r}: a warm-up needs a number of steps, one or more")
     return lambda step: strength * min(step / steps, 1.0)
 
 
 def _check_held(model: nn.Module, held: dict[str, Projection | NamedWeight]) -> None:
     """By name, a few look-ups a layer: a replacement may keep the old module inside, as an adapter does."""
     for name, place in held.items():
-        if not _is_held(model, name, place):
+        if not is_held(model, name, place):
             raise UsageError(
                 f"{name} is no longer the weight that this Locater was made for (an adapter, or quantised?): make "
                 "a new Locater after the model is changed"
@@ -288,7 +298,8 @@ def _is_direct(layer: Projections | NamedWeights) -> bool:
     )
 
 
-def _is_held(model: nn.Module, name: str, place: Projection | NamedWeight) -> bool:
+def is_held(model: nn.Module, name: str, place: Projection | NamedWeight | LogitRows) -> bool:
+    """Whether a model still has the weight of this name at the place where it was found."""
     try:
         return model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there
     except AttributeError:  # there is nothing of that name any more

@@ -7,11 +7,9 @@ random numbers, so that a training run is the same with and without it.
 from __future__ import annotations
 
 import math
-import operator
 import time
 import warnings
 from collections.abc import Callable, Sized
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
+from theodolite.train.checks import check_looks, checked_folder, one_number, whole_step
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
 from theodolite.train.inline import OverheardReader
 from theodolite.train.record import Record
@@ -71,7 +70,8 @@ class GeometryMonitor:
         alarms: all alarms so far; `new_alarms` those of the last look.
 
     Raises:
-        UsageError: the model or the ids do not fit, a number is not whole or not positive, or `limits` no `Limits`.
+        UsageError: the model or the ids do not fit, a number is not whole or not positive, `limits` no `Limits`, or
+            `folder` no path.
         WorkError: the model's attention cannot be read.
     """
 
@@ -88,19 +88,15 @@ class GeometryMonitor:
         over_ranks: bool = False,
         look_dtype: torch.dtype | None = None,
     ) -> None:
-        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in (every, spectra_every)):
-            raise UsageError(
-                f"every is {every} and spectra_every {spectra_every}: both must be 1 or more, and whole numbers"
-            )
-        if limits is not None and not isinstance(limits, Limits):
-            raise UsageError(f"limits is a {type(limits).__name__}: give theodolite.train.alarms.Limits(...)")
+        check_looks(ids, inline, every, spectra_every, limits)
+        folder = checked_folder(folder)
         self.every = every
         self.spectra_every = spectra_every
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
-        if inline == (ids is not None):
-            raise UsageError("give the token ids of a monitor batch, or inline=True, and not both")
+        if ids is None and not inline:
+            raise UsageError("give the token ids of a monitor batch, or inline=True")
         if inline and look_dtype is not None:
             raise UsageError("look_dtype is given with inline=True: a pass of training rounds as it does")
         self._reader = (
@@ -137,7 +133,7 @@ class GeometryMonitor:
                 one number.
             WorkError: the record cannot be begun.
         """
-        step, value = _whole_number(step), None if loss is None else _one_number(loss)
+        step, value = whole_step(step), None if loss is None else one_number(loss)
         if self._step is None:
             self._begin(step)
         elif step < self._step:
@@ -307,27 +303,3 @@ def monitor_batch(
         )
     length = min(length, usable[-1])
     return torch.stack([ids[:length] for ids in candidates if len(ids) >= length][:contexts]).long()
-
-
-def _whole_number(step: Any) -> int:
-    """A step as Python's number.
-
-    Raises:
-        UsageError: it is not one of 0 or more.
-    """
-    with suppress(TypeError):
-        if (number := operator.index(step)) >= 0:
-            return number
-    raise UsageError(f"step is {step!r:.60}: give the optimizer steps done, a whole number of 0 or more")
-
-
-def _one_number(loss: float | Tensor) -> float:
-    """A loss as Python's number; NaN stays one.
-
-    Raises:
-        UsageError: it is not one number.
-    """
-    try:
-        return float(loss.detach() if isinstance(loss, Tensor) else loss)
-    except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f"loss is {loss!r:.60}: give one number, or a tensor of one") from None

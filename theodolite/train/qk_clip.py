@@ -17,7 +17,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
-from theodolite.models.logit_rows import POSITIONS, LogitRows, find_logit_rows
+from theodolite.models.logit_rows import POSITIONS, find_logit_rows
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.shard_gradients import is_of_deepspeed
@@ -26,6 +26,7 @@ from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
 from theodolite.train.callbacks import FOLDER, GeometryCallback
 from theodolite.train.geometry import Geometry
+from theodolite.train.locater import is_held
 
 _CLIPPED = "QK-Clip scales weights that are whole, or spread by FSDP2 or tensor parallelism"
 
@@ -157,7 +158,7 @@ class QKClip:
     def _check_held(self) -> None:
         """By name: a replacement may keep the old module inside, as an adapter does."""
         for name, rows in self._held.items():
-            if not _is_held(self._model, name, rows):
+            if not is_held(self._model, name, rows):
                 raise UsageError(
                     f"{name} is no longer the parameter that this QKClip was made for (an adapter, quantised, FSDP1?): "
                     "make a new QKClip after the model is changed"
@@ -220,10 +221,3 @@ def checked_threshold(threshold: float) -> float:
 
 def _table(clipped: list[dict[str, float]]) -> pd.DataFrame:
     return pd.DataFrame(clipped, columns=["layer", "head", "largest_logit", "gamma"])
-
-
-def _is_held(model: nn.Module, name: str, rows: LogitRows) -> bool:
-    try:
-        return model.get_submodule(name.rpartition(".")[0]) is rows.module and rows.is_there
-    except AttributeError:  # there is nothing of that name any more
-        return False

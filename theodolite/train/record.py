@@ -33,10 +33,8 @@ class Record:
         layers, places: of the model, and of its heads, to know its own complete looks.
     """
 
-    def __init__(
-        self, folder: str | Path | None, layers: int = 0, places: Sequence[tuple[int, int]] = ()
-    ) -> None:
-        self._folder = None if folder is None else Path(folder)
+    def __init__(self, folder: Path | None, layers: int = 0, places: Sequence[tuple[int, int]] = ()) -> None:
+        self._folder = folder
         self._layers, self._places = layers, list(places)
 
     def begin(self, step: int) -> tuple[list[Geometry], str]:

@@ -38,7 +38,7 @@ ROW = 14
 class Measure:
     """A column of the record: what it is called, whether low or high values alarm, and up to where colours go.
 
-    `limit`: the default level of alarm.
+    `limit`: the default level of alarm. `grows`: by factors, so that its axis is logarithmic.
     """
 
     column: str
@@ -47,11 +47,12 @@ class Measure:
     low_alarms: bool
     highest: float | None = 1.0
     limit: float | None = None
+    grows: bool = False
 
 
 ENTROPIES = Measure("entropy_share", "Entropy", "entropy over its maximum", True, limit=Limits.entropy)
 PROPAGATION = Measure("propagation", "Signal propagation ρ", "ρ", True, limit=Limits.propagation)
-LOGITS = Measure("largest_logit", "Largest logit", "largest logit", False, highest=None)
+LOGITS = Measure("largest_logit", "Largest logit", "largest logit", False, highest=None, grows=True)
 RESIDUALS = Measure("rank_collapse", "Rank of the residual stream", "‖X − 1x̄ᵀ‖/‖X‖", True, limit=Limits.rank)
 FIRST_SINK = Measure("sink_first", "First-token sink", "share of contexts with a first-token sink", False)
 LATER_SINK = Measure("sink_later", "Later sink", "share of contexts with a later sink", False)
@@ -111,10 +112,15 @@ def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Sequen
         x, extremes, "nearest to an alarm", style.MEASURED, text=names, hover=hover, marker=_dots(groups)
     )
     mean = "mean at step %{x}: %{y:.3g}<extra></extra>"
-    traces += line(x, _means(values, groups), "mean", style.REFERENCE, hover=mean, width=1.4)
+    means = _means(values, groups)
+    traces += line(x, means, "mean", style.REFERENCE, hover=mean, width=1.4)
     if measure.limit is not None:
         traces += reference(x[[0, -1]], measure.limit, "default limit of alarms")
-    return Panel(measure.title, traces, "step", measure.axis, yaxis={"rangemode": "tozero"})
+    # A logarithm shows no logit of 0 or less, as those of a head may all be.
+    shown = np.concatenate([extremes, means])
+    logarithmic = measure.grows and bool((shown[np.isfinite(shown)] > 0).all())
+    axis = {"type": "log", "dtick": "D2", "tickformat": "~g"} if logarithmic else {"rangemode": "tozero"}
+    return Panel(measure.title, traces, "step", measure.axis, yaxis=axis)
 
 
 def loss_panel(losses: Mapping[int, float]) -> Panel:
