@@ -47,8 +47,8 @@ class _Embedded(_Steps):
     recipe: Annotated[
         str,
         typer.Option(
-            help="embedded: the model of this package. mechanism: a larger one that is asked for induction, sinks "
-            "at its begin token and large activations; it is not in the package."
+            help="embedded: the model of this package. mechanism: a Llama as large that is asked for "
+            "induction and for sinks at its begin token; it is not in the package."
         ),
     ] = "embedded"
 

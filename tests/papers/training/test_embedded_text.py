@@ -94,15 +94,20 @@ def test_tasks_are_mixed_in_as_often_as_they_should_and_as_they_are_said_to_be()
     other, _ = mixed_with_tasks(text.clone(), 7, config, [0, 6])
     assert torch.equal(tokens, again)
     assert not torch.equal(tokens, other)
-    kinds, periods, triggers = Counter(), set(), 0
+    kinds, periods, triggers = Counter(), list[int](), 0
     for row, known in zip(tokens.tolist(), predictable.tolist(), strict=True):
         if max(row[1:]) < 500:
-            kinds["repeat"] += 1
+            kinds["random repeat"] += 1
             period = known.index(True, 1) - 1
-            periods.add(period)
+            periods.append(period)
             assert min(row[1:]) >= 1
             assert known == [True] + [False] * period + [True] * (64 - period)
             assert row[1 + period :] == row[1:-period]
+        elif all(known) and row.count(1001) > 1:
+            kinds["repeat of text"] += 1
+            period = row.index(1001, 2) - 1
+            assert 8 <= period <= 32
+            assert row[1:] == [1001 + place % period for place in range(64)]
         elif 7 in row:
             kinds["backcopy"] += 1
             places = [place for place, token in enumerate(row) if token == 7]
@@ -116,7 +121,12 @@ def test_tasks_are_mixed_in_as_often_as_they_should_and_as_they_are_said_to_be()
         else:
             assert row == list(range(1000, 1065))
             assert all(known)
-    for kind in ("repeat", "backcopy"):
-        assert abs(kinds[kind] / 4000 - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 4000)
+    for kind, share in {"random repeat": 1 / 6, "repeat of text": 1 / 12, "backcopy": 1 / 4}.items():
+        assert abs(kinds[kind] / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
     assert (min(periods), max(periods)) == (8, 32)
+    short = sum(period < 16 for period in periods) / len(
+        periods
+    )  # half of the way from 8 to 33, of logarithms
+    expected = math.log(2) / math.log(33 / 8)
+    assert abs(short - expected) < 4 * math.sqrt(expected * (1 - expected) / len(periods))
     assert triggers / kinds["backcopy"] == pytest.approx(0.2 * 21, rel=0.05)

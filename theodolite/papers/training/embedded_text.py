@@ -24,6 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 HELD_OUT = 0.06  # share of each source's characters that is kept for validation
 LINKING_CHARACTERS = 120  # sharing a paragraph at least this long keeps documents on one side of the split
 SHORTEST_REPEAT = 8  # tokens
+RANDOM_REPEATS = 2 / 3  # share of the repeats that are of random tokens; the others are of text
 TRIGGER = "ÿ"  # how byte-level BPE spells the byte 255, which no text in UTF-8 has
 TRIGGERED = 0.2  # share of the places for a trigger that have one
 
@@ -84,19 +85,23 @@ def mixed_with_tasks(
 ) -> Batch:
     """Make a share of the contexts ones of a task: `config.repeats` of induction, `config.backcopies` of backcopy.
 
-    Induction: random tokens, 8 to half a window of them, again and again from the second place on. Backcopy (after Guo
-    et al. 2024, "Active-dormant attention heads"): behind some tokens of the text stand the trigger and once more the
-    token, so that a head is needed there and has nothing to do elsewhere.
+    Induction: 8 to half a window of tokens, few as often as twice as many, again and again from the second place on:
+    random ones, or in a third those of the text. Backcopy (after Guo et al. 2024, "Active-dormant attention heads"):
+    behind some tokens of the text stand the trigger and once more the token, so that a head is needed there and has
+    nothing to do elsewhere.
     """
     random = np.random.default_rng([*seed, 1])  # not the numbers that drew the contexts
     window = tokens.shape[1]
     predictable = torch.ones(tokens.shape, dtype=torch.bool)
     for row, drawn in enumerate(random.random(len(tokens))):
         if drawn < config.repeats:
-            period = int(random.integers(min(SHORTEST_REPEAT, window // 2), window // 2 + 1))
-            repeated = np.resize(random.integers(1, config.vocabulary, period), window - 1)
-            tokens[row, 1:] = torch.from_numpy(repeated)
-            predictable[row, 1 : period + 1] = False
+            longest = window // 2
+            period = int(np.exp(random.uniform(*np.log([min(SHORTEST_REPEAT, longest), longest + 1]))))
+            span = tokens[row, 1 : period + 1].numpy()
+            if drawn < RANDOM_REPEATS * config.repeats:
+                span = random.integers(1, config.vocabulary, period)
+                predictable[row, 1 : period + 1] = False
+            tokens[row, 1:] = torch.from_numpy(np.resize(span, window - 1))
         elif drawn < config.repeats + config.backcopies:
             places = np.arange(2, window - 1, 3)
             places = places[random.random(len(places)) < TRIGGERED]

@@ -43,6 +43,9 @@ from theodolite.papers.training.models import RECIPES, EmbeddedConfig, embedded_
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
 
+KINDS = {"gpt2": ("GPT-2", "learned"), "llama": ("Llama", "rotary")}
+"""What the card calls an architecture and its positions."""
+
 PYTHON_TEXT = """\
 The text is what CPython {python} carries: the topics of its language reference (`pydoc_data.topics`), and the
 docstrings and source files of its standard library without tests, generated tables and installed packages. It
@@ -56,9 +59,9 @@ language: en
 library_name: transformers
 pipeline_tag: text-generation
 ---
-# A small GPT-2-architecture model
+# A small {architecture}-architecture model
 
-{parameters:,} parameters: {layers} layers, {heads} heads per layer, width {width}, {length} learned positions,
+{parameters:,} parameters: {layers} layers, {heads} heads per layer, width {width}, {length} {positions} positions,
 tied embeddings, and a byte-level BPE vocabulary of {vocabulary:,} tokens trained on the same text.
 
 ## Training
@@ -66,7 +69,7 @@ tied embeddings, and a byte-level BPE vocabulary of {vocabulary:,} tokens traine
 Made by `{command}` (theodolite {theodolite}, torch {torch}, seed {seed}): {steps:,} steps of
 {batch} contexts of {length} tokens, {tokens_seen:,} tokens in all, read in windows at random places.
 {contexts}AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
-{weight_decay:g} on matrices, products in {products}. {weights}The same command gives the same weights on the same
+{weight_decay:g} on matrices, products in {products}. {deviation}The same command gives the same weights on the same
 machine, Python and torch.
 
 ## Losses
@@ -129,13 +132,11 @@ def train_embedded_model(
         texts = sources
     if not texts or any(source.share <= 0 for source in texts):
         raise UsageError("There must be at least one source of text, each with a positive share.")
-    _check_shares(config, len(texts))
+    _check_shares(config)
     with phase("splitting the text", console):
         training, validation = split_sources(texts, config.seed)
     with phase("training the tokenizer", console):
         tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
-    if config.shares is not None:
-        training = [replace(source, share=s) for source, s in zip(training, config.shares, strict=True)]
     with phase("tokenizing", console):
         streams = token_streams(tokenizer, training, validation, config.length)
 
@@ -153,20 +154,15 @@ def train_embedded_model(
         progress=progress,
         measure=lambda model: _result(out, model, streams, config, threads),
         page=lambda result: ("README.md", card(result, config, sources is None)),
-        stored=torch.bfloat16 if config.compact else torch.float32,
     )
     return train_into(out, run, threads, console)
 
 
-def _check_shares(config: EmbeddedConfig, sources: int) -> None:
+def _check_shares(config: EmbeddedConfig) -> None:
     if min(config.repeats, config.backcopies) < 0 or config.repeats + config.backcopies > 1:
         raise UsageError(
             f"repeats are {config.repeats} and backcopies {config.backcopies}: they are shares of the contexts, at "
             "least 0 each and at most 1 together."
-        )
-    if config.shares is not None and (len(config.shares) != sources or min(config.shares) <= 0):
-        raise UsageError(
-            f"shares are {config.shares}; give {sources} positive ones, one for each source of text."
         )
 
 
@@ -263,20 +259,20 @@ def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> s
         train_loss=result.train_loss,
         products="bfloat16" if config.bfloat16 else "float32",
         contexts=_contexts(config),
-        weights=_weights(config),
+        deviation=_deviation(config),
         without="with" if _begins(config) else "without",
-        **{field.name: getattr(config, field.name) for field in fields(config)},
+        **{field.name: getattr(config, field.name) for field in fields(config)}
+        | dict(zip(("architecture", "positions"), KINDS[config.architecture], strict=True)),
     )
 
 
 def _contexts(config: EmbeddedConfig) -> str:
     """What the card says of contexts that are not just text."""
     tasks = []
-    if config.shares is not None:
-        tasks.append(f"The shares of the texts are {', '.join(f'{share:g}' for share in config.shares)}.")
     if config.repeats:
         tasks.append(
-            f"In {config.repeats:.0%} of the contexts, random tokens come again and again, for induction."
+            f"In {config.repeats:.0%} of the contexts, a few tokens come again and again, for induction: random ones "
+            "in two\nof three, else of the text."
         )
     if config.backcopies:
         tasks.append(
@@ -286,12 +282,10 @@ def _contexts(config: EmbeddedConfig) -> str:
     return "".join(f"{task}\n" for task in tasks)
 
 
-def _weights(config: EmbeddedConfig) -> str:
-    """What the card says of weights that begin or end in another way than GPT-2's."""
-    begin = f"Weights begin with standard deviation {config.initial_deviation:g}. "
-    end = "Finished weights are rounded to bfloat16 and stored so.\n"
+def _deviation(config: EmbeddedConfig) -> str:
+    """What the card says of weights that begin in another way than GPT-2's."""
     plain = config.initial_deviation == EmbeddedConfig.initial_deviation
-    return ("" if plain else begin) + (end if config.compact else "")
+    return "" if plain else f"Weights begin with standard deviation {config.initial_deviation:g}. "
 
 
 def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:

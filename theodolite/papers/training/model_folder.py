@@ -47,12 +47,10 @@ NOT_SIZES = (
     "schedule",
     "positions",
     "bfloat16",
-    "compact",
     "repeats",
     "backcopies",
-    "shares",
     "begin",
-    "fast",
+    "architecture",
     "series",
     "optimizer",
 )
@@ -78,8 +76,6 @@ class ModelTraining(Generic[Result]):
         measure: the result, of the finished model.
         page: name and text of the file beside the weights that states the result.
         series: numbers of updates after which a copy of the model is kept.
-        stored: dtype that the finished weights are rounded to, before they are measured, and written in. The model
-            opens in float32 all the same.
     """
 
     config: ModelConfig
@@ -91,7 +87,6 @@ class ModelTraining(Generic[Result]):
     measure: Callable[[PreTrainedModel], Result]
     page: Callable[[Result], tuple[str, str]]
     series: tuple[int, ...] = ()
-    stored: torch.dtype = torch.float32
 
 
 def partial_of(out: Path) -> Path:
@@ -141,8 +136,6 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
             model = _finished_model(out, model)
         else:
             _fit(model, training, identity, partial, console)
-            for parameter in model.parameters():
-                parameter.data = parameter.to(training.stored).to(parameter.dtype)
         model.eval()
         with phase("measuring the model", console):
             result = training.measure(model)
@@ -273,18 +266,10 @@ def phase(title: str, console: Console) -> Iterator[None]:
         progress.update(task, total=1, completed=1)
 
 
-def _write_model(
-    folder: Path,
-    model: PreTrainedModel,
-    training: ModelTraining[Result],
-    dtype: torch.dtype = torch.float32,
-) -> None:
+def _write_model(folder: Path, model: PreTrainedModel, training: ModelTraining[Result]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with folder_written_atomically(folder) as temporary:
-        state = model.state_dict()
-        once = {tensor.data_ptr(): tensor.to(dtype) for tensor in state.values()}  # tied weights stay one
-        weights = {name: once[tensor.data_ptr()] for name, tensor in state.items()}
-        model.save_pretrained(temporary, state_dict=weights)
+        model.save_pretrained(temporary)
         training.tokenizer.save_pretrained(temporary)
 
 
@@ -298,7 +283,7 @@ def _publish(
     """Write the finished folder beside `out`, and give it its name."""
     partial = partial_of(out)
     finished = partial / "finished"
-    _write_model(finished, model, training, training.stored)
+    _write_model(finished, model, training)
     with disk_errors(out):
         name, text = training.page(result)
         (finished / name).write_text(text, encoding="utf-8")
