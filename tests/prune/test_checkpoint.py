@@ -36,7 +36,11 @@ def stop_after(matrices: int):
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file but the one that says how long it took; that one without."""
-    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "pruning.json"}
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "pruning.json"
+    }
     told = json.loads((folder / "pruning.json").read_text())
     assert told.pop("wall_seconds") > 0
     del told["sha256"]  # which is of the time, too
@@ -123,7 +127,8 @@ def test_the_format_may_change_in_between(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("form", ["merged", "factored"])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
+@pytest.mark.parametrize("form", ["merged", "factored", "adapter"])
 @pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
 def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, monkeypatch):
     """Oracle: the model that was pruned and the files that it was written to; a kill behind the rename leaves more."""
@@ -206,14 +211,14 @@ def test_everybody_may_read_what_was_written(tmp_path):
     pruned("gpt2", tmp_path, tmp_path / "out")
     (tmp_path / "plain").write_text("")
     mode = (tmp_path / "plain").stat().st_mode
-    assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {mode}
+    assert {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()} == {mode}
 
 
 def test_what_is_measured_is_what_is_there(tmp_path):
     """Oracle: sizes of the files and of the dense model's tensors, counted here."""
-    for form in ("merged", "factored"):
+    for form in ("merged", "factored", "adapter"):
         told = pruned("gpt2", tmp_path, tmp_path / form, form=form).provenance["pruning"]
-        weights = [p for p in (tmp_path / form).glob("*.safetensors") if p.name != "low_rank.safetensors"]
+        weights = [p for p in (tmp_path / form).rglob("*.safetensors") if p.parent.name != "low_rank"]
         assert told["bytes"] == sum(path.stat().st_size for path in weights)
     dense = opened_anew("gpt2", tmp_path).hf
     assert told["dense_bytes"] == sum(p.nbytes for p in {id(p): p for p in dense.parameters()}.values())

@@ -370,3 +370,15 @@ def test_an_expert_that_no_token_reaches_is_pruned_all_the_same(tmp_path):
     got = model.hf.model.layers[0].mlp.experts.down_proj[1]  # (inputs, outputs)
     smallest = dense.abs().argsort(dim=0)[:24]
     assert torch.equal(got == 0, torch.zeros_like(got, dtype=torch.bool).scatter(0, smallest, True))
+
+
+def test_a_matrix_that_nothing_enters_is_an_error_that_names_it(tmp_path):
+    """Of magnitude alone it is not, which weighs no inputs. Oracle: a layer that no forward pass calls."""
+    model = opened_anew("gpt2", tmp_path)
+    model.structure.blocks[1].mlp.unused = torch.nn.Linear(8, 8)
+    with pytest.raises(WorkError, match=r"nothing was seen to enter transformer\.h\.1\.mlp\.unused\.weight"):
+        prune_model(model, corpus_of(), "wanda", 0.5)
+    model = opened_anew("gpt2", tmp_path)
+    model.structure.blocks[1].mlp.unused = torch.nn.Linear(8, 8)
+    table = prune_model(model, corpus_of(), "magnitude", 0.5).table
+    assert (table[table["matrix"] == "mlp.unused"]["sparsity"] == 0.5).all()

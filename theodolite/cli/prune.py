@@ -75,7 +75,7 @@ def prune_command(
         str,
         typer.Option(
             "--format",
-            help="merged (for transformers) or factored (smaller, for theodolite).",
+            help="merged (for transformers), adapter (low-rank parts for PEFT), or factored (smaller, for theodolite).",
             autocompletion=completion.forms,
         ),
     ] = "merged",

@@ -5,10 +5,13 @@ And the refusal of weights that are no one matrix, where one is needed.
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
 from theodolite.models.dequantised import holds_quantised_layers
@@ -56,6 +59,21 @@ def active(adapter: Any) -> list[str]:
     if adapter.merged or adapter.disable_adapters:
         return []
     return [name for name in adapter.active_adapters if name in getattr(adapter, "scaling", {name: 1.0})]
+
+
+def with_adapter_merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with an adapter of PEFT added to its matrices, each sum taken in float64 and rounded once."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings(action="ignore"):  # of what PEFT asks of transformers
+        adapted: Any = PeftModel.from_pretrained(model, folder)
+    for module in filter(is_adapter, list(adapted.modules())):
+        layer: Any = module
+        dtype = layer.base_layer.weight.dtype
+        layer.double().merge()
+        layer.to(dtype)
+    merged: PreTrainedModel = adapted.unload()
+    return merged
 
 
 def check_adapter(where: str, adapter: Any) -> None:

@@ -31,6 +31,9 @@ from theodolite.models.projections import Projection, find_projections
 ROUTER = re.compile(r".*(router|gate|gating)")
 """Parts of the name of what chooses experts, or weighs a shared one: as `gate`, but not `gate_proj`."""
 
+EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+"""In the name of a matrix that an expert has for itself."""
+
 EXPERT_TOKENS = 16
 """Of the sequence on which it is seen how experts multiply by their slices."""
 
@@ -62,6 +65,11 @@ class Matrix:
     def key(self) -> str:
         """Its name in the block, with the expert: `mlp.experts.down_proj.3`."""
         return self.name if self.expert is None else f"{self.name}.{self.expert}"
+
+    @property
+    def is_of_expert(self) -> bool:
+        """Whether only the tokens reach it that its expert is chosen for."""
+        return self.expert is not None or EXPERT.search(self.name) is not None
 
     @property
     def holder(self) -> Float[Tensor, "_ _"]:

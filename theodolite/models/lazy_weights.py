@@ -53,6 +53,7 @@ from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, la
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
 from theodolite.system.choices import Attention, check_dtype
+from theodolite.system.pruned_folders import adapter_in
 
 OTHER_WEIGHTS = 2**-6
 """Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""
@@ -198,7 +199,7 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
     config = config_of(source, revision)
     if is_factored(Path(source).expanduser()):
         raise CannotReadLazily("its matrices are factored")
-    if has_adapter(source, revision):
+    if has_adapter(source, revision) or adapter_in(Path(source).expanduser()):
         raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
     files = _files(source, config, revision)

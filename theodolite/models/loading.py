@@ -27,11 +27,13 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError, first_line
+from theodolite.models.adapters import with_adapter_merged
 from theodolite.models.dequantised import has_own_class
 from theodolite.models.factored import is_factored, load_factored
 from theodolite.models.guard import MAKING
 from theodolite.models.quantised import FLOATS, kind_of_name, refuse_quantised_files
 from theodolite.system.checkpoint_folders import refuse_index, weight_files
+from theodolite.system.pruned_folders import adapter_in
 
 # What the loaders of transformers raise on broken or unknown checkpoints.
 LOADING_ERRORS = (
@@ -215,7 +217,7 @@ def load(
     """
     architecture = architecture_of(source, config)
     folder = Path(source).expanduser()
-    if has_adapter(source, revision) and not is_peft_available():
+    if (adapter_in(folder) or has_adapter(source, revision)) and not is_peft_available():
         raise UsageError(
             f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
         )
@@ -258,7 +260,8 @@ def load(
             f"{source} lacks {len(missing)} of the model's tensors (first: {missing[0]}): the weights belong "
             "to another architecture or are incomplete"
         )
-    return model
+    adapter = adapter_in(folder)
+    return model if adapter is None else with_adapter_merged(model, adapter)
 
 
 def has_adapter(source: str | Path, revision: str | None) -> bool:
@@ -323,7 +326,13 @@ def hash_checkpoint(
     `show_progress` is told (bytes done, bytes in all), and may raise to stop.
     """
     digest, done = hashlib.sha256(), 0
+    adapter = adapter_in(folder)
     paths = [folder / "config.json", *weight_files(folder)]
+    paths += (
+        sorted(path for path in adapter.iterdir() if path.suffix in (".json", ".safetensors"))
+        if adapter
+        else []
+    )
     total = sum(path.stat().st_size for path in paths)
     for path in paths:
         with path.open("rb") as file:

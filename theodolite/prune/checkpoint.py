@@ -1,8 +1,8 @@
 """A pruned model on disk, and the state from which an interrupted pruning resumes.
 
 While unfinished, `OUT.partial` holds a file per finished block. The finished `OUT` is a checkpoint: merged, with dense
-matrices that `transformers` opens, or factored, in the format of `models/factored.py`; `pruning.json` and
-`pruning.parquet` are next to the weights. Nothing is pruned here.
+matrices that `transformers` opens, or with an adapter (`adapter.py`), or factored, in the format of
+`models/factored.py`; `pruning.json` and `pruning.parquet` are next to the weights. Nothing is pruned here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
+from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import (
     BLOCK,
     DENSE,
@@ -34,6 +36,7 @@ from theodolite.models.factored import (
 )
 from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
+from theodolite.prune.adapter import sparse_parts_alone, write_adapter
 from theodolite.sinks.interventions import Factors
 from theodolite.system.checksums import (
     CHECKSUMS,
@@ -46,10 +49,13 @@ from theodolite.system.checksums import (
 )
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 from theodolite.system.locks import locked
-from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
+from theodolite.system.pruned_folders import ADAPTER, SETTINGS, exists_already, refuse_inside
 from theodolite.system.run_folders import differences
 
-TABLE, LOW_RANK = "pruning.parquet", "low_rank.safetensors"
+TABLE = "pruning.parquet"
+
+LOW_RANK = "low_rank/factors.safetensors"
+"""In a folder of its own: a server takes whatever safetensors lie beside the weights for weights."""
 
 LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
@@ -237,39 +243,56 @@ class UnfinishedPruning:
             write_atomically(self._block(layer), lambda path: write_matrices(path, matrices, notes))
             write_text(self._seconds, json.dumps(seconds))
 
-    def finish(self, model: OpenModel, pruned: Pruned, form: str, write_extras: WriteExtras) -> Pruned:
+    def finish(
+        self,
+        model: OpenModel,
+        matrices: Sequence[Sequence[Matrix]],
+        pruned: Pruned,
+        form: str,
+        write_extras: WriteExtras,
+    ) -> Pruned:
         """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
         with folder_written_atomically(self.out) as temporary, without_progress_bars():
-            sums = self._write_weights(temporary, model, pruned, form)
+            if form == "factored":
+                self._write_factored(temporary, model, pruned)
+            elif form == ADAPTER:
+                self._write_with_adapter(temporary, model, matrices)
+            else:
+                model.hf.save_pretrained(temporary)
+            if model.tokenizer is not None:
+                model.tokenizer.save_pretrained(temporary)
+            sums = {}
+            if pruned.low_rank and form != "factored":
+                (temporary / LOW_RANK).parent.mkdir()
+                sums[LOW_RANK] = write_checked(temporary / LOW_RANK, _by_name(pruned.low_rank))
             pruned = _with_bytes(temporary, model, pruned, form)
             pruned.table.to_parquet(temporary / TABLE, index=False)
             sums[TABLE] = bytes_digest((temporary / TABLE).read_bytes())
             write_json_checked(temporary / SETTINGS, pruned.provenance | {CHECKSUMS: sums})
-            for path in temporary.glob("*.safetensors"):  # written readable by their owner only
+            for path in temporary.rglob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(temporary / SETTINGS, path)
             write_extras(pruned, temporary)
         shutil.rmtree(self._workspace.folder, ignore_errors=True)
         return replace(pruned, folder=self.out)
 
-    def _write_weights(self, folder: Path, model: OpenModel, pruned: Pruned, form: str) -> dict[str, str]:
-        """Weights and tokenizer; the checksum of the low-rank parts, by the name of their file."""
-        sums = {}
-        if form == "merged":
+    def _write_factored(self, folder: Path, model: OpenModel, pruned: Pruned) -> None:
+        config = copy.deepcopy(model.hf.config)
+        config.architectures = [type(model.hf).__name__]
+        config.save_pretrained(folder)
+        if model.hf.can_generate():
+            model.hf.generation_config.save_pretrained(folder)
+        write_dense(folder / DENSE, model.hf, set(pruned.table["parameter"]))
+        for layer in range(model.layers):
+            shutil.copyfile(self._block(layer), folder / BLOCK.format(layer))
+
+    def _write_with_adapter(
+        self, folder: Path, model: OpenModel, matrices: Sequence[Sequence[Matrix]]
+    ) -> None:
+        blocks = [self._read(self._block(layer))[0] for layer in range(model.layers)]
+        pairs = list(zip(chain(*matrices), chain(*blocks), strict=True))
+        with sparse_parts_alone(pairs):
             model.hf.save_pretrained(folder)
-            if pruned.low_rank:
-                sums[LOW_RANK] = write_checked(folder / LOW_RANK, _by_name(pruned.low_rank))
-        else:
-            config = copy.deepcopy(model.hf.config)
-            config.architectures = [type(model.hf).__name__]
-            config.save_pretrained(folder)
-            if model.hf.can_generate():
-                model.hf.generation_config.save_pretrained(folder)
-            write_dense(folder / DENSE, model.hf, set(pruned.table["parameter"]))
-            for layer in range(model.layers):
-                shutil.copyfile(self._block(layer), folder / BLOCK.format(layer))
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(folder)
-        return sums
+        write_adapter(folder / ADAPTER, model, [pruned for _, pruned in pairs], self.out)
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)
@@ -307,7 +330,8 @@ def _read_low_rank(path: Path, sha256: str | None) -> LowRank:
 
 def _with_bytes(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
     """With the sizes in bytes of the written and of the dense weights."""
-    written = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name != LOW_RANK)
+    weights = [*folder.glob("*.safetensors"), *(folder / ADAPTER).glob("*.safetensors")]
+    written = sum(path.stat().st_size for path in weights)
     dense = sum(p.numel() * p.element_size() for p in model.hf.parameters())
     pruning = pruned.provenance["pruning"] | {"format": form, "bytes": written, "dense_bytes": dense}
     return replace(pruned, provenance=pruned.provenance | {"pruning": pruning})

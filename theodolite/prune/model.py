@@ -23,6 +23,7 @@ from theodolite.models.factored import BLOCK, PrunedMatrix, is_factored, read_ma
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
+from theodolite.prune.adapter import refuse_adapter
 from theodolite.prune.checkpoint import (
     SETTINGS,
     LowRank,
@@ -39,6 +40,7 @@ from theodolite.prune.sequential import BlockByBlock
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.system.choices import check_form
 from theodolite.system.progress import ShowProgress
+from theodolite.system.pruned_folders import ADAPTER
 
 SCHEMA_VERSION = 1
 
@@ -83,7 +85,8 @@ def prune_model(
         damping: for SparseGPT, as in `sparsegpt`.
         out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model. Where it holds
             this same pruning already, that is read instead.
-        form: "merged" (`transformers` opens it) or "factored" (`open_model` opens it).
+        form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), or "adapter" (`transformers` opens
+            the sparse parts, PEFT the low-rank ones).
         batch: contexts per forward pass; None: 4096 tokens' worth.
         write_extras: writes further files, given the result and the temporary folder that becomes `out`.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
@@ -97,6 +100,8 @@ def prune_model(
     if corpus.images is not None:
         raise UsageError(f"{model.id} reads images: only models of text are pruned")
     check_form(form)
+    if form == ADAPTER:
+        refuse_adapter(method)
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
     settings = PruningSettings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
@@ -116,7 +121,7 @@ def prune_model(
         if written is not None:
             work.restore(Path(out))
             return written
-        return unfinished.finish(model, work.run(unfinished), form, write_extras)
+        return unfinished.finish(model, matrices, work.run(unfinished), form, write_extras)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
 from theodolite.prune.methods import INPUTS_AT_ONCE, magnitude, sparsegpt_factored, wanda
@@ -110,7 +110,16 @@ class PruningSettings:
         return plain
 
     def prune(self, matrix: Matrix, moments: Moments) -> tuple[PrunedMatrix, dict[str, Any]]:
-        """One matrix pruned, in its own dtype, and its row of the table."""
+        """One matrix pruned, in its own dtype, and its row of the table.
+
+        Raises:
+            WorkError: nothing was seen to enter a matrix that every token should reach.
+        """
+        if not moments.count and not matrix.is_of_expert and self.method != "magnitude":
+            raise WorkError(
+                f"nothing was seen to enter {matrix.parameter} while its block read the text, so that {self.method} "
+                "cannot weigh its inputs: use --method magnitude, which weighs none"
+            )
         weight = matrix.read()
         share, ratio = self.sparsity[matrix.layer], self.rank_ratio[matrix.layer, matrix.key]
         approximation = self._pruned(weight, moments, share, ratio)

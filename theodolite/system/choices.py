@@ -18,7 +18,7 @@ DECODER: Attention = "decoder"
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 """Of pruning."""
 
-FORMS = ("merged", "factored")
+FORMS = ("merged", "factored", "adapter")
 """How a pruned checkpoint is written."""
 
 
@@ -43,4 +43,4 @@ def check_method(method: str) -> None:
 def check_form(form: str) -> None:
     """Raise `UsageError` where it is none of `FORMS`."""
     if form not in FORMS:
-        raise UsageError(f"unknown format {form}: use {' or '.join(FORMS)}")
+        raise UsageError(f"unknown format {form}: use one of {', '.join(FORMS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from theodolite.errors import UsageError
@@ -9,6 +10,27 @@ from theodolite.system.files import check_target
 
 SETTINGS = "pruning.json"
 """The file that tells a pruned checkpoint."""
+
+ADAPTER = "adapter"
+"""The folder in it of the adapter that holds the low-rank parts, where they are apart."""
+
+
+def adapter_in(folder: Path) -> Path | None:
+    """Where a pruned checkpoint has its low-rank parts as an adapter; None of another, or of another folder.
+
+    Raises:
+        UsageError: it should have one.
+    """
+    try:
+        pruning = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["pruning"]
+        is_apart = pruning["format"] == ADAPTER
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    if not is_apart:
+        return None
+    if not (folder / ADAPTER / "adapter_config.json").is_file():
+        raise UsageError(f"{folder} lacks its low-rank parts ({ADAPTER}/): prune again")
+    return folder / ADAPTER
 
 
 def exists_already(out: Path) -> UsageError:

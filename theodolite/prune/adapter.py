@@ -1,0 +1,107 @@
+"""The low-rank parts of a pruned model as one LoRA adapter of PEFT, on a checkpoint of the sparse parts.
+
+    OUT/config.json  OUT/model.safetensors  OUT/adapter/adapter_config.json  OUT/adapter/adapter_model.safetensors
+
+Of a module that W_Q, W_K and W_V share, B holds the left factors side by side, each in the rows of its own outputs, and
+A the right ones below each other: rank r_Q + r_K + r_V. lora_alpha is the rank of each module, so that what PEFT adds
+is B A itself. Experts have no layer that an adapter goes around: their low-rank parts stay in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.utils import is_peft_available
+
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel
+from theodolite.models.block_matrices import Matrix
+from theodolite.models.factored import PrunedMatrix
+
+WEIGHTS = "adapter_model.safetensors"  # PEFT's name
+PREFIX = "base_model.model."  # of PEFT, before the names of the model's modules
+
+
+def refuse_adapter(method: str) -> None:
+    """Raise `UsageError` where a method leaves no low-rank part, or PEFT is not installed."""
+    if method != "oats":
+        raise UsageError(
+            f"{method} has no low-rank part that an adapter could hold: use oats, or --format merged"
+        )
+    if not is_peft_available():
+        raise UsageError("adapters are PEFT's: pip install peft, or choose another --format")
+
+
+def has_layer(matrix: PrunedMatrix) -> bool:
+    """Whether the matrix has a low-rank part that an adapter can hold."""
+    return matrix.left is not None and matrix.expert is None
+
+
+@contextmanager
+def sparse_parts_alone(pairs: Sequence[tuple[Matrix, PrunedMatrix]]) -> Iterator[None]:
+    """While open, the model has the sparse parts of its pruned matrices where an adapter holds the rest."""
+    apart = [(own, pruned) for own, pruned in pairs if has_layer(pruned)]
+    for own, pruned in apart:
+        own.write(pruned.sparse)
+    try:
+        yield
+    finally:
+        for own, pruned in apart:
+            own.write(pruned.merged(own.holder.device))
+
+
+def write_adapter(folder: Path, model: OpenModel, matrices: Sequence[PrunedMatrix], base: Path) -> None:
+    """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them.
+
+    Args:
+        folder: made here. matrices: of all blocks. base: where the sparse parts will lie.
+
+    Raises:
+        UsageError: none has a low-rank part.
+    """
+    from peft import LoraConfig
+    from peft.utils import TaskType
+
+    by_module: dict[str, list[PrunedMatrix]] = {}
+    for matrix in filter(has_layer, matrices):
+        by_module.setdefault(matrix.parameter.removesuffix(".weight"), []).append(matrix)
+    if not by_module:
+        raise UsageError("nothing has a low-rank part that an adapter could hold: choose another --format")
+    factors = {name: _stacked(model, name, parts) for name, parts in by_module.items()}
+    ranks = {name: len(a) for name, (a, _) in factors.items()}
+    config = LoraConfig(
+        r=max(ranks.values()),
+        lora_alpha=max(ranks.values()),
+        rank_pattern=ranks,
+        alpha_pattern=ranks,
+        target_modules=sorted(ranks),
+        fan_in_fan_out=any(matrix.dimension == 1 for parts in by_module.values() for matrix in parts),
+        base_model_name_or_path=str(base),
+        task_type=TaskType.CAUSAL_LM if model.hf.can_generate() else None,
+        inference_mode=True,
+    )
+    config.save_pretrained(folder)
+    tensors: dict[str, Tensor] = {}
+    for name, (a, b) in factors.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = a, b
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def _stacked(model: OpenModel, name: str, parts: Sequence[PrunedMatrix]) -> tuple[Tensor, Tensor]:
+    """A (rank, inputs) and B (outputs, rank) of a module."""
+    weight: Any = model.hf.get_submodule(name).weight
+    a = torch.cat([part.right.cpu() for part in parts if part.right is not None])
+    b = torch.zeros(weight.shape[parts[0].dimension], len(a), dtype=a.dtype)
+    column = 0
+    for part in parts:
+        assert part.left is not None
+        rows = torch.arange(len(b)) if part.rows is None else part.rows.cpu()
+        b[rows, column : column + part.left.shape[1]] = part.left.cpu()
+        column += part.left.shape[1]
+    return a.contiguous(), b.contiguous()
