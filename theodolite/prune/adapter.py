@@ -86,7 +86,7 @@ def write_adapter(folder: Path, model: OpenModel, matrices: Sequence[PrunedMatri
         task_type=TaskType.CAUSAL_LM if model.hf.can_generate() else None,
         inference_mode=True,
     )
-    config.save_pretrained(folder)
+    config.save_pretrained(str(folder))
     tensors: dict[str, Tensor] = {}
     for name, (a, b) in factors.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = a, b
