@@ -12,7 +12,6 @@ from tests.prune.families import opened_anew
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.prune import checkpoint, prune_model
-from theodolite.prune.checkpoint import UnfinishedPruning
 from theodolite.prune.settings import PruningSettings
 
 
@@ -85,7 +84,7 @@ def test_killed_while_it_writes_the_end_it_goes_on(tmp_path, monkeypatch):
     """Oracle: the files of a pruning that was not killed."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     pruned("gpt2", tmp_path, whole)
-    monkeypatch.setattr(UnfinishedPruning, "_write_weights", lambda *_: (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr(checkpoint, "_by_name", lambda *_: (_ for _ in ()).throw(SystemExit))
     with pytest.raises(SystemExit):
         pruned("gpt2", tmp_path, out)
     monkeypatch.undo()

@@ -96,13 +96,20 @@ def in_a_row(output: Tensor) -> Tensor:
 def repeated_mask(mask: BlockMask, tokens: int, contexts: int) -> BlockMask:
     """A mask of so many tokens, as one of a row of so many such contexts."""
 
-    def of_row(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = mask.mask_mod(batch, head, query % tokens, key % tokens)
-        return (query // tokens == key // tokens) & seen
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = mask.mask_mod(batch, head, query % tokens, key % tokens)
+        return (query // tokens == key // tokens) & inside
 
     rows = contexts * tokens
+    # PyTorch counts its arguments, which whoever wraps functions to check types hides: no wrapper reaches a lambda.
     return create_block_mask(
-        of_row, None, None, rows, rows, device=mask.kv_num_blocks.device, BLOCK_SIZE=mask.BLOCK_SIZE
+        lambda batch, head, query, key: seen(batch, head, query, key),
+        None,
+        None,
+        rows,
+        rows,
+        device=mask.kv_num_blocks.device,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
     )
 
 

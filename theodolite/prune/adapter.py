@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.utils import is_peft_available
 
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
@@ -34,7 +34,7 @@ def refuse_adapter(method: str) -> None:
         raise UsageError(
             f"{method} has no low-rank part that an adapter could hold: use oats, or --format merged"
         )
-    if not is_peft_available():
+    if find_spec("peft") is None:
         raise UsageError("adapters are PEFT's: pip install peft, or choose another --format")
 
 
