@@ -85,7 +85,7 @@ def mixed_with_tasks(
 ) -> Batch:
     """Make a share of the contexts ones of a task: `config.repeats` of induction, `config.backcopies` of backcopy.
 
-    Induction: 8 to half a window of tokens, few as often as twice as many, again and again from the second place on:
+    Induction: 8 to half a window of tokens (their logarithm is uniform), again and again from the second place on:
     random ones, or in a third those of the text. Backcopy (after Guo et al. 2024, "Active-dormant attention heads"):
     behind some tokens of the text stand the trigger and once more the token, so that a head is needed there and has
     nothing to do elsewhere.

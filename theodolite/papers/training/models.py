@@ -63,7 +63,7 @@ class EmbeddedConfig:
     learning_rate: float = 2e-3  # the peak
     weight_decay: float = 0.1  # on matrices only
     initial_deviation: float = 0.02  # of the weights, at the beginning
-    architecture: Architecture = "gpt2"
+    architecture: Architecture = "gpt2"  # without no_op, which is gpt-oss's
     begin: bool = False  # contexts begin with the end-of-text token, as of the tokenizer; always with no_op
     repeats: float = 0.0  # share of the contexts that are a few tokens again and again
     backcopies: float = 0.0  # share of them in which the token before a trigger stands behind it once more
@@ -170,21 +170,39 @@ def embedded_model(config: EmbeddedConfig) -> PreTrainedModel:
     """
     if config.architecture not in ARCHITECTURES:
         raise UsageError(f"architecture is '{config.architecture}'; choose {', '.join(ARCHITECTURES)}.")
-    if config.no_op is None:
-        sizes = (config.vocabulary, config.length, config.layers, config.heads, config.width)
-        if config.architecture == "llama":
-            return _llama(config)
-        return gpt2(*sizes, special_token=0, initializer_range=config.initial_deviation)
+    if config.no_op is not None:
+        return _gpt_oss(config)
+    if config.architecture == "llama":
+        llama = LlamaForCausalLM(
+            LlamaConfig(**_gated_sizes(config), initializer_range=config.initial_deviation)
+        )
+        llama.set_attn_implementation(ATTENTION)
+        return llama
+    sizes = (config.vocabulary, config.length, config.layers, config.heads, config.width)
+    return gpt2(*sizes, special_token=0, initializer_range=config.initial_deviation)
+
+
+def _gated_sizes(config: EmbeddedConfig) -> dict[str, Any]:
+    """What the configurations of Llama and gpt-oss have in common."""
+    return {
+        "vocab_size": config.vocabulary,
+        "max_position_embeddings": config.length,
+        "hidden_size": config.width,
+        "intermediate_size": GATED_WIDTH * config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def _gpt_oss(config: EmbeddedConfig) -> PreTrainedModel:
     if config.no_op not in NO_OPS:
         raise UsageError(f"no_op is '{config.no_op}'; choose {', '.join(NO_OPS)}.")
     model = GptOssForCausalLM(
         GptOssConfig(
-            vocab_size=config.vocabulary,
-            max_position_embeddings=config.length,
-            hidden_size=config.width,
-            intermediate_size=GATED_WIDTH * config.width,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
+            **_gated_sizes(config),
             num_key_value_heads=config.heads,
             head_dim=config.width // config.heads,
             num_local_experts=1,
@@ -192,9 +210,6 @@ def embedded_model(config: EmbeddedConfig) -> PreTrainedModel:
             layer_types=["full_attention"] * config.layers,
             sliding_window=config.length,  # read even where no layer has one
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
             pad_token_id=None,
         )
     )
@@ -203,25 +218,6 @@ def embedded_model(config: EmbeddedConfig) -> PreTrainedModel:
         if name.endswith(".sinks"):
             torch.nn.init.constant_(parameter, ABSENT_LOGIT if config.no_op == "none" else 0.0)
             parameter.requires_grad_(config.no_op == "learned")
-    return model
-
-
-def _llama(config: EmbeddedConfig) -> PreTrainedModel:
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocabulary,
-            max_position_embeddings=config.length,
-            hidden_size=config.width,
-            intermediate_size=GATED_WIDTH * config.width,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            tie_word_embeddings=True,
-            initializer_range=config.initial_deviation,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-    model.set_attn_implementation(ATTENTION)
     return model
 
 
