@@ -109,8 +109,9 @@ def test_what_cannot_be_an_adapter_is_refused_at_once(tmp_path, monkeypatch):
     assert model.interventions == ()
 
 
-def test_without_its_low_rank_parts_it_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_without_its_low_rank_parts_it_is_refused(name, tmp_path):
     pruned("gpt2", tmp_path, "adapter")
-    (tmp_path / "adapter" / "adapter" / "adapter_config.json").unlink()
+    (tmp_path / "adapter" / "adapter" / name).unlink()
     with pytest.raises(UsageError, match=r"adapter lacks its low-rank parts"):
         open_model(tmp_path / "adapter")

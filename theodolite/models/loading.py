@@ -33,7 +33,7 @@ from theodolite.models.factored import is_factored, load_factored
 from theodolite.models.guard import MAKING
 from theodolite.models.quantised import FLOATS, kind_of_name, refuse_quantised_files
 from theodolite.system.checkpoint_folders import refuse_index, weight_files
-from theodolite.system.pruned_folders import adapter_in
+from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in
 
 # What the loaders of transformers raise on broken or unknown checkpoints.
 LOADING_ERRORS = (
@@ -217,7 +217,8 @@ def load(
     """
     architecture = architecture_of(source, config)
     folder = Path(source).expanduser()
-    if (adapter_in(folder) or has_adapter(source, revision)) and not is_peft_available():
+    adapter = adapter_in(folder)
+    if (adapter or has_adapter(source, revision)) and not is_peft_available():
         raise UsageError(
             f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
         )
@@ -260,7 +261,6 @@ def load(
             f"{source} lacks {len(missing)} of the model's tensors (first: {missing[0]}): the weights belong "
             "to another architecture or are incomplete"
         )
-    adapter = adapter_in(folder)
     return model if adapter is None else with_adapter_merged(model, adapter)
 
 
@@ -326,13 +326,9 @@ def hash_checkpoint(
     `show_progress` is told (bytes done, bytes in all), and may raise to stop.
     """
     digest, done = hashlib.sha256(), 0
-    adapter = adapter_in(folder)
     paths = [folder / "config.json", *weight_files(folder)]
-    paths += (
-        sorted(path for path in adapter.iterdir() if path.suffix in (".json", ".safetensors"))
-        if adapter
-        else []
-    )
+    if adapter := adapter_in(folder):
+        paths += [adapter / name for name in ADAPTER_FILES]
     total = sum(path.stat().st_size for path in paths)
     for path in paths:
         with path.open("rb") as file:

@@ -23,8 +23,8 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
+from theodolite.system.pruned_folders import ADAPTER_FILES
 
-WEIGHTS = "adapter_model.safetensors"  # PEFT's name
 PREFIX = "base_model.model."  # of PEFT, before the names of the model's modules
 
 
@@ -90,7 +90,7 @@ def write_adapter(folder: Path, model: OpenModel, matrices: Sequence[PrunedMatri
     tensors: dict[str, Tensor] = {}
     for name, (a, b) in factors.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = a, b
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    save_file(tensors, folder / ADAPTER_FILES[1], {"format": "pt"})
 
 
 def _stacked(model: OpenModel, name: str, parts: Sequence[PrunedMatrix]) -> tuple[Tensor, Tensor]:

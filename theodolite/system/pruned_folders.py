@@ -14,6 +14,9 @@ SETTINGS = "pruning.json"
 ADAPTER = "adapter"
 """The folder in it of the adapter that holds the low-rank parts, where they are apart."""
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What PEFT calls the files of an adapter."""
+
 
 def adapter_in(folder: Path) -> Path | None:
     """Where a pruned checkpoint has its low-rank parts as an adapter; None of another, or of another folder.
@@ -24,11 +27,12 @@ def adapter_in(folder: Path) -> Path | None:
     try:
         pruning = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["pruning"]
         is_apart = pruning["format"] == ADAPTER
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     if not is_apart:
         return None
-    if not (folder / ADAPTER / "adapter_config.json").is_file():
+    # Without the second, PEFT would look for pickled weights, and then for a model of this name on the hub.
+    if not all((folder / ADAPTER / name).is_file() for name in ADAPTER_FILES):
         raise UsageError(f"{folder} lacks its low-rank parts ({ADAPTER}/): prune again")
     return folder / ADAPTER
 
