@@ -59,7 +59,7 @@ def main(given: Sequence[str] | None = None) -> list[Ratio]:
     def looked_at_step(spectra: bool) -> None:
         inline.arm(0, spectra)
         step()
-        inline.take(0)
+        inline.take(1)
 
     works = {
         "step": step,

@@ -58,7 +58,8 @@ def inline_look(model: nn.Module, forward: Callable[[], Any], **options: Any) ->
     monitor = GeometryMonitor(model, inline=True, every=1, **options)
     assert monitor(0) == {}
     forward()
-    numbers = monitor(0)
+    assert monitor(0) == {}
+    numbers = monitor(1)
     assert numbers["entropy_mean"] == pytest.approx(monitor.last.heads["entropy"].mean())
     assert monitor.last.step == 0
     return monitor.last
@@ -144,11 +145,39 @@ def test_a_pass_of_padded_contexts_only_is_no_look():
     monitor(0)
     mask = torch.ones_like(IDS).index_fill(1, torch.tensor([23]), 0)
     model(input_ids=IDS, attention_mask=mask)
-    assert monitor(1) == {}
-    assert monitor(2) == {}
+    assert monitor(0) == {}
+    with pytest.warns(GeometryWarning, match=r"every context of the step was padded.* give the monitor token ids"):
+        assert monitor(1) == {}
+    model(input_ids=IDS, attention_mask=mask)
+    assert monitor(2) == {}  # armed at 1 or 2, and not warned again
     model(input_ids=IDS)
     assert monitor(3)
     assert monitor.last.step == 2
+
+
+def test_the_micro_batches_of_a_step_are_one_look():
+    model = model_of("gpt2")
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight[:, :32] *= 30  # logits far from 0
+    expected = GeometryReader(model, IDS).look()
+
+    def forward() -> None:
+        for ids in IDS.split([1, 3, 2]):
+            model(input_ids=ids)
+
+    assert_same(inline_look(model, forward), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_of_micro_batches_of_other_lengths_the_largest_logits_count():
+    model = model_of("gpt2")
+    parts = [IDS[:2], IDS[2:, :17], IDS[2:, :9].flip(1)]
+    looks = [GeometryReader(model, ids).look() for ids in parts]
+    found = inline_look(model, lambda: [model(input_ids=ids) for ids in parts])
+    logits = [look.heads.pop("largest_logit") for look in (*looks, found)]
+    largest = pd.concat(logits[:-1], axis=1).max(axis=1)
+    assert (largest > logits[0]).any()
+    pd.testing.assert_series_equal(logits[-1], largest, check_names=False, rtol=1e-4)
+    assert_same(found, looks[0], rtol=1e-4, atol=1e-5)
 
 
 def test_neither_evaluations_nor_a_broken_pass_are_the_look():
@@ -165,11 +194,10 @@ def test_neither_evaluations_nor_a_broken_pass_are_the_look():
         model(input_ids=IDS + 1)
     broken.remove()
     model(input_ids=IDS)
-    model(input_ids=IDS + 1)  # the next micro-batch
     assert monitor(1)
     assert_same(monitor.last, expected, rtol=1e-4, atol=1e-5)
     model(input_ids=IDS)
-    monitor(1)
+    monitor(2)
     assert len(nn.modules.module._global_forward_hooks) == hooks
     assert not torch.overrides._get_current_function_mode_stack()
 
@@ -279,12 +307,11 @@ def looked_at_together(rank: int, folder: Path, kind: str) -> None:
     monitor(0)
     own = IDS[:4] if rank == 0 else IDS[4:]
     model(input_ids=IDS if kind == "heads" else own).logits.sum().backward()
-    monitor(0)
+    monitor(1)
     monitor.last.heads.to_parquet(folder / f"heads{rank}")
     monitor.last.layers.to_parquet(folder / f"layers{rank}")
     if kind != "DDP":
         return
-    monitor(1)
     model(input_ids=IDS[:, : 24 - rank]).logits.sum().backward()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", GeometryWarning)

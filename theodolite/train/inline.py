@@ -1,6 +1,6 @@
-"""A pass that training makes anyway as a look: the attention of the micro-batch that is trained on is overheard.
+"""Passes that training makes anyway as a look: the attention of the micro-batches that are trained on is overheard.
 
-Armed before a step, it measures the next forward pass of training, which computes the very numbers that it computes
+Armed before a step, it measures the forward passes of that step, which compute the very numbers that they compute
 without. When looks are due, and what is done with them, is not known here.
 """
 
@@ -46,6 +46,9 @@ class OverheardReader:
         model: as `GeometryReader` takes it; not compiled.
         over_ranks: the micro-batches of all processes of `torch.distributed` are one look.
 
+    Attributes:
+        given_up: steps that were to be a look, and in which some process heard only padded contexts.
+
     Raises:
         UsageError: the model is of no supported family, an encoder-decoder, compiled, or attends in a way that cannot
             be overheard.
@@ -72,6 +75,7 @@ class OverheardReader:
                 )
             self.model.check_weights()
             _verify(self.model)
+        self.given_up = 0
         self._armed: tuple[int, _Listening, dict[str, list[Any]] | None, float] | None = None
 
     @property
@@ -80,7 +84,8 @@ class OverheardReader:
         return self._armed is not None
 
     def arm(self, step: int, spectra: bool) -> None:
-        """Let the next forward pass of training be the look at `step`; with spectra, read the weights now."""
+        """Let training's next passes be the look at `step`, until a later one is taken; with spectra, read the weights.
+        """
         started = time.perf_counter()
         of_weights = None
         if spectra:
@@ -90,29 +95,30 @@ class OverheardReader:
         self._armed = step, listening, of_weights, time.perf_counter() - started
 
     def take(self, step: int) -> Geometry | None:
-        """The look that a pass was, `step` optimizer steps having been done; None where there is none yet.
+        """The look that the passes of a step were, `step` optimizer steps having been done; None before it is done.
 
-        A look that all passes since have had only padded contexts for is given up.
+        Its contexts are those of all its micro-batches that are as long as the first; largest logits, of those of
+        other lengths too. Where all contexts were padded it is given up.
 
         Raises:
             UsageError: training passes cannot be looked at, or those of two processes not together, or none was heard.
             WorkError: hidden states are NaN or infinite; the layer is named.
         """
-        if self._armed is None:
+        if self._armed is None or step <= self._armed[0]:
             return None
         since, listening, spectra, seconds = self._armed
+        listening.close()
+        self._armed = None
         heard = listening.heard
         told = self._told(listening)
-        if told["waits"] == 0 or step > since:
-            listening.close()
-            self._armed = None
-        self.ranks.raise_any(listening.error or (heard.error if heard else None))
+        self.ranks.raise_any(listening.error)
         if told["waits"]:
-            if step > since and not told["passes"]:
+            if not told["passes"]:
                 raise UsageError(
                     f"no forward pass of {self.model.source.name} in training was heard since step {since}: call the "
                     f"monitor before the pass, and train without torch.compile; or {INSTEAD}"
                 )
+            self.given_up += 1
             return None
         assert heard is not None
         if told["length"] != self.ranks.world * heard.length:
@@ -159,11 +165,10 @@ def _verify(model: OpenModel) -> None:
         source.run(ids)
     finally:
         listening.close()
-    heard = listening.heard
-    error = listening.error or (
-        UsageError("its forward is not what is called") if heard is None else heard.error
-    )
-    if heard is not None and error is None:
+    heard, error = listening.heard, listening.error
+    if heard is None:
+        error = error or UsageError("its forward is not what is called")
+    else:
         ours, theirs = (sums.attention_statistics.state() for sums in (heard.sums, expected))
         for name in ("entropy", "largest_logit"):
             if not torch.allclose(ours[name], theirs[name], rtol=TOLERANCE, atol=TOLERANCE):
@@ -211,17 +216,17 @@ class _Overheard(Hooks):
 
 
 class _Listening:
-    """Waits for a pass that can be looked at, and overhears it: it begins as `entry` is called.
+    """Overhears every pass that can be looked at, each from the call of `entry` to its end.
 
     Attributes:
-        heard: the pass, when it has ended.
-        error: why what was read cannot be looked at.
+        heard: the first pass that has ended, with those since taken in.
+        error: why what was read cannot be looked at; nothing is heard any more.
         passes: how many have begun.
     """
 
     def __init__(self, model: OpenModel, spectra: bool, entry: nn.Module, *, of_training: bool) -> None:
         self.heard: _Overheard | None = None
-        self.error: UsageError | None = None
+        self.error: TheodoliteError | None = None
         self.passes = 0
         self._model, self._spectra, self._of_training = model, spectra, of_training
         self._pass = ExitStack()
@@ -250,12 +255,23 @@ class _Listening:
         heard = _Overheard(self._model, ids, whole, self._spectra)
 
         def end(*_: Any) -> None:
-            self.heard = heard
-            self.close()
+            self._pass.close()
+            self._take_in(heard)
 
         # The last of the hooks, for those of the pass to have been called.
         self._pass.enter_context(overhearing(self._model, heard, module))
         self._pass.callback(module.register_forward_hook(end).remove)
+
+    def _take_in(self, heard: _Overheard) -> None:
+        if heard.error is not None:
+            self.error = heard.error
+            self.close()
+        elif self.heard is None:
+            self.heard = heard
+        else:
+            started = time.perf_counter()
+            self.heard.sums.merge(heard.sums, largest_only=heard.length != self.heard.length)
+            self.heard.seconds += heard.seconds + time.perf_counter() - started
 
 
 def _micro_batch(args: Any, kwargs: Any) -> tuple[Int[Tensor, "contexts positions"], Tensor]:

@@ -81,6 +81,17 @@ class LookSums(Hooks):
         }
         return self.attention_statistics.update(layer, inputs, self._tokens, 0)
 
+    def merge(self, other: LookSums, *, largest_only: bool = False) -> None:
+        """Take in another pass: all that it has summed, or of contexts of another length only the largest logits."""
+        if largest_only:
+            for layer, largest in enumerate(other.attention_statistics.state()["largest_logit"]):
+                self.attention_statistics.add("largest_logit", layer, largest)
+            return
+        self.attention_statistics.merge(other.attention_statistics)
+        for own, more in zip(self.queries + self.residual, other.queries + other.residual, strict=True):
+            for name, tensor in more.items():
+                own[name] = own[name] + tensor
+
     def totals(self, ranks: Ranks, *, counts: bool) -> State:
         """All sums over contexts of all processes, leading with layers; this one's only if it `counts`.
 

@@ -22,7 +22,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
 from theodolite.train.checks import check_looks, checked_folder, one_number, whole_step
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
-from theodolite.train.inline import OverheardReader
+from theodolite.train.inline import INSTEAD, OverheardReader
 from theodolite.train.record import Record
 
 CONTEXTS, LENGTH = 8, 128
@@ -51,9 +51,9 @@ class GeometryMonitor:
     Args:
         model: as `GeometryReader` takes it; it stays the object that is trained.
         ids: the monitor batch, token ids (contexts, positions) without padding; 8 × 128 do (see `monitor_batch`).
-        inline: in place of `ids`: a look is the first forward pass of training after the call at which it is due,
-            measured as it runs, and no second one is made. What is returned is of that pass, at the first call after
-            it. The model is as it is in training (dropout), the batch another one every time. Contexts with padding
+        inline: in place of `ids`: a look is what training computes after the call at which it is due, up to the next
+            optimizer step, measured as it runs: the first call with a later step returns it. The model is as it is in
+            training (dropout), the contexts are others every time, those of all micro-batches; contexts with padding
             are left out.
         every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
@@ -168,15 +168,22 @@ class GeometryMonitor:
         return scalars(geometry) | {"alarms": float(self._judge.active), "time_share": share}
 
     def _look(self, step: int) -> Geometry | None:
-        """A look that is due now; or inline the one that was due, and a pass has been since."""
+        """A look that is due now; or inline the one that was due at a step that is done now."""
         if isinstance(self._reader, GeometryReader):
             return (
                 self._reader.look(step, self._with_spectra(step, self.last))
                 if self._due(step, self.last)
                 else None
             )
+        given_up = self._reader.given_up
         geometry = self._reader.take(step)
-        # What is taken is of an earlier step, as a rule, and the next may be due.
+        if self._reader.given_up > given_up == 0:
+            self._warn(
+                f"step {step}: every context of the step was padded, and padded contexts are left out; the look is of "
+                f"the first step that has others. If none has, {INSTEAD}",
+                stacklevel=4,
+            )
+        # What is taken is of an earlier step, and the next may be due.
         if not self._reader.armed and self._due(step, geometry or self.last):
             self._reader.arm(step, self._with_spectra(step, geometry or self.last))
         return geometry
