@@ -146,7 +146,9 @@ def test_a_pass_of_padded_contexts_only_is_no_look():
     mask = torch.ones_like(IDS).index_fill(1, torch.tensor([23]), 0)
     model(input_ids=IDS, attention_mask=mask)
     assert monitor(0) == {}
-    with pytest.warns(GeometryWarning, match=r"every context of the step was padded.* give the monitor token ids"):
+    with pytest.warns(
+        GeometryWarning, match=r"every context of the step was padded.* give the monitor token ids"
+    ):
         assert monitor(1) == {}
     model(input_ids=IDS, attention_mask=mask)
     assert monitor(2) == {}  # armed at 1 or 2, and not warned again
