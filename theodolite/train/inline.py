@@ -84,7 +84,7 @@ class OverheardReader:
         return self._armed is not None
 
     def arm(self, step: int, spectra: bool) -> None:
-        """Let training's next passes be the look at `step`, until a later one is taken; with spectra, read the weights."""
+        """Let training's passes be the look at `step`, until a later one is asked for; with spectra, read weights."""
         started = time.perf_counter()
         of_weights = None
         if spectra:
