@@ -270,6 +270,14 @@ def test_layers_that_rest_on_one_thing_or_have_no_number_decide_nothing():
     assert (verdict.answer, "in 1 of 1 layers" in verdict.evidence) == (HOLDS, True)
 
 
+def test_evidence_has_no_error_of_a_layer_that_is_left_out():
+    layers = Estimates(np.array([1.0, np.nan, 2.0]), np.array([0.1, 50.0, 0.2]), 8, "groups")
+    assert (
+        "(from 1 to 2, standard errors up to 0.20 of 8 groups)"
+        in judge("", "roughness", layers, LOW).evidence
+    )
+
+
 def test_every_published_row_would_hold_by_its_own_criteria():
     """Oracle: the paper says of its own tables that the claims hold."""
     for rows in published.RANK.values():

@@ -217,7 +217,8 @@ def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion
 
 
 def _spread(layers: Estimates) -> str:
-    values, errors = layers.values[np.isfinite(layers.values)], layers.errors
+    judged = np.isfinite(layers.values)
+    values, errors = layers.values[judged], None if layers.errors is None else layers.errors[judged]
     spread = f"from {number(values.min())} to {number(values.max())}"
     if layers.is_exact:
         return f"{spread}, exact"

@@ -15,7 +15,7 @@ from PIL import Image
 from playwright.sync_api import Page
 
 from tools.chromium import browser
-from tools.gallery import DOCS, results
+from tools.gallery import DOCS, new_results
 
 # Picture → the experiment, and those of its figures that stand in it, one below the other.
 PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -50,7 +50,7 @@ def draw(page: Page, report: Path, keys: tuple[str, ...]) -> Image.Image:
 
 def main(folders: list[str]) -> None:
     """Write those that can be."""
-    found = results([Path(folder) for folder in folders])
+    found = new_results([Path(folder) for folder in folders])
     with browser() as page:
         for name, (experiment, keys) in PICTURES.items():
             if experiment not in found:

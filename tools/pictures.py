@@ -14,21 +14,21 @@ import plotly.graph_objects as go
 
 from theodolite.passes.run import Run
 from theodolite.report import figures
-from theodolite.report.drawing import traces as figures_traces
+from theodolite.report.drawing import sinks as of_sinks
 from tools.chromium import browser, write_figure
 from tools.outputs import DOCS, FIRST, SINKS, make_runs
 
 # Name → the figure, of the survey or of the trace.
 OF_SURVEY: dict[str, Callable[[Run], go.Figure]] = {
-    "spiral": lambda run: figures.spiral(run, 2),
-    "gram": lambda run: figures.gram(run, 2),
+    "spiral": lambda run: figures.spiral(run, 4),
+    "gram": lambda run: figures.gram(run, 4),
     "incoherence": figures.incoherence,
     "similarity": figures.similarity,
     "rank_collapse": figures.rank_collapse,
     "entropy": lambda run: figures.head_map(run, "entropy"),
     "regime_plane": figures.regime_plane,
     "propagation": lambda run: figures.propagation(run, 5, 1),
-    "head_shares": lambda run: figures.head_shares(run, 3),
+    "head_shares": lambda run: figures.head_shares(run, 2),
     "attribution": lambda run: figures.attribution(run, "previous"),
     "previous_token": lambda run: figures.head_map(run, "previous_token"),
     "argmax_property": lambda run: figures.head_map(run, "argmax_property"),
@@ -36,7 +36,7 @@ OF_SURVEY: dict[str, Callable[[Run], go.Figure]] = {
     "outlier_shares": figures.outlier_shares,
 }
 OF_TRACE: dict[str, Callable[[Run], go.Figure]] = {
-    "strength": lambda run: figures_traces.strength(run.traces),
+    "strength": lambda run: of_sinks.strength(run.traces),
 }
 SQUARE = ("spiral", "gram")
 

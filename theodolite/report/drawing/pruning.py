@@ -104,7 +104,7 @@ def plans(table: pd.DataFrame) -> go.Figure:
 
 def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Figure:
     """One dot per ablation with its 95 % interval, and a dotted line at each of `limits`."""
-    names = [for_plotly("<br>".join(textwrap.wrap(name, 44))) for name in left]
+    names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
     dots = go.Scatter(
         x=np.array([share.value for share in left.values()], dtype=np.float32),
         y=names,
