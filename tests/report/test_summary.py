@@ -27,9 +27,15 @@ def with_layers(run: Run, **columns: object) -> Run:
     return replace(run, layers=run.layers.assign(**columns))
 
 
-def test_position_gives_means_extremes_and_the_published_numbers(run: Run) -> None:
+def of_a_long_text(run: Run) -> Run:
+    """The run, where noise is no part of the positional basis."""
+    corpus = run.provenance["corpus"] | {"contexts": 10_000}
+    return replace(run, provenance=run.provenance | {"corpus": corpus})
+
+
+def test_position_gives_means_extremes_and_the_published_numbers() -> None:
     run = with_layers(
-        make_run(),
+        of_a_long_text(make_run()),
         relative_norm=[0.9, 0.8, 0.6, 0.1],
         rank=[12, 10, 9, 9],
         low_frequency_10=[0.96, 0.95, 0.95, 0.94],
@@ -46,7 +52,7 @@ def test_position_gives_means_extremes_and_the_published_numbers(run: Run) -> No
 def test_standard_errors_follow_the_means_they_are_of(run: Run) -> None:
     """The mean of the layers' errors, by hand: 0.02, 0.5, 0.004 and 0.1."""
     run = with_layers(
-        run,
+        of_a_long_text(run),
         relative_norm=[0.9, 0.8, 0.6, 0.1],
         relative_norm_se=[0.01, 0.01, 0.02, 0.04],
         rank=[12, 10, 9, 9],
@@ -283,3 +289,25 @@ def test_a_pattern_is_told_by_what_keeps_it_alone_and_what_is_left_without(run: 
 
 def test_an_older_run_says_nothing_of_constituents(run: Run) -> None:
     assert told(make_run(), "Constituents") == ""
+
+
+def test_smoothness_is_judged_where_the_text_s_noise_is_small() -> None:
+    """Oracle: noise of 400 contexts of 128 tokens is a tenth at a relative norm of (9 · 128)^¼/20 = 0.291."""
+    columns = {"low_frequency_10": [0.2, 0.3, 0.9, 0.2], "low_frequency_10_se": [0.01] * 4}
+    made = make_run()
+    made.provenance["corpus"] |= {"contexts": 400, "length": 128}
+    some = with_layers(made, relative_norm=[0.1, 0.28, 0.3, 0.29], **columns)
+    (found,) = [f for f in health(some) if "rough" in f.text.lower()]
+    assert (found.status, "90" in found.text) == ("passed", True)
+    assert "of the energy of its Gram matrix in the layers where" in told(some, "Position")
+    none = with_layers(made, relative_norm=[0.1, 0.28, 0.29, 0.29], **columns)
+    (found,) = [f for f in health(none) if "smoothness" in f.text]
+    assert (found.status, "is not judged" in found.text) == ("passed", True)
+    assert "Gram" not in told(none, "Position")
+
+
+def test_means_turned_by_rotary_positions_are_no_constant() -> None:
+    made = with_heads(make_run(), share_constant=[1.0] + [0.4] * 11)
+    assert any(f.text.startswith("Constant logits") for f in health(made))
+    made.provenance["model"] |= {"positions": "rotary"}
+    assert not any("onstant logits" in f.text for f in health(made))

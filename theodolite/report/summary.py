@@ -7,6 +7,7 @@ no figures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -29,6 +30,7 @@ from theodolite.report.data import (
     column,
     entropy_share,
     head_labels,
+    layer_average,
     layer_mean,
     provenance,
 )
@@ -126,9 +128,10 @@ def _position(run: Run) -> list[str]:
             f"The mean rank of the positional basis is {_mean(rank_mean)} ({_range(rank, number)} by layer); "
             f"published for {model}: {reference.rank[0]:.1f}."
         )
-    smooth = layer_mean(run, "low_frequency_10")
-    if smooth is not None:
-        share = smooth[0]
+    among = health.above_noise(run)
+    smooth = layer_average(run, "low_frequency_10", among)[0]
+    if math.isfinite(smooth.value):
+        share = smooth.value
         word = (
             "smooth"
             if share >= SMOOTH
@@ -136,9 +139,10 @@ def _position(run: Run) -> list[str]:
             if share >= health.ROUGH.limit
             else "not smooth"
         )
+        where = "" if among.all() else " in the layers where the text's sampling noise is less than a tenth"
         sentences.append(
             f"The positional basis is {word}: the ten lowest frequencies{health.of_plane(run)} hold "
-            f"{percent_with_error(*smooth)} of the energy of its Gram matrix "
+            f"{percent_with_error(smooth.value, smooth.error)} of the energy of its Gram matrix{where} "
             f"(GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition about "
             f"{percent(published.LOW_FREQUENCY_ADDITION)})."
         )
