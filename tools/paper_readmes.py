@@ -68,7 +68,7 @@ def readme(group: str, found: dict[str, Any]) -> str:
         f"and the [errata](../../../docs/errata-{group}.md) which formulas do not hold as printed. All at once:",
         "",
         "```bash",
-        f"theodolite reproduce {group} --length 128 --contexts 256",
+        f"theodolite reproduce {group} --length 128 --contexts {1024 if group == 'geometry' else 256}",
         *(command for command, _ in trained),
         "```",
         "",

@@ -41,19 +41,6 @@ class _Steps:
 
 
 @dataclass(frozen=True)
-class _Embedded(_Steps):
-    """Options of a training run on Python's text."""
-
-    recipe: Annotated[
-        str,
-        typer.Option(
-            help="embedded: the model of this package. mechanism: a Llama as large that is asked for "
-            "induction and for sinks at its begin token; it is not in the package."
-        ),
-    ] = "embedded"
-
-
-@dataclass(frozen=True)
 class _Small(_Steps):
     """Options of a small model's training run."""
 
@@ -95,7 +82,7 @@ RECORDS = ("training.json", "escape.json", "grid.json")
 
 @training.command("embedded")
 @with_option_groups
-def embedded_command(*, options: _Embedded, running: _Running) -> None:
+def embedded_command(*, options: _Steps, running: _Running) -> None:
     """Retrain the model inside this package, on the documentation that ships with Python.
 
     Example: theodolite train embedded --out mine --seed 0

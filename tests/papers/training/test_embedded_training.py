@@ -20,7 +20,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.papers.training import command, embedded_training, training_loop
 from theodolite.papers.training.embedded_text import Source, mixed_with_tasks, split_sources
 from theodolite.papers.training.embedded_training import EmbeddedConfig, train_embedded_model
-from theodolite.papers.training.models import MECHANISM, embedded_model
+from theodolite.papers.training.models import embedded_model
 from theodolite.papers.training.training_loop import LearningRate
 
 SMALL = EmbeddedConfig(
@@ -33,19 +33,12 @@ SMALL = EmbeddedConfig(
     steps=6,
     checkpoint_every=2,
     bfloat16=False,
+    repeats=0.0,
+    backcopies=0.0,
 )
 
 
-EVERYTHING = replace(
-    SMALL,
-    weight_decay=0.0,
-    initial_deviation=0.05,
-    architecture="llama",
-    begin=True,
-    repeats=0.3,
-    backcopies=0.3,
-)
-"""What `MECHANISM` changes."""
+WITH_TASKS = replace(SMALL, repeats=0.3, backcopies=0.3)
 
 
 def some_text(seed: int, words: int = 120) -> str:
@@ -67,7 +60,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-@pytest.fixture(scope="module", params=[SMALL, EVERYTHING], ids=["plain", "everything"])
+@pytest.fixture(scope="module", params=[SMALL, WITH_TASKS], ids=["text", "tasks"])
 def config(request: pytest.FixtureRequest) -> EmbeddedConfig:
     return request.param
 
@@ -86,9 +79,8 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(
     out, result = trained
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.dtype == torch.float32
-    assert (model.config.model_type, model.config.max_position_embeddings) == (config.architecture, 16)
-    began = "<|endoftext|>" * config.begin
-    assert tokenizer.decode(tokenizer("naïve\n  text")["input_ids"]) == began + "naïve\n  text"
+    assert (model.config.model_type, model.config.max_position_embeddings) == ("llama", 16)
+    assert tokenizer.decode(tokenizer("naïve\n  text")["input_ids"]) == "<|endoftext|>naïve\n  text"
     assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == tokenizer.eos_token_id == 0
     assert result.parameters == sum(p.numel() for p in model.parameters())
     assert result.tokens_seen == 6 * 4 * 16
@@ -99,7 +91,7 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(
             ids = torch.tensor(tokenizer(document.text, add_special_tokens=False)["input_ids"])
             for start in range(0, len(ids) - 16, 17):
                 window = ids[start : start + 17].clone()
-                window[0] *= not config.begin  # 0 is <|endoftext|>
+                window[0] = 0  # <|endoftext|>
                 with torch.no_grad():
                     logits = model(input_ids=window[None, :-1]).logits[0].double().log_softmax(-1)
                 total -= float(logits.gather(1, window[1:, None]).sum())
@@ -208,7 +200,6 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
             "shares of the contexts, at least 0 each and at most 1 together",
         ),
         ({"repeats": -0.1}, "repeats are -0.1 and backcopies 0.0"),
-        ({"architecture": "bert"}, "architecture is 'bert'; choose gpt2, llama"),
     ],
 )
 def test_impossible_trainings_are_one_line_and_leave_nothing(tmp_path: Path, change: dict, says: str) -> None:
@@ -254,32 +245,23 @@ def test_the_card_states_data_steps_losses_and_the_call(
         "train_embedded_model('model', sources=…, config=EmbeddedConfig(layers=1, heads=2, width=16, length=16"
         in text
     )
-    every = config == EVERYTHING
-    said = [
-        "In 30% of the contexts",
-        "In 30%, the token before",
-        "deviation 0.05",
-        "Llama-architecture",
-        "rotary positions",
-    ]
-    assert [words in text for words in said] == [every] * len(said)
-    assert ("trained with a beginning" in text, "trained without a beginning" in text) == (every, not every)
+    said = ["In 30% of the contexts", "In 30%, the token before"]
+    assert [words in text for words in said] == [config == WITH_TASKS] * len(said)
 
 
 @pytest.mark.parametrize(
     ("settings", "python_text", "call"),
     [
         (EmbeddedConfig(steps=9, seed=4), True, "embedded --out model --steps 9 --seed 4 --threads 1"),
-        (replace(MECHANISM, seed=4), True, "embedded --out model --recipe mechanism --seed 4 --threads 1"),
         (
-            replace(MECHANISM, width=320),
+            EmbeddedConfig(width=320, repeats=0.0),
             True,
-            "config=EmbeddedConfig(width=320, batch=8, steps=20000, learning_rate=0.003, weight_decay=0.0",
+            "config=EmbeddedConfig(width=320, repeats=0.0), threads=1",
         ),
-        (MECHANISM, False, "sources=…, config=EmbeddedConfig(batch=8, steps=20000"),
+        (EmbeddedConfig(), False, "sources=…, config=EmbeddedConfig(), threads=1"),
     ],
 )
-def test_the_card_gives_the_command_of_a_recipe_and_else_the_call(
+def test_the_card_gives_the_command_where_it_has_the_options_and_else_the_call(
     trained: tuple[Path, embedded_training.EmbeddedResult],
     settings: EmbeddedConfig,
     python_text: bool,
@@ -290,8 +272,8 @@ def test_the_card_gives_the_command_of_a_recipe_and_else_the_call(
     assert ("psfl" in text) == python_text
 
 
-def test_a_recipe_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the configuration that reaches the trainer, and the words."""
+def test_options_that_are_not_given_are_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the configuration that reaches the trainer."""
     asked = []
 
     def train(out: Path, config: EmbeddedConfig) -> SimpleNamespace:
@@ -299,17 +281,15 @@ def test_a_recipe_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.Monke
         return SimpleNamespace(validation_loss={})
 
     monkeypatch.setattr(command, "train_embedded_model", train)
-    for options in ({}, {"recipe": "mechanism", "steps": 9, "batch": None}):
+    for options in ({}, {"steps": 9, "batch": None}):
         command.train_embedded(tmp_path / "m", options, seed=3)
-    assert asked == [EmbeddedConfig(seed=3), replace(MECHANISM, steps=9, seed=3)]
-    with pytest.raises(UsageError, match=r"^recipe is 'such'; choose embedded, mechanism\.$"):
-        command.train_embedded(tmp_path / "m", {"recipe": "such"}, seed=3)
+    assert asked == [EmbeddedConfig(seed=3), EmbeddedConfig(steps=9, seed=3)]
 
 
 def test_a_model_begins_with_the_deviation_that_is_asked_for() -> None:
     """Oracle: the standard deviation of n normal numbers, to four of its standard errors."""
     torch.manual_seed(0)
-    embeddings = embedded_model(replace(MECHANISM, initial_deviation=0.07)).get_input_embeddings().weight
+    embeddings = embedded_model(EmbeddedConfig(initial_deviation=0.07)).get_input_embeddings().weight
     assert float(embeddings.detach().std()) == pytest.approx(0.07, rel=4 / math.sqrt(2 * embeddings.numel()))
 
 

@@ -22,7 +22,15 @@ from theodolite.papers.training.training_loop import check_numbers
 from theodolite.system.files import check_target, disk_errors, folder_purpose, write_text
 from theodolite.system.locks import locked
 
-DEFAULT = EmbeddedConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)
+DEFAULT = EmbeddedConfig(
+    layers=4,
+    length=128,
+    batch=16,
+    steps=2000,
+    initial_deviation=0.02,
+    repeats=0.0,
+    backcopies=0.0,
+)
 """Three hours for three seeds on one core."""
 
 

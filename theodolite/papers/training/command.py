@@ -10,26 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from theodolite.corpus.addition_task import parse_digits
-from theodolite.errors import UsageError
 from theodolite.papers.catch_tag_release import backcopy_training
 from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
 from theodolite.papers.training import repeats_training
 from theodolite.papers.training.embedded_training import train_embedded_model
-from theodolite.papers.training.models import RECIPES
+from theodolite.papers.training.models import EmbeddedConfig
 from theodolite.papers.training.task_models import PUBLISHED, train_task_model
 from theodolite.papers.training.tasks import Additions, Characters
 
 
 def train_embedded(out: Path, options: dict[str, Any], *, seed: int, **running: Any) -> list[str]:
-    """Train the model inside this package again, or by another recipe.
-
-    Raises:
-        UsageError: there is no such recipe.
-    """
-    recipe = options.pop("recipe", "embedded")
-    if recipe not in RECIPES:
-        raise UsageError(f"recipe is '{recipe}'; choose {', '.join(RECIPES)}.")
-    result = train_embedded_model(out, config=replace(RECIPES[recipe], **_given(options, seed)), **running)
+    """Train the model inside this package again."""
+    result = train_embedded_model(out, config=EmbeddedConfig(**_given(options, seed)), **running)
     return [
         f"{source}: validation loss {loss:.3f} nats per token (bigram model {result.bigram_loss[source]:.3f})"
         for source, loss in result.validation_loss.items()

@@ -13,7 +13,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -38,13 +37,10 @@ from theodolite.papers.training.embedded_text import (
     train_tokenizer,
 )
 from theodolite.papers.training.model_folder import ModelTraining, check_training, phase, train_into
-from theodolite.papers.training.models import RECIPES, EmbeddedConfig, embedded_model
+from theodolite.papers.training.models import EmbeddedConfig, embedded_model
 
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
-
-KINDS = {"gpt2": ("GPT-2", "learned"), "llama": ("Llama", "rotary")}
-"""What the card calls an architecture and its positions."""
 
 PYTHON_TEXT = """\
 The text is what CPython {python} carries: the topics of its language reference (`pydoc_data.topics`), and the
@@ -59,18 +55,18 @@ language: en
 library_name: transformers
 pipeline_tag: text-generation
 ---
-# A small {architecture}-architecture model
+# A small Llama-architecture model
 
-{parameters:,} parameters: {layers} layers, {heads} heads per layer, width {width}, {length} {positions} positions,
+{parameters:,} parameters: {layers} layers, {heads} heads per layer, width {width}, {length} positions (rotary),
 tied embeddings, and a byte-level BPE vocabulary of {vocabulary:,} tokens trained on the same text.
 
 ## Training
 {data}
 Made by `{command}` (theodolite {theodolite}, torch {torch}, seed {seed}): {steps:,} steps of
 {batch} contexts of {length} tokens, {tokens_seen:,} tokens in all, read in windows at random places.
-{contexts}AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
-{weight_decay:g} on matrices, products in {products}. {deviation}The same command gives the same weights on the same
-machine, Python and torch.
+{tasks}AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
+{weight_decay:g} on matrices, products in {products}. Weights begin with standard deviation
+{initial_deviation:g}. The same command gives the same weights on the same machine, Python and torch.
 
 ## Losses
 Nats per token, in float32. Held-out documents share no label and no long paragraph with the training text. The
@@ -84,7 +80,8 @@ Training text, windows drawn as in training: {train_loss:.3f}.
 
 ## Limits
 It exists to be measured. It is small, knows one kind of text, and has no other use: what it writes looks like
-that text and is mostly wrong. It was trained {without} a beginning-of-sequence token.
+that text and is mostly wrong. Every context that it has read begins with `<|endoftext|>`,
+which its tokenizer adds.
 """
 
 
@@ -182,9 +179,8 @@ def _losses(
     model: PreTrainedModel, tokens: Int[Tensor, "batch window"], config: EmbeddedConfig
 ) -> Float[Tensor, "batch length"]:
     """Negative log-likelihood, in nats, of every token of a window but its first."""
-    if _begins(config):
-        tokens = tokens.clone()
-        tokens[:, 0] = 0  # of END_OF_TEXT
+    tokens = tokens.clone()
+    tokens[:, 0] = 0  # of END_OF_TEXT, which begins every context
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
@@ -227,21 +223,15 @@ def _result(
 
 
 def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedTokenizerFast:
-    if _begins(config):
-        tokenizer.post_processor = TemplateProcessing(
-            single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
-        )
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         model_max_length=config.length,
     )
-
-
-def _begins(config: EmbeddedConfig) -> bool:
-    """Whether every context begins with END_OF_TEXT."""
-    return config.begin or config.no_op is not None
 
 
 def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
@@ -258,15 +248,12 @@ def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> s
         tokens_seen=result.tokens_seen,
         train_loss=result.train_loss,
         products="bfloat16" if config.bfloat16 else "float32",
-        contexts=_contexts(config),
-        deviation=_deviation(config),
-        without="with" if _begins(config) else "without",
-        **{field.name: getattr(config, field.name) for field in fields(config)}
-        | dict(zip(("architecture", "positions"), KINDS[config.architecture], strict=True)),
+        tasks=_tasks(config),
+        **{field.name: getattr(config, field.name) for field in fields(config)},
     )
 
 
-def _contexts(config: EmbeddedConfig) -> str:
+def _tasks(config: EmbeddedConfig) -> str:
     """What the card says of contexts that are not just text."""
     tasks = []
     if config.repeats:
@@ -282,32 +269,17 @@ def _contexts(config: EmbeddedConfig) -> str:
     return "".join(f"{task}\n" for task in tasks)
 
 
-def _deviation(config: EmbeddedConfig) -> str:
-    """What the card says of weights that begin in another way than GPT-2's."""
-    plain = config.initial_deviation == EmbeddedConfig.initial_deviation
-    return "" if plain else f"Weights begin with standard deviation {config.initial_deviation:g}. "
-
-
 def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
     """The call that repeats the training run: on the command line where that has the options, else in Python."""
-    for name, recipe in RECIPES.items():
-        of_recipe = _changed(config, recipe)
-        if python_text and of_recipe.keys() <= {"steps", "seed"}:
-            named = {} if recipe == EmbeddedConfig() else {"recipe": name}
-            options = {"out": result.folder.name, **named, **of_recipe, "threads": result.threads}
-            return "theodolite train embedded " + " ".join(
-                f"--{name} {value}" for name, value in options.items()
-            )
-    changed = _changed(config, EmbeddedConfig())
+    names = (field.name for field in fields(config))
+    changed = {n: getattr(config, n) for n in names if getattr(config, n) != getattr(EmbeddedConfig, n)}
+    if python_text and changed.keys() <= {"steps", "seed"}:
+        options = {"out": result.folder.name, **changed, "threads": result.threads}
+        return "theodolite train embedded " + " ".join(f"--{name} {value}" for name, value in options.items())
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     text = "" if python_text else "sources=…, "
     arguments = f"{text}config=EmbeddedConfig({settings}), threads={result.threads}"
     return f"train_embedded_model({result.folder.name!r}, {arguments})"
-
-
-def _changed(config: EmbeddedConfig, recipe: EmbeddedConfig) -> dict[str, Any]:
-    names = (field.name for field in fields(config))
-    return {n: getattr(config, n) for n in names if getattr(config, n) != getattr(recipe, n)}
 
 
 def _row(result: EmbeddedResult, name: str) -> str:
