@@ -11,6 +11,7 @@ import torch
 from tests.papers.hidden_geometry.planted import study_of
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.papers import EXPERIMENTS, reproduce
+from theodolite.papers.experiment import Study
 from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, noise_share
 from theodolite.papers.hidden_geometry.tables import robust_verdicts
 from theodolite.report.outcome import Outcome
@@ -72,7 +73,7 @@ def test_no_rank_is_no_low_rank(run):
     assert "no rank found" in reproduce("geometry/table4", nothing).verdicts[0].evidence
     assert reproduce("geometry/figure3", nothing).verdicts[0].answer == UNTESTABLE
     outcome = Outcome()
-    robust_verdicts(outcome, _planted(run, 6, 6.0), nothing)
+    robust_verdicts(outcome, Study(_planted(run, 6, 6.0)), nothing)
     kept = outcome.verdicts[0]  # a change of the mean rank by 6, of which nothing is known
     assert kept.answer == UNTESTABLE
     assert "no rank found in 0 layers here" in kept.evidence

@@ -11,15 +11,20 @@ from scipy import stats
 
 from tests.papers.hidden_geometry.planted import grouped, study_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.judging import FAILS, HOLDS
+from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.measure.geometry import random_cosine
 from theodolite.papers import EXPERIMENTS, Study
-from theodolite.papers.hidden_geometry.layer_columns import beyond_random_order
+from theodolite.papers.hidden_geometry.layer_columns import beyond_random_order, smooth_verdict
 from theodolite.papers.hidden_geometry.positional_basis import scale_growth
 from theodolite.papers.hidden_geometry.random_rotations import random_cosines
-from theodolite.papers.hidden_geometry.resampling import errors_of, grouped_basis
+from theodolite.papers.hidden_geometry.resampling import (
+    GroupedBasis,
+    errors_of,
+    grouped_basis,
+    low_frequency_without_noise,
+)
 from theodolite.passes.survey import survey
-from theodolite.theory.smoothness import low_frequency_ratio
+from theodolite.theory.smoothness import low_frequency_ratio, normalised_gram
 
 ALL = torch.ones(8, dtype=torch.float64)
 
@@ -135,3 +140,41 @@ def test_random_rotations_give_the_cosines_of_random_directions():
     assert (
         chance.mean.std(0) > 2 * float(independent)
     ).all()  # few dimensions: the mean of many pairs varies more
+
+
+def of_noise(size: float) -> tuple[GroupedBasis, torch.Tensor]:
+    """Of two layers, a smooth basis and the same in random order, in eight noisy groups; the bases themselves."""
+    generator = torch.Generator().manual_seed(0)
+    turn = torch.arange(64, dtype=torch.float64)[:, None] * torch.tensor([1.0, 2.0]) * torch.pi / 64
+    smooth = torch.cat([turn.cos(), turn.sin()], dim=1) @ torch.randn(4, 48, generator=generator).double()
+    bases = torch.stack([smooth, smooth[torch.randperm(64, generator=generator)]])
+    noise = size * torch.randn(2, 8, 64, 48, generator=generator).double()
+    return grouped(bases, noise), grouped(bases).of(ALL)
+
+
+def shares_of(basis: torch.Tensor) -> np.ndarray:
+    return low_frequency_ratio(normalised_gram(basis), (10,))[:, 0].numpy()
+
+
+@pytest.mark.parametrize(("size", "tolerance"), [(0.0, 1e-9), (5.0, 0.02)])
+def test_the_share_of_low_frequencies_without_noise(size, tolerance):
+    """Oracle: the share of the bases that the noise was added to."""
+    noisy, exact = of_noise(size)
+    truth = shares_of(exact)
+    assert (truth[0] - shares_of(noisy.of(ALL))[0] > 0.2) == (size > 0)
+    np.testing.assert_allclose(low_frequency_without_noise(noisy), truth, atol=tolerance)
+
+
+@pytest.mark.parametrize(("layer", "answer"), [(0, UNDECIDED), (1, FAILS)])
+def test_a_basis_that_is_rough_by_noise_alone_is_not_decided(opened, layer, answer):
+    """Oracle: a smooth basis and the same in random order; the noise leaves neither a share above the limit."""
+    both, _ = of_noise(7.0)
+    noisy = GroupedBasis(both.sums[layer, None], both.readers[layer, None], both.end)
+    run = survey(opened("gpt2"), Corpus.random_tokens(opened("gpt2").tokenizer, 24, 16))
+    layers = run.layers.head(1).assign(low_frequency_10=shares_of(noisy.of(ALL)), low_frequency_10_se=0.01)
+    run = replace(run, layers=layers, arrays=run.arrays | {"positional_basis": torch.zeros(1, 65, 48)})
+    study = Study(run)
+    study.cached(f"basis by group of {run.provenance['corpus'].get('sha256')}", lambda: noisy)
+    verdict = smooth_verdict(study, run, "smooth")
+    assert verdict.answer == answer
+    assert ("without the sampling noise of 16 contexts" in verdict.evidence) == (answer == UNDECIDED)

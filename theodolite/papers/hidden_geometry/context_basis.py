@@ -107,7 +107,7 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     outcome.read("mean cosine within a label", cosine["within"])
     outcome.read("mean cosine between labels", cosine["between"])
     outcome.read("mean |cosine| of positions and contexts", cosine["position_context"], "“values close to 0”")
-    outcome.verdicts.append(smooth_verdict(run, "The position–position part is smooth (Fig. 2, i)"))
+    outcome.verdicts.append(smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)"))
     outcome.claim(
         "The position–context part has values close to 0 (Fig. 2, ii)",
         "mean |cosine|, over that of random directions",

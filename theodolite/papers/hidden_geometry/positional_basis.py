@@ -303,7 +303,7 @@ def on_random_tokens(study: Study, outcome: Outcome) -> None:
     run = study.random_run()
     _principal_components(outcome, study, run, "Fig. 24, on random tokens")
     claim = "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
-    outcome.verdicts.append(smooth_verdict(run, claim))
+    outcome.verdicts.append(smooth_verdict(study, run, claim))
     if run is not study.run:
         outcome.runs["random"] = run.provenance
 
@@ -336,7 +336,7 @@ def spectrum(study: Study, outcome: Outcome) -> None:
         criteria.DOMINANT,
     )
     claim = "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"
-    outcome.verdicts.append(smooth_verdict(run, claim))
+    outcome.verdicts.append(smooth_verdict(study, run, claim))
     outcome.figure(
         "singular-values",
         "The 60 largest singular values of P",

@@ -181,7 +181,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         "A model trained on addition has a positional basis that is not smooth (section 4.3, appendix D.3)"
     )
     share = f"its share of energy at K = 10 is {mean.value:.3f}"
-    verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
+    verdict = smooth_verdict(study, run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
     outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
     outcome.tables["smoothness"] = run.layers.filter(
         ["layer", *(f"low_frequency_{k}" for k in (1, 3, 5, 10))]

@@ -165,7 +165,7 @@ def table_2(study: Study, outcome: Outcome) -> None:
         "overlap of the leading positional directions, as many as the rank",
         f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
     )
-    robust_verdicts(outcome, first, second)
+    robust_verdicts(outcome, study, second)
     layers = layer_numbers(first)
     here, other = (columns_with_errors(run, ("rank", "low_frequency_10")) for run in runs)
     other = other.drop(columns="layer").add_prefix("other_").assign(overlap=shared)
@@ -190,8 +190,9 @@ def table_2(study: Study, outcome: Outcome) -> None:
         outcome.runs["other"] = second.provenance
 
 
-def robust_verdicts(outcome: Outcome, first: Run, second: Run) -> None:
+def robust_verdicts(outcome: Outcome, study: Study, second: Run) -> None:
     """Judge whether rank and smoothness are the same on the second text."""
+    first = study.run
     claim = "The positional basis keeps its low rank on text unlike the training data (Table 2, section 4.1)"
     if first is second:
         outcome.cannot_test(claim, "the run itself is on random tokens: pass another text with --other")
@@ -209,7 +210,7 @@ def robust_verdicts(outcome: Outcome, first: Run, second: Run) -> None:
         change = replace(here, value=other.value - here.value, error=math.hypot(here.error, other.error))
         outcome.claim(claim, what, change, criteria.RANK_CHANGE)
     smooth = "The positional basis stays smooth on text unlike the training data (Table 2, section 4.1)"
-    outcome.verdicts.append(smooth_verdict(second, smooth))
+    outcome.verdicts.append(smooth_verdict(study, second, smooth))
 
 
 def _concentrated(run: Run, name: str, claim: str) -> Verdict:
