@@ -290,7 +290,9 @@ def above_noise(run: Run) -> npt.NDArray[np.bool_]:
 
 def _smooth(run: Run) -> Check | None:
     grid = grid_described(provenance(run, "corpus") or {})
-    if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
+    if column(run.layers, "low_frequency_10") is None or (
+        grid and min(grid.rows, grid.columns) <= LEAST_SIDE
+    ):
         return None
     among = above_noise(run)
     if not among.any():
