@@ -96,8 +96,8 @@ def smooth_verdict(
 ) -> Verdict:
     """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies.
 
-    Sampling noise lowers it. What would be the other way without it is not decided; a layer of which nothing is known
-    without noise counts as smooth there.
+    Sampling noise only lowers it. Where the answer would be the other one without it, it is not decided; a layer of
+    which nothing is known without noise counts as smooth there. The text is read again only where this could matter.
     """
     positions = need(run, "positional_basis").shape[1] - 1
     mean, _ = layer_average(run, "low_frequency_10")
@@ -106,11 +106,12 @@ def smooth_verdict(
         return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
     verdict = judge(claim, what, mean, criterion)
-    basis = grouped_basis(study, run)
-    if basis is None:
+    is_met = bool(criterion.met(mean.value))
+    if is_met == bool(criterion.met(1.0)) or (basis := grouped_basis(study, run)) is None:
         return verdict
     without_noise = float(np.nan_to_num(low_frequency_without_noise(basis), nan=1.0).mean())
     contexts = run.provenance["corpus"]["contexts"]
     noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
-    explained = bool(criterion.met(without_noise)) != bool(criterion.met(mean.value))
-    return unless_explained(verdict, verdict.answer, noisy if explained else "")
+    return unless_explained(
+        verdict, verdict.answer, "" if bool(criterion.met(without_noise)) == is_met else noisy
+    )
