@@ -137,6 +137,7 @@ def test_numbers_and_alarms_reach_the_trainer_s_loggers(tmp_path, logger):
         import wandb
 
         wandb.finish()
+        wandb.teardown()  # the process that writes the file has ended
     logged = LOGS[logger](tmp_path)
     prefix = "geometry/" if logger == "mlflow" else "train/geometry/"
     check(logged, tmp_path / "geometry", prefix)
@@ -186,6 +187,8 @@ def test_what_is_documented_for_a_loop_of_one_s_own_reaches_the_logger(tmp_path,
         with torch.no_grad():
             trained.transformer.h[1].attn.c_attn.weight[:, 8:16] *= 4
     opened["close"]()
+    if name == "Weights & Biases":
+        opened["wandb"].teardown()  # the process that writes the file has ended
     logged = LOGS[DOCUMENTED[name]](tmp_path)
     assert {f"geometry/{each}" for each in given} <= logged.keys()
     check(logged, tmp_path / "record", "geometry/")
