@@ -64,6 +64,32 @@ def test_every_batch_is_followed_by_a_word(tmp_path):
     assert len(told) == 9
 
 
+def test_contexts_are_not_read_by_every_block_to_see_how_it_is_called(tmp_path):
+    """Oracle: calls by count: the witness in a whole pass and block by block, and no batch."""
+    model, read = opened_anew("gpt2", tmp_path), []
+    model.structure.blocks[1].mlp.register_forward_hook(lambda _, args, output: read.append(len(output)))
+    BlockByBlock(model, corpus_of(), 2, lambda: None)
+    assert read == [1, 1]
+
+
+def test_blocks_that_are_called_by_what_others_give_get_whole_passes(tmp_path):
+    """Oracle: calls by count. In its own pass, the second block is told the mean of what the first one gives."""
+    model, read, given, own_pass = opened_anew("mistral", tmp_path), [], [], []
+    model.hf.base_model.register_forward_pre_hook(lambda *_: own_pass.append(True))
+    model.hf.base_model.register_forward_hook(lambda *_: own_pass.clear())
+    first, second, _ = model.structure.blocks
+    first.register_forward_hook(lambda _, args, output: given.append(output.mean()))
+
+    def tell(_, args, kwargs):
+        told = kwargs["position_ids"] + given[-1]
+        return (args, kwargs | {"position_ids": told}) if own_pass else None
+
+    second.register_forward_pre_hook(tell, with_kwargs=True)
+    second.mlp.register_forward_hook(lambda _, args, output: read.append(len(output)))
+    BlockByBlock(model, corpus_of(), 2, lambda: None)
+    assert read == [1, 1, 2, 2, 1]
+
+
 def test_arguments_that_are_alike_are_kept_once(tmp_path):
     """Oracle: the masks of Mistral's window, one a block and batch, of which two have one shape and one another."""
     model = opened_anew("mistral", tmp_path)

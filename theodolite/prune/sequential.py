@@ -1,14 +1,17 @@
 """Run a model block by block over the calibration contexts, so that each block sees the outputs of the pruned ones.
 
-One pass of the dense model records how each block is called. After that only the hidden states that enter the current
-block are stored, in the model's dtype. At the start and at the end the result is compared with a forward pass of the
-whole model. Nothing here depends on what is done to a block in between.
+How each block is called is recorded in a pass in which blocks give back what they get: masks and angles do not depend
+on it. Where one context, the witness, shows that they do, every context gets a whole pass. After that only the hidden
+states that enter the current block are stored, in the model's dtype. The witness goes through the blocks as well: at
+the start and at the end it is compared with a pass of the whole model. Nothing here depends on what is done to a block
+in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -48,18 +51,16 @@ class BlockByBlock:
 
     def __init__(self, model: OpenModel, corpus: Corpus, batch: int, between: Callable[[], None]) -> None:
         self._model, self._between = model, between
-        self._ids = [corpus.ids(part) for part in corpus.batches(batch)]
+        self._shared = _SharedArguments()
+        self._first_context = corpus.ids(slice(0, 1))
+        self._witness_calls, self._witness = self._verified_pass()
+        record = self._passing_through if self._may_pass_through() else self._pass
         self._hidden: list[Hidden] = []
         self._calls: list[list[Arguments]] = []  # by batch, then by block, without hidden states
-        self._shared = _SharedArguments()
-        for number, ids in enumerate(self._ids):
-            calls, hidden, output = self._model_pass(ids)
+        for part in corpus.batches(batch):
+            calls, outputs = record(corpus.ids(part))
             self._calls.append(calls)
-            self._hidden.append(hidden)
-            if not number:
-                for layer in range(model.layers):
-                    hidden = self._run(layer, 0, hidden)
-                self._compare(hidden, output)
+            self._hidden.append(outputs.entered)
             between()
 
     def read(self, layer: int) -> None:
@@ -69,28 +70,29 @@ class BlockByBlock:
 
     def advance(self, layer: int) -> None:
         """Run a block on all contexts; its outputs become the inputs of the next one."""
+        self._witness = self._run(layer, self._witness_calls, self._witness)
         for number, output in enumerate(self._outputs(layer)):
             refuse_nonfinite_stream(layer + 1, output)
             self._hidden[number] = output
 
     def verify_end(self) -> None:
-        """Compare the output of the last block on the first batch with a forward pass of the pruned model.
+        """Compare the output of the last block on the witness with a forward pass of the pruned model.
 
         Raises:
             WorkError: they differ: the hidden states were not those of the pruned model.
         """
         last = self._model.layers - 1
-        ours = self._run(last, 0, self._hidden[0])
+        ours = self._run(last, self._witness_calls, self._witness)
         refuse_nonfinite_stream(last + 1, ours)
-        self._compare(ours, self._model_pass(self._ids[0])[2])
+        self._compare(ours, _first(self._pass(self._first_context)[1].left))
 
     def _outputs(self, layer: int) -> Iterator[Hidden]:
-        for number, hidden in enumerate(self._hidden):
-            yield self._run(layer, number, hidden)
+        for calls, hidden in zip(self._calls, self._hidden, strict=True):
+            yield self._run(layer, calls, hidden)
             self._between()
 
-    def _run(self, layer: int, number: int, hidden: Hidden) -> Hidden:
-        args, kwargs = self._calls[number][layer]
+    def _run(self, layer: int, calls: list[Arguments], hidden: Hidden) -> Hidden:
+        args, kwargs = calls[layer]
         if "hidden_states" in kwargs:
             kwargs = {**kwargs, "hidden_states": hidden}
         else:
@@ -98,29 +100,56 @@ class BlockByBlock:
         with torch.inference_mode():
             return _first(self._model.structure.blocks[layer](*args, **kwargs))
 
-    def _model_pass(self, ids: Tensor) -> tuple[list[Arguments], Hidden, Hidden]:
-        """A forward pass: how each block is called, the input of the first and the output of the last one."""
+    def _verified_pass(self) -> tuple[list[Arguments], Hidden]:
+        """How each block is called in the model's own pass over the witness, and what enters the first."""
+        calls, ends = self._pass(self._first_context)
+        self._output = ends.left
+        hidden = ends.entered
+        for layer in range(self._model.layers):
+            hidden = self._run(layer, calls, hidden)
+        self._compare(hidden, _first(ends.left))
+        return calls, ends.entered
+
+    def _may_pass_through(self) -> bool:
+        """Whether blocks are called alike where each gives back what it gets."""
+        if isinstance(self._output, tuple) and any(part is not None for part in self._output[1:]):
+            return False  # T5's give the next ones more than hidden states
+        calls, ends = self._passing_through(self._first_context)
+        return torch.equal(ends.entered, self._witness) and _equal(calls, self._witness_calls)
+
+    def _pass(self, ids: Tensor) -> tuple[list[Arguments], _Ends]:
+        """The model's own pass: how each block is called, the input of the first and the output of the last one."""
         calls: list[Arguments] = []
-        ends: list[Hidden] = []
+        entered: list[Hidden] = []
+        left: list[Any] = []
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not calls:
-                ends.append(first_tensor(args, kwargs))
+                entered.append(first_tensor(args, kwargs))
             calls.append(self._shared.call((args, kwargs)))
-
-        def leave(_: nn.Module, args: Any, output: Any) -> None:
-            ends.append(_first(output))
 
         blocks = self._model.structure.blocks
         hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
-        hooks.append(blocks[-1].register_forward_hook(leave))
+        hooks.append(blocks[-1].register_forward_hook(lambda _, args, output: left.append(output)))
         try:
             self._model.forward(ids)
         finally:
             for hook in hooks:
                 hook.remove()
-        first, last = ends
-        return calls, first, last
+        return calls, _Ends(entered[0], left[0])
+
+    def _passing_through(self, ids: Tensor) -> tuple[list[Arguments], _Ends]:
+        """The same of a pass in which every block gives back the hidden states that it gets."""
+        rest = self._output[1:] if isinstance(self._output, tuple) else None
+
+        def give_back(*args: Any, **kwargs: Any) -> Any:
+            hidden = first_tensor(args, kwargs)
+            return hidden if rest is None else (hidden, *rest)
+
+        with ExitStack() as undo:
+            for block in self._model.structure.blocks:
+                undo.enter_context(_with_forward(block, give_back))
+            return self._pass(ids)
 
     def _compare(self, ours: Hidden, reference: Hidden) -> None:
         largest = reference.abs().max().double().clamp_min(1e-300)
@@ -131,6 +160,13 @@ class BlockByBlock:
                 f"{family}: running its blocks one by one differs from the model's own pass by {error:.1e}, so it "
                 "cannot be pruned block by block"
             )
+
+
+class _Ends(NamedTuple):
+    """What enters the first block, and what the last one returns."""
+
+    entered: Hidden
+    left: Any
 
 
 class _SharedArguments:
@@ -164,3 +200,30 @@ class _SharedArguments:
 
 def _first(output: Any) -> Hidden:
     return output[0] if isinstance(output, tuple) else output
+
+
+@contextmanager
+def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While open, a call of the module runs its hooks and `forward`."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two arguments, or lists of them, are the same: tensors by their numbers, all else by `==`."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    return one is other or bool(one == other)
