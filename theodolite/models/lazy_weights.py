@@ -9,42 +9,32 @@ the few that are wanted. What cannot be read so is opened whole, and the reason 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.calls import Calls, capture_calls, capture_current_calls
+from theodolite.models.checkpoint_tensors import CannotReadLazily, CheckpointTensors, checkpoint_tensors
 from theodolite.models.doors.answers import without_interventions
-from theodolite.models.factored import is_factored
 from theodolite.models.guard import measures
 from theodolite.models.head_weights import run_until_tap, stop_at_tap
 from theodolite.models.loading import (
     LOADING_ERRORS,
-    architecture_of,
     commit_of,
-    config_of,
-    has_adapter,
     hash_checkpoint,
-    on_meta,
     reason_of,
-    refuse_more_layers,
     refuse_nonfinite_weights,
     without_progress_bars,
 )
 from theodolite.models.open import open_model
 from theodolite.models.opened import OpenModel
-from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
-from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
+from theodolite.models.skeleton import filled_with_rows, restore_tensors, stored_tensors
 from theodolite.models.source import Source
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
@@ -53,14 +43,9 @@ from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, la
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
 from theodolite.system.choices import Attention, check_dtype
-from theodolite.system.pruned_folders import adapter_in
 
 OTHER_WEIGHTS = 2**-6
 """Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""
-
-
-class CannotReadLazily(WorkError):
-    """Heads cannot be read without the rest of the model, and why."""
 
 
 @measures
@@ -109,8 +94,8 @@ def _open_lazily(
         with without_progress_bars():
             if local is None:
                 revision = commit_of(str(source), revision)
-            shards = _shards(source, dtype, revision)
-            reader = _Reader.of(shards, attention)
+            tensors = checkpoint_tensors(source, dtype, revision)
+            reader = _Reader.of(tensors, attention)
             attending = reader.structure.attending
             for layer in (attending[0], attending[-1]):
                 with reader.loaded(layer):
@@ -139,114 +124,6 @@ def _refuse_to_run(module: nn.Module, _args: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Shards:
-    """A skeleton, and where the checkpoint keeps its tensors.
-
-    Attributes:
-        model: the skeleton.
-        dtype: in which tensors are loaded.
-        kinds: the checkpoint's name of each tensor → its file and its type there.
-        names: the checkpoint's name of each tensor → the model's (the first, where one is cut into several).
-        changes: what `transformers` does to names and tensors of this architecture on loading.
-    """
-
-    model: PreTrainedModel
-    dtype: torch.dtype
-    kinds: dict[str, tuple[str, str]]
-    names: dict[str, str]
-    changes: list[Any]
-
-    def load(self, module: str) -> None:
-        """Give a module of the skeleton its tensors.
-
-        Raises:
-            CannotReadLazily: the checkpoint does not hold just what the module needs.
-            ImportError: this part of the loader, which `transformers` does not promise to keep, is gone.
-        """
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        sources = [source for source, name in self.names.items() if name.startswith(module + ".")]
-        if any(self.kinds[source][1] not in FLOATS for source in sources):
-            raise CannotReadLazily(f"{module} is quantised")
-        to = LoadStateDictConfig(
-            device_map={"": "cpu"},
-            dtype=self.dtype,
-            dtype_plan=self.model._get_dtype_plan(self.dtype),
-            weight_mapping=self.changes,
-        )
-        with without_progress_bars(), ExitStack() as stack:
-            # Opened anew for every module: what was read of a mapped file counts as memory until it is closed.
-            files = {
-                path: stack.enter_context(safe_open(path, framework="pt"))
-                for path in {self.kinds[source][0] for source in sources}
-            }
-            tensors = {source: files[self.kinds[source][0]].get_slice(source) for source in sources}
-            outcome, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
-        missing = sorted(name for name in outcome.missing_keys if name.startswith(module + "."))
-        if missing or outcome.mismatched_keys or outcome.conversion_errors:
-            raise CannotReadLazily(
-                f"the weights do not hold {(missing or [module])[0]} in the shape that config.json says"
-            )
-        if outcome.unexpected_keys and getattr(self.model.config, "quantization_config", None):
-            raise CannotReadLazily(f"{module} is quantised ({min(outcome.unexpected_keys)})")
-
-
-def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> _Shards:
-    """The skeleton of a checkpoint and the places of its tensors, none of which is read."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    config = config_of(source, revision)
-    if is_factored(Path(source).expanduser()):
-        raise CannotReadLazily("its matrices are factored")
-    if has_adapter(source, revision) or adapter_in(Path(source).expanduser()):
-        raise CannotReadLazily("an adapter lies beside its weights")
-    kinds: dict[str, tuple[str, str]] = {}
-    files = _files(source, config, revision)
-    for path in files:
-        kinds |= {name: (path, kind) for name, kind in kinds_of(path).items()}
-    wanted: Any = dtype
-    if wanted == "auto":
-        wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
-    wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
-    architecture = architecture_of(source, config)
-    model = build_skeleton(on_meta(source, architecture, config, wanted))
-    refuse_quantised_files(source, model, files)
-    changes = get_model_conversion_mapping(model)
-    names = _renamed(model, list(kinds), changes)
-    refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))
-    return _Shards(model, wanted, kinds, names, changes)
-
-
-def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
-    """The files that `from_pretrained` would load."""
-    if getattr(config, "transformers_weights", None):
-        raise CannotReadLazily("its config names other files than model.safetensors")
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        file = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-        if file is not None:
-            if name == SAFE_WEIGHTS_NAME:
-                return [file]
-            return get_checkpoint_shard_files(source, file, revision=revision)[0]
-    raise CannotReadLazily(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
-
-
-def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> dict[str, str]:
-    """The model's name of each tensor of a checkpoint, found as `convert_and_load_state_dict_in_model` does."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    known, names = model.state_dict(), {}
-    for source in sources:
-        name, _ = rename_source_key(source, renamings, converters, model.base_model_prefix, known)
-        if name not in known and source in known:
-            name, _ = rename_source_key(source, [], [], model.base_model_prefix, known)
-        names[source] = name
-    return names
-
-
-@dataclass(frozen=True)
 class _Reader:
     """Reads the attention modules of a skeleton, one at a time.
 
@@ -258,7 +135,7 @@ class _Reader:
         inputs: what arrived at the tap with those other weights.
     """
 
-    shards: _Shards
+    tensors: CheckpointTensors
     source: Source
     structure: Structure
     calls: Calls
@@ -268,9 +145,9 @@ class _Reader:
     inputs: list[AttentionInputs]
 
     @classmethod
-    def of(cls, shards: _Shards, attention: Attention | None) -> _Reader:
+    def of(cls, tensors: CheckpointTensors, attention: Attention | None) -> _Reader:
         """Find the attention modules and how they are called, by forward passes without weights."""
-        model = shards.model
+        model = tensors.model
         source = Source.of_transformers(model, attention)
         with filled_with_rows(model, 0.0):
             one_token, several_tokens = source.small_pass(1), source.small_pass(VERIFIED_LENGTH)
@@ -280,7 +157,7 @@ class _Reader:
             tapped_calls = capture_calls(model, structure, several_tokens)
         with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model, structure) as inputs:
             other_calls = capture_current_calls(structure, several_tokens)
-        return cls(shards, source, structure, calls, own_calls, tapped_calls, other_calls, inputs)
+        return cls(tensors, source, structure, calls, own_calls, tapped_calls, other_calls, inputs)
 
     @contextmanager
     def loaded(self, layer: int) -> Iterator[None]:
@@ -292,7 +169,7 @@ class _Reader:
         module, name = self.structure.attention_at(layer), self.structure.names[layer]
         stored = stored_tensors(module)
         try:
-            self.shards.load(name)
+            self.tensors.load(name)
             refuse_nonfinite_weights(module, name + ".")
             self._verify(layer)
             yield
@@ -300,10 +177,10 @@ class _Reader:
             restore_tensors(stored)
 
     def _verify(self, layer: int) -> None:
-        model, name = self.shards.model, self.structure.names[layer]
+        model, name = self.tensors.model, self.structure.names[layer]
         module = self.structure.attention_at(layer)
         shape = self.own_calls[layer].hidden.shape
-        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.shards.dtype)
+        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.tensors.dtype)
         with without_interventions(), torch.inference_mode():
             own = self.own_calls[layer].output(module, hidden)
             with recorded_inputs(model, self.structure) as recorded:
