@@ -154,7 +154,7 @@ SUBJECTS: list[tuple[str, Reader, dict[str, Tampering]]] = [
     ("half.partial/progress.safetensors", RESUME, SEALED | TENSORS),
     ("pruned/pruning.json", PRUNED, SEALED_JSON | entries("pruning.sparsity", "model.layers")),
     ("pruned/pruning.parquet", PRUNED, SEALED),
-    ("pruned/low_rank/factors.safetensors", PRUNED, SEALED | TENSORS),
+    ("pruned/low_rank/block-000.safetensors", PRUNED, SEALED | TENSORS),
     ("factored/block-001.safetensors", FACTORED, SEALED | TENSORS | swap("factored/block-000.safetensors")),
     ("factored/dense.safetensors", FACTORED, GONE | TENSORS),
     ("factored/pruning.json", AGAIN, SEALED_JSON),

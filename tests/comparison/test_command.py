@@ -220,7 +220,7 @@ def test_the_term_that_a_model_was_pruned_to_is_read_from_its_folder(damaged, tm
     """Oracle: the factors in the file, taken from the weights by hand; the control has their singular values."""
     folder = tmp_path / "oats"
     prune_model(open_model(damaged("random")), CORPUS, "oats", 0.5, iterations=5, out=folder)
-    factors = load_file(folder / "low_rank" / "factors.safetensors")
+    factors = load_file(folder / "low_rank" / "block-000.safetensors")
     (candidate,) = candidates_of([str(folder)])
     term, control = without_term(0, candidate, 0, None)
     assert (term.name, control.name) == (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.errors import UsageError
+from theodolite.prune import methods
 from theodolite.prune.methods import factor_hessian, magnitude, sparsegpt, sparsegpt_factored, wanda
 from theodolite.prune.oats import oats
 
@@ -279,6 +282,38 @@ def test_damping_is_raised_until_the_hessian_can_be_factored():
     weight = torch.from_numpy(weights(3, inputs))
     expected = slow_sparsegpt(weight.numpy(), hessian.numpy(), 0.5, damping=1)
     np.testing.assert_allclose(sparsegpt(weight, hessian, 0.5).numpy(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("inputs", [1, 511, 512, 513, 1100])
+def test_factor_by_blocks(inputs, monkeypatch):
+    """Oracle: NumPy's Cholesky of the flipped matrix; the mean of ‖M x‖² from the vectors. Strips are cut, too."""
+    monkeypatch.setattr(methods, "_STRIP", 700)
+    rows = weights(1200, inputs) * np.linspace(0.01, 10, inputs)
+    hessian = rows.T @ rows / 1200
+    given = torch.from_numpy(hessian.copy())
+    factor = factor_hessian(given, 0.01, overwrite=True)
+    damped = hessian + factor.added * np.eye(inputs)
+    expected = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+    np.testing.assert_allclose(factor.upper.numpy(), expected, rtol=1e-9, atol=1e-12 * expected.max())
+    assert math.isclose(factor.added, 0.01 * np.diag(hessian).mean(), rel_tol=1e-12)
+    assert factor.upper.data_ptr() == given.data_ptr()
+    matrix = weights(5, inputs, 1)
+    exact = np.square(rows @ matrix.T).sum() / 1200
+    assert math.isclose(factor.squared_norm(torch.from_numpy(matrix)), exact, rel_tol=1e-10)
+    assert math.isclose(factor.squared_norm(torch.from_numpy(matrix).float()), exact, rel_tol=1e-5)
+
+
+def test_a_hessian_of_many_inputs_whose_damping_is_raised():
+    """Oracle: the Hessian itself, to which the raised damping was added, after a first try that changed all of it."""
+    inputs = 1100
+    hessian = torch.from_numpy(hessian_of(inputs, "correlated"))
+    hessian[0, 0] = 0.01  # the last one that is factored
+    given = hessian.clone()
+    factor = factor_hessian(given, 1e-4)
+    assert factor.damping > 1e-4
+    assert torch.equal(given, hessian)
+    error = factor.upper @ factor.upper.mT - hessian - factor.added * torch.eye(inputs, dtype=torch.float64)
+    assert error.abs().max() < 1e-12 * factor.upper.square().sum(dim=1).max()
 
 
 def test_a_singular_hessian_without_damping():

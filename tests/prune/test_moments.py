@@ -12,11 +12,18 @@ from torch import nn
 from tests.prune.families import opened_anew
 from theodolite.errors import WorkError
 from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
+from theodolite.prune.methods import factor_hessian
 from theodolite.prune.moments import InputMoments, Moments
 
 
 def _ids(contexts: int = 6, length: int = 20) -> torch.Tensor:
     return torch.randint(300, (contexts, length), generator=torch.Generator().manual_seed(0))
+
+
+def gram_of(moments: Moments) -> np.ndarray:
+    """E x xᵀ, from its factor."""
+    upper = moments.factor.upper.numpy()
+    return upper @ upper.T - moments.factor.added * np.eye(len(upper))
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["diagonal", "full"])
@@ -28,7 +35,7 @@ def test_moments_of_every_matrix(family, full, tmp_path):
     kept: dict[nn.Module, list[torch.Tensor]] = {matrix.module: [] for matrix in matrices}
     for module, inputs in kept.items():
         module.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0].flatten(0, -2)))
-    moments = InputMoments(matrices, full=full)
+    moments = InputMoments(matrices, damping=0.1 if full else None)
     with torch.inference_mode(), moments.collecting():
         for ids in _ids().split(4):  # the last batch is smaller
             model.hf.base_model(input_ids=ids, use_cache=False)
@@ -39,16 +46,17 @@ def test_moments_of_every_matrix(family, full, tmp_path):
         gram = rows.T @ rows / len(rows)
         np.testing.assert_allclose(found.diagonal.numpy(), np.diag(gram), rtol=1e-6)
         if full:
-            np.testing.assert_allclose(found.full.numpy(), gram, atol=1e-6 * np.abs(gram).max())
+            assert found.factor.damping == 0.1
+            np.testing.assert_allclose(gram_of(found), gram, atol=1e-6 * np.abs(gram).max())
         else:
-            assert found.full is None
+            assert found.factor is None
 
 
 def test_matrices_that_take_on_the_same_vectors_share_their_sum(tmp_path):
     """Oracle: which matrices of Llama do, by name."""
     model = opened_anew("llama2", tmp_path)
     matrices = block_matrices(model)[0]
-    moments = InputMoments(matrices, full=False)
+    moments = InputMoments(matrices)
     with torch.inference_mode(), moments.collecting():
         model.hf.base_model(input_ids=_ids(), use_cache=False)
     assert len(moments._sums) == 4  # of q, k, v; of o; of gate and up; of down
@@ -63,14 +71,14 @@ def test_a_large_common_offset_costs_no_digits():
     signs = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]])
     module = nn.Linear(2, 3, bias=False).requires_grad_(False)
     matrix = Matrix(0, "fc", None, "fc.weight", module, "weight", 0)
-    moments = InputMoments([matrix], full=True)
+    moments = InputMoments([matrix], damping=0.1)
     with moments.collecting():
         for _ in range(50):
             module(1000 + signs)
     found = moments.of(matrix)
     expected = 1e6 + torch.eye(2, dtype=torch.float64)
     assert found.count == 200
-    torch.testing.assert_close(found.full, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(gram_of(found), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(found.diagonal, expected.diagonal(), rtol=0, atol=1e-6)
 
 
@@ -84,7 +92,7 @@ def test_experts_are_calibrated_on_the_tokens_that_are_sent_to_them(tmp_path):
         lambda m, a, out: chosen.append((a[0].reshape(-1, 32), out[2][:, 0]))
     )
     block.mlp.router.bias.data[:] = torch.tensor([3.0, 0.0])  # both are chosen, one rarely
-    moments = InputMoments(matrices, full=False)
+    moments = InputMoments(matrices)
     with torch.inference_mode(), one_expert_at_a_time(model.hf), moments.collecting():
         for ids in _ids().split(2):
             model.hf.base_model(input_ids=ids, use_cache=False)
@@ -93,9 +101,9 @@ def test_experts_are_calibrated_on_the_tokens_that_are_sent_to_them(tmp_path):
         rows = hidden[expert == matrix.expert].double()
         assert len(rows) == moments.of(matrix).count
         torch.testing.assert_close(moments.of(matrix).diagonal, rows.square().mean(dim=0))
-    unseen = InputMoments(matrices, full=True).of(experts[0])
+    unseen = InputMoments(matrices, damping=0.1).of(experts[0])
     assert unseen.count == 0
-    assert torch.equal(unseen.full, torch.eye(32, dtype=torch.float64))
+    np.testing.assert_allclose(gram_of(unseen), np.eye(32), rtol=0, atol=1e-15)
 
 
 def test_squared_norms():
@@ -104,7 +112,7 @@ def test_squared_norms():
     rows, matrix = (torch.randn(shape, generator=generator).double() for shape in ((50, 4), (3, 4)))
     rows[:, 1] += rows[:, 0]
     full = rows.T @ rows / 50
-    exact, scaled = Moments(50, full.diagonal(), full).squared_norms(matrix)
+    exact, scaled = Moments(50, full.diagonal(), factor_hessian(full)).squared_norms(matrix)
     assert math.isclose(exact, float((rows @ matrix.T).square().sum() / 50), rel_tol=1e-12)
     assert math.isclose(scaled, float((matrix * full.diagonal().sqrt()).square().sum()), rel_tol=1e-12)
     assert math.isnan(Moments(50, full.diagonal(), None).squared_norms(matrix)[0])
@@ -113,7 +121,7 @@ def test_squared_norms():
 def test_numbers_that_are_none_are_refused():
     module = nn.Linear(2, 3, bias=False).requires_grad_(False)
     matrix = Matrix(0, "fc", None, "fc.weight", module, "weight", 0)
-    moments = InputMoments([matrix], full=False)
+    moments = InputMoments([matrix])
     with moments.collecting():
         module(torch.tensor([[1.0, math.inf]]))
     with pytest.raises(WorkError, match=r"the input of fc\.weight is NaN, infinite or too large"):

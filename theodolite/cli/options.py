@@ -128,6 +128,32 @@ class Opening:
                 **options,
             )
 
+    def open_streamed(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
+        """Open the model so that its blocks are read as they run, with a bar while its files are hashed.
+
+        Raises:
+            UsageError: it is to be spread over devices, or is an encoder-decoder.
+        """
+        from theodolite.models.loading import hide_progress_bars
+        from theodolite.models.streamed import open_streamed
+
+        refuse_unread(
+            "a streamed model has no such option",
+            {"--device-map": self.device_map, "--attention": self.attention},
+        )
+        hide_progress_bars()
+        name, options = self._options(model)
+        megabytes = 1 << 20
+        with progress("hashing weights", "MB", stopped) as show:
+            return open_streamed(
+                name,
+                dtype=self.dtype,
+                device=self.device,
+                revision=options["revision"],
+                say=say_dimly,
+                show_progress=lambda done, total: show(done // megabytes, total // megabytes),
+            )
+
     def open_weights(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
         """Open the model for its weights only, with a bar while its files are hashed."""
         from theodolite.models import open_weights

@@ -79,6 +79,10 @@ def prune_command(
             autocompletion=completion.forms,
         ),
     ] = "merged",
+    stream: Annotated[
+        bool,
+        typer.Option("--stream", help="Read the model's files block by block: memory is that of one block."),
+    ] = False,
     text: _CalibrationText,
     as_json: AsJson = False,
     batch: Batch = None,
@@ -107,7 +111,7 @@ def prune_command(
         from theodolite.prune import prune_model
         from theodolite.report.pruned_model import page_at, write_page
 
-        opened = opening.open(model)
+        opened = opening.open_streamed(model, stopped) if stream else opening.open(model)
         corpus = text.read(opened, stopped)
         with bars(stopped) as show:
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from transformers.pytorch_utils import Conv1D
 
 from theodolite.errors import UsageError
 from theodolite.models.adapters import refuse_replaced_weights
-from theodolite.models.calls import Calls, capture_calls
 from theodolite.models.guard import measures
 from theodolite.models.opened import OpenModel
 from theodolite.models.projections import Projection, find_projections
+from theodolite.models.structure import removed_on_leaving
 
 ROUTER = re.compile(r".*(router|gate|gating)")
 """Parts of the name of what chooses experts, or weighs a shared one: as `gate`, but not `gate_proj`."""
@@ -103,10 +103,17 @@ class Matrix:
 
 
 @measures
-def block_matrices(model: OpenModel) -> list[list[Matrix]]:
+def block_matrices(
+    model: OpenModel, visit: Callable[[list[Matrix]], None] = lambda matrices: None
+) -> list[list[Matrix]]:
     """The matrices of every block, in the order in which the block names them.
 
     W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole.
+
+    Args:
+        model: from `open_model` or `open_streamed`; of the second, a matrix can be read and written while its block is
+            present (`OpenModel.block_present`).
+        visit: called with those of each block while it is present.
 
     Raises:
         UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules or layers.
@@ -115,30 +122,36 @@ def block_matrices(model: OpenModel) -> list[list[Matrix]]:
     if model.structure.shared:
         raise UsageError(f"{model.id}: several layers share one block, which is not pruned")
     names = {module: name for name, module in model.root.named_modules()}
-    calls = capture_calls(model.root, model.structure, model.sample_pass)
     experts = _expert_outputs(model)
     by_block, owners = [], dict[int, str]()
-    for layer, block in enumerate(model.structure.blocks):
-        projections = _projections(model, calls, layer)
-        matrices: list[Matrix] = []
-        for path, module in block.named_modules():
-            if isinstance(module, nn.Linear | Conv1D) and not _chooses_experts(path):
-                dimension = 1 if isinstance(module, Conv1D) else 0
-                whole = Matrix(layer, path, None, f"{names[module]}.weight", module, "weight", dimension)
-                matrices += _split_by_projection(
-                    whole, {n: p for n, p in projections.items() if p.module is module}
-                )
-            for name, value in module.named_parameters(recurse=False):
-                outputs = experts.get(id(value))
-                if outputs is not None:
-                    full, inside = f"{names[module]}.{name}", f"{path}.{name}"
-                    matrices += [
-                        Matrix(layer, inside, expert, full, module, name, outputs)
-                        for expert in range(len(value))
-                    ]
+    for layer in range(model.layers):
+        with model.block_present(layer):
+            matrices = _matrices_of(model, layer, names, experts)
+            visit(matrices)
         _refuse_shared(matrices, owners)
         by_block.append(matrices)
     return by_block
+
+
+def _matrices_of(
+    model: OpenModel, layer: int, names: dict[nn.Module, str], experts: dict[tuple[nn.Module, str], int]
+) -> list[Matrix]:
+    projections = _projections(model, layer)
+    matrices: list[Matrix] = []
+    for path, module in model.structure.blocks[layer].named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and not _chooses_experts(path):
+            dimension = 1 if isinstance(module, Conv1D) else 0
+            whole = Matrix(layer, path, None, f"{names[module]}.weight", module, "weight", dimension)
+            inside = {name: at for name, at in projections.items() if at.module is module}
+            matrices += _split_by_projection(whole, inside)
+        for name, value in module.named_parameters(recurse=False):
+            if (module, name) in experts:
+                full, outputs = f"{names[module]}.{name}", experts[module, name]
+                matrices += [
+                    Matrix(layer, f"{path}.{name}", expert, full, module, name, outputs)
+                    for expert in range(len(value))
+                ]
+    return matrices
 
 
 def left_dense(model: OpenModel, matrices: Sequence[Matrix]) -> dict[str, int]:
@@ -209,32 +222,49 @@ class _ProductTap(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _expert_outputs(model: OpenModel) -> dict[int, int]:
-    """Of each 3-D parameter that is multiplied by slice by slice: the dimension of a slice's outputs, by id."""
-    stacked = [parameter for parameter in model.root.parameters() if parameter.ndim == 3]
-    slices = {part.data_ptr(): (parameter, part) for parameter in stacked for part in parameter}
-    outputs: dict[int, int] = {}
+def _expert_outputs(model: OpenModel) -> dict[tuple[nn.Module, str], int]:
+    """Of each 3-D parameter that is multiplied by slice by slice: the dimension of a slice's outputs."""
+    owners = {
+        module: [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+        for module in model.root.modules()
+    }
+    slices: dict[int, tuple[nn.Module, str, Tensor]] = {}
+    outputs: dict[tuple[nn.Module, str], int] = {}
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        slices.clear()  # of the module that runs: others need not be in memory
+        for name in owners[module]:
+            slices.update((part.data_ptr(), (module, name, part)) for part in getattr(module, name))
 
     def on_product(inputs: Tensor, matrix: Tensor) -> None:
-        parameter, part = slices.get(matrix.data_ptr(), (None, None))
-        if parameter is not None and part is not None and matrix.numel() == part.numel():
-            outputs[id(parameter)] = 0 if matrix.stride() == part.stride() else 1
+        module, name, part = slices.get(matrix.data_ptr(), (None, "", None))
+        if module is not None and part is not None and matrix.numel() == part.numel():
+            outputs[module, name] = 0 if matrix.stride() == part.stride() else 1
 
-    if stacked:
-        with torch.inference_mode(), one_expert_at_a_time(model.root), tapped_products(on_product):
+    hooks = [module.register_forward_pre_hook(enter) for module, stacked in owners.items() if stacked]
+    if hooks:
+        with ExitStack() as undo:
+            undo.enter_context(removed_on_leaving(hooks))
+            undo.enter_context(torch.inference_mode())
+            undo.enter_context(one_expert_at_a_time(model.root))
+            undo.enter_context(tapped_products(on_product))
             model.source.run(model.source.sample(EXPERT_TOKENS))
     return outputs
 
 
-def _projections(model: OpenModel, calls: Calls, layer: int) -> dict[str, Projection]:
+def _projections(model: OpenModel, layer: int) -> dict[str, Projection]:
     """Where W_q, W_k and W_v of a layer are, or nothing where it has none that are entries of one matrix each."""
     for name, parameter in model.structure.blocks[layer].named_parameters():
         if parameter.is_meta:
-            raise UsageError(f"layer {layer}: {name} is offloaded; move the model to one device")
-    if layer not in calls:
+            raise UsageError(
+                f"layer {layer}: {name} is offloaded: read it as it runs (theodolite prune --stream, open_streamed)"
+            )
+    if layer not in model.calls:
         return {}
     try:
-        (of_layer,) = find_projections(model.root, model.structure, calls, [layer], purpose="replacement")
+        (of_layer,) = find_projections(
+            model.root, model.structure, model.calls, [layer], purpose="replacement"
+        )
     except UsageError:
         return {}
     projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}

@@ -6,6 +6,7 @@ the few that are wanted. Nothing is run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from theodolite.system.pruned_folders import adapter_in
 
 
 class CannotReadLazily(WorkError):
-    """Heads cannot be read without the rest of the model, and why."""
+    """A part of the model cannot be read without the rest, and why."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,16 @@ class CheckpointTensors:
     names: dict[str, str]
     changes: list[Any]
 
-    def load(self, module: str) -> None:
+    def load(self, module: str, device: torch.device | str = "cpu") -> None:
         """Give a module of the skeleton its tensors.
+
+        Raises:
+            CannotReadLazily, ImportError: as `load_if`.
+        """
+        self.load_if(lambda name: name.startswith(module + "."), module, device)
+
+    def load_if(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
+        """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them.
 
         Raises:
             CannotReadLazily: the checkpoint does not hold just what the module needs.
@@ -64,30 +73,32 @@ class CheckpointTensors:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        sources = [source for source, name in self.names.items() if name.startswith(module + ".")]
+        sources = [source for source, name in self.names.items() if wanted(name)]
         if any(self.kinds[source][1] not in FLOATS for source in sources):
-            raise CannotReadLazily(f"{module} is quantised")
+            raise CannotReadLazily(f"{what} is quantised")
         to = LoadStateDictConfig(
-            device_map={"": "cpu"},
+            device_map={"": str(device)},
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
             weight_mapping=self.changes,
         )
         with without_progress_bars(), ExitStack() as stack:
-            # Opened anew for every module: what was read of a mapped file counts as memory until it is closed.
+            # Opened anew every time: what was read of a mapped file counts as memory until it is closed.
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
                 for path in {self.kinds[source][0] for source in sources}
             }
             tensors = {source: files[self.kinds[source][0]].get_slice(source) for source in sources}
             outcome, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
-        missing = sorted(name for name in outcome.missing_keys if name.startswith(module + "."))
+        missing = sorted(
+            name for name in outcome.missing_keys - self.model.all_tied_weights_keys.keys() if wanted(name)
+        )
         if missing or outcome.mismatched_keys or outcome.conversion_errors:
             raise CannotReadLazily(
-                f"the weights do not hold {(missing or [module])[0]} in the shape that config.json says"
+                f"the weights do not hold {(missing or [what])[0]} in the shape that config.json says"
             )
         if outcome.unexpected_keys and getattr(self.model.config, "quantization_config", None):
-            raise CannotReadLazily(f"{module} is quantised ({min(outcome.unexpected_keys)})")
+            raise CannotReadLazily(f"{what} is quantised ({min(outcome.unexpected_keys)})")
 
 
 def checkpoint_tensors(

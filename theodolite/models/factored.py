@@ -19,7 +19,7 @@ import numpy as np
 import safetensors
 import torch
 from jaxtyping import Float, Int64, UInt8
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedModel
@@ -197,17 +197,17 @@ def is_factored(folder: Path) -> bool:
     return (folder / DENSE).is_file()
 
 
-def write_dense(path: Path, model: PreTrainedModel, pruned: set[str]) -> None:
-    """Write all tensors but the pruned parameters; of tied ones, the one that the others are tied to."""
+def dense_tensors(model: PreTrainedModel, pruned: set[str]) -> dict[str, Tensor]:
+    """All tensors in memory but the pruned parameters; of tied ones, the one that the others are tied to."""
     tied = model.all_tied_weights_keys
     tensors: dict[str, Tensor] = {}
     written: set[tuple[int, int]] = set()
     for name, tensor in sorted(model.state_dict().items(), key=lambda item: item[0] in tied):
         at = (tensor.data_ptr(), tensor.numel())
-        if name not in pruned and not (name in tied and at in written):
+        if name not in pruned and not tensor.is_meta and not (name in tied and at in written):
             tensors[name] = tensor.contiguous().cpu()
             written.add(at)
-    save_file(tensors, path, {"format": "pt"})
+    return tensors
 
 
 def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedModel:

@@ -95,7 +95,7 @@ def _open_lazily(
             if local is None:
                 revision = commit_of(str(source), revision)
             tensors = checkpoint_tensors(source, dtype, revision)
-            reader = _Reader.of(tensors, attention)
+            reader = Reader.of(tensors, attention)
             attending = reader.structure.attending
             for layer in (attending[0], attending[-1]):
                 with reader.loaded(layer):
@@ -124,7 +124,7 @@ def _refuse_to_run(module: nn.Module, _args: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class Reader:
     """Reads the attention modules of a skeleton, one at a time.
 
     Attributes:
@@ -145,7 +145,7 @@ class _Reader:
     inputs: list[AttentionInputs]
 
     @classmethod
-    def of(cls, tensors: CheckpointTensors, attention: Attention | None) -> _Reader:
+    def of(cls, tensors: CheckpointTensors, attention: Attention | None) -> Reader:
         """Find the attention modules and how they are called, by forward passes without weights."""
         model = tensors.model
         source = Source.of_transformers(model, attention)
@@ -171,16 +171,22 @@ class _Reader:
         try:
             self.tensors.load(name)
             refuse_nonfinite_weights(module, name + ".")
-            self._verify(layer)
+            self.verify(layer)
             yield
         finally:
             restore_tensors(stored)
 
-    def _verify(self, layer: int) -> None:
+    def verify(self, layer: int) -> None:
+        """Verify an attention module whose weights are there.
+
+        Raises:
+            CannotReadLazily: it is not what the tap says, or depends on weights outside it.
+        """
         model, name = self.tensors.model, self.structure.names[layer]
         module = self.structure.attention_at(layer)
         shape = self.own_calls[layer].hidden.shape
-        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.tensors.dtype)
+        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(next(module.parameters()).device, self.tensors.dtype)
         with without_interventions(), torch.inference_mode():
             own = self.own_calls[layer].output(module, hidden)
             with recorded_inputs(model, self.structure) as recorded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -25,6 +25,9 @@ from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
 from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
 
+if TYPE_CHECKING:
+    from theodolite.models.streamed import StreamedBlocks
+
 
 @dataclass(frozen=True, repr=False)
 class OpenModel:
@@ -37,8 +40,10 @@ class OpenModel:
         width: width of the residual stream d.
         causal: whether a query is kept from later keys.
         positions: how it encodes them, as `positions_of` says.
+        calls: how each layer's attention module is called for one token at position 0.
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
             config and weights on disk, if they were local. `weights` says whether it still has these weights.
+        streamed: what reads its blocks from its files as they run, where it was opened so.
     """
 
     source: Source
@@ -47,10 +52,11 @@ class OpenModel:
     causal: bool
     positions: str
     id: str
-    _calls: Calls = field(repr=False)
+    calls: Calls = field(repr=False)
     tokenizer: PreTrainedTokenizerBase | None = None
     revision: str | None = None
     sha256: str | None = None
+    streamed: StreamedBlocks | None = field(default=None, repr=False, compare=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
     _load_layer: Callable[[int], AbstractContextManager[None]] = field(
         default=lambda layer: nullcontext(), repr=False, compare=False
@@ -86,7 +92,7 @@ class OpenModel:
             width=structure.width,
             causal=causal,
             positions=positions_of(source, structure, first, bias),
-            _calls=calls,
+            calls=calls,
             _checksum=weights_checksum(source.root) if named else None,
             **rest,
         )
@@ -118,6 +124,10 @@ class OpenModel:
     def sample_pass(self) -> None:
         """A pass over one token."""
         self.source.run(self.source.sample(1))
+
+    def block_present(self, layer: int) -> AbstractContextManager[None]:
+        """While open, a block has its weights in memory, as all have but of a model whose blocks are streamed."""
+        return nullcontext() if self.streamed is None else self.streamed.present(layer)
 
     @property
     def layers(self) -> int:
@@ -307,7 +317,7 @@ class OpenModel:
 
     def _call(self, layer: int) -> Call:
         self.structure.attention_at(layer)  # names a layer that has none
-        return self._calls[layer]
+        return self.calls[layer]
 
     def attention_alone(self, layer: int) -> nn.Module:
         """The attention module of one layer, to change what it does.

@@ -9,8 +9,7 @@ is B A itself. Experts have no layer that an adapter goes around: their low-rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
 from theodolite.system.pruned_folders import ADAPTER_FILES
 
@@ -43,24 +41,13 @@ def has_layer(matrix: PrunedMatrix) -> bool:
     return matrix.left is not None and matrix.expert is None
 
 
-@contextmanager
-def sparse_parts_alone(pairs: Sequence[tuple[Matrix, PrunedMatrix]]) -> Iterator[None]:
-    """While open, the model has the sparse parts of its pruned matrices where an adapter holds the rest."""
-    apart = [(own, pruned) for own, pruned in pairs if has_layer(pruned)]
-    for own, pruned in apart:
-        own.write(pruned.sparse)
-    try:
-        yield
-    finally:
-        for own, pruned in apart:
-            own.write(pruned.merged(own.holder.device))
-
-
-def write_adapter(folder: Path, model: OpenModel, matrices: Sequence[PrunedMatrix], base: Path) -> None:
+def write_adapter(
+    folder: Path, model: OpenModel, blocks: Iterable[Sequence[PrunedMatrix]], base: Path
+) -> None:
     """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them.
 
     Args:
-        folder: made here. matrices: of all blocks. base: where the sparse parts will lie.
+        folder: made here. blocks: their matrices, one block after the other. base: where the sparse parts will lie.
 
     Raises:
         UsageError: none has a low-rank part.
@@ -68,12 +55,16 @@ def write_adapter(folder: Path, model: OpenModel, matrices: Sequence[PrunedMatri
     from peft import LoraConfig
     from peft.utils import TaskType
 
-    by_module: dict[str, list[PrunedMatrix]] = {}
-    for matrix in filter(has_layer, matrices):
-        by_module.setdefault(matrix.parameter.removesuffix(".weight"), []).append(matrix)
-    if not by_module:
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    transposed = False
+    for block in blocks:
+        by_module: dict[str, list[PrunedMatrix]] = {}
+        for matrix in filter(has_layer, block):
+            by_module.setdefault(matrix.parameter.removesuffix(".weight"), []).append(matrix)
+            transposed |= matrix.dimension == 1
+        factors |= {name: _stacked(model, name, parts) for name, parts in by_module.items()}
+    if not factors:
         raise UsageError("nothing has a low-rank part that an adapter could hold: choose another --format")
-    factors = {name: _stacked(model, name, parts) for name, parts in by_module.items()}
     ranks = {name: len(a) for name, (a, _) in factors.items()}
     config = LoraConfig(
         r=max(ranks.values()),
@@ -81,7 +72,7 @@ def write_adapter(folder: Path, model: OpenModel, matrices: Sequence[PrunedMatri
         rank_pattern=ranks,
         alpha_pattern=ranks,
         target_modules=sorted(ranks),
-        fan_in_fan_out=any(matrix.dimension == 1 for parts in by_module.values() for matrix in parts),
+        fan_in_fan_out=transposed,
         base_model_name_or_path=str(base),
         task_type=TaskType.CAUSAL_LM if model.hf.can_generate() else None,
         inference_mode=True,

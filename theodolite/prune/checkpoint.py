@@ -7,19 +7,19 @@ matrices that `transformers` opens, or with an adapter (`adapter.py`), or factor
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from io import BytesIO
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow
+from safetensors.torch import save_file
 from torch import Tensor
 
 from theodolite.errors import UsageError
@@ -29,14 +29,16 @@ from theodolite.models.factored import (
     BLOCK,
     DENSE,
     PrunedMatrix,
+    dense_tensors,
     is_factored,
     read_matrices,
-    write_dense,
     write_matrices,
 )
 from theodolite.models.loading import without_progress_bars
+from theodolite.models.streamed import save_checkpoint, save_config
 from theodolite.passes.run import Workspace
-from theodolite.prune.adapter import sparse_parts_alone, write_adapter
+from theodolite.prune.adapter import has_layer, write_adapter
+from theodolite.prune.sequential import Keep, in_file
 from theodolite.sinks.interventions import Factors
 from theodolite.system.checksums import (
     CHECKSUMS,
@@ -54,10 +56,10 @@ from theodolite.system.run_folders import differences
 
 TABLE = "pruning.parquet"
 
-LOW_RANK = "low_rank/factors.safetensors"
-"""In a folder of its own: a server takes whatever safetensors lie beside the weights for weights."""
+LOW_RANK = "low_rank/" + BLOCK
+"""In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""
 
-LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
+LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
 
 TableRows = list[dict[str, Any]]
@@ -108,20 +110,51 @@ class Pruned:
             provenance = read_json_checked(folder / SETTINGS)
             sums = provenance.pop(CHECKSUMS, None) or {}
             table = pd.read_parquet(BytesIO(read_bytes_checked(folder / TABLE, sums)))
-            low_rank = _read_low_rank(folder / LOW_RANK, sums.get(LOW_RANK))
-            layers = int(provenance["model"]["layers"])
+            read = _reader_of_low_rank(folder, sums)
+            keys = [key for layer in range(int(provenance["model"]["layers"])) for key in read(layer)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): prune again") from error
-        for layer in range(layers if is_factored(folder) else 0):
-            low_rank |= low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
-        return cls(table, provenance, low_rank, folder)
+        return cls(table, provenance, _LowRankOfFiles(keys, read), folder)
+
+
+def write_block(
+    matrices: Sequence[Matrix], pruned: Sequence[PrunedMatrix], *, sparse_alone: bool = False
+) -> None:
+    """Write the pruned matrices of a block, which is present, into it.
+
+    Args:
+        matrices, pruned: of the block, in one order.
+        sparse_alone: without the low-rank parts that an adapter can hold.
+    """
+    for own, approximation in zip(matrices, pruned, strict=True):
+        alone = sparse_alone and has_layer(approximation)
+        own.write(approximation.sparse if alone else approximation.merged(own.holder.device))
 
 
 WriteExtras = Callable[[Pruned, Path], object]
 """Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
 
 
-def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> LowRank:
+class _LowRankOfFiles(LowRank):
+    """Low-rank parts that are read as they are asked for; those of one block are in memory."""
+
+    def __init__(self, keys: Iterable[tuple[int, str]], read: Callable[[int], LowRank]) -> None:
+        self._keys = dict.fromkeys(keys)
+        self._read = lru_cache(maxsize=1)(read)
+
+    def __getitem__(self, key: tuple[int, str]) -> tuple[Tensor, Tensor]:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._read(key[0])[key]
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
     """The low-rank parts of a block's matrices."""
     return {
         (layer, matrix.key): (matrix.left.cpu(), matrix.right.cpu())
@@ -243,6 +276,58 @@ class UnfinishedPruning:
             write_atomically(self._block(layer), lambda path: write_matrices(path, matrices, notes))
             write_text(self._seconds, json.dumps(seconds))
 
+    def low_rank(self, rows: TableRows) -> LowRank:
+        """The low-rank parts of the finished blocks, whose rows of the table these are."""
+        with_one = [row for row in rows if row["rank"]]
+        keys = [
+            (row["layer"], row["matrix"] if row["expert"] < 0 else f"{row['matrix']}.{row['expert']}")
+            for row in with_one
+        ]
+        return _LowRankOfFiles(keys, lambda layer: low_rank_of(layer, self._matrices(layer)))
+
+    @contextmanager
+    def kept_states(self) -> Iterator[Keep]:
+        """While open, hidden states can be kept in files of no name, which memory holds as far as it has room."""
+        kept: dict[int, Tensor] = {}
+
+        def keep(number: int, hidden: Tensor) -> Tensor:
+            if number in kept:
+                return kept[number].copy_(hidden)
+            with disk_errors(self._workspace.folder):
+                self._workspace.folder.mkdir(parents=True, exist_ok=True)
+                kept[number] = in_file(hidden, self._workspace.folder)
+            return kept[number]
+
+        yield keep
+        kept.clear()
+
+    @contextmanager
+    def written_into(
+        self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], *, sparse_alone: bool = False
+    ) -> Iterator[None]:
+        """While open, the model has its pruned matrices: a streamed one, too, as its blocks are read.
+
+        Args:
+            model, matrices: what is pruned.
+            sparse_alone: without low-rank parts that an adapter can hold.
+        """
+
+        def write(layer: int, sparse_alone: bool) -> None:
+            write_block(matrices[layer], self._matrices(layer), sparse_alone=sparse_alone)
+
+        if model.streamed is not None:
+            with model.streamed.edited(lambda layer: write(layer, sparse_alone)):
+                yield
+            return
+        layers = range(model.layers if sparse_alone else 0)
+        for layer in layers:
+            write(layer, True)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                write(layer, False)
+
     def finish(
         self,
         model: OpenModel,
@@ -255,16 +340,15 @@ class UnfinishedPruning:
         with folder_written_atomically(self.out) as temporary, without_progress_bars():
             if form == "factored":
                 self._write_factored(temporary, model, pruned)
-            elif form == ADAPTER:
-                self._write_with_adapter(temporary, model, matrices)
             else:
-                model.hf.save_pretrained(temporary)
+                with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
+                    save_checkpoint(model, temporary)
+            if form == ADAPTER:
+                blocks = (self._matrices(layer) for layer in range(model.layers))
+                write_adapter(temporary / ADAPTER, model, blocks, self.out)
             if model.tokenizer is not None:
                 model.tokenizer.save_pretrained(temporary)
-            sums = {}
-            if pruned.low_rank and form != "factored":
-                (temporary / LOW_RANK).parent.mkdir()
-                sums[LOW_RANK] = write_checked(temporary / LOW_RANK, _by_name(pruned.low_rank))
+            sums = {} if form == "factored" else self._write_low_rank(temporary, pruned)
             pruned = _with_bytes(temporary, model, pruned, form)
             pruned.table.to_parquet(temporary / TABLE, index=False)
             sums[TABLE] = bytes_digest((temporary / TABLE).read_bytes())
@@ -273,26 +357,31 @@ class UnfinishedPruning:
                 shutil.copymode(temporary / SETTINGS, path)
             write_extras(pruned, temporary)
         shutil.rmtree(self._workspace.folder, ignore_errors=True)
-        return replace(pruned, folder=self.out)
+        low_rank = _LowRankOfFiles(pruned.low_rank, _reader_of_low_rank(self.out, sums))
+        return replace(pruned, low_rank=low_rank, folder=self.out)
+
+    def _write_low_rank(self, folder: Path, pruned: Pruned) -> dict[str, str]:
+        """Write the low-rank parts, a file of each block that has some; the checksums of the files."""
+        sums: dict[str, str] = {}
+        for layer in sorted({layer for layer, _ in pruned.low_rank}):
+            (folder / LOW_RANK).parent.mkdir(exist_ok=True)
+            name = LOW_RANK.format(layer)
+            sums[name] = write_checked(folder / name, _by_name(low_rank_of(layer, self._matrices(layer))))
+        return sums
 
     def _write_factored(self, folder: Path, model: OpenModel, pruned: Pruned) -> None:
-        config = copy.deepcopy(model.hf.config)
-        config.architectures = [type(model.hf).__name__]
-        config.save_pretrained(folder)
-        if model.hf.can_generate():
-            model.hf.generation_config.save_pretrained(folder)
-        write_dense(folder / DENSE, model.hf, set(pruned.table["parameter"]))
+        save_config(model.hf, folder)
+        names = set(pruned.table["parameter"])
+        tensors = dense_tensors(model.hf, names)
+        if model.streamed is not None:
+            for layer in range(model.layers):
+                tensors |= model.streamed.tensors(layer, names)
+        save_file(tensors, folder / DENSE, {"format": "pt"})
         for layer in range(model.layers):
             shutil.copyfile(self._block(layer), folder / BLOCK.format(layer))
 
-    def _write_with_adapter(
-        self, folder: Path, model: OpenModel, matrices: Sequence[Sequence[Matrix]]
-    ) -> None:
-        blocks = [self._read(self._block(layer))[0] for layer in range(model.layers)]
-        pairs = list(zip(chain(*matrices), chain(*blocks), strict=True))
-        with sparse_parts_alone(pairs):
-            model.hf.save_pretrained(folder)
-        write_adapter(folder / ADAPTER, model, [pruned for _, pruned in pairs], self.out)
+    def _matrices(self, layer: int) -> list[PrunedMatrix]:
+        return self._read(self._block(layer))[0]
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)
@@ -311,21 +400,28 @@ def _by_name(low_rank: LowRank) -> dict[str, Tensor]:
     }
 
 
-def _read_low_rank(path: Path, sha256: str | None) -> LowRank:
-    """What a merged checkpoint has of them; a method without any writes no file.
+def _reader_of_low_rank(folder: Path, sums: Mapping[str, str]) -> Callable[[int], LowRank]:
+    """Reads the low-rank parts of a block from a written checkpoint; a block without any has no file.
 
-    Raises:
-        ValueError, KeyError: the file is missing, damaged or another one.
+    Raises (when called):
+        ValueError, KeyError, WorkError: the file is missing, damaged or another one.
     """
-    if sha256 is None and not path.is_file():
-        return {}
-    tensors, _ = read_checked(path, sha256)
-    sides = {tuple(name.rsplit("/", 1)): factor for name, factor in tensors.items()}
-    return {
-        (int(name.partition("/")[0]), name.partition("/")[2]): (left, sides[name, "right"])
-        for (name, side), left in sides.items()
-        if side == "left"
-    }
+
+    def read(layer: int) -> LowRank:
+        if is_factored(folder):
+            return low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
+        name = LOW_RANK.format(layer)
+        if name not in sums and not (folder / name).is_file():
+            return {}
+        tensors, _ = read_checked(folder / name, sums.get(name))
+        sides = {tuple(name.rsplit("/", 1)): factor for name, factor in tensors.items()}
+        return {
+            (int(name.partition("/")[0]), name.partition("/")[2]): (left, sides[name, "right"])
+            for (name, side), left in sides.items()
+            if side == "left"
+        }
+
+    return read
 
 
 def _with_bytes(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:

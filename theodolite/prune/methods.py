@@ -38,6 +38,11 @@ DAMPING = 0.1
 _SUBBLOCK = 16
 """Inputs per matrix product within a block, where no pattern sets it."""
 
+_FACTORED_AT_ONCE = 512
+"""Inputs a step of the factorisation of a Hessian; `_STRIP` are columns of what is left that are updated together."""
+
+_STRIP = 2048
+
 _ASYMMETRY = 1e-3
 """Asymmetry tolerated in a Hessian summed in half precision, as a share of its diagonal."""
 
@@ -105,18 +110,32 @@ class HessianFactor:
     """A Hessian factored for SparseGPT, shared by matrices with the same inputs (W_Q, W_K and W_V).
 
     Attributes:
-        upper: R, upper triangular, R Rᵀ = H + damping · mean(diag H) · I.
+        upper: R, upper triangular, R Rᵀ = H + added · I; of dead inputs the diagonal of H counts as 1.
         dead: inputs that are always 0.
         damping: as given, or raised as far as needed.
+        added: damping · mean(diag H).
     """
 
     upper: Float64[Tensor, "inputs inputs"]
     dead: Bool[Tensor, " inputs"]
     damping: float
+    added: float
+
+    def squared_norm(self, matrix: Float[Tensor, "outputs inputs"]) -> float:
+        """tr(M H Mᵀ), of H without what was added: the products are of the matrix's dtype, their sum of float64."""
+        total = -self.added * _square_sum(matrix) - _square_sum(matrix[:, self.dead])
+        for start in range(0, len(self.upper), _FACTORED_AT_ONCE):
+            stop = start + _FACTORED_AT_ONCE
+            total += _square_sum(matrix[:, :stop] @ self.upper[:stop, start:stop].to(matrix.dtype))
+        return total
+
+
+def _square_sum(matrix: Tensor) -> float:
+    return float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
 
 
 @torch.no_grad()
-def factor_hessian(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
+def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool = False) -> HessianFactor:
     """R of `HessianFactor`, in float64; the damping is raised tenfold until the factorisation succeeds.
 
     As in the released code, the diagonal of a dead input is set to 1, and counts in the mean of the diagonal.
@@ -125,6 +144,7 @@ def factor_hessian(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
         hessian: (inputs, inputs), symmetric: the sum or the mean of x xᵀ over the tokens; a common factor changes
             nothing unless inputs are dead.
         damping: share of the mean diagonal that is added to the diagonal (0.01 in the released code).
+        overwrite: R may take the place of a Hessian in float64, so that there is one matrix of this size in memory.
 
     Raises:
         UsageError: not a finite symmetric matrix, a negative diagonal, or a negative damping.
@@ -135,22 +155,55 @@ def factor_hessian(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
         raise UsageError(f"hessian has shape {tuple(hessian.shape)}: give (inputs, inputs)")
     if not 0 <= damping < _MAX_DAMPING:
         raise UsageError(f"damping is {damping}: give a number from 0 on")
-    backwards = hessian.detach().double().flip(0, 1)
-    _check_symmetric(backwards)
-    diagonal = backwards.diagonal().clone()
+    upper = hessian.detach().to(torch.float64, copy=not overwrite)
+    _check_symmetric(upper)
+    diagonal = upper.diagonal().clone()
     if (diagonal < 0).any():
         raise UsageError("hessian has a negative diagonal: give the sum of x xᵀ")
     dead = diagonal == 0
     diagonal[dead] = 1
-    mean = diagonal.mean()
+    mean = float(diagonal.mean())
     while damping < _MAX_DAMPING:
-        # Cholesky of the flipped matrix, flipped back, is upper times lower instead of lower times upper.
-        backwards.diagonal().copy_(diagonal + damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(backwards)
-        if not failed:
-            return HessianFactor(lower.flip(0, 1), dead.flip(0), damping)
+        upper.diagonal().copy_(diagonal + damping * mean)
+        if _factor(upper):
+            return HessianFactor(upper.triu_(), dead, damping, damping * mean)
+        _mirror(upper)
         damping = max(10 * damping, torch.finfo(torch.float64).eps)
     raise UsageError("hessian is far from positive semidefinite: give the sum of x xᵀ")
+
+
+def _factor(matrix: Float64[Tensor, "inputs inputs"]) -> bool:
+    """Put R of R Rᵀ into the upper triangle and leave what is below the diagonal; whether there is one.
+
+    From the last inputs on: R's last columns are factored, and what they explain is taken off those before them.
+    """
+    for stop in range(len(matrix), 0, -_FACTORED_AT_ONCE):
+        now = slice(max(stop - _FACTORED_AT_ONCE, 0), stop)
+        before, own = slice(0, now.start), matrix[now, now]
+        # Cholesky of the flipped matrix, flipped back, is upper times lower instead of lower times upper.
+        lower, failed = torch.linalg.cholesky_ex(own.flip(0, 1))
+        if failed:
+            return False
+        upper = lower.flip(0, 1)
+        own.copy_(own.tril(-1).add_(upper))
+        above = matrix[before, now]
+        above.copy_(torch.linalg.solve_triangular(upper.mT, above, upper=False, left=False))
+        for end in range(now.start, 0, -_STRIP):
+            strip = slice(max(end - _STRIP, 0), end)
+            left, explained = matrix[:end, strip], above[strip].mT
+            below = left[strip].tril(-1)
+            left.addmm_(above[:end], explained, alpha=-1)
+            left[strip].triu_().add_(below)
+    return True
+
+
+def _mirror(matrix: Float64[Tensor, "inputs inputs"]) -> None:
+    """Put what is below the diagonal above it."""
+    for start in range(0, len(matrix), _FACTORED_AT_ONCE):
+        now = slice(start, start + _FACTORED_AT_ONCE)
+        matrix[:start, now] = matrix[now, :start].mT
+        below = matrix[now, now].tril(-1)
+        matrix[now, now].tril_().add_(below.mT)
 
 
 def _check_symmetric(hessian: Float64[Tensor, "inputs inputs"]) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -26,17 +28,17 @@ from theodolite.passes.provenance import describe_corpus, describe_model, descri
 from theodolite.prune.adapter import refuse_adapter
 from theodolite.prune.checkpoint import (
     SETTINGS,
-    LowRank,
     Pruned,
     TableRows,
     UnfinishedPruning,
     WriteExtras,
     low_rank_of,
+    write_block,
 )
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
-from theodolite.prune.sequential import BlockByBlock
+from theodolite.prune.sequential import BlockByBlock, Keep, kept_in_memory
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.system.choices import check_form
 from theodolite.system.progress import ShowProgress
@@ -68,11 +70,14 @@ def prune_model(
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
 
+    Of a model from `open_streamed`, a block is in memory while it is pruned, and its pruned matrices are written to
+    `out` only.
+
     Every linear layer inside the blocks is pruned, W_Q, W_K and W_V separately where they are fused, and the matrices
     of every expert on the tokens routed to it; embeddings, head, norms, biases and routers are not.
 
     Args:
-        model: from `open_model`; left half pruned by an interrupt.
+        model: from `open_model`, and left half pruned by an interrupt; or from `open_streamed`.
         corpus: the calibration text; all its tokens count.
         method: "oats", "sparsegpt", "wanda" or "magnitude".
         sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block. For
@@ -83,8 +88,8 @@ def prune_model(
         iterations: for OATS.
         seed: for OATS: of the random probes that check whether its subspace is still the leading one.
         damping: for SparseGPT, as in `sparsegpt`.
-        out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model. Where it holds
-            this same pruning already, that is read instead.
+        out: folder of the checkpoint, which a streamed model needs; to resume an interrupted call, repeat it on a newly
+            opened model. Where it holds this same pruning already, that is read instead.
         form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), or "adapter" (`transformers` opens
             the sparse parts, PEFT the low-rank ones).
         batch: contexts per forward pass; None: 4096 tokens' worth.
@@ -102,8 +107,9 @@ def prune_model(
     check_form(form)
     if form == ADAPTER:
         refuse_adapter(method)
-    matrices = block_matrices(model)
-    _refuse_pruned(model, matrices)
+    if out is None and model.streamed is not None:
+        raise UsageError(f"the blocks of {model.id} are read from its files and not kept: give out, a folder")
+    matrices = _dense_matrices(model)
     settings = PruningSettings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
     _refuse_short(corpus, matrices, settings)
     fingerprint = {
@@ -119,7 +125,8 @@ def prune_model(
     with unfinished.claimed():
         written = unfinished.finished(form)
         if written is not None:
-            work.restore(Path(out))
+            if model.streamed is None:
+                work.restore(Path(out))
             return written
         return unfinished.finish(model, matrices, work.run(unfinished), form, write_extras)
 
@@ -139,36 +146,44 @@ class _PruningRun:
         """Prune every unfinished block, and write the result of every block into the model."""
         started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
         rows: TableRows = []
-        low_rank: LowRank = {}
+        low_rank: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # where no file has them
         total = sum(map(len, self.matrices))
         described = describe_model(self.model)
-        with one_expert_at_a_time(self.model.root):
+        with ExitStack() as undo:
+            undo.enter_context(one_expert_at_a_time(self.model.root))
+            keep: Keep = kept_in_memory
+            if unfinished and self.model.streamed is not None:
+                keep = undo.enter_context(unfinished.kept_states())
             stream = BlockByBlock(
                 self.model,
                 self.corpus,
                 self.fingerprint["batch"],
                 lambda: self.show_progress(len(rows), total),
+                keep,
             )
-            self._record()
+            if self.model.streamed is None:
+                self._record()
             for layer, matrices in enumerate(self.matrices):
-                done = unfinished.block(layer) if unfinished else None
-                pruned_matrices, block_rows = done or self._pruned_block(stream, layer, total)
-                for matrix, pruned in zip(matrices, pruned_matrices, strict=True):
-                    matrix.write(pruned.merged(matrix.holder.device))
-                if unfinished and not done:
-                    unfinished.save(layer, pruned_matrices, block_rows, time.monotonic() - started)
-                rows += block_rows
-                low_rank |= low_rank_of(layer, pruned_matrices)
-                if layer + 1 < self.model.layers:
-                    stream.advance(layer)
-            stream.verify_end()
+                with self.model.block_present(layer):
+                    done = unfinished.block(layer) if unfinished else None
+                    pruned_matrices, block_rows = done or self._pruned_block(stream, layer, total)
+                    write_block(matrices, pruned_matrices)
+                    if unfinished and not done:
+                        unfinished.save(layer, pruned_matrices, block_rows, time.monotonic() - started)
+                    rows += block_rows
+                    if unfinished is None:
+                        low_rank |= low_rank_of(layer, pruned_matrices)
+                    if layer + 1 < self.model.layers:
+                        stream.advance(layer)
+            with unfinished.written_into(self.model, self.matrices) if unfinished else nullcontext():
+                stream.verify_end()
         self.show_progress(total, total)
         seconds = time.monotonic() - started
         provenance = described | describe_pass(self.model, self.corpus, self.settings.seed, self.fingerprint)
         dense = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
         pruning = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
         provenance |= {"wall_seconds": seconds, "pruning": pruning}
-        return Pruned(pd.DataFrame(rows), provenance, low_rank)
+        return Pruned(pd.DataFrame(rows), provenance, unfinished.low_rank(rows) if unfinished else low_rank)
 
     def restore(self, folder: Path) -> None:
         """Put the matrices of this same pruning, finished in `folder`, into the model."""
@@ -194,7 +209,7 @@ class _PruningRun:
     ) -> tuple[list[PrunedMatrix], TableRows]:
         """Prune the matrices of a block on their current inputs; also their rows of the table."""
         matrices, pruned_matrices, rows = self.matrices[layer], list[PrunedMatrix](), TableRows()
-        moments = InputMoments(matrices, full=self.settings.needs_full_moments)
+        moments = InputMoments(matrices, self.settings.damping if self.settings.needs_full_moments else None)
         with moments.collecting():
             stream.read(layer)
         before = sum(map(len, self.matrices[:layer]))
@@ -207,7 +222,8 @@ class _PruningRun:
         return pruned_matrices, rows
 
 
-def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
+def _dense_matrices(model: OpenModel) -> list[list[Matrix]]:
+    """The matrices of a model that was not pruned yet."""
     if model.interventions:
         raise UsageError(
             f"the opened model was modified ({model.interventions[-1]}): open it anew to prune it"
@@ -216,9 +232,15 @@ def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
         raise UsageError(
             f"{model.id} is pruned already ({SETTINGS} is next to its weights): give the dense model"
         )
-    held = {matrix.holder.data_ptr(): matrix.holder for block in matrices for matrix in block}
-    zeros = sum(int((matrix == 0).sum()) for matrix in held.values())
-    entries = sum(matrix.numel() for matrix in held.values())
+    entries = zeros = 0
+
+    def count(matrices: list[Matrix]) -> None:
+        nonlocal entries, zeros
+        for holder in {matrix.holder.data_ptr(): matrix.holder for matrix in matrices}.values():
+            entries += holder.numel()
+            zeros += holder.numel() - int(holder.count_nonzero())
+
+    matrices = block_matrices(model, count)
     if not entries:
         raise UsageError(f"{model.source.name} has no linear layers in its blocks that could be pruned")
     share = zeros / entries
@@ -226,6 +248,7 @@ def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
         raise UsageError(
             f"{share:.0%} of the weights of {model.id} are 0, as if it had been pruned: give the dense model"
         )
+    return matrices
 
 
 def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: PruningSettings) -> None:

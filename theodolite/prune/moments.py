@@ -6,9 +6,10 @@ up) share one sum. Nothing here depends on how a matrix is pruned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float64
@@ -23,6 +24,10 @@ ROWS = 1024
 """Vectors squared in float64 at a time: bounds memory to ROWS × inputs."""
 
 
+_Means = tuple[int, Float64[Tensor, " inputs"], Float64[Tensor, "inputs inputs"] | None]
+"""Number of vectors, mean of x_i², and mean of x xᵀ where it was summed."""
+
+
 @dataclass(frozen=True)
 class Moments:
     """Second moments of the input vectors x of a matrix.
@@ -30,34 +35,29 @@ class Moments:
     Attributes:
         count: number of vectors.
         diagonal: mean of x_i².
-        full: mean of x xᵀ, or None where not requested.
+        factor: mean of x xᵀ, factored, or None where not requested.
     """
 
     count: int
     diagonal: Float64[Tensor, " inputs"]
-    full: Float64[Tensor, "inputs inputs"] | None
-    _factors: dict[float, HessianFactor] = field(default_factory=dict, repr=False, compare=False)
-
-    def factor(self, damping: float) -> HessianFactor:
-        """The full moments factored for SparseGPT, once for all matrices that share them."""
-        assert self.full is not None
-        if damping not in self._factors:
-            self._factors[damping] = factor_hessian(self.full, damping)
-        return self._factors[damping]
+    factor: HessianFactor | None
 
     def squared_norms(self, matrix: Float[Tensor, "outputs inputs"]) -> tuple[float, float]:
         """Mean of ‖M x‖² from the full moments (NaN without them), and ‖M D‖², its value for uncorrelated inputs."""
-        matrix = matrix.double()
-        scaled = float((matrix.square() @ self.diagonal).sum())
-        exact = float("nan") if self.full is None else float(((matrix @ self.full) * matrix).sum())
-        return exact, scaled
+        exact = math.nan if self.factor is None else self.factor.squared_norm(matrix)
+        return exact, float((matrix.double().square() @ self.diagonal).sum())
 
 
 class InputMoments:
-    """Sums over the inputs of some matrices, keyed by the memory address of the matrix."""
+    """Sums over the inputs of some matrices, keyed by the memory address of the matrix.
 
-    def __init__(self, matrices: Sequence[Matrix], *, full: bool) -> None:
-        self._full = full
+    Args:
+        matrices: of a block.
+        damping: of the full moments' factors, as in `factor_hessian`; None: diagonals only.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], damping: float | None = None) -> None:
+        self._damping = damping
         self._widths = {matrix.holder.data_ptr(): matrix.shape[1] for matrix in matrices}
         self._sums: dict[int, _Diagonal | _Full] = {}
         self._moments: dict[int, Moments] = {}
@@ -68,6 +68,7 @@ class InputMoments:
         """While open, collect the inputs of products with the matrices."""
         return tapped_products(self._add)
 
+    @torch.inference_mode()  # as the pass in which sums were made, which are changed in place
     def of(self, matrix: Matrix) -> Moments:
         """Moments of the inputs of a matrix; unit moments with a count of 0 if there were none.
 
@@ -78,15 +79,20 @@ class InputMoments:
         first = self._first.get(at, at)
         if first not in self._sums and first not in self._moments:
             ones = torch.ones(width, dtype=torch.float64, device=device)
-            return Moments(0, ones, ones.diag() if self._full else None)
+            return Moments(0, ones, self._factored(ones.diag()))
         if first not in self._moments:
-            self._moments[first] = self._sums.pop(first).moments()
-        moments = self._moments[first]
-        if not torch.isfinite(moments.diagonal).all():
-            raise WorkError(
-                f"the input of {matrix.parameter} is NaN, infinite or too large: try --dtype float32"
-            )
-        return moments
+            count, diagonal, full = self._sums.pop(first).means()
+            if not torch.isfinite(diagonal).all():
+                raise WorkError(
+                    f"the input of {matrix.parameter} is NaN, infinite or too large: try --dtype float32"
+                )
+            self._moments[first] = Moments(count, diagonal, self._factored(full))
+        return self._moments[first]
+
+    def _factored(self, full: Float64[Tensor, "inputs inputs"] | None) -> HessianFactor | None:
+        if full is None or self._damping is None:
+            return None
+        return factor_hessian(full, self._damping, overwrite=True)
 
     def _add(self, inputs: Tensor, matrix: Tensor) -> None:
         at = matrix.data_ptr()
@@ -101,7 +107,7 @@ class InputMoments:
         self._last = (at, inputs)
         sums = self._sums.get(at)
         if sums is None:
-            sums = self._sums[at] = (_Full if self._full else _Diagonal)(inputs.shape[-1])
+            sums = self._sums[at] = (_Diagonal if self._damping is None else _Full)(inputs.shape[-1])
         rows = inputs.detach().reshape(-1, inputs.shape[-1])
         if len(rows):
             sums.update(rows)
@@ -121,9 +127,9 @@ class _Diagonal:
         for chunk in rows.split(ROWS):
             self._sum += chunk.double().square().sum(dim=0)
 
-    def moments(self) -> Moments:
+    def means(self) -> _Means:
         """Of all rows."""
-        return Moments(self._count, self._sum / self._count, None)
+        return self._count, self._sum / self._count, None
 
 
 class _Full:
@@ -138,8 +144,8 @@ class _Full:
         self._device = rows.device
         self._sums.update(0, rows)
 
-    def moments(self) -> Moments:
-        """Of all rows: mean(x xᵀ) = covariance + x̄ x̄ᵀ."""
+    def means(self) -> _Means:
+        """Of all rows, once: mean(x xᵀ) = covariance + x̄ x̄ᵀ takes the place of the sums."""
         count, mean, moment = (self._sums.at(name, 0, self._device) for name in ("count", "mean", "moment"))
-        full = (moment / count).addr_(mean, mean)
-        return Moments(int(count), full.diagonal().clone(), full)
+        full = moment.div_(count).addr_(mean, mean)
+        return int(count), full.diagonal().clone(), full

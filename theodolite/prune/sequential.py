@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,30 @@ MOST_VARIANTS = 4
 """Distinct argument tensors per shape that a new one is compared with, to store equal ones once."""
 
 
+Keep = Callable[[int, Hidden], Hidden]
+
+
+def in_file(tensor: Tensor, folder: Path) -> Tensor:
+    """A copy whose memory is a file without a name: the system has it in memory as far as there is room.
+
+    It is written before it is mapped, so that a full disk is an error.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    flat = tensor.detach().cpu().contiguous()
+    with NamedTemporaryFile(dir=folder) as file:
+        file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
+    return mapped.view(flat.shape)
+
+
+def kept_in_memory(number: int, hidden: Hidden) -> Hidden:
+    """Store the hidden states of a batch where they are."""
+    return hidden
+
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call, by place and by name."""
 
@@ -44,23 +70,31 @@ class BlockByBlock:
         corpus: the calibration contexts.
         batch: contexts per forward pass.
         between: called after every batch; it may raise to stop.
+        keep: given the number of a batch and its hidden states, gives what of them is stored until the next block.
 
     Raises:
         WorkError: the family computes something between its blocks, so that they cannot be run one by one.
     """
 
-    def __init__(self, model: OpenModel, corpus: Corpus, batch: int, between: Callable[[], None]) -> None:
-        self._model, self._between = model, between
+    def __init__(
+        self,
+        model: OpenModel,
+        corpus: Corpus,
+        batch: int,
+        between: Callable[[], None],
+        keep: Keep = kept_in_memory,
+    ) -> None:
+        self._model, self._between, self._keep = model, between, keep
         self._shared = _SharedArguments()
         self._first_context = corpus.ids(slice(0, 1))
         self._witness_calls, self._witness = self._verified_pass()
         record = self._passing_through if self._may_pass_through() else self._pass
         self._hidden: list[Hidden] = []
         self._calls: list[list[Arguments]] = []  # by batch, then by block, without hidden states
-        for part in corpus.batches(batch):
+        for number, part in enumerate(corpus.batches(batch)):
             calls, outputs = record(corpus.ids(part))
             self._calls.append(calls)
-            self._hidden.append(outputs.entered)
+            self._hidden.append(keep(number, outputs.entered))
             between()
 
     def read(self, layer: int) -> None:
@@ -73,7 +107,7 @@ class BlockByBlock:
         self._witness = self._run(layer, self._witness_calls, self._witness)
         for number, output in enumerate(self._outputs(layer)):
             refuse_nonfinite_stream(layer + 1, output)
-            self._hidden[number] = output
+            self._hidden[number] = self._keep(number, output)
 
     def verify_end(self) -> None:
         """Compare the output of the last block on the witness with a forward pass of the pruned model.
@@ -88,7 +122,7 @@ class BlockByBlock:
 
     def _outputs(self, layer: int) -> Iterator[Hidden]:
         for calls, hidden in zip(self._calls, self._hidden, strict=True):
-            yield self._run(layer, calls, hidden)
+            yield self._run(layer, calls, hidden.to(self._model.device))
             self._between()
 
     def _run(self, layer: int, calls: list[Arguments], hidden: Hidden) -> Hidden:

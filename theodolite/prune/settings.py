@@ -13,7 +13,7 @@ from torch import Tensor
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
-from theodolite.prune.methods import INPUTS_AT_ONCE, magnitude, sparsegpt_factored, wanda
+from theodolite.prune.methods import INPUTS_AT_ONCE, factor_hessian, magnitude, sparsegpt_factored, wanda
 from theodolite.prune.moments import Moments
 from theodolite.prune.oats import oats
 from theodolite.prune.patterns import pattern_of
@@ -134,8 +134,9 @@ class PruningSettings:
             left=approximation.left,
             right=approximation.right,
         )
-        lost = moments.squared_norms(weight.double() - pruned.merged().double())
-        whole = moments.squared_norms(weight)
+        precision = torch.promote_types(weight.dtype, torch.float32)
+        lost = moments.squared_norms((weight.double() - pruned.merged().double()).to(precision))
+        whole = moments.squared_norms(weight.to(precision))
         exact, scaled = (
             math.sqrt(max(missing, 0) / all_) if all_ > 0 else math.nan
             for missing, all_ in zip(lost, whole, strict=True)
@@ -166,7 +167,8 @@ class PruningSettings:
         if self.method == "wanda":
             return _Approximation(wanda(weight, moments.diagonal.sqrt(), sparsity, pattern))
         if self.method == "sparsegpt":
-            factor = moments.factor(self.damping)
+            factor = moments.factor
+            assert factor is not None
             raised = f"damping raised to {factor.damping:g}" if factor.damping > self.damping else ""
             return _Approximation(
                 sparsegpt_factored(weight, factor, sparsity, pattern), damping=factor.damping, fallback=raised
@@ -195,7 +197,8 @@ class PruningSettings:
         pattern = pattern_of(self.pattern, 0)
         inputs = pattern.of if pattern else 1
         ones = torch.ones(inputs, dtype=torch.float64)
-        self._pruned(torch.ones(1, inputs), Moments(1, ones, ones.diag()), sparsity, ratio)
+        factor = factor_hessian(ones.diag(), self.damping) if self.needs_full_moments else None
+        self._pruned(torch.ones(1, inputs), Moments(1, ones, factor), sparsity, ratio)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,166 @@
+"""Models whose blocks are read from their files as they run: what they compute, and how they are pruned."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.prune.families import write
+from theodolite import Corpus
+from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.models import open_model
+from theodolite.models.block_matrices import block_matrices, one_expert_at_a_time
+from theodolite.models.streamed import open_streamed
+from theodolite.prune import Pruned, prune_model
+
+FAMILIES = ("gpt2", "llama3", "gpt_neox", "gpt_oss", "mixtral")
+PRUNINGS = (
+    ("gpt2", "sparsegpt", "factored"),
+    ("gpt2", "magnitude", "merged"),
+    ("llama3", "oats", "adapter"),
+    ("gpt_neox", "oats", "merged"),
+    ("gpt_oss", "wanda", "factored"),
+    ("mixtral", "oats", "merged"),  # transformers changes its names and shapes on loading, and back on saving
+)
+
+
+def corpus_of(contexts: int = 8) -> Corpus:
+    ids = torch.randint(3, 250, (contexts, 20), generator=torch.Generator().manual_seed(0))
+    return Corpus.from_ids(ids)
+
+
+def tensors_in(folder):
+    found = {}
+    for path in folder.rglob("*.safetensors"):
+        at = path.parent.relative_to(folder).as_posix()
+        found |= {f"{at}/{name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def in_memory(model) -> list[int]:
+    """The layers whose weights are there."""
+    blocks = enumerate(model.structure.blocks)
+    return [layer for layer, block in blocks if not any(p.is_meta for p in block.parameters())]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_the_whole_model_does(family, tmp_path):
+    """Oracle: the model in memory, bit by bit; between passes no block is there."""
+    folder = write(family, tmp_path / family)
+    whole, streamed = open_model(folder), open_streamed(folder)
+    ids = corpus_of().contexts
+    with one_expert_at_a_time(whole.root):
+        assert torch.equal(streamed.logits(ids), whole.logits(ids))
+    assert streamed.sha256 == whole.sha256
+    assert in_memory(streamed) == []
+    with streamed.block_present(1):
+        assert in_memory(streamed) == [1]
+    for own, other in zip(block_matrices(streamed)[1], block_matrices(whole)[1], strict=True):
+        with streamed.block_present(1):
+            assert own.key == other.key
+            assert torch.equal(own.read(), other.read())
+
+
+@pytest.mark.parametrize(("family", "method", "form"), PRUNINGS)
+def test_what_is_written_is_what_the_whole_model_gives(family, method, form, tmp_path):
+    """Oracle: the same pruning of the model in memory: tensors, table, low-rank parts and config."""
+    folder = write(family, tmp_path / family)
+    options = {"iterations": 3, "form": form}
+    whole = prune_model(open_model(folder), corpus_of(), method, 0.5, out=tmp_path / "whole", **options)
+    model = open_streamed(folder)
+    streamed = prune_model(model, corpus_of(), method, 0.5, out=tmp_path / "streamed", **options)
+    expected, found = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "streamed")
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert whole.table.equals(streamed.table)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("whole", "streamed")]
+    assert configs[0] == configs[1]
+    again = Pruned.load(tmp_path / "streamed").low_rank
+    assert whole.low_rank.keys() == streamed.low_rank.keys() == again.keys()
+    for at, factors in whole.low_rank.items():
+        assert all(map(torch.equal, again[at], factors))
+    ids = corpus_of().contexts
+    reopened = [open_model(tmp_path / name).logits(ids) for name in ("whole", "streamed")]
+    assert torch.equal(*reopened)
+    assert in_memory(model) == []
+    assert model.interventions == ()
+
+
+def test_one_block_is_in_memory_at_a_time(tmp_path):
+    model = open_streamed(write("llama3", tmp_path / "llama3"))
+    seen = []
+    prune_model(
+        model,
+        corpus_of(),
+        "oats",
+        0.5,
+        iterations=2,
+        out=tmp_path / "out",
+        show_progress=lambda done, total: seen.append(in_memory(model)),
+    )
+    assert max(map(len, seen)) == 1
+
+
+def test_stopped_it_goes_on_to_the_same_bytes(tmp_path):
+    """Oracle: a run that was not stopped."""
+    folder = write("llama3", tmp_path / "llama3")
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    prune_model(open_streamed(folder), corpus_of(), "oats", 0.5, iterations=2, out=whole)
+    with pytest.raises(KeyboardInterrupt):
+        prune_model(
+            open_streamed(folder), corpus_of(), "oats", 0.5, iterations=2, out=parts, show_progress=stop
+        )
+    assert (tmp_path / "parts.partial" / "block-000.safetensors").is_file()
+    # What was begun in memory may go on from the files, and the other way round.
+    prune_model(open_model(folder), corpus_of(), "oats", 0.5, iterations=2, out=parts)
+    expected, found = tensors_in(whole), tensors_in(parts)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    again = prune_model(open_streamed(folder), corpus_of(), "oats", 0.5, iterations=2, out=parts)
+    assert again.folder == parts
+
+
+def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
+    def full(tensor, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("theodolite.prune.checkpoint.in_file", full)
+    model = open_streamed(write("llama3", tmp_path / "llama3"))
+    with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
+        prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
+
+
+def test_without_a_folder_it_is_refused(tmp_path):
+    model = open_streamed(write("llama3", tmp_path / "llama3"))
+    with pytest.raises(UsageError, match="read from its files and not kept: give out, a folder"):
+        prune_model(model, corpus_of(), "wanda", 0.5)
+
+
+def test_what_cannot_be_streamed_is_opened_whole_and_says_so(tmp_path):
+    said: list[str] = []
+    folder = write("llama3", tmp_path / "llama3")
+    prune_model(open_model(folder), corpus_of(), "wanda", 0.5, out=tmp_path / "out", form="factored")
+    model = open_streamed(tmp_path / "out", say=said.append)
+    assert model.streamed is None
+    assert said == ["opened whole, since its matrices are factored"]
+
+
+@pytest.mark.parametrize("where", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_weights_that_are_no_numbers_are_refused(where, tmp_path):
+    folder = write("llama3", tmp_path / "llama3")
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    for path in broken.glob("*.safetensors"):
+        tensors = load_file(path)
+        if where in tensors:
+            tensors[where][0, 0] = torch.nan
+            save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(TheodoliteError, match=where.replace(".", r"\.")):
+        open_streamed(broken)
