@@ -24,10 +24,11 @@ from theodolite.models.factored import is_factored
 from theodolite.models.prompts import Focus, prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.run import Run
-from theodolite.prune.checkpoint import SETTINGS, Pruned
+from theodolite.prune.pruned import Pruned
 from theodolite.sinks.interventions import Factors, without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.sinks.trace import trace_sinks
+from theodolite.system.pruned_folders import SETTINGS
 
 PROMPT = "inference"
 """The shipped prompt of the kind that Fig. 5 shows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -21,12 +21,10 @@ from theodolite.models.head_weights import HeadWeights, read_head_weights
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.positions import positions_of
 from theodolite.models.source import Inputs, Source
+from theodolite.models.streamed_blocks import StreamedBlocks
 from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
 from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
-
-if TYPE_CHECKING:
-    from theodolite.models.streamed import StreamedBlocks
 
 
 @dataclass(frozen=True, repr=False)

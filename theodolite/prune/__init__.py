@@ -1,11 +1,11 @@
 """Pruning: a matrix at a time, and whole models layer by layer."""
 
-from theodolite.prune.checkpoint import Pruned as Pruned
-from theodolite.prune.checkpoint import load_factored as load_factored
 from theodolite.prune.methods import magnitude as magnitude
 from theodolite.prune.methods import sparsegpt as sparsegpt
 from theodolite.prune.methods import wanda as wanda
 from theodolite.prune.model import prune_model as prune_model
 from theodolite.prune.oats import SparseLowRank as SparseLowRank
 from theodolite.prune.oats import oats as oats
+from theodolite.prune.pruned import Pruned as Pruned
+from theodolite.prune.pruned import load_factored as load_factored
 from theodolite.system.choices import METHODS as METHODS

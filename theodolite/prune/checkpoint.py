@@ -9,42 +9,45 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from io import BytesIO
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-import pyarrow
 from safetensors.torch import save_file
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.models import OpenModel, open_model
+from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import (
     BLOCK,
     DENSE,
     PrunedMatrix,
     dense_tensors,
-    is_factored,
     read_matrices,
     write_matrices,
 )
 from theodolite.models.loading import without_progress_bars
-from theodolite.models.streamed import save_checkpoint, save_config
+from theodolite.models.streamed import save_checkpoint
+from theodolite.models.streamed_blocks import save_config
 from theodolite.passes.run import Workspace
 from theodolite.prune.adapter import has_layer, write_adapter
+from theodolite.prune.pruned import (
+    LOW_RANK,
+    TABLE,
+    LowRank,
+    LowRankOfFiles,
+    Pruned,
+    TableRows,
+    low_rank_of,
+    reader_of_low_rank,
+)
 from theodolite.prune.sequential import Keep, in_file
-from theodolite.sinks.interventions import Factors
 from theodolite.system.checksums import (
     CHECKSUMS,
     bytes_digest,
-    read_bytes_checked,
-    read_checked,
     read_json_checked,
     write_checked,
     write_json_checked,
@@ -53,68 +56,6 @@ from theodolite.system.files import disk_errors, folder_written_atomically, writ
 from theodolite.system.locks import locked
 from theodolite.system.pruned_folders import ADAPTER, SETTINGS, exists_already, refuse_inside
 from theodolite.system.run_folders import differences
-
-TABLE = "pruning.parquet"
-
-LOW_RANK = "low_rank/" + BLOCK
-"""In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""
-
-LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
-"""(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
-
-TableRows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, repr=False)
-class Pruned:
-    """The record of a pruned model.
-
-    Attributes:
-        table: one row per matrix; `docs/pruning.md` lists the columns.
-        provenance: versions, model, text, settings.
-        low_rank: the low-rank part of each matrix that has one.
-        folder: where it was written, if it was.
-    """
-
-    table: pd.DataFrame
-    provenance: dict[str, Any]
-    low_rank: LowRank
-    folder: Path | None = None
-
-    def __repr__(self) -> str:
-        pruning = self.provenance["pruning"]
-        return f"Pruned({self.provenance['model']['id']} by {pruning['method']}: {len(self.table)} matrices)"
-
-    def factors(self, layer: int) -> Factors:
-        """The low-rank parts of W_Q, W_K, W_V of a block, as `interventions.without_low_rank(factors=…)` takes them.
-
-        Raises:
-            UsageError: there are none: a method other than OATS, rank 0, or no such block.
-        """
-        factors = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
-        if not factors:
-            raise UsageError(f"W_Q, W_K and W_V of block {layer} have no low-rank part")
-        return factors
-
-    @classmethod
-    def load(cls, folder: str | Path) -> Pruned:
-        """Read it from the folder of a pruned checkpoint, whose weights `open_model` opens.
-
-        Raises:
-            UsageError: the folder holds none, or it is damaged.
-        """
-        folder = Path(folder)
-        if not (folder / SETTINGS).is_file():
-            raise UsageError(f"no pruned checkpoint at {folder}: give a folder that `theodolite prune` wrote")
-        try:
-            provenance = read_json_checked(folder / SETTINGS)
-            sums = provenance.pop(CHECKSUMS, None) or {}
-            table = pd.read_parquet(BytesIO(read_bytes_checked(folder / TABLE, sums)))
-            read = _reader_of_low_rank(folder, sums)
-            keys = [key for layer in range(int(provenance["model"]["layers"])) for key in read(layer)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
-            raise UsageError(f"{folder} is incomplete or damaged ({error}): prune again") from error
-        return cls(table, provenance, _LowRankOfFiles(keys, read), folder)
 
 
 def write_block(
@@ -133,48 +74,6 @@ def write_block(
 
 WriteExtras = Callable[[Pruned, Path], object]
 """Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
-
-
-class _LowRankOfFiles(LowRank):
-    """Low-rank parts that are read as they are asked for; those of one block are in memory."""
-
-    def __init__(self, keys: Iterable[tuple[int, str]], read: Callable[[int], LowRank]) -> None:
-        self._keys = dict.fromkeys(keys)
-        self._read = lru_cache(maxsize=1)(read)
-
-    def __getitem__(self, key: tuple[int, str]) -> tuple[Tensor, Tensor]:
-        if key not in self._keys:
-            raise KeyError(key)
-        return self._read(key[0])[key]
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
-    """The low-rank parts of a block's matrices."""
-    return {
-        (layer, matrix.key): (matrix.left.cpu(), matrix.right.cpu())
-        for matrix in matrices
-        if matrix.left is not None and matrix.right is not None
-    }
-
-
-def load_factored(folder: str | Path, **options: Any) -> OpenModel:
-    """Open a factored checkpoint, with the `options` of `open_model`.
-
-    Raises:
-        UsageError: the checkpoint is not factored, or as `open_model`.
-        WorkError: as `open_model`.
-    """
-    if not is_factored(Path(folder)):
-        raise UsageError(
-            f"{folder} is not a factored checkpoint: write one with `theodolite prune --format factored`"
-        )
-    return open_model(folder, **options)
 
 
 class UnfinishedPruning:
@@ -283,7 +182,7 @@ class UnfinishedPruning:
             (row["layer"], row["matrix"] if row["expert"] < 0 else f"{row['matrix']}.{row['expert']}")
             for row in with_one
         ]
-        return _LowRankOfFiles(keys, lambda layer: low_rank_of(layer, self._matrices(layer)))
+        return LowRankOfFiles(keys, lambda layer: low_rank_of(layer, self._matrices(layer)))
 
     @contextmanager
     def kept_states(self) -> Iterator[Keep]:
@@ -357,7 +256,7 @@ class UnfinishedPruning:
                 shutil.copymode(temporary / SETTINGS, path)
             write_extras(pruned, temporary)
         shutil.rmtree(self._workspace.folder, ignore_errors=True)
-        low_rank = _LowRankOfFiles(pruned.low_rank, _reader_of_low_rank(self.out, sums))
+        low_rank = LowRankOfFiles(pruned.low_rank, reader_of_low_rank(self.out, sums))
         return replace(pruned, low_rank=low_rank, folder=self.out)
 
     def _write_low_rank(self, folder: Path, pruned: Pruned) -> dict[str, str]:
@@ -398,30 +297,6 @@ def _by_name(low_rank: LowRank) -> dict[str, Tensor]:
         for (layer, name), factors in low_rank.items()
         for side, factor in zip(("left", "right"), factors, strict=True)
     }
-
-
-def _reader_of_low_rank(folder: Path, sums: Mapping[str, str]) -> Callable[[int], LowRank]:
-    """Reads the low-rank parts of a block from a written checkpoint; a block without any has no file.
-
-    Raises (when called):
-        ValueError, KeyError, WorkError: the file is missing, damaged or another one.
-    """
-
-    def read(layer: int) -> LowRank:
-        if is_factored(folder):
-            return low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
-        name = LOW_RANK.format(layer)
-        if name not in sums and not (folder / name).is_file():
-            return {}
-        tensors, _ = read_checked(folder / name, sums.get(name))
-        sides = {tuple(name.rsplit("/", 1)): factor for name, factor in tensors.items()}
-        return {
-            (int(name.partition("/")[0]), name.partition("/")[2]): (left, sides[name, "right"])
-            for (name, side), left in sides.items()
-            if side == "left"
-        }
-
-    return read
 
 
 def _with_bytes(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:

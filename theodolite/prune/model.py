@@ -26,23 +26,16 @@ from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.prune.adapter import refuse_adapter
-from theodolite.prune.checkpoint import (
-    SETTINGS,
-    Pruned,
-    TableRows,
-    UnfinishedPruning,
-    WriteExtras,
-    low_rank_of,
-    write_block,
-)
+from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_block
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
+from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
 from theodolite.prune.sequential import BlockByBlock, Keep, kept_in_memory
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.system.choices import check_form
 from theodolite.system.progress import ShowProgress
-from theodolite.system.pruned_folders import ADAPTER
+from theodolite.system.pruned_folders import ADAPTER, SETTINGS
 
 SCHEMA_VERSION = 1
 
