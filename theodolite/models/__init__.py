@@ -6,3 +6,4 @@ from theodolite.models.lazy_weights import open_weights as open_weights
 from theodolite.models.open import open_model as open_model
 from theodolite.models.open import open_module as open_module
 from theodolite.models.opened import OpenModel as OpenModel
+from theodolite.models.traced_cache import TracedCache as TracedCache
