@@ -29,34 +29,29 @@ def text(rows=2, length=LENGTH, seed=0):
     return ids.masked_fill(torch.rand(rows, length, generator=generator) < 0.25, SINK)
 
 
-def kept_lists(sinks, size, places, first, latest):
+def kept_lists(sinks, size, places, first):
     """For each token of one row, the tokens that are kept once it is read."""
-    old, held = [], []
+    stay, later, held = [], [], []
     for token, is_sink in enumerate(sinks):
         held.append(token)
-        if token < first:
-            old.append(token)
+        if token < first or (token == 0 and is_sink and places):
+            stay.append(token)
         elif is_sink:
-            later = [other for other in old if other >= first]
-            if first + len(later) < places:
-                old.append(token)
-            elif latest and later:
-                old.remove(later[0])
-                old.append(token)
+            later.append(token)
+        room = places - len(stay)
+        old = stay + later[len(later) - min(room, len(later)) :]
         while len(held) > size:
             held.remove(next(other for other in held if other not in old))
         yield list(held)
 
 
-def dense_mask(ids, size, places, first=0, latest=False, padding=(0, 0, 0)):
+def dense_mask(ids, size, places, first=0, padding=(0, 0, 0)):
     rows, length = ids.shape
     mask = torch.zeros(rows, 1, length, length, dtype=torch.bool)
     for row in range(rows):
         begin = padding[row]
         mask[row, 0, range(length), range(length)] = True
-        for token, held in enumerate(
-            kept_lists(token_rule(ids[row, begin:]).tolist(), size, places, first, latest)
-        ):
+        for token, held in enumerate(kept_lists(token_rule(ids[row, begin:]).tolist(), size, places, first)):
             mask[row, 0, begin + token, [begin + other for other in held]] = True
     return mask
 
@@ -91,18 +86,17 @@ def test_logits_are_those_of_the_dense_model_under_the_mask(family, opened):
         torch.testing.assert_close(read(model, cache, ids, chunks), wanted, atol=1e-5, rtol=1e-5)
         assert [layer.keys.shape[2] for layer in cache.layers] == model.layers * [9]
         assert cache.get_seq_length() == LENGTH
-        held = [list(kept_lists(token_rule(row).tolist(), 9, 4, 0, False))[-1] for row in ids]
+        held = [list(kept_lists(token_rule(row).tolist(), 9, 4, 0))[-1] for row in ids]
         assert cache.positions.tolist() == held
 
 
-@pytest.mark.parametrize("latest", [False, True])
 @pytest.mark.parametrize(
     ("size", "places", "first"), [(1, 0, 0), (2, 1, 1), (6, 5, 0), (8, 3, 2), (12, 4, 4), (64, 20, 1)]
 )
-def test_room_for_sinks_and_first_tokens(size, places, first, latest, opened):
+def test_room_for_sinks_and_first_tokens(size, places, first, opened):
     model, ids = opened("llama3"), text(3, 30)
-    cache = TracedCache(model, token_rule, size, places=places, first=first, latest=latest)
-    wanted = dense(model, ids, dense_mask(ids, size, places, first, latest))
+    cache = TracedCache(model, token_rule, size, places=places, first=first)
+    wanted = dense(model, ids, dense_mask(ids, size, places, first))
     torch.testing.assert_close(read(model, cache, ids, [11, 1, 18]), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -114,7 +108,7 @@ def test_rules_of_a_trace_say_what_stays(opened):
     )
     ids = torch.tensor([[SINK, 20, SINK, 21, 22, 23, 24, 25, 26], [20, 20, 21, 22, SINK, 23, 24, 25, 26]])
     for chunks in (9, 1):
-        cache = TracedCache(model, rules.tokens, 4)
+        cache = TracedCache(model, rules.tokens, 4, places=2)
         read(model, cache, ids, chunks)
         assert cache.positions.tolist() == [[0, 2, 7, 8], [0, 4, 7, 8]]
 

@@ -1,4 +1,4 @@
-"""Which tokens a cache keeps that has room for a few: old sinks up to a number, and the most recent tokens.
+"""Which tokens a cache keeps that has room for a few: sinks up to a number, and the most recent tokens.
 
 Pure functions of flags and positions; no model. After each token that is read, the cache keeps of what it had and of
 that token: so the result is the same however a text is cut into chunks.
@@ -21,9 +21,8 @@ class Room:
 
     Attributes:
         size: tokens at most, the one that is being read among them.
-        places: how many of them may be sinks whose place in the window is over.
-        first: tokens at the beginning of a context that are always kept, as if they were sinks; of `places`.
-        latest: of more sinks than places, keep the latest rather than the earliest.
+        places: how many of them may be sinks: one at the beginning of a context stays, of later ones the latest.
+        first: tokens at the beginning that stay whether they are sinks or not; of `places`.
 
     Raises:
         UsageError: numbers that leave no token for the window.
@@ -32,7 +31,6 @@ class Room:
     size: int
     places: int
     first: int = 0
-    latest: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.first <= self.places < self.size:
@@ -56,31 +54,21 @@ def kept(
         positions: of each in its context; below 0 before its beginning.
         new: how many of the candidates are new.
     """
-    first = (positions >= 0) & (positions < room.first)
-    later = sinks & ~first & (positions >= 0)
-    firsts, laters = _up_to(first), _up_to(later)
+    stays = positions < room.first
+    if room.places:
+        stays = stays | (sinks & (positions == 0))
+    stays = stays & (positions >= 0)
+    later = sinks & ~stays & (positions >= 0)
     last = torch.arange(sinks.shape[1] - new, sinks.shape[1], device=sinks.device)
     index = torch.arange(sinks.shape[1], device=sinks.device)
+    count_stays, count_later = (flags.cumsum(dim=1, dtype=torch.int32) for flags in (stays, later))
+    # Up to the token that was read last, (rows, new, 1): of those that stay, and room for the others.
+    all_stay, all_later = (count[:, last].unsqueeze(2) for count in (count_stays, count_later))
+    places = room.places - all_stay
+    window = room.size - all_stay - torch.minimum(all_later, places)
+    # After each candidate and up to that token: the sinks that are kept, and then all others.
+    later_after = torch.minimum(all_later - count_later.unsqueeze(1), places)
+    others_after = last.unsqueeze(1) - index - (all_stay - count_stays.unsqueeze(1)) - later_after
+    kept_later = later.unsqueeze(1) & (later_after < places)
     visible = index <= last.unsqueeze(1)
-    places = room.places - room.first
-    # Counts of what comes after a candidate, up to the token that was read last.
-    after = last.unsqueeze(1) - index
-    firsts_after = firsts[:, last].unsqueeze(2) - firsts.unsqueeze(1)
-    if room.latest:
-        laters_after = (laters[:, last].unsqueeze(2) - laters.unsqueeze(1)).clamp(max=places)
-        chosen = later.unsqueeze(1) & (laters_after < places)
-        chosen_of_all = laters[:, last].clamp(max=places)
-    else:
-        taken = laters.clamp(max=places)
-        laters_after = taken[:, last].unsqueeze(2) - taken.unsqueeze(1)
-        chosen = (later & (laters <= places)).unsqueeze(1)
-        chosen_of_all = taken[:, last]
-    chosen = chosen | first.unsqueeze(1)
-    window = room.size - chosen_of_all - firsts[:, last]
-    recent = after - firsts_after - laters_after < window.unsqueeze(2)
-    return visible & (chosen | recent)
-
-
-def _up_to(flags: Bool[Tensor, "rows candidates"]) -> Int[Tensor, "rows candidates"]:
-    """How many are set up to each, itself included."""
-    return flags.cumsum(dim=1, dtype=torch.int32)
+    return visible & (stays.unsqueeze(1) | kept_later | (others_after < window))

@@ -44,9 +44,8 @@ class TracedCache(Cache):
         model: a causal model of transformers all of whose layers attend to all earlier tokens.
         sinks: which tokens are sinks (`exclusions.tokens`); None: none are.
         size: tokens that each layer keeps at most.
-        places: how many of them may be sinks older than the window; None: half of them.
-        first: tokens at the beginning that are always kept, and take up places.
-        latest: of more sinks than places, keep the latest rather than the earliest.
+        places: how many of them may be sinks: one at position 0 stays, and of later ones the latest; None: a quarter.
+        first: tokens at the beginning that stay whether they are sinks or not, and take up places.
 
     Raises:
         UsageError: the model attends in another way or adds a bias by distance (ALiBi), or the numbers leave no window;
@@ -67,11 +66,10 @@ class TracedCache(Cache):
         *,
         places: int | None = None,
         first: int = 0,
-        latest: bool = False,
     ) -> None:
         _check(model)
         super().__init__(layer_class_to_replicate=_Layer)
-        self.room = Room(size, max(size // 2, first) if places is None else places, first, latest)
+        self.room = Room(size, max(size // 4, first) if places is None else places, first)
         self._sinks = sinks
         self._model = model.hf
         self._forget()
