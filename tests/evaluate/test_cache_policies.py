@@ -34,7 +34,7 @@ def seen(policy, size, ids):
             "window + first four": range(4),
             "window + traced sinks": [other for other in range(1, token + 1) if ids[other] == SINK],
         }[policy]
-        places = size // 4 if policy == "window + traced sinks" else 4
+        places = max(size // 8, 1) if policy == "window + traced sinks" else 4
         old = [other for other in old if other <= token][-places:] if policy != "full" else list(old)
         if policy == "full":
             yield [*old, token]
@@ -45,12 +45,12 @@ def seen(policy, size, ids):
 
 def test_each_row_is_the_dense_model_under_its_mask(opened):
     model, corpus = opened("llama3"), corpus_with_sinks()
-    table = cache_policies(model, corpus, RULES, sizes=(6, 9), batch=2)
+    table = cache_policies(model, corpus, RULES, sizes=(6, 17), batch=2)
     assert table["policy"].tolist() == [
         "full",
         *2 * ["window", "window + first token", "window + first four", "window + traced sinks"],
     ]
-    assert table["size"].tolist() == [24, 6, 6, 6, 6, 9, 9, 9, 9]
+    assert table["size"].tolist() == [24, 6, 6, 6, 6, 17, 17, 17, 17]
     losses, hits = {}, {}
     for row in table.itertuples():
         mask = torch.zeros(5, 1, 24, 24, dtype=torch.bool)

@@ -44,7 +44,8 @@ class TracedCache(Cache):
         model: a causal model of transformers all of whose layers attend to all earlier tokens.
         sinks: which tokens are sinks (`exclusions.tokens`); None: none are.
         size: tokens that each layer keeps at most.
-        places: how many of them may be sinks: one at position 0 stays, and of later ones the latest; None: a quarter.
+        places: how many of them may be sinks: one at position 0 stays, and of later ones the latest; None: an
+            eighth, and one at least.
         first: tokens at the beginning that stay whether they are sinks or not, and take up places.
 
     Raises:
@@ -69,7 +70,9 @@ class TracedCache(Cache):
     ) -> None:
         _check(model)
         super().__init__(layer_class_to_replicate=_Layer)
-        self.room = Room(size, max(size // 4, first) if places is None else places, first)
+        if places is None:
+            places = max(first, min(max(size // 8, 1), size - 1))
+        self.room = Room(size, places, first)
         self._sinks = sinks
         self._model = model.hf
         self._forget()
