@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from theodolite.cli.app import app
 from theodolite.corpus.named import make_corpus
+from theodolite.corpus.streams import make_stream
 from theodolite.errors import UsageError
 from theodolite.evaluate import command
 from theodolite.evaluate.command import parse_shots, tables
@@ -187,3 +188,25 @@ def test_what_cannot_be_asked_is_one_line(checkpoint, tmp_path):
         assert status == 2
         assert says in stderr
         assert len(stderr.strip().splitlines()) == 1
+
+
+def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_path):
+    """Oracle: the function on the tokens of the whole text; other windows are other questions."""
+    model, out = opened("llama3"), tmp_path / "scores.json"
+    stream = make_stream(text, model.tokenizer)
+    for stride, length in ((16, 64), (64, 64)):
+        options = ("--corpus", text, "--stride", stride, "--length", length, "--out", out, "--json")
+        status, stdout, stderr = call(checkpoint("llama3"), *options)
+        assert status == 0, stderr
+        rows = {row["metric"]: row for row in json.loads(stdout)["scores"]}
+        wanted = perplexity(model, stream, stride=stride, length=length)
+        assert rows["loss"]["value"] == pytest.approx(wanted.loss)
+        assert rows["loss"]["task"] == f"{text}, windows of 64 tokens by {stride}"
+    assert len(json.loads(out.read_text())["measured"]) == 2
+
+
+@pytest.mark.parametrize("option", [("--contexts", "4"), ("--no-pack",), ("--per-label", "2")])
+def test_a_stride_has_no_contexts_to_choose(option, text):
+    status, _, stderr = call("--corpus", text, "--stride", 16, *option)
+    assert status != 0
+    assert f"leave out {option[0]}" in stderr

@@ -157,3 +157,73 @@ def test_held_out_text_is_what_the_card_of_the_embedded_model_says():
     assert sum(tokens) == 9216
     found = perplexity(model, Corpus.python_docs(model.tokenizer, 256, held_out=True))
     assert found.loss == pytest.approx(3.293, abs=0.05)
+
+
+def guide(model, ids, window, stride):
+    """The loop of transformers' guide to the perplexity of models with a fixed length, with exact counts of tokens."""
+    total, count, before = 0.0, 0, 0
+    for begin in range(0, ids.shape[1], stride):
+        end = min(begin + window, ids.shape[1])
+        part = ids[:, begin:end]
+        labels = part.clone()
+        labels[:, : -(end - before)] = -100
+        predicted = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            loss = model.hf(input_ids=part, labels=labels).loss if predicted else torch.zeros(())
+        total, count, before = total + float(loss) * predicted, count + predicted, end
+        if end == ids.shape[1]:
+            break
+    return total / count, count
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "stride"),
+    [
+        (50, 12, 5),
+        (50, 12, 12),
+        (49, 12, 12),
+        (50, 12, 1),
+        (12, 12, 3),
+        (9, 12, 4),
+        (13, 12, 12),
+        (62, 12, 10),
+        (40, 4, 2),
+    ],
+)
+@pytest.mark.parametrize("family", ["gpt2", "llama3"])
+def test_strided_windows_are_those_of_the_guide(family, tokens, window, stride, opened):
+    model = opened(family)
+    corpus = corpus_of(model, 1, tokens)
+    wanted, count = guide(model, corpus.contexts, window, stride)
+    for batch in (None, 3):
+        found = perplexity(model, corpus, stride=stride, length=window, batch=batch)
+        assert found.tokens.sum() == count
+        assert found.loss == pytest.approx(wanted, rel=1e-5)
+        assert found.perplexity == pytest.approx(math.exp(wanted), rel=1e-5)
+        if count == tokens - 1:
+            sizes = map(token_bytes(model), corpus.contexts[0, 1:].tolist())
+            assert found.text_bytes.sum() == sum(sizes)
+
+
+def test_windows_are_as_long_as_the_model_where_it_is_shorter_than_2048(opened):
+    model = opened("gpt2")  # of 128 positions
+    corpus = corpus_of(model, 1, 300)
+    found = perplexity(model, corpus, stride=128)
+    assert found.tokens.tolist() == [127, 127, 43]
+    assert found.loss == pytest.approx(guide(model, corpus.contexts, 128, 128)[0], rel=1e-5)
+
+
+def test_windows_that_cannot_be_are_refused(opened):
+    model = opened("gpt2")
+    stream = corpus_of(model, 1, 40)
+    for given, message in (
+        ({"stride": 0}, "leaves tokens out"),
+        ({"stride": 13, "length": 12}, "give 1 to 12"),
+        ({"stride": 64, "length": 129}, "longer than the 128"),
+        ({"stride": 2, "length": 3}, "too short"),
+        ({"length": 12}, "give a stride"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            perplexity(model, corpus_of(model, 1, 300) if given.get("length") == 129 else stream, **given)
+    with pytest.raises(UsageError, match="one stream"):
+        perplexity(model, corpus_of(model, 2, 40), stride=4, length=12)

@@ -50,6 +50,13 @@ def evaluate_command(
     limit: Annotated[
         int | None, typer.Option(help="Maximum number of documents per lm-eval task [default: all].")
     ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            help="Read the text as one sequence, in windows of --length tokens (default: 2048, or the model's maximum) "
+            "that begin so many tokens apart, and count of each what is new in it."
+        ),
+    ] = None,
     batch: Annotated[
         int | None,
         typer.Option(help="Prompts per forward pass [default: 4096 tokens; 8 prompts for lm-eval]."),
@@ -67,7 +74,8 @@ def evaluate_command(
     """Perplexity on a text, few-shot accuracy, and lm-eval tasks, of one model or of several compared.
 
     Without --task and --tasks: perplexity and bits per byte, by default on topics of Python's
-    documentation that the embedded model was not trained on.
+    documentation that the embedded model was not trained on. With --stride, as published perplexities
+    of WikiText-2 are (--corpus wikitext-2, a name for the hub's test part).
 
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
@@ -77,9 +85,11 @@ def evaluate_command(
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
         opening.check(*names)
         check_target(out)
-        reads = text.corpus is not None or not (task or tasks)
+        reads = text.corpus is not None or stride is not None or not (task or tasks)
         read = text if text.corpus is not None else replace(text, corpus=HELD_OUT)
-        if reads:
+        if stride is not None:
+            read.check_stream()
+        elif reads:
             read.check()
 
         from theodolite.evaluate.answers_file import AnswersFile
@@ -87,7 +97,16 @@ def evaluate_command(
         from theodolite.passes.provenance import describe_model, versions
 
         asked = Questions(
-            tuple(task or ()), tasks, parse_shots(shots), prompts, text.seed, limit, batch, download
+            tuple(task or ()),
+            tasks,
+            parse_shots(shots),
+            prompts,
+            text.seed,
+            limit,
+            batch,
+            download,
+            stride,
+            text.length,
         )
         answers = AnswersFile(out)
         scores: list[Score] = []
@@ -95,7 +114,7 @@ def evaluate_command(
         for name in names:
             model = opening.open(name)
             described.append(describe_model(model)["model"])
-            corpus = read.read(model, stopped) if reads else None
+            corpus = read.read(model, stopped, stream=stride is not None) if reads else None
             scores += evaluate(model, corpus, asked, answers, partial(progress, stopped=stopped), stopped)
             del model  # before the next one is opened
         _finish(scores, {"versions": versions(), "models": described}, as_json)

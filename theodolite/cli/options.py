@@ -191,8 +191,8 @@ class Text:
         str | None,
         typer.Option(
             help="A file or folder of .txt .md .jsonl .parquet, or of images, one label a subfolder; docs, held-out, "
-            "code, random, addition or few-shot; or hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every "
-            "Python; of evaluate: held-out, its topics that the embedded model was not trained on].",
+            "code, wikitext-2, random, addition or few-shot; or hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text in "
+            "every Python; of evaluate: held-out, its topics that the embedded model was not trained on].",
             autocompletion=completion.corpora,
         ),
     ] = None
@@ -256,8 +256,22 @@ class Text:
         Choice(self.contexts, self.seed, self.per_label).check()
         check_spec(self.corpus, self.columns, self.per_label)
 
-    def read(self, model: OpenModel, stopped: Callable[[], bool]) -> Corpus:
-        """Read the text for this model, saying so on the screen.
+    def check_stream(self) -> None:
+        """Refuse what says how contexts are chosen, where the text is one sequence.
+
+        Raises:
+            UsageError: as `check`; options of contexts.
+        """
+        from theodolite.errors import UsageError
+
+        of_contexts = {**self.given(), "--contexts": self.contexts}
+        named = [name for name, v in of_contexts.items() if v and name not in ("--corpus", "--length")]
+        if named:
+            raise UsageError(f"with --stride the text is one sequence: leave out {named[0]}")
+        self.check()
+
+    def read(self, model: OpenModel, stopped: Callable[[], bool], *, stream: bool = False) -> Corpus:
+        """Read the text for this model, saying so on the screen; as one context if it is to be a stream.
 
         Raises:
             UsageError: the model has no tokenizer or image processor, or the text gives no context.
@@ -276,7 +290,7 @@ class Text:
                     raise KeyboardInterrupt
                 status.update(f"reading the text: {count:,} {what}")
 
-            corpus = self._read(model, reader, show)
+            corpus = self._stream(reader) if stream and not of_images else self._read(model, reader, show)
         if "tokens_read" in corpus.selection:
             say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")
         if short := corpus.selection.get("too_short"):
@@ -302,6 +316,11 @@ class Text:
         longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
         length = longest if self.length is None else self.length
         return make_corpus(self.corpus, reader, length, *choice, pack=not self.no_pack, show_tokens=show)
+
+    def _stream(self, reader: Any) -> Corpus:
+        from theodolite.corpus.streams import make_stream
+
+        return make_stream(self.corpus, reader, self.columns)
 
     def given(self) -> dict[str, object]:
         """The options that say what is read, to be refused where nothing is."""

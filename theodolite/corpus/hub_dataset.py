@@ -9,10 +9,15 @@ from theodolite.errors import UsageError, first_line
 
 
 def streamed_documents(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
+    """Documents of a dataset as they arrive: its rows, or the articles whose lines they are."""
+    return joined_articles(streamed_rows(name, config, split, columns))
+
+
+def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
     """Rows of a dataset as they arrive, class numbers replaced by their names."""
     import datasets
 
-    def rows() -> Iterator[Document]:
+    try:
         dataset = datasets.load_dataset(name, config, split=split, streaming=True)
         features = dataset.features or {}
         for number, row in enumerate(dataset, start=1):
@@ -21,9 +26,6 @@ def streamed_documents(name: str, config: str | None, split: str, columns: Colum
                     row[column] = feature.int2str(row[column])
             if document := document_of_row(row, columns, f"Dataset {name}", number):
                 yield document
-
-    try:
-        yield from joined_articles(rows())
     except UsageError:
         raise
     except Exception as error:  # `datasets` lets through whatever its network and file libraries raise

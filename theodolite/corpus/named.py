@@ -13,7 +13,17 @@ from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
 from theodolite.corpus.documents import TEXT_COLUMN, Columns
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.images import ImageReader
-from theodolite.corpus.spec import CODE, DOCS, FEW_SHOT, HELD_OUT, KEYWORDS, RANDOM, check_spec, dataset_of
+from theodolite.corpus.spec import (
+    CODE,
+    DOCS,
+    FEW_SHOT,
+    HELD_OUT,
+    KEYWORDS,
+    RANDOM,
+    check_spec,
+    dataset_of,
+    preset,
+)
 from theodolite.corpus.special_tokens import Tokenizer
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
@@ -36,7 +46,7 @@ def make_corpus(
     """The corpus that `spec` names: a path, or one of these.
 
     `docs` (or None), `held-out` (of docs, what the embedded model was not trained on), `code`, `random`,
-    `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`.
+    `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`, `wikitext-2` (the test part of the hub's).
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
     `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label`, `pack` and
@@ -59,7 +69,7 @@ def make_corpus(
     if digits is not None:
         return addition_corpus(tokenizer, length, some, seed, digits)
     labels = (columns.label, columns.rows, per_label)
-    dataset = dataset_of(name)
+    dataset = dataset_of(preset(name))
     if dataset is not None:
         of, config, split = dataset
         return Corpus.from_dataset(

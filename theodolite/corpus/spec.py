@@ -13,7 +13,21 @@ from theodolite.errors import UsageError
 DOCS, HELD_OUT, CODE, RANDOM, FEW_SHOT = "docs", "held-out", "code", "random", "few-shot"
 DATASET = "hf:"
 
-KEYWORDS = (DOCS, HELD_OUT, CODE, RANDOM, ADDITION, FEW_SHOT)
+WIKITEXT_2 = "wikitext-2"
+PRESETS = {WIKITEXT_2: "hf:Salesforce/wikitext:wikitext-2-raw-v1:test"}
+"""Short names of data sets that the literature reads."""
+
+KEYWORDS = (DOCS, HELD_OUT, CODE, RANDOM, ADDITION, FEW_SHOT, *PRESETS)
+
+
+def preset(name: str) -> str:
+    """The data set that a short name stands for; any other name as it is."""
+    return PRESETS.get(name, name)
+
+
+def is_text(name: str) -> bool:
+    """Whether it names a text that is there, and nothing that is drawn by a seed."""
+    return name not in (RANDOM, FEW_SHOT) and digits_of(name) is None
 
 
 def dataset_of(name: str) -> tuple[str, str, str] | None:
@@ -41,7 +55,7 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
     """
     columns.described()
     name = DOCS if spec is None else str(spec)
-    if dataset_of(name) is not None:
+    if dataset_of(preset(name)) is not None:
         return
     unlabelled = name in (HELD_OUT, RANDOM, FEW_SHOT) or digits_of(name) is not None
     if unlabelled and per_label is not None:

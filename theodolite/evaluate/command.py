@@ -23,7 +23,7 @@ from theodolite.errors import UsageError
 from theodolite.evaluate.answers_file import AnswersFile
 from theodolite.evaluate.few_shot import few_shot_answers, few_shot_scores
 from theodolite.evaluate.harness import BATCH, harness
-from theodolite.evaluate.perplexity import perplexity, perplexity_scores
+from theodolite.evaluate.perplexity import perplexity, perplexity_scores, window_length
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import fingerprint_of
@@ -44,6 +44,7 @@ class Questions:
         prompts, seed: of the few-shot task; limit: documents per lm-eval task.
         batch: of a forward pass; None: the default of each task.
         download: whether lm-eval may fetch data.
+        stride, length: of the windows that a text is read in as one stream; None: it is read in contexts.
     """
 
     tasks: tuple[str, ...]
@@ -54,6 +55,8 @@ class Questions:
     limit: int | None
     batch: int | None
     download: bool
+    stride: int | None = None
+    length: int | None = None
 
     @property
     def of_lm_eval(self) -> tuple[str, ...]:
@@ -97,7 +100,9 @@ def evaluate(
     scores: list[Score] = []
     if corpus is not None:
         key = {**model_key, "corpus": corpus.sha256, "batch": questions.batch}
-        scores += answers.get(key, partial(_perplexity, model, corpus, questions.batch, bar))
+        if questions.stride is not None:
+            key |= {"stride": questions.stride, "length": window_length(model, questions.length)}
+        scores += answers.get(key, partial(_perplexity, model, corpus, questions, bar))
     if NAME in questions.tasks:
         if max(questions.shots) > RULES.shots:
             raise UsageError(f"{NAME} takes up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
@@ -111,10 +116,16 @@ def evaluate(
     return [replace(score, model=model.id) for score in scores]
 
 
-def _perplexity(model: OpenModel, corpus: Corpus, batch: int | None, bar: Bar) -> list[Score]:
-    with bar("predicting", "contexts") as show:
-        measured = perplexity(model, corpus, batch=batch, show_progress=show)
-    return perplexity_scores(model.id, corpus, measured)
+def _perplexity(model: OpenModel, corpus: Corpus, questions: Questions, bar: Bar) -> list[Score]:
+    stride, length, windows = questions.stride, None, ""
+    if stride is not None:
+        length = window_length(model, questions.length)
+        windows = f", windows of {length:,} tokens by {stride:,}"
+    with bar("predicting", "windows" if windows else "contexts") as show:
+        measured = perplexity(
+            model, corpus, stride=stride, length=length, batch=questions.batch, show_progress=show
+        )
+    return perplexity_scores(model.id, corpus, measured, windows)
 
 
 def _few_shot(model: OpenModel, questions: Questions, bar: Bar) -> list[Score]:
@@ -211,7 +222,7 @@ def _table(title: str, rows: pd.DataFrame) -> Table:
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
     if rows["cut"].any():
         caption += f"; prompts truncated at the start: {rows['cut'].max()}"
-    if (text := READ_BY_EMBEDDED.get(str(rows["task"].iloc[0]))) is not None:
+    if (text := READ_BY_EMBEDDED.get(str(rows["task"].iloc[0]).partition(", windows of ")[0])) is not None:
         caption += f"; {text}"
     shown = Table(title=escape(visible(title)), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("shots", justify="right")

@@ -1,4 +1,4 @@
-"""Perplexity of a model on a corpus, in one pass over the same contexts as a survey."""
+"""Perplexity of a model on a corpus: on the same contexts as a survey, or on a stream of tokens by strided windows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.sampling import check_length
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.models import OpenModel
@@ -26,10 +27,11 @@ LARGEST_LOSS = math.log(sys.float_info.max)
 
 @dataclass(frozen=True, eq=False)
 class Perplexity:
-    """How well a model predicts a corpus.
+    """How well a model predicts a corpus; its contexts may be windows of a stream.
 
     Attributes:
-        losses: (contexts,) mean loss in nats per token of each context's predicted tokens, all but the first.
+        losses: (contexts,) mean loss in nats per token of each context's predicted tokens: all but the first, or those
+            that no earlier window had.
         tokens: (contexts,) how many these are.
         each: (contexts,) what the loss is the mean of: `losses`, or where contexts are of unlike lengths each one's
             part in the mean over all tokens, to first order.
@@ -95,20 +97,34 @@ class Perplexity:
         return ratio, float(np.sqrt(spread) / self.text_bytes.sum())
 
 
+LITERATURE = 2048
+"""Tokens of a window in published perplexities of WikiText-2, where the model has positions for them."""
+
+
 @measures
 def perplexity(
     model: OpenModel,
     corpus: Corpus,
     *,
+    stride: int | None = None,
+    length: int | None = None,
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Perplexity:
     """Loss and perplexity on a corpus; tokens have equal weight, and the first of a context is not predicted.
 
+    With a stride, the corpus is one stream of tokens (`make_stream`), read in windows of `length` tokens that begin
+    `stride` tokens apart; of each window only the tokens count that no earlier one had, so that a token is predicted
+    from length − stride others at least, after the first window. At stride = length windows do not overlap, and the
+    first token of each is not predicted: so are the perplexities of GPTQ, SparseGPT and Wanda, which leave out the
+    shorter window at the end.
+
     Args:
         model: a causal model with an output head.
         corpus: from a `Corpus` constructor, with the model's own tokenizer.
-        batch: contexts per forward pass; None: 4096 tokens' worth.
+        stride: tokens from the beginning of a window to that of the next; None: the contexts are read as they are.
+        length: tokens of a window; None: 2,048, or as many as the model has positions for.
+        batch: contexts or windows per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) contexts before each batch and at the end; it may raise to stop.
 
     Raises:
@@ -116,36 +132,82 @@ def perplexity(
         WorkError: a loss is not finite.
     """
     check_predicts(model)
-    check_fit(model, corpus, least_contexts=1)
-    batch, total = batch_of(corpus, batch), len(corpus.contexts)
+    if stride is None:
+        if length is not None:
+            raise UsageError("a length is that of strided windows: give a stride, too")
+        check_fit(model, corpus, least_contexts=1)
+        batch = batch_of(corpus, batch)
+        parts = [(corpus.ids(part), 1) for part in corpus.batches(batch)]
+    else:
+        parts, batch = _windows(model, corpus, stride, length, batch)
+    total, done = sum(len(ids) for ids, _ in parts), 0
     losses, tokens, text_bytes = [], [], []
-    for part in corpus.batches(batch):
-        show_progress(part.start, total)
-        ids = corpus.ids(part)
-        losses.append(next_token_losses(model.logits(ids), ids).mean(dim=1))
-        tokens += [ids.shape[1] - 1] * len(ids)
-        text_bytes.append(_text_bytes(model, ids))
+    for ids, known in parts:
+        show_progress(done, total)
+        new = ids[:, known:]
+        losses.append(next_token_losses(model.logits(ids), ids)[:, known - 1 :].mean(dim=1))
+        tokens += [new.shape[1]] * len(ids)
+        text_bytes.append(_text_bytes(model, new))
+        done += len(ids)
     show_progress(total, total)
     all_losses = torch.cat(losses).numpy()
     if not np.isfinite(all_losses).all():
         raise WorkError(f"the loss of {model.id} is NaN or infinite: try --dtype float32")
-    known = None if model.tokenizer is None else torch.cat(text_bytes).numpy()
-    return Perplexity(all_losses, np.array(tokens), batch, known)
+    of_text = None if model.tokenizer is None else torch.cat(text_bytes).numpy()
+    return Perplexity(all_losses, np.array(tokens), batch, of_text)
 
 
-def _text_bytes(model: OpenModel, ids: Int[Tensor, "contexts length"]) -> Float[Tensor, " contexts"]:
+def window_length(model: OpenModel, length: int | None) -> int:
+    """Tokens of a strided window: `length`, or where it is None 2,048, or as many as the model has positions for."""
+    return length or min(LITERATURE, model.longest or LITERATURE)
+
+
+def _windows(
+    model: OpenModel, corpus: Corpus, stride: int, length: int | None, batch: int | None
+) -> tuple[list[tuple[Int[Tensor, "windows length"], int]], int]:
+    """Windows of a stream, as many as a pass reads, and how many tokens at their beginning do not count."""
+    window = window_length(model, length)
+    check_length(window)
+    if not isinstance(corpus, Corpus) or len(corpus.contexts) != 1 or corpus.images is not None:
+        raise UsageError(
+            "strided windows are of one stream of tokens: give a corpus of one context (make_stream)"
+        )
+    stream = corpus.contexts[0]
+    if not 1 <= stride <= window:
+        raise UsageError(
+            f"a stride of {stride} leaves tokens out: give 1 to {window}, the length of a window"
+        )
+    first = stream[:window].unsqueeze(0)
+    one = Corpus.from_ids(first)
+    check_fit(model, one, least_contexts=1)
+    model.check_tokens(stream)
+    batch = batch_of(one, batch)
+    whole = stream.unfold(0, window, stride)[1:] if len(stream) > window else stream.new_zeros(0, window)
+    known = max(window - stride, 1)
+    parts = [(first, 1), *((ids, known) for ids in whole.split(batch) if len(ids))]
+    # What is left is a window of its own, that ends with the text.
+    left = stream[(len(whole) + 1) * stride :]
+    if len(whole) * stride + window < len(stream) and len(left) > known:
+        parts.append((left.unsqueeze(0), known))
+    return parts, batch
+
+
+def _text_bytes(model: OpenModel, predicted: Int[Tensor, "contexts tokens"]) -> Float[Tensor, " contexts"]:
     if model.tokenizer is None:
-        return torch.zeros(len(ids))
-    tokens, places = ids[:, 1:].unique(return_inverse=True)
+        return torch.zeros(len(predicted))
+    tokens, places = predicted.unique(return_inverse=True)
     size = token_bytes(model)
     sizes = torch.tensor([size(token) for token in tokens.tolist()], dtype=torch.float64)
     return sizes[places].sum(dim=1)
 
 
-def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity) -> list[Score]:
-    """Loss, perplexity and, with a tokenizer, bits per byte of the model `name` as scores."""
-    task, count = corpus.name, len(measured.losses)
-    shared = (count, measured.batch, corpus.sha256)
+def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:
+    """Loss, perplexity and, with a tokenizer, bits per byte of the model `name` as scores.
+
+    `windows` says how a stream was read; scores are comparable where it is equal.
+    """
+    task, count = f"{corpus.name}{windows}", len(measured.losses)
+    shared = (count, measured.batch, corpus.sha256 + windows)
     scores = [
         Score(name, task, 0, "loss", measured.loss, measured.loss_se, *shared, measured.each),
         Score(name, task, 0, "perplexity", measured.perplexity, measured.perplexity_se, *shared),
