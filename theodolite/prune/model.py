@@ -60,6 +60,7 @@ def prune_model(
     iterations: int = ITERATIONS,
     seed: int = 0,
     damping: float = DAMPING,
+    exact: bool = False,
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
@@ -81,8 +82,9 @@ def prune_model(
         rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
             (block, name of the matrix), such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
         iterations: for OATS.
-        seed: for OATS: of the random probes that check whether its subspace is still the leading one.
+        seed: for OATS: of the random start, and of the probes that check whether its subspace is still the leading one.
         damping: for SparseGPT, as in `sparsegpt`.
+        exact: for OATS: a full SVD in every iteration, as published, of large matrices too.
         out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model. Where it holds
             this same pruning already, that is read instead.
         form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), or "adapter" (`transformers` opens
@@ -104,7 +106,9 @@ def prune_model(
         refuse_adapter(method)
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
-    settings = PruningSettings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
+    settings = PruningSettings.of(
+        method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices, exact=exact
+    )
     _refuse_short(corpus, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
