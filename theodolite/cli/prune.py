@@ -77,6 +77,10 @@ def prune_command(
             "--exact", help="oats only: a full SVD in every iteration, as published; ten times slower."
         ),
     ] = False,
+    skip: Annotated[
+        str | None,
+        typer.Option(help="Globs of matrices that stay dense, with commas: mlp.down_proj,model.layers.0.*"),
+    ] = None,
     form: Annotated[
         str,
         typer.Option(
@@ -128,6 +132,7 @@ def prune_command(
                 method,
                 asked,
                 pattern=pattern,
+                skip=[glob.strip() for glob in skip.split(",")] if skip else (),
                 seed=text.seed,
                 out=out,
                 form=form,

@@ -176,8 +176,10 @@ class PruningSettings:
             return _Approximation(
                 sparsegpt_factored(weight, factor, sparsity, pattern), damping=factor.damping, fallback=raised
             )
-        options = {"seed": self.seed, "exact": self.exact}
-        split = oats(weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, **options)
+        seed, exact = self.seed, self.exact
+        split = oats(
+            weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=seed, exact=exact
+        )
         stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
         if not split.left.numel():
             return _Approximation(split.sparse, fallback=stalled)
