@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +183,14 @@ class PackedLinear(SparseLowRankLinear):
         entries = self.out_features * self.in_features
         if self.bits.device.type == "cpu":
             mask = torch.from_numpy(np.unpackbits(self.bits.numpy(), count=entries)).view(torch.bool)
+            # Pages of its own: on the heap, these leave a hole after each layer, which no other one fits into.
+            pages = mmap(-1, entries * self.values.element_size())
+            sparse = torch.frombuffer(pages, dtype=self.values.dtype)
         else:
             places = torch.arange(7, -1, -1, dtype=torch.uint8, device=self.bits.device)
             mask = (self.bits[:, None].bitwise_right_shift(places) & 1).bool().view(-1)[:entries]
-        sparse = self.values.new_zeros(entries).masked_scatter_(mask, self.values)
-        return sparse.view(self.out_features, self.in_features)
+            sparse = self.values.new_zeros(entries)
+        return sparse.masked_scatter_(mask, self.values).view(self.out_features, self.in_features)
 
 
 def _or_empty(matrix: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor:
