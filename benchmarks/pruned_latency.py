@@ -1,15 +1,19 @@
 """Latency of pruned models and of sparse products, as ratios to the dense ones, measured in turns in one run.
 
 `python -m benchmarks.pruned_latency` prunes a random model of GPT-2's width by OATS and compares the forward passes
-of the dense checkpoint, the merged one (same layers, so 1 is expected) and the factored one (a dense product with the
-zeros of S in it, and two thin ones). Below that, one matrix of GPT-2's size by itself: PyTorch's sparse products, by
-rows (CSR) at half of the entries, and on a CUDA device that has them, the 2:4 ones.
+of the dense checkpoint, the merged one (same layers, so 1 is expected), the factored one (a dense product with the
+zeros of S in it, and two thin ones), and the factored one packed in memory (S is put together for each product), with
+the memory of its blocks and, on Linux, of a process that opens it and reads one token. Below that, one matrix of
+GPT-2's size by itself: PyTorch's sparse products, by rows (CSR) at half of the entries, and on a CUDA device that has
+them, the 2:4 ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -21,7 +25,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.ratios import Ratio, seconds, where
-from theodolite import Corpus, open_model
+from theodolite import Corpus, OpenModel, open_model
 from theodolite.prune import magnitude, prune_model
 
 SHAPES = ((1, 1), (1, 128), (8, 128))
@@ -51,10 +55,14 @@ def models(layers: int, rounds: int, device: str) -> list[Ratio]:
         sizes = {
             name: sum(f.stat().st_size for f in (folder / name).glob("*.safetensors")) for name in opened
         }
+        opened["packed"] = open_model(folder / "factored", device=device, packed=True)
+        processes = "" if sys.platform != "linux" else resident(folder)
+    held = {name: block_bytes(model) for name, model in opened.items()}
     print(
-        f"GPT-2 of {layers} layers by OATS; factored files {sizes['factored'] / sizes['dense']:.3f} of the dense"
+        f"GPT-2 of {layers} layers by OATS; factored files {sizes['factored'] / sizes['dense']:.3f} of the dense; "
+        f"packed in memory {held['packed'] / held['dense']:.3f} of the dense blocks{processes}"
     )
-    measured = []
+    measured = [Ratio.of("pruned memory, blocks: packed / dense", [held["packed"] / held["dense"]])]
     for shape in SHAPES:
         ids = torch.randint(1024, shape, device=device)
         works = {name: forward(model.hf.base_model, ids) for name, model in opened.items()}
@@ -86,6 +94,35 @@ def products(rounds: int, device: str) -> list[Ratio]:
                 works[name] = lambda x=rows, w=sparse: functional.linear(x, w)
         measured += say(f"{len(rows)} rows", works, rounds, device)
     return measured
+
+
+def block_bytes(model: OpenModel) -> int:
+    """Of the tensors that its blocks hold."""
+    held = [t for block in model.structure.blocks for t in (*block.parameters(), *block.buffers())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def resident(folder: Path) -> str:
+    """Memory of processes that open the dense and the packed model, beyond what imports take, told."""
+    imports = peak("")
+    dense, packed = (
+        peak(f"model = open_model({str(folder / name)!r}, device='cpu', packed={name != 'dense'})")
+        for name in ("dense", "factored")
+    )
+    return (
+        f"; a process by {(packed - imports) / (dense - imports):.3f} of {(dense - imports) / 1024:.0f} MiB"
+    )
+
+
+def peak(opening: str) -> int:
+    """Largest resident memory, in KiB, of a process that opens a model, if it does, and reads one token with it."""
+    lines = ["import torch", "from theodolite import OpenModel, open_model", opening]
+    if opening:
+        lines.append("model.hf.base_model(torch.zeros(1, 1, dtype=torch.long))")
+    lines.append("print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])")
+    program = "\n".join(lines)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return int(done.stdout.split()[-1])
 
 
 def forward(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], object]:

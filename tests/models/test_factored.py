@@ -13,6 +13,7 @@ from torch import nn
 
 from theodolite.errors import WorkError
 from theodolite.models.factored import (
+    PackedLinear,
     PrunedMatrix,
     SparseLowRankLinear,
     packed,
@@ -111,6 +112,18 @@ def test_the_layer_is_that_of_the_merged_matrices(bias):
         merged = torch.stack([weight[row] for row in piece.rows]).float()
         torch.testing.assert_close(piece.merged(), merged, rtol=1e-6, atol=1e-6)
     assert (layer.in_features, layer.out_features) == (5, 7)
+
+
+def test_a_packed_layer_is_the_same_layer_and_holds_what_is_not_zero():
+    """Oracle: the layer that is not packed, bit by bit."""
+    pieces = _pieces()
+    inputs = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float32, torch.bfloat16):
+        layer, small = SparseLowRankLinear(pieces, None).to(dtype), PackedLinear(pieces, None).to(dtype)
+        assert torch.equal(small(inputs.to(dtype)), layer(inputs.to(dtype)))
+        assert len(small.values) == int((layer.weight != 0).sum())
+        assert small.bits.numel() == 5  # of 35 entries
+        assert "weight" not in dict(small.named_parameters())
 
 
 def test_a_layer_of_one_sparse_matrix_does_one_product():

@@ -155,6 +155,8 @@ def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, m
         ({"method": "wanda"}, "--method oats there, wanda now"),
         ({"seed": 1}, "--seed 0 there, 1 now"),
         ({"rank_ratio": 0.5}, "--rank-ratio 0.25 there, 0.5 now"),
+        ({"skip": ["q"]}, "--skip"),
+        ({"exact": True}, "--exact not given there, given now"),
         ({"pattern": "2:4"}, "--pattern not given there, 2:4 now"),
         ({"form": "factored"}, "--format merged there, factored now"),
     ],

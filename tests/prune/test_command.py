@@ -134,6 +134,10 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
             "wanda has no such option: leave out --rank-ratio",
         ),
         "another method's damping": (bad("--damping", "0.1"), "oats has no such option: leave out --damping"),
+        "another method's full SVDs": (
+            bad("--method", "wanda", "--exact"),
+            "wanda has no such option: leave out --exact",
+        ),
         "inside a pruned checkpoint": (
             _arguments(model, text, tmp_path / "pruned" / "deep" / "out"),
             f"lies inside the pruned checkpoint {tmp_path / 'pruned'}: choose another --out",

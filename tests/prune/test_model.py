@@ -19,7 +19,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.models.block_matrices import block_matrices
-from theodolite.models.factored import read_matrices
+from theodolite.models.factored import PackedLinear, read_matrices
 from theodolite.passes import survey as surveyor
 from theodolite.prune import Pruned, oats, prune_model
 from theodolite.sinks import interventions
@@ -237,6 +237,11 @@ def test_factored_and_merged_are_the_same_model(family, tmp_path):
     )  # with headers
 
 
+def in_bytes(model) -> int:
+    """Of all tensors that the model holds."""
+    return sum(held.numel() * held.element_size() for held in (*model.hf.parameters(), *model.hf.buffers()))
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama3", "gpt_oss"])
 def test_a_factored_checkpoint_can_be_surveyed(family, tmp_path):
     """Oracle: the probe's weights of the merged one, whose matrices are single parameters."""
@@ -255,6 +260,17 @@ def test_a_factored_checkpoint_can_be_surveyed(family, tmp_path):
         )
     tables = [surveyor.survey(model, corpus_of()).heads for model in opened]
     np.testing.assert_allclose(tables[1]["entropy"], tables[0]["entropy"], rtol=1e-3)
+    packed = open_model(tmp_path / "factored", packed=True)
+    for layer in range(merged.layers):
+        assert torch.equal(packed.head_weights(layer).w_q, factored.head_weights(layer).w_q)
+    ids = corpus_of().contexts[:3]
+    assert torch.equal(packed.hf(ids).logits, factored.hf(ids).logits)
+    layers = [module for module in packed.hf.modules() if isinstance(module, PackedLinear)]
+    bits = sum(-(-layer.in_features * layer.out_features // 8) for layer in layers)
+    saved = sum(layer.in_features * layer.out_features - layer.values.numel() for layer in layers)
+    assert in_bytes(packed) == in_bytes(factored) + bits - 4 * saved
+    with pytest.raises(UsageError, match="merged is not factored: packed is for"):
+        open_model(tmp_path / "merged", packed=True)
     with pytest.raises(UsageError, match="factored is pruned already"):
         prune_model(factored, corpus_of(), "wanda", 0.5)
 
@@ -382,3 +398,27 @@ def test_a_matrix_that_nothing_enters_is_an_error_that_names_it(tmp_path):
     model.structure.blocks[1].mlp.unused = torch.nn.Linear(8, 8)
     table = prune_model(model, corpus_of(), "magnitude", 0.5).table
     assert (table[table["matrix"] == "mlp.unused"]["sparsity"] == 0.5).all()
+
+
+@pytest.mark.parametrize("form", ["merged", "factored", "adapter"])
+def test_what_is_skipped_stays_as_it_is(form, tmp_path):
+    """Oracle: the dense weights, bit by bit; a pruning that is finished is read again."""
+    skip = ["lm_head", "mlp.c_proj", "transformer.h.1.*"]
+    dense = opened_anew("gpt2", tmp_path)
+    options = {"iterations": 2, "skip": skip, "out": tmp_path / "out", "form": form}
+    pruned = prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, **options)
+    assert set(zip(pruned.table["layer"], pruned.table["matrix"], strict=True)) == {
+        (layer, name) for layer in (0, 2) for name in ("q", "k", "v", "attn.c_proj", "mlp.c_fc")
+    }
+    assert pruned.provenance["pruning"]["skip"] == sorted(skip)
+    assert "transformer.h.0.mlp.c_proj.weight" in pruned.provenance["pruning"]["left_dense"]
+    again = opened_anew("gpt2", tmp_path)
+    prune_model(again, corpus_of(), "oats", 0.5, **options)
+    for model in (open_model(tmp_path / "out"), again):
+        written = model.hf.state_dict()
+        for name, tensor in dense.hf.state_dict().items():
+            if ".h.1." in name or "mlp.c_proj" in name or name == "lm_head.weight":
+                assert torch.equal(written[name], tensor), name
+        if form != "factored" or model is again:
+            name = "transformer.h.0.attn.c_attn.weight"
+            assert not torch.equal(written[name], dense.hf.state_dict()[name])

@@ -87,12 +87,55 @@ def test_the_subspace_goes_where_the_svd_goes(shape, monkeypatch):
     monkeypatch.setattr(module, "_SMALL", 0)
     monkeypatch.setattr(module, "_TOLERANCE", 1e-7)
     monkeypatch.setattr(module, "_MOST_STEPS", 60)
+    monkeypatch.setattr(module, "_START_STEPS", 200)
     weight, second_moment = weights(*shape), moments(shape[1])
     dense, _, error = slow_oats(weight, second_moment, *budget(*shape, 0.5, 0.25), 20)
     got = oats(*tensors(weight, second_moment), 0.5, iterations=20)
     assert got.stalls == 0
     assert got.error == pytest.approx(error, rel=1e-7)
     np.testing.assert_allclose(got.dense().numpy(), dense, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (90, 40), (40, 90)])
+def test_exact_is_the_published_iteration_of_large_matrices_too(shape, monkeypatch):
+    monkeypatch.setattr(module, "_SMALL", 0)
+    weight, second_moment = weights(*shape), moments(shape[1])
+    dense, _, error = slow_oats(weight, second_moment, *budget(*shape, 0.5, 0.25), 12)
+    got = oats(*tensors(weight, second_moment), 0.5, iterations=12, exact=True, seed=1)
+    assert (got.error, got.stalls) == (pytest.approx(error, rel=1e-9), 0)
+    np.testing.assert_allclose(got.dense().numpy(), dense, rtol=1e-7, atol=1e-9)
+    again = oats(*tensors(weight, second_moment), 0.5, iterations=12, exact=True, seed=2)
+    assert torch.equal(again.dense(), got.dense())
+
+
+@pytest.mark.parametrize("shape", [(300, 260), (260, 300)])
+def test_the_random_start_leaves_hardly_more_than_a_truncated_svd(shape):
+    """Of noise alone, whose singular values no gap parts: the hardest case."""
+    target, rank = torch.from_numpy(np.random.default_rng(4).normal(size=shape)), 16
+    values = np.linalg.svd(target.numpy(), compute_uv=False)
+    found = module._randomised_svd(target, rank, torch.Generator().manual_seed(0))
+    left = torch.linalg.vector_norm(target - found.left @ found.right)
+    assert found.left.shape == (shape[0], rank)
+    assert 1 <= float(left) / np.sqrt((values[rank:] ** 2).sum()) < 1.01
+
+
+def test_small_matrices_take_one_thread_and_give_the_others_back(monkeypatch):
+    seen = []
+    exact = module._truncated_svd
+
+    def svd(target, rank):
+        seen.append(torch.get_num_threads())
+        return exact(target, rank)
+
+    monkeypatch.setattr(module, "_truncated_svd", svd)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        oats(*tensors(weights(20, 24), moments(24)), 0.5, iterations=3)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1, 1]
 
 
 @pytest.mark.slow
@@ -114,9 +157,10 @@ def test_the_error_is_that_of_full_svds_within_a_hundredth(kind, shape):
 
 
 def test_a_subspace_that_does_not_rest_is_replaced_by_a_full_svd(monkeypatch):
-    """No step is enough: every iteration but the first, which starts with a full SVD, stalls, and is exact."""
+    """No step is enough: every iteration but the first, which starts at random, stalls, and is exact."""
     monkeypatch.setattr(module, "_SMALL", 0)
     monkeypatch.setattr(module, "_MOST_STEPS", 0)
+    monkeypatch.setattr(module, "_START_STEPS", 200)
     weight, second_moment = weights(30, 40), moments(40)
     dense, _, error = slow_oats(weight, second_moment, *budget(30, 40, 0.5, 0.25), 9)
     got = oats(*tensors(weight, second_moment), 0.5, iterations=9)
@@ -132,21 +176,16 @@ def test_a_direction_that_subspace_iteration_cannot_see_is_found(monkeypatch):
     weight[:40, :40] = generator.normal(size=(40, 40))
     weight[40:, 40:] = 10 * generator.normal(size=(40, 40))
     monkeypatch.setattr(module, "_SMALL", 0)
-    exact, misled = module._leading, []
 
-    def leading(target, rank):
-        if misled:
-            return exact(target, rank)
-        misled.append(True)
-        return exact(torch.nn.functional.pad(target[:40, :40], (0, 40, 0, 40)), rank)
+    def misled(target, rank, generator):
+        return module._truncated_svd(torch.nn.functional.pad(target[:40, :40], (0, 40, 0, 40)), rank)
 
-    monkeypatch.setattr(module, "_leading", leading)
+    monkeypatch.setattr(module, "_randomised_svd", misled)
     _, _, error = slow_oats(weight, np.ones(80), *budget(80, 80, 0.75, 0.25), 60)
     got = oats(*tensors(weight, np.ones(80)), 0.75, iterations=60)
     assert got.stalls >= 1
     assert got.error < 1.02 * error
     monkeypatch.setattr(module, "_misses", lambda *_: False)
-    misled.clear()
     blind = oats(*tensors(weight, np.ones(80)), 0.75, iterations=60)
     assert blind.stalls == 0
     assert blind.error > 1.1 * error

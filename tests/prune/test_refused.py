@@ -70,6 +70,10 @@ BAD = {
     "rank ratio -1 of v in block 2": {
         "rank_ratio": lambda layer, name: -1 if (layer, name) == (2, "v") else 0.25
     },
+    "--skip mlp.down: no matrix or module of": {"skip": ["mlp.c_fc", "mlp.down"]},
+    "--skip *: nothing is left to prune": {"skip": ["*"]},
+    "q of block 0 is a part of transformer.h.0.attn.c_attn.weight": {"skip": ["q"], "form": "factored"},
+    "a rank ratio of 0 leaves no low-rank part": {"rank_ratio": 0, "form": "adapter"},
     "iterations is 0": {"iterations": 0},
     "damping is -1": {"method": "sparsegpt", "damping": -1},
     "no sparsity is given": {"sparsity": None},

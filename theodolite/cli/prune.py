@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 WRITING = "writing the checkpoint and its report"
 
-METHOD_OF = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
+METHOD_OF = {"--rank-ratio": "oats", "--exact": "oats", "--damping": "sparsegpt"}
 """The one method that reads an option. `--seed` also draws texts, so every method reads it."""
 
 
@@ -71,6 +71,16 @@ def prune_command(
             help="sparsegpt only: added to the Hessian's diagonal, as a share of its mean [default: 0.1]."
         ),
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="oats only: a full SVD in every iteration, as published; ten times slower."
+        ),
+    ] = False,
+    skip: Annotated[
+        str | None,
+        typer.Option(help="Globs of matrices that stay dense, with commas: mlp.down_proj,model.layers.0.*"),
+    ] = None,
     form: Annotated[
         str,
         typer.Option(
@@ -98,11 +108,11 @@ def prune_command(
     with one_line_errors(), interruptible(say_stopping) as stopped:
         check_method(method)
         check_form(form)
-        given = {"--rank-ratio": rank_ratio, "--damping": damping}
+        given = {"--rank-ratio": rank_ratio, "--damping": damping, "--exact": exact or None}
         unread = {name: value for name, value in given.items() if METHOD_OF[name] != method}
         refuse_unread(f"{method} has no such option", unread)
         asked = _numbers(sparsity) if sparsity is not None else None if pattern else 0.5
-        options: dict[str, Any] = {"rank_ratio": rank_ratio, "damping": damping}
+        options: dict[str, Any] = {"rank_ratio": rank_ratio, "damping": damping, "exact": exact or None}
         opening.check(model)
         text.check()
         _refuse_existing(out)
@@ -126,6 +136,7 @@ def prune_command(
                 method,
                 asked,
                 pattern=pattern,
+                skip=[glob.strip() for glob in skip.split(",")] if skip else (),
                 seed=text.seed,
                 out=out,
                 form=form,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from theodolite.errors import WorkError
 from theodolite.models.guard import MAKING
+from theodolite.system.allocator import return_pages
 from theodolite.system.checksums import read_checked, write_checked
 
 DENSE = "dense.safetensors"
@@ -124,7 +126,7 @@ class SparseLowRankLinear(nn.Module):
     """y = x Sᵀ + b + (x Rᵀ) Lᵀ, the matrices of the projections that share a layer side by side.
 
     S is kept dense with its zeros: at half of the entries PyTorch's product with a sparse matrix is slower than the
-    dense one (`benchmarks/pruned_latency.py`), so that what is saved is saved on disk.
+    dense one (`benchmarks/pruned_latency.py`), so that what is saved is saved on disk. `PackedLinear` saves memory.
     """
 
     order: Tensor | None
@@ -152,12 +154,43 @@ class SparseLowRankLinear(nn.Module):
 
     def forward(self, inputs: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         """The layer's outputs, in the order of the layer that it stands for."""
-        outputs = functional.linear(inputs, self.weight, self.bias)
+        outputs = functional.linear(inputs, self.sparse_part(), self.bias)
         if not len(self.right):
             return outputs
         inner = functional.linear(inputs, self.right).split([left.shape[1] for left in self.left], dim=-1)
         low = torch.cat([functional.linear(x, left) for x, left in zip(inner, self.left, strict=True)], -1)
         return outputs + (low if self.order is None else low.index_select(-1, self.order))
+
+    def sparse_part(self) -> Float[Tensor, "outputs inputs"]:
+        """S, in the order of the layer's outputs."""
+        return self.weight
+
+
+class PackedLinear(SparseLowRankLinear):
+    """The same, with S packed in memory as on disk, and put together for the time of each product only."""
+
+    bits: Tensor
+
+    def __init__(self, matrices: Sequence[PrunedMatrix], bias: nn.Parameter | None) -> None:
+        super().__init__(matrices, bias)
+        values, bits = packed(self.weight.detach())
+        del self.weight
+        self.values = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("bits", bits)
+
+    def sparse_part(self) -> Float[Tensor, "outputs inputs"]:
+        """S, put together from its values and bits on their device."""
+        entries = self.out_features * self.in_features
+        if self.bits.device.type == "cpu":
+            mask = torch.from_numpy(np.unpackbits(self.bits.numpy(), count=entries)).view(torch.bool)
+            # Pages of its own: on the heap, these leave a hole after each layer, which no other one fits into.
+            pages = mmap(-1, entries * self.values.element_size())
+            sparse = torch.frombuffer(pages, dtype=self.values.dtype)
+        else:
+            places = torch.arange(7, -1, -1, dtype=torch.uint8, device=self.bits.device)
+            mask = (self.bits[:, None].bitwise_right_shift(places) & 1).bool().view(-1)[:entries]
+            sparse = self.values.new_zeros(entries)
+        return sparse.masked_scatter_(mask, self.values).view(self.out_features, self.in_features)
 
 
 def _or_empty(matrix: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor:
@@ -210,8 +243,14 @@ def dense_tensors(model: PreTrainedModel, pruned: set[str]) -> dict[str, Tensor]
     return tensors
 
 
-def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedModel:
-    """The model of such a checkpoint, with `SparseLowRankLinear` where a layer was pruned.
+def load_factored(
+    architecture: Any,
+    config: Any,
+    folder: Path,
+    *,
+    in_memory: type[SparseLowRankLinear] = SparseLowRankLinear,
+) -> PreTrainedModel:
+    """The model of such a checkpoint, with a layer `in_memory` where one was pruned.
 
     Matrices of experts are put together again: no layer of their own holds them.
 
@@ -228,20 +267,13 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
     if loaded.unexpected_keys:
         raise WorkError(f"{folder / DENSE} has tensors of another architecture: {loaded.unexpected_keys[0]}")
     missing = set(loaded.missing_keys)
-    by_module: dict[str, list[PrunedMatrix]] = {}
     for path in sorted(folder.glob(BLOCK.format(0).replace("000", "*"))):
-        for matrix in read_matrices(path)[0]:
-            if matrix.expert is None:
-                by_module.setdefault(matrix.parameter.rpartition(".")[0], []).append(matrix)
-            else:
-                _put(model, matrix, new=matrix.parameter in missing)
-            missing.discard(matrix.parameter)
-    for name, matrices in by_module.items():
         try:
-            layer = SparseLowRankLinear(matrices, model.get_submodule(name).bias)
+            missing -= _put_block(model, read_matrices(path)[0], missing, in_memory)
         except (ValueError, AttributeError) as error:
-            raise WorkError(f"{folder} is damaged: {name}: {error}") from error
-        model.set_submodule(name, layer)
+            raise WorkError(f"{folder} is damaged: {error}") from error
+        if in_memory is PackedLinear:
+            return_pages()  # of the block as it was unpacked, which lie between those of its packed matrices
     model.tie_weights()
     missing -= model.all_tied_weights_keys.keys()
     if missing:
@@ -249,6 +281,34 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
     if (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _put_block(
+    model: PreTrainedModel,
+    matrices: Sequence[PrunedMatrix],
+    missing: set[str],
+    in_memory: type[SparseLowRankLinear],
+) -> set[str]:
+    """Put a block's matrices where they belong; returns the parameters that they stand for.
+
+    Raises:
+        ValueError, AttributeError: they make no layer, or the model has none there.
+    """
+    by_module: dict[str, list[PrunedMatrix]] = {}
+    for matrix in matrices:
+        if matrix.expert is None:
+            by_module.setdefault(matrix.parameter.rpartition(".")[0], []).append(matrix)
+        else:
+            _put(model, matrix, new=matrix.parameter in missing)
+            missing = missing - {matrix.parameter}
+    for name, parts in by_module.items():
+        try:
+            module: Any = model.get_submodule(name)
+            layer = in_memory(parts, module.bias)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        model.set_submodule(name, layer)
+    return {matrix.parameter for matrix in matrices}
 
 
 def _put(model: PreTrainedModel, matrix: PrunedMatrix, *, new: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -33,6 +34,7 @@ from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
 from theodolite.prune.sequential import BlockByBlock, Keep, kept_in_memory
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
+from theodolite.prune.skipped import without_skipped
 from theodolite.system.choices import check_form
 from theodolite.system.progress import ShowProgress
 from theodolite.system.pruned_folders import ADAPTER, SETTINGS
@@ -55,6 +57,8 @@ def prune_model(
     iterations: int = ITERATIONS,
     seed: int = 0,
     damping: float = DAMPING,
+    exact: bool = False,
+    skip: Sequence[str] = (),
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
@@ -79,8 +83,11 @@ def prune_model(
         rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
             (block, name of the matrix), such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
         iterations: for OATS.
-        seed: for OATS: of the random probes that check whether its subspace is still the leading one.
+        seed: for OATS: of the random start, and of the probes that check whether its subspace is still the leading one.
         damping: for SparseGPT, as in `sparsegpt`.
+        exact: for OATS: a full SVD in every iteration, as published, of large matrices too.
+        skip: globs of names of matrices that stay dense, in their block ("mlp.down_proj", "q") or in the model
+            ("model.layers.0.*").
         out: folder of the checkpoint, which a streamed model needs; to resume an interrupted call, repeat it on a newly
             opened model. Where it holds this same pruning already, that is read instead.
         form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), or "adapter" (`transformers` opens
@@ -102,14 +109,20 @@ def prune_model(
         refuse_adapter(method)
     if out is None and model.streamed is not None:
         raise UsageError(f"the blocks of {model.id} are read from its files and not kept: give out, a folder")
-    matrices = _dense_matrices(model)
-    settings = PruningSettings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
+    matrices = without_skipped(model, _dense_matrices(model), skip, form)
+    settings = PruningSettings.of(
+        method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices, exact=exact
+    )
+    if form == ADAPTER and not any(settings.rank_ratio.values()):
+        raise UsageError(
+            "a rank ratio of 0 leaves no low-rank part that an adapter could hold: choose another --format"
+        )
     _refuse_short(corpus, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
         "corpus": corpus.sha256,
         "batch": batch_of(corpus, batch),
-        "pruning": settings.fingerprint(),
+        "pruning": settings.fingerprint() | ({"skip": sorted(skip)} if skip else {}),
     }
     work = _PruningRun(model, corpus, matrices, settings, fingerprint, show_progress)
     if out is None:
@@ -174,7 +187,7 @@ class _PruningRun:
         seconds = time.monotonic() - started
         provenance = described | describe_pass(self.model, self.corpus, self.settings.seed, self.fingerprint)
         dense = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
-        pruning = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
+        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": dense}
         provenance |= {"wall_seconds": seconds, "pruning": pruning}
         return Pruned(pd.DataFrame(rows), provenance, unfinished.low_rank(rows) if unfinished else low_rank)
 
@@ -188,7 +201,11 @@ class _PruningRun:
             ]
         else:
             opened = open_model(folder, dtype=self.model.source.dtype, device="cpu")
-            finished = [matrix.read() for matrix in chain(*block_matrices(opened))]
+            keys = {(matrix.layer, matrix.key) for matrix in mine}
+            theirs = (
+                matrix for matrix in chain(*block_matrices(opened)) if (matrix.layer, matrix.key) in keys
+            )
+            finished = [matrix.read() for matrix in theirs]
         for own, matrix in zip(mine, finished, strict=True):
             own.write(matrix)
         self._record()

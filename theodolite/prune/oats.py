@@ -3,10 +3,11 @@
 Zhang & Papyan 2025 (arXiv 2409.13652). With D = √(second moment of each input), alternate the rank-r truncated SVD L
 of W D − S with the largest entries S of each row of W D − L, from S = 0; Ŵ = (S + L) D⁻¹.
 
-The published code computes a full SVD each time. Here only the first one is: W D − S is L of the step before where S
-is not zero, so its r leading singular values stand far above the others from the second step on, and one or two steps
-of subspace iteration, started from the last step's right singular vectors, give what the SVD would. Small matrices
-keep the full SVD, which is as quick there. Independent of models and texts.
+The published code computes a full SVD each time. Here the first one is randomised (Halko, Martinsson & Tropp 2011,
+algorithm 4.4). W D − S is L of the step before where S is not zero, so its r leading singular values stand far above
+the others from the second step on, and one or two steps of subspace iteration, started from the last step's right
+singular vectors, give what the SVD would. Small matrices keep the full SVD, which is as quick there. Independent of
+models and texts.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ from theodolite.prune.patterns import (
     checked_weight,
     pattern_of,
 )
+from theodolite.system.threads import using_threads
 
 RANK_RATIO, ITERATIONS = 0.25, 80
 """Defaults: κ, share of the kept parameters in the low-rank part; alternations, as published."""
 
 _SMALL = 256
-"""Matrices with fewer rows or columns get a full SVD in each step."""
+"""Matrices with fewer rows or columns get a full SVD in each step, on one thread: a second one brings nothing, and
+where another process has its core, LAPACK waits for it at every call."""
+
+_START_STEPS, _MORE = 3, 8
+"""Steps from a random start, and directions beyond the rank, of the first decomposition of a large matrix."""
 
 _TOLERANCE = 0.03
 """Subspace iteration stops when a step turns the subspace by less: root mean square sine of the angles."""
@@ -99,6 +105,7 @@ def oats(
     pattern: GivenPattern = None,
     *,
     seed: int = 0,
+    exact: bool = False,
 ) -> SparseLowRank:
     """A sparse plus a low-rank matrix with (1 − ρ) d_out d_in parameters together (Zhang & Papyan 2025, algorithm 2).
 
@@ -120,7 +127,8 @@ def oats(
             truncated SVD.
         iterations: alternations.
         pattern: N:M of the sparse part.
-        seed: of the random probes for directions that the tracked subspace misses.
+        seed: of the random start, and of the random probes for directions that the tracked subspace misses.
+        exact: a full SVD in every iteration, as published; then the seed plays no part.
 
     Raises:
         UsageError: numbers that are not finite, shapes that do not fit, or settings out of range.
@@ -134,7 +142,11 @@ def oats(
     scale = (moments / moments.max()).sqrt().to(original.dtype)
     scaled = original * scale
     generator = torch.Generator(weight.device).manual_seed(seed)
-    sparse, low_rank, error, done, stalls = _alternate(scaled, budget, iterations, generator)
+    small = min(scaled.shape) < _SMALL
+    with using_threads(1 if small else torch.get_num_threads()):
+        sparse, low_rank, error, done, stalls = _alternate(
+            scaled, budget, iterations, None if exact or small else generator
+        )
     active = scale > 0
     return SparseLowRank(
         sparse=torch.where((sparse != 0) & active, sparse / scale, 0).to(weight.dtype),
@@ -172,20 +184,24 @@ def _budget(shape: torch.Size, sparsity: float | None, rank_ratio: float, patter
 
 
 def _alternate(
-    scaled: Float[Tensor, "outputs inputs"], budget: _Budget, iterations: int, generator: torch.Generator
+    scaled: Float[Tensor, "outputs inputs"],
+    budget: _Budget,
+    iterations: int,
+    generator: torch.Generator | None,
 ) -> tuple[Tensor, _LowRank, float, int, int]:
-    """S, L, the relative error, and how many iterations and stalls there were."""
+    """S, L, the relative error, and how many iterations and stalls there were; without a generator, by full SVDs."""
     if not budget.rank or not budget.entries:
         iterations = 1
-    small = min(scaled.shape) < _SMALL
     target, residual = scaled.clone(), torch.empty_like(scaled)
     scores, mask = torch.empty_like(scaled), torch.zeros_like(scaled)
     search, stalls = ThresholdTracker(budget.entries), 0
     for iteration in range(iterations):
         if iteration:
             torch.addcmul(scaled, residual, mask, value=-1, out=target)
-        if small or not iteration:
+        if generator is None or iterations == 1:
             low_rank = _truncated_svd(target, budget.rank)
+        elif not iteration:
+            low_rank = _randomised_svd(target, budget.rank, generator)
         else:
             followed = _follow(target, low_rank.space)
             due = iteration % _CHECK_EVERY == 1 or iteration == iterations - 1
@@ -240,6 +256,16 @@ def _step(target: Tensor, space: Tensor) -> _LowRank:
 def _truncated_svd(target: Tensor, rank: int) -> _LowRank:
     """The truncated SVD, up to a rotation of its factors, by a step from where it ends."""
     return _step(target, _leading(target, rank))
+
+
+def _randomised_svd(target: Tensor, rank: int, generator: torch.Generator) -> _LowRank:
+    """Nearly the truncated SVD: subspace iteration from a random start, then the best of what it found."""
+    size = target.shape[1], min(rank + _MORE, *target.shape)
+    space = torch.randn(size, generator=generator, dtype=target.dtype, device=target.device)
+    for _ in range(_START_STEPS):
+        step = _step(target, space)
+        space = step.space
+    return _step(target, space @ torch.linalg.svd(step.factor).U[:, :rank])
 
 
 def _follow(target: Tensor, space: Tensor) -> _LowRank | None:

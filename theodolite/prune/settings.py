@@ -36,7 +36,7 @@ class PruningSettings:
         method: one of METHODS.
         sparsity: of each block.
         pattern: as "2:4", or None.
-        rank_ratio: of each (block, key of a matrix); used by OATS only, as are `iterations` and `seed`.
+        rank_ratio: of each (block, key of a matrix); used by OATS only, as are `iterations`, `seed` and `exact`.
         damping: used by SparseGPT only.
     """
 
@@ -47,6 +47,7 @@ class PruningSettings:
     iterations: int
     seed: int
     damping: float
+    exact: bool = False
 
     @classmethod
     def of(
@@ -59,6 +60,8 @@ class PruningSettings:
         seed: int,
         damping: float,
         matrices: Sequence[Sequence[Matrix]],
+        *,
+        exact: bool = False,
     ) -> PruningSettings:
         """The settings, checked.
 
@@ -79,7 +82,7 @@ class PruningSettings:
                 )
             ratios[matrix.layer, matrix.key] = float(ratio)
             pattern_of(pattern, matrix.shape[1])
-        settings = cls(method, each, pattern, ratios, iterations, seed, float(damping))
+        settings = cls(method, each, pattern, ratios, iterations, seed, float(damping), exact)
         for share, ratio in {(each[layer], ratio) for (layer, _), ratio in ratios.items()}:
             settings._try(share, ratio)
         if not any(settings._removes(matrix) for block in matrices for matrix in block):
@@ -104,7 +107,9 @@ class PruningSettings:
             ratios = set(self.rank_ratio.values())
             each = {f"{layer}/{key}": ratio for (layer, key), ratio in self.rank_ratio.items()}
             plain["rank_ratio"] = ratios.pop() if len(ratios) == 1 else each
-            plain |= {"iterations": self.iterations, "seed": self.seed}
+            plain |= {"iterations": self.iterations, "seed": self.seed} | (
+                {"exact": True} if self.exact else {}
+            )
         if self.method == "sparsegpt":
             plain["damping"] = self.damping
         return plain
@@ -173,7 +178,10 @@ class PruningSettings:
             return _Approximation(
                 sparsegpt_factored(weight, factor, sparsity, pattern), damping=factor.damping, fallback=raised
             )
-        split = oats(weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=self.seed)
+        seed, exact = self.seed, self.exact
+        split = oats(
+            weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=seed, exact=exact
+        )
         stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
         if not split.left.numel():
             return _Approximation(split.sparse, fallback=stalled)

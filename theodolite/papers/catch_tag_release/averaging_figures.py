@@ -19,11 +19,11 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     TrainedModels,
     draw,
 )
-from theodolite.papers.training.training_loop import threads
 from theodolite.report.data import Floats
 from theodolite.report.drawing import averaging as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
+from theodolite.system.threads import using_threads
 
 
 def draw_losses(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.DataFrame) -> None:
@@ -59,7 +59,7 @@ def draw_attention(outcome: Outcome, trained: Sequence[TrainedModels], models: p
         if each.recipe.name in (PUBLISHED_LARGE_TAG, STANDARD, QK_NORM + PENALISED):
             errors = models.loc[models["kind"] == each.recipe.name, "error"].to_numpy()
             count = len(each.seeds)
-            with torch.no_grad(), threads(1):
+            with torch.no_grad(), using_threads(1):
                 forward_pass = each.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
             pictures[each.recipe.name] = forward_pass.attention[errors.argmin(), 0].numpy()
     outcome.figure(

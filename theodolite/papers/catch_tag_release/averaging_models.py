@@ -47,9 +47,9 @@ from theodolite.papers.catch_tag_release.averaging_training import (
 )
 from theodolite.papers.catch_tag_release.many_looks import most_extreme
 from theodolite.papers.experiment import Study, experiment
-from theodolite.papers.training.training_loop import threads
 from theodolite.report.outcome import Outcome
 from theodolite.system.progress import shown
+from theodolite.system.threads import using_threads
 from theodolite.system.wording import counted, listed, number, percent, with_error
 from theodolite.theory.averaging import mean_after
 from theodolite.theory.singular import stable_rank
@@ -151,7 +151,7 @@ def measured(trained: TrainedModels) -> pd.DataFrame:
     def caught(forward_pass: ForwardPass) -> Tensor:
         return attention_to_separator(forward_pass, places) * after
 
-    with torch.no_grad(), threads(1):
+    with torch.no_grad(), using_threads(1):
         forward_pass, initial_pass = trained.model(numbers, places), trained.initial(numbers, places)
         written = forward_pass.written
         tag = tag_direction(written, after, ~after & ~is_separator)

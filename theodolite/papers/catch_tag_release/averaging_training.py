@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from theodolite.papers.training.training_loop import CLIP, threads, updates
+from theodolite.papers.training.training_loop import CLIP, updates
+from theodolite.system.threads import using_threads
 from theodolite.theory.averaging import mean_after
 
 LENGTH = 20
@@ -279,7 +280,7 @@ def train_averaging(
     steps = recipe.steps if steps is None else steps
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     losses = torch.zeros(len(seeds), steps)
-    with threads(1):  # more are slower at this size, and sums would depend on their number
+    with using_threads(1):  # more are slower at this size, and sums would depend on their number
         model = build(recipe, generators)
         initial = copy.deepcopy(model)
 

@@ -33,10 +33,10 @@ from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.models.loading import hide_progress_bars
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
 from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Reduction, Setting
-from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.checksums import read_checked
 from theodolite.system.files import check_target, disk_errors, folder_purpose
 from theodolite.system.interrupt import ENDING, STOPPING, handling, interruptible
+from theodolite.system.threads import using_threads as using
 from theodolite.train.penalty import Gradient
 
 ROUND = 5000

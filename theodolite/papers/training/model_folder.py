@@ -38,6 +38,7 @@ from theodolite.system.checksums import check_headers
 from theodolite.system.files import check_target, disk_errors, folder_purpose, folder_written_atomically
 from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.locks import locked
+from theodolite.system.threads import using_threads
 
 NOT_SIZES = (
     "seed",
@@ -127,7 +128,7 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
     """
     partial, console = partial_of(out), console or Console(stderr=True)
     identity = {"config": json.dumps(asdict(training.config)), **training.data}
-    with locked(out), training_loop.threads(threads):
+    with locked(out), using_threads(threads):
         torch.manual_seed(training.config.seed)
         model = training.build()
         if out.exists():

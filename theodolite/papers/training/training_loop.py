@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -162,14 +161,3 @@ def check_numbers(seed: int, threads: int = 1) -> None:
         raise UsageError(f"threads is {threads}; it must be positive.")
     if threads > MOST_THREADS:
         raise UsageError(f"threads is {threads}; it must be {MOST_THREADS} at most.")
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Use `count` threads: how sums are split over threads changes their last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
