@@ -18,6 +18,12 @@ DECODER: Attention = "decoder"
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 """Of pruning."""
 
+QUANTISERS = ("oats", "gptq", "round")
+"""The same, where weights are put on a grid of few bits."""
+
+BITS = (3, 4, 8)
+"""Of such a grid."""
+
 FORMS = ("merged", "factored", "adapter")
 """How a pruned checkpoint is written."""
 
@@ -38,6 +44,12 @@ def check_method(method: str) -> None:
     """Raise `UsageError` where it is none of `METHODS`."""
     if method not in METHODS:
         raise UsageError(f"unknown method {method}: use {', '.join(METHODS)}")
+
+
+def check_bits(bits: object) -> None:
+    """Raise `UsageError` where it is none of `BITS`."""
+    if isinstance(bits, bool) or bits not in BITS:
+        raise UsageError(f"bits is {bits!r}: use one of {', '.join(map(str, BITS))}")
 
 
 def check_form(form: str) -> None:
