@@ -23,13 +23,17 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
-from theodolite.system.pruned_folders import ADAPTER_FILES
+from theodolite.system.pruned_folders import ADAPTER, ADAPTER_FILES
 
 PREFIX = "base_model.model."  # of PEFT, before the names of the model's modules
 
 
-def refuse_adapter(method: str) -> None:
-    """Raise `UsageError` where a method leaves no low-rank part, or PEFT is not installed."""
+def refuse_form(form: str, method: str, bits: int | None) -> None:
+    """Raise `UsageError` where what a method leaves cannot be written so, or PEFT is needed and not installed."""
+    if form == "factored" and bits is not None:
+        raise UsageError("quantised weights have no zeros to leave out: use --format merged")
+    if form != ADAPTER:
+        return
     if method != "oats":
         raise UsageError(
             f"{method} has no low-rank part that an adapter could hold: use oats, or --format merged"

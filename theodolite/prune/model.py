@@ -23,7 +23,7 @@ from theodolite.models.factored import BLOCK, PrunedMatrix, is_factored, read_ma
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
-from theodolite.prune.adapter import refuse_adapter
+from theodolite.prune.adapter import refuse_form
 from theodolite.prune.checkpoint import (
     SETTINGS,
     LowRank,
@@ -36,11 +36,11 @@ from theodolite.prune.checkpoint import (
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
+from theodolite.prune.quantised import GROUP
 from theodolite.prune.sequential import BlockByBlock
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.system.choices import check_form
 from theodolite.system.progress import ShowProgress
-from theodolite.system.pruned_folders import ADAPTER
 
 SCHEMA_VERSION = 1
 
@@ -53,13 +53,15 @@ def prune_model(
     model: OpenModel,
     corpus: Corpus,
     method: str,
-    sparsity: Sparsity,
+    sparsity: Sparsity = None,
     *,
     pattern: str | None = None,
     rank_ratio: RankRatio = RANK_RATIO,
     iterations: int = ITERATIONS,
     seed: int = 0,
     damping: float = DAMPING,
+    bits: int | None = None,
+    group: int = GROUP,
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
@@ -74,15 +76,18 @@ def prune_model(
     Args:
         model: from `open_model`; left half pruned by an interrupt.
         corpus: the calibration text; all its tokens count.
-        method: "oats", "sparsegpt", "wanda" or "magnitude".
+        method: "oats", "sparsegpt", "wanda" or "magnitude"; with `bits`, "oats", "gptq" or "round".
         sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block. For
-            OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern.
+            OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern, or with `bits`.
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
-        rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
+        rank_ratio: for OATS: the share of the kept parameters (with `bits`: of the bytes) in the low-rank part, from 0
+            to 1; or a function of
             (block, name of the matrix), such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
         iterations: for OATS.
         seed: for OATS: of the random probes that check whether its subspace is still the leading one.
-        damping: for SparseGPT, as in `sparsegpt`.
+        damping: for SparseGPT, as in `sparsegpt`; with `bits`, for GPTQ and OATS.
+        bits: 8, 4 or 3: put weights on a grid of so many bits instead of removing some; what is not pruned stays.
+        group: inputs that share a scale there; 0: all inputs of an output.
         out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model. Where it holds
             this same pruning already, that is read instead.
         form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), or "adapter" (`transformers` opens
@@ -100,11 +105,12 @@ def prune_model(
     if corpus.images is not None:
         raise UsageError(f"{model.id} reads images: only models of text are pruned")
     check_form(form)
-    if form == ADAPTER:
-        refuse_adapter(method)
+    refuse_form(form, method, bits)
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
-    settings = PruningSettings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
+    settings = PruningSettings.of(
+        method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices, bits, group
+    )
     _refuse_short(corpus, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
@@ -233,6 +239,7 @@ def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: Prunin
     widest = max(matrix.shape[1] for block in matrices for matrix in block)
     if settings.needs_full_moments and tokens < widest:
         raise UsageError(
-            f"{tokens} tokens do not calibrate SparseGPT for matrices of {widest} inputs: give more text, or more "
+            f"{tokens} tokens do not calibrate {'SparseGPT' if settings.bits is None else 'GPTQ'} for matrices of "
+            f"{widest} inputs: give more text, or more "
             "--contexts"
         )

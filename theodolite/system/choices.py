@@ -40,10 +40,15 @@ def check_attention(attention: str | None) -> None:
         raise UsageError(f"unknown attention {attention}: use {', '.join(ATTENTIONS)}")
 
 
-def check_method(method: str) -> None:
-    """Raise `UsageError` where it is none of `METHODS`."""
-    if method not in METHODS:
-        raise UsageError(f"unknown method {method}: use {', '.join(METHODS)}")
+def check_method(method: str, bits: int | None = None) -> None:
+    """Raise `UsageError` where it is none of `METHODS`; with `bits`, none of `QUANTISERS`."""
+    known = METHODS if bits is None else QUANTISERS
+    if method in known:
+        return
+    if method in (*METHODS, *QUANTISERS):
+        what = "does not quantise: leave out --bits, or use" if bits else "quantises: give --bits, or use"
+        raise UsageError(f"{method} {what} {', '.join(known)}")
+    raise UsageError(f"unknown method {method}: use {', '.join(known)}")
 
 
 def check_bits(bits: object) -> None:

@@ -32,6 +32,8 @@ OPTIONS = {
     "pattern": "--pattern",
     "rank_ratio": "--rank-ratio",
     "damping": "--damping",
+    "bits": "--bits",
+    "group": "--group",
 }
 """What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
 
