@@ -175,8 +175,8 @@ def test_the_command_quantises_and_says_how_many_bits(tmp_path, text):  # noqa: 
     page = (out / RESULT).with_name("index.html").read_text()
     assert "share of entries removed" not in page
     all_bits = 8 * table["compact_bytes"].sum() / (table["outputs"] * table["inputs"]).sum()
-    assert math.isclose(all_bits, 5)  # one scale of 16 bits for 16 inputs
-    assert "4, and 5 with scales, one for 16 inputs" in json.dumps(result)
+    assert math.isclose(all_bits, 6)  # one scale of 32 bits, as the weights have, for 16 inputs
+    assert "4, and 6 with scales, one for 16 inputs" in json.dumps(result)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ def prune_command(
         str,
         typer.Option(
             "--format",
-            help="merged (for transformers), adapter (low-rank parts for PEFT), or factored (smaller, for theodolite).",
+            help="merged (for transformers), adapter (low-rank parts for PEFT), compressed (packed bits, for servers) "
+            "or factored (smaller, for theodolite).",
             autocompletion=completion.forms,
         ),
     ] = "merged",

@@ -37,6 +37,7 @@ from theodolite.models.factored import (
 from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
 from theodolite.prune.adapter import sparse_parts_alone, write_adapter
+from theodolite.prune.compressed import write_compressed
 from theodolite.sinks.interventions import Factors
 from theodolite.system.checksums import (
     CHECKSUMS,
@@ -49,7 +50,7 @@ from theodolite.system.checksums import (
 )
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 from theodolite.system.locks import locked
-from theodolite.system.pruned_folders import ADAPTER, SETTINGS, exists_already, refuse_inside
+from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already, refuse_inside
 from theodolite.system.run_folders import differences
 
 TABLE = "pruning.parquet"
@@ -257,6 +258,8 @@ class UnfinishedPruning:
                 self._write_factored(temporary, model, pruned)
             elif form == ADAPTER:
                 self._write_with_adapter(temporary, model, matrices)
+            elif form == COMPRESSED:
+                self._write_compressed(temporary, model, pruned)
             else:
                 model.hf.save_pretrained(temporary)
             if model.tokenizer is not None:
@@ -293,6 +296,13 @@ class UnfinishedPruning:
         with sparse_parts_alone(pairs):
             model.hf.save_pretrained(folder)
         write_adapter(folder / ADAPTER, model, [pruned for _, pruned in pairs], self.out)
+
+    def _write_compressed(self, folder: Path, model: OpenModel, pruned: Pruned) -> None:
+        matrices = [matrix for layer in range(model.layers) for matrix in self._read(self._block(layer))[0]]
+        pruning = pruned.provenance["pruning"]
+        write_compressed(folder, model, matrices, pruning["bits"], pruning["group"])
+        if pruning["method"] == "oats":
+            write_adapter(folder / ADAPTER, model, matrices, self.out)
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)

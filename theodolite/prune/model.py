@@ -90,8 +90,8 @@ def prune_model(
         group: inputs that share a scale there; 0: all inputs of an output.
         out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model. Where it holds
             this same pruning already, that is read instead.
-        form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), or "adapter" (`transformers` opens
-            the sparse parts, PEFT the low-rank ones).
+        form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), "adapter" (`transformers` opens
+            the sparse parts, PEFT the low-rank ones), or "compressed" (as "adapter", with packed bits).
         batch: contexts per forward pass; None: 4096 tokens' worth.
         write_extras: writes further files, given the result and the temporary folder that becomes `out`.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
@@ -105,8 +105,8 @@ def prune_model(
     if corpus.images is not None:
         raise UsageError(f"{model.id} reads images: only models of text are pruned")
     check_form(form)
-    refuse_form(form, method, bits)
     matrices = block_matrices(model)
+    refuse_form(form, method, bits, matrices)
     _refuse_pruned(model, matrices)
     settings = PruningSettings.of(
         method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices, bits, group

@@ -31,9 +31,6 @@ from theodolite.system.choices import check_bits
 BITS, GROUP = 4, 128
 """Defaults."""
 
-SCALE_BITS = 16
-"""Of a scale, as it is stored."""
-
 _BEYOND = 20
 """Scales that are tried beyond those at which the largest weight of a group is a last point of the grid: a sixteenth
 more of the points each time, so that the largest weights are cut and the others rounded more finely."""
@@ -92,10 +89,10 @@ def group_of(group: int, inputs: int) -> int:
     return group or inputs
 
 
-def quantised_bits(shape: tuple[int, int], bits: int, group: int) -> int:
-    """Bits of the codes and the scales of a matrix (outputs, inputs)."""
+def quantised_bits(shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype) -> int:
+    """Bits of the codes and the scales of a matrix (outputs, inputs); scales are stored in its dtype."""
     outputs, inputs = shape
-    return outputs * (inputs * bits + inputs // group_of(group, inputs) * SCALE_BITS)
+    return outputs * (inputs * bits + inputs // group_of(group, inputs) * 8 * dtype.itemsize)
 
 
 def rank_at(shape: tuple[int, int], bits: int, group: int, rank_ratio: float, dtype: torch.dtype) -> int:
@@ -108,7 +105,7 @@ def rank_at(shape: tuple[int, int], bits: int, group: int, rank_ratio: float, dt
         raise UsageError(
             f"rank_ratio is {rank_ratio}: give the share of the low-rank part, from 0 to below 1 with --bits"
         )
-    low_rank = rank_ratio / (1 - rank_ratio) * quantised_bits(shape, bits, group)
+    low_rank = rank_ratio / (1 - rank_ratio) * quantised_bits(shape, bits, group, dtype)
     # A share that was made from a rank gives that rank back.
     return min(int(low_rank / (8 * dtype.itemsize * sum(shape)) * (1 + 1e-9)), *shape)
 

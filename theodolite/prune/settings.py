@@ -231,7 +231,7 @@ class PruningSettings:
             stored = nonzeros * size + -(-entries // 8)
         else:
             outputs, inputs = pruned.sparse.shape
-            stored = -(-quantised_bits((outputs, inputs), self.bits, self.group) // 8)
+            stored = -(-quantised_bits((outputs, inputs), self.bits, self.group, pruned.sparse.dtype) // 8)
         return {
             "sparsity": 1 - (nonzeros + inside) / entries if self.bits is None else math.nan,
             "rank": low_rank[1].shape[0] if low_rank else 0,

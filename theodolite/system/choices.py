@@ -24,7 +24,10 @@ QUANTISERS = ("oats", "gptq", "round")
 BITS = (3, 4, 8)
 """Of such a grid."""
 
-FORMS = ("merged", "factored", "adapter")
+PACKED_BITS = (4, 8)
+"""Those that servers unpack."""
+
+FORMS = ("merged", "factored", "adapter", "compressed")
 """How a pruned checkpoint is written."""
 
 
