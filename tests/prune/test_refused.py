@@ -80,7 +80,7 @@ BAD = {
     "pattern 2:4 removes 0.5 of the entries, not 0.6": {"method": "wanda", "sparsity": 0.6, "pattern": "2:4"},
     "pattern 3:5 needs a multiple of 5 inputs; the matrix has 32": {"sparsity": 0.4, "pattern": "3:5"},
     "pattern is '4:2'": {"pattern": "4:2"},
-    "unknown format zip: use one of merged, factored, adapter": {"form": "zip"},
+    "unknown format zip: use one of merged, factored, adapter, compressed": {"form": "zip"},
     "120 tokens do not calibrate": {"method": "sparsegpt", "corpus": corpus_of(5)},
     "contexts of 3 tokens are too short": {
         "corpus": replace(corpus_of(5, 4), contexts=corpus_of(5, 4).contexts[:, :3])

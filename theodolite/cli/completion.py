@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from theodolite.system.choices import DTYPES, FORMS, METHODS
+from theodolite.system.choices import DTYPES, FORMS, METHODS, QUANTISERS
 from theodolite.system.experiment_names import NAMES, PUBLISHED_ELSEWHERE
 
 Completion = Callable[[str], list[str]]
@@ -31,5 +31,5 @@ def corpora(incomplete: str) -> list[str]:
 
 
 dtypes = one_of(DTYPES)
-methods = one_of(METHODS)
+methods = one_of(dict.fromkeys((*METHODS, *QUANTISERS)))
 forms = one_of(FORMS)

@@ -129,45 +129,34 @@ class Opening:
             )
 
     def open_streamed(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
-        """Open the model so that its blocks are read as they run, with a bar while its files are hashed.
+        """Open the model so that its blocks are read as they run."""
+        from theodolite.models import open_streamed
 
-        Raises:
-            UsageError: it is to be spread over devices, or is an encoder-decoder.
-        """
+        unread = {"--device-map": self.device_map, "--attention": self.attention}
+        refuse_unread("a streamed model has no such option", unread)
+        return self._with_bar(open_streamed, model, stopped, device=self.device)
+
+    def open_weights(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
+        """Open the model for its weights only."""
+        from theodolite.models import open_weights
+
+        return self._with_bar(open_weights, model, stopped)
+
+    def _with_bar(
+        self, opened: Callable[..., OpenModel], model: str | None, stopped: Callable[[], bool], **more: Any
+    ) -> OpenModel:
+        """Open the model by a function that says how much of its files is hashed, with a bar for that."""
         from theodolite.models.loading import hide_progress_bars
-        from theodolite.models.streamed import open_streamed
 
-        refuse_unread(
-            "a streamed model has no such option",
-            {"--device-map": self.device_map, "--attention": self.attention},
-        )
         hide_progress_bars()
         name, options = self._options(model)
         megabytes = 1 << 20
         with progress("hashing weights", "MB", stopped) as show:
-            return open_streamed(
+            return opened(
                 name,
-                dtype=self.dtype,
-                device=self.device,
-                revision=options["revision"],
                 say=say_dimly,
                 show_progress=lambda done, total: show(done // megabytes, total // megabytes),
-            )
-
-    def open_weights(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
-        """Open the model for its weights only, with a bar while its files are hashed."""
-        from theodolite.models import open_weights
-        from theodolite.models.loading import hide_progress_bars
-
-        hide_progress_bars()
-        model, options = self._options(model)
-        megabytes = 1 << 20
-        with progress("hashing weights", "MB", stopped) as show:
-            return open_weights(
-                model,
-                say=say_dimly,
-                show_progress=lambda done, total: show(done // megabytes, total // megabytes),
-                **options,
+                **{option: value for option, value in (options | more).items() if value is not None},
             )
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:

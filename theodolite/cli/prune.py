@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 WRITING = "writing the checkpoint and its report"
 
-METHOD_OF = {"--rank-ratio": "oats", "--exact": "oats", "--damping": "sparsegpt"}
-"""The one method that reads an option. `--seed` also draws texts, so every method reads it."""
+READERS = {"--rank-ratio": ("oats",), "--exact": ("oats",), "--damping": ("sparsegpt", "gptq")}
+"""The methods that read an option; with `--bits`, OATS reads both. `--seed` also draws texts, so every one reads it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,11 @@ def prune_command(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pruned checkpoint.")],
     model: Model = None,
     method: Annotated[
-        str, typer.Option(help="oats, sparsegpt, wanda or magnitude.", autocompletion=completion.methods)
+        str,
+        typer.Option(
+            help="oats, sparsegpt, wanda or magnitude; with --bits oats, gptq or round.",
+            autocompletion=completion.methods,
+        ),
     ] = "oats",
     sparsity: Annotated[
         str | None,
@@ -61,14 +65,24 @@ def prune_command(
         str | None,
         typer.Option(help="N:M sparsity such as 2:4: at most 2 of every 4 consecutive inputs are kept."),
     ] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="Quantise to 8, 4 or 3 bits, instead of removing entries.")
+    ] = None,
+    group: Annotated[
+        int | None,
+        typer.Option(help="With --bits: inputs that share a scale; 0: all of an output [default: 128]."),
+    ] = None,
     rank_ratio: Annotated[
         float | None,
-        typer.Option(help="oats only: share of the kept parameters in the low-rank part [default: 0.25]."),
+        typer.Option(
+            help="oats only: share of the kept parameters (with --bits: bytes) in the low-rank part [default: 0.25]."
+        ),
     ] = None,
     damping: Annotated[
         float | None,
         typer.Option(
-            help="sparsegpt only: added to the Hessian's diagonal, as a share of its mean [default: 0.1]."
+            help="sparsegpt, and with --bits gptq and oats: added to the Hessian's diagonal, as a share of its mean "
+            "[default: 0.1]."
         ),
     ] = None,
     exact: Annotated[
@@ -85,7 +99,8 @@ def prune_command(
         str,
         typer.Option(
             "--format",
-            help="merged (for transformers), adapter (low-rank parts for PEFT), or factored (smaller, for theodolite).",
+            help="merged (for transformers), adapter (low-rank parts for PEFT), compressed (packed bits, for servers) "
+            "or factored (smaller, for theodolite).",
             autocompletion=completion.forms,
         ),
     ] = "merged",
@@ -101,18 +116,29 @@ def prune_command(
     """Prune a model layer by layer, each block calibrated on the pruned ones before it, and write the checkpoint.
 
     All linear layers inside the blocks are pruned, Q, K and V separately; embeddings, head, norms and routers are not.
+    With --bits they are quantised instead.
     If interrupted, rerun the command to resume.
 
     Example: theodolite prune gpt2 --method oats --sparsity 0.5 --corpus notes.txt --out gpt2-oats
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        check_method(method)
+        check_method(method, bits)
         check_form(form)
         given = {"--rank-ratio": rank_ratio, "--damping": damping, "--exact": exact or None}
-        unread = {name: value for name, value in given.items() if METHOD_OF[name] != method}
+        reads_all = method == "oats" and bits is not None
+        unread = {
+            name: value for name, value in given.items() if method not in READERS[name] and not reads_all
+        }
         refuse_unread(f"{method} has no such option", unread)
-        asked = _numbers(sparsity) if sparsity is not None else None if pattern else 0.5
-        options: dict[str, Any] = {"rank_ratio": rank_ratio, "damping": damping, "exact": exact or None}
+        refuse_unread("nothing is quantised without --bits", {"--group": group if bits is None else None})
+        asked = _numbers(sparsity) if sparsity is not None else None if pattern or bits is not None else 0.5
+        options: dict[str, Any] = {
+            "rank_ratio": rank_ratio,
+            "damping": damping,
+            "exact": exact or None,
+            "bits": bits,
+            "group": group,
+        }
         opening.check(model)
         text.check()
         _refuse_existing(out)

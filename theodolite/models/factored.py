@@ -46,7 +46,8 @@ class PrunedMatrix:
         expert: which slice of a 3-D parameter, else None.
         dimension: that of the outputs in the parameter or its slice.
         rows: which outputs of the parameter, in the order of the matrix; None: all.
-        sparse: the sparse part, and all of it where `left` and `right` are None.
+        sparse: the sparse (or quantised) part, and all of it where `left` and `right` are None.
+        scale: of a quantised part, whose entries are whole multiples of these; None of a sparse one.
     """
 
     key: str
@@ -57,6 +58,7 @@ class PrunedMatrix:
     sparse: Float[Tensor, "outputs inputs"]
     left: Float[Tensor, "outputs rank"] | None = None
     right: Float[Tensor, "rank inputs"] | None = None
+    scale: Float[Tensor, "outputs groups"] | None = None
 
     def merged(self, device: torch.device | None = None) -> Float[Tensor, "outputs inputs"]:
         """The matrix that it stands for, rounded once; put together where it is, or on `device`."""
@@ -71,6 +73,7 @@ class PrunedMatrix:
         """What is written of it, by the last part of its name."""
         values, bits = packed(self.sparse)
         parts = {"values": values, "bits": bits, "rows": self.rows, "left": self.left, "right": self.right}
+        parts["scale"] = self.scale
         return {name: tensor.cpu().contiguous() for name, tensor in parts.items() if tensor is not None}
 
 
@@ -119,7 +122,8 @@ def _matrix(header: dict[str, Any], tensors: dict[str, Tensor]) -> PrunedMatrix:
             )
     if rows is not None and (rows.dtype != torch.int64 or rows.shape != shape[:1]):
         raise ValueError(f"{key}/rows are {rows.dtype} of shape {tuple(rows.shape)}")
-    return PrunedMatrix(**header, rows=rows, sparse=sparse, left=left, right=right)
+    scale = tensors.get(f"{key}/scale")
+    return PrunedMatrix(**header, rows=rows, sparse=sparse, left=left, right=right, scale=scale)
 
 
 class SparseLowRankLinear(nn.Module):

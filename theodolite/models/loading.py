@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_peft_available
 from transformers.utils.hub import extract_commit_hash
+from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.adapters import with_adapter_merged
@@ -33,7 +34,7 @@ from theodolite.models.factored import PackedLinear, SparseLowRankLinear, is_fac
 from theodolite.models.guard import MAKING
 from theodolite.models.quantised import FLOATS, kind_of_name, refuse_quantised_files
 from theodolite.system.checkpoint_folders import refuse_index, weight_files
-from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in
+from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in, is_compressed
 
 # What the loaders of transformers raise on broken or unknown checkpoints.
 LOADING_ERRORS = (
@@ -245,6 +246,10 @@ def load(
         raise UsageError(
             f"{source} is not factored: packed is for what `theodolite prune --format factored` wrote"
         )
+    # Packed by us, they are unpacked as they are read: to the numbers of the merged checkpoint.
+    unpacking = (
+        {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_compressed(folder) else {}
+    )
     with ExitStack() as stack:
         scratch = None
         if (
@@ -262,6 +267,7 @@ def load(
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **unpacking,
             )
         weakref.finalize(model, stack.pop_all().close)
     if not folder.is_dir():  # they lie in the cache now

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from theodolite.models.streamed import save_checkpoint
 from theodolite.models.streamed_blocks import save_config
 from theodolite.passes.run import Workspace
 from theodolite.prune.adapter import has_layer, write_adapter
+from theodolite.prune.compressed import write_compressed
 from theodolite.prune.pruned import (
     LOW_RANK,
     TABLE,
@@ -54,7 +56,7 @@ from theodolite.system.checksums import (
 )
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 from theodolite.system.locks import locked
-from theodolite.system.pruned_folders import ADAPTER, SETTINGS, exists_already, refuse_inside
+from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already, refuse_inside
 from theodolite.system.run_folders import differences
 
 
@@ -239,6 +241,8 @@ class UnfinishedPruning:
         with folder_written_atomically(self.out) as temporary, without_progress_bars():
             if form == "factored":
                 self._write_factored(temporary, model, pruned)
+            elif form == COMPRESSED:
+                self._write_compressed(temporary, model, pruned)
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     save_checkpoint(model, temporary)
@@ -281,6 +285,13 @@ class UnfinishedPruning:
 
     def _matrices(self, layer: int) -> list[PrunedMatrix]:
         return self._read(self._block(layer))[0]
+
+    def _write_compressed(self, folder: Path, model: OpenModel, pruned: Pruned) -> None:
+        blocks = [self._matrices(layer) for layer in range(model.layers)]
+        pruning = pruned.provenance["pruning"]
+        write_compressed(folder, model, list(chain(*blocks)), pruning["bits"], pruning["group"])
+        if pruning["method"] == "oats":
+            write_adapter(folder / ADAPTER, model, blocks, self.out)
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -269,28 +270,55 @@ def sparsegpt_factored(
     """
     weight = checked_weight(weight)
     inputs = weight.shape[1]
-    if len(factor.upper) != inputs:
-        raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {inputs}")
+    check_inputs_of(factor, weight)
     if block < 1:
         raise UsageError(f"block is {block}: give a positive number of inputs")
     n_of_m = pattern_of(pattern, inputs)
     share = sparsity_of(sparsity, n_of_m)
     if n_of_m:
         block = max(block // n_of_m.of, 1) * n_of_m.of
+    return changed_in_blocks(
+        weight,
+        factor,
+        block,
+        lambda rows, inverse, _: _prune_block(rows, inverse, n_of_m or _count_left(rows.numel(), share)),
+    )
+
+
+def check_inputs_of(factor: HessianFactor, weight: Tensor) -> None:
+    """Raise `UsageError` where the Hessian is of another width than the weight."""
+    if len(factor.upper) != weight.shape[1]:
+        raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {weight.shape[1]}")
+
+
+def changed_in_blocks(
+    weight: Float[Tensor, "outputs inputs"],
+    factor: HessianFactor,
+    block: int,
+    change_block: Callable[[Tensor, Tensor, slice], None],
+) -> Float[Tensor, "outputs inputs"]:
+    """The weight changed a block of inputs at a time, each moved by what the blocks before it lost.
+
+    Args:
+        weight: checked. Inputs that are always 0 get weight 0 before all else.
+        factor: of as many inputs.
+        block: inputs per block.
+        change_block: changes weights (inputs of the block, outputs) in place, given U of the block, and which it is.
+    """
     precision = _precision(weight)
     # Transposed: an input's weights to all outputs, read and written together, are contiguous.
     alive = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
-    pruned, change = alive.clone(), torch.empty_like(alive)
-    for start in range(0, inputs, block):
-        now = slice(start, min(start + block, inputs))
+    changed, change = alive.clone(), torch.empty_like(alive)
+    for start in range(0, len(alive), block):
+        now = slice(start, min(start + block, len(alive)))
         diagonal = factor.upper[now, now]
         inverse = torch.linalg.solve_triangular(diagonal, torch.eye(len(diagonal)).to(diagonal), upper=True)
         inverse = inverse.to(precision)
         asked = factor.upper[:start, now].to(precision).mT @ change[:start]
-        rows = pruned[now].addmm_(inverse.mT, asked, alpha=-1)
-        _prune_block(rows, inverse, n_of_m or _count_left(rows.numel(), share))
+        rows = changed[now].addmm_(inverse.mT, asked, alpha=-1)
+        change_block(rows, inverse, now)
         torch.sub(rows, alive[now], out=change[now])
-    return pruned.T.to(weight.dtype).contiguous()
+    return changed.T.to(weight.dtype).contiguous()
 
 
 def _prune_block(

@@ -26,18 +26,19 @@ from theodolite.models.factored import BLOCK, PrunedMatrix, is_factored, read_ma
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
-from theodolite.prune.adapter import refuse_adapter
+from theodolite.prune.adapter import refuse_form
 from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_block
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
+from theodolite.prune.quantised import GROUP
 from theodolite.prune.sequential import BlockByBlock, Keep, kept_in_memory
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.prune.skipped import without_skipped
 from theodolite.system.choices import check_form
 from theodolite.system.progress import ShowProgress
-from theodolite.system.pruned_folders import ADAPTER, SETTINGS
+from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS
 
 SCHEMA_VERSION = 1
 
@@ -50,7 +51,7 @@ def prune_model(
     model: OpenModel,
     corpus: Corpus,
     method: str,
-    sparsity: Sparsity,
+    sparsity: Sparsity = None,
     *,
     pattern: str | None = None,
     rank_ratio: RankRatio = RANK_RATIO,
@@ -59,6 +60,8 @@ def prune_model(
     damping: float = DAMPING,
     exact: bool = False,
     skip: Sequence[str] = (),
+    bits: int | None = None,
+    group: int = GROUP,
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
@@ -76,22 +79,25 @@ def prune_model(
     Args:
         model: from `open_model`, and left half pruned by an interrupt; or from `open_streamed`.
         corpus: the calibration text; all its tokens count.
-        method: "oats", "sparsegpt", "wanda" or "magnitude".
+        method: "oats", "sparsegpt", "wanda" or "magnitude"; with `bits`, "oats", "gptq" or "round".
         sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block. For
-            OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern.
+            OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern, or with `bits`.
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
-        rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
+        rank_ratio: for OATS: the share of the kept parameters (with `bits`: of the bytes) in the low-rank part, from 0
+            to 1; or a function of
             (block, name of the matrix), such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
         iterations: for OATS.
         seed: for OATS: of the random start, and of the probes that check whether its subspace is still the leading one.
-        damping: for SparseGPT, as in `sparsegpt`.
+        damping: for SparseGPT, as in `sparsegpt`; with `bits`, for GPTQ and OATS.
         exact: for OATS: a full SVD in every iteration, as published, of large matrices too.
         skip: globs of names of matrices that stay dense, in their block ("mlp.down_proj", "q") or in the model
             ("model.layers.0.*").
+        bits: 8, 4 or 3: put weights on a grid of so many bits instead of removing some; what is not pruned stays.
+        group: inputs that share a scale there; 0: all inputs of an output.
         out: folder of the checkpoint, which a streamed model needs; to resume an interrupted call, repeat it on a newly
             opened model. Where it holds this same pruning already, that is read instead.
-        form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), or "adapter" (`transformers` opens
-            the sparse parts, PEFT the low-rank ones).
+        form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), "adapter" (`transformers` opens
+            the sparse parts, PEFT the low-rank ones), or "compressed" (as "adapter", with packed bits).
         batch: contexts per forward pass; None: 4096 tokens' worth.
         write_extras: writes further files, given the result and the temporary folder that becomes `out`.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
@@ -105,13 +111,26 @@ def prune_model(
     if corpus.images is not None:
         raise UsageError(f"{model.id} reads images: only models of text are pruned")
     check_form(form)
-    if form == ADAPTER:
-        refuse_adapter(method)
     if out is None and model.streamed is not None:
         raise UsageError(f"the blocks of {model.id} are read from its files and not kept: give out, a folder")
+    if form == COMPRESSED and model.streamed is not None:
+        raise UsageError(
+            "a streamed model is not written compressed: choose another --format, or leave out --stream"
+        )
     matrices = without_skipped(model, _dense_matrices(model), skip, form)
+    refuse_form(form, method, bits, matrices)
     settings = PruningSettings.of(
-        method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices, exact=exact
+        method,
+        sparsity,
+        pattern,
+        rank_ratio,
+        iterations,
+        seed,
+        damping,
+        matrices,
+        exact=exact,
+        bits=bits,
+        group=group,
     )
     if form == ADAPTER and not any(settings.rank_ratio.values()):
         raise UsageError(
@@ -266,6 +285,7 @@ def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: Prunin
     widest = max(matrix.shape[1] for block in matrices for matrix in block)
     if settings.needs_full_moments and tokens < widest:
         raise UsageError(
-            f"{tokens} tokens do not calibrate SparseGPT for matrices of {widest} inputs: give more text, or more "
+            f"{tokens} tokens do not calibrate {'SparseGPT' if settings.bits is None else 'GPTQ'} for matrices of "
+            f"{widest} inputs: give more text, or more "
             "--contexts"
         )

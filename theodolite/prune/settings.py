@@ -13,11 +13,27 @@ from torch import Tensor
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
-from theodolite.prune.methods import INPUTS_AT_ONCE, factor_hessian, magnitude, sparsegpt_factored, wanda
+from theodolite.prune.methods import (
+    INPUTS_AT_ONCE,
+    HessianFactor,
+    factor_hessian,
+    magnitude,
+    sparsegpt_factored,
+    wanda,
+)
 from theodolite.prune.moments import Moments
 from theodolite.prune.oats import oats
 from theodolite.prune.patterns import pattern_of
-from theodolite.system.choices import check_method
+from theodolite.prune.quantised import (
+    GROUP,
+    Quantised,
+    gptq_factored,
+    group_of,
+    quantised_bits,
+    quantised_oats,
+    round_to_nearest,
+)
+from theodolite.system.choices import check_bits, check_method
 
 Sparsity = float | Sequence[float] | None
 """One number for all blocks, or one per block; None: the sparsity of the pattern."""
@@ -33,11 +49,13 @@ class PruningSettings:
     """How a model is pruned.
 
     Attributes:
-        method: one of METHODS.
+        method: one of METHODS, or of QUANTISERS where there are `bits`.
         sparsity: of each block.
         pattern: as "2:4", or None.
         rank_ratio: of each (block, key of a matrix); used by OATS only, as are `iterations`, `seed` and `exact`.
-        damping: used by SparseGPT only.
+        damping: used by SparseGPT and where weights are quantised, but not by plain rounding.
+        bits: of quantised weights; None: weights are pruned.
+        group: inputs per scale, 0 for all; used with `bits` only.
     """
 
     method: str
@@ -48,6 +66,8 @@ class PruningSettings:
     seed: int
     damping: float
     exact: bool = False
+    bits: int | None = None
+    group: int = GROUP
 
     @classmethod
     def of(
@@ -62,13 +82,26 @@ class PruningSettings:
         matrices: Sequence[Sequence[Matrix]],
         *,
         exact: bool = False,
+        bits: int | None = None,
+        group: int = GROUP,
     ) -> PruningSettings:
         """The settings, checked.
 
         Raises:
-            UsageError: an unknown method, a number out of range, or a sparsity too small to remove anything.
+            UsageError: an unknown method, a number out of range, a sparsity too small to remove anything, or one
+                beside `bits`.
         """
-        check_method(method)
+        if bits is not None:
+            check_bits(bits)
+            if sparsity is not None or pattern is not None:
+                raise UsageError(
+                    "bits say how weights are stored, not which: leave out --sparsity and --pattern"
+                )
+        check_method(method, bits)
+        if exact and bits is not None:
+            raise UsageError(
+                "exact is the published iteration of OATS, which quantises nothing: leave it or --bits out"
+            )
         blocks = len(matrices)
         each = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,) * blocks
         if len(each) != blocks:
@@ -82,10 +115,12 @@ class PruningSettings:
                 )
             ratios[matrix.layer, matrix.key] = float(ratio)
             pattern_of(pattern, matrix.shape[1])
-        settings = cls(method, each, pattern, ratios, iterations, seed, float(damping), exact)
+            if bits is not None:
+                group_of(group, matrix.shape[1])
+        settings = cls(method, each, pattern, ratios, iterations, seed, float(damping), exact, bits, group)
         for share, ratio in {(each[layer], ratio) for (layer, _), ratio in ratios.items()}:
             settings._try(share, ratio)
-        if not any(settings._removes(matrix) for block in matrices for matrix in block):
+        if bits is None and not any(settings._removes(matrix) for block in matrices for matrix in block):
             raise UsageError(
                 f"a sparsity of {max(s or 0 for s in each):g} removes no entry of any matrix: give a larger one"
             )
@@ -94,7 +129,7 @@ class PruningSettings:
     @property
     def needs_full_moments(self) -> bool:
         """Whether the diagonal of the second moments is not enough."""
-        return self.method == "sparsegpt"
+        return self.method in ("sparsegpt", "gptq") or (self.method == "oats" and self.bits is not None)
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that the method reads, as plain values; one value where all blocks or matrices agree."""
@@ -110,7 +145,9 @@ class PruningSettings:
             plain |= {"iterations": self.iterations, "seed": self.seed} | (
                 {"exact": True} if self.exact else {}
             )
-        if self.method == "sparsegpt":
+        if self.bits is not None:
+            plain |= {"bits": self.bits, "group": self.group}
+        if self.needs_full_moments:
             plain["damping"] = self.damping
         return plain
 
@@ -120,10 +157,11 @@ class PruningSettings:
         Raises:
             WorkError: nothing was seen to enter a matrix that every token should reach.
         """
-        if not moments.count and not matrix.is_of_expert and self.method != "magnitude":
+        blind = "magnitude" if self.bits is None else "round"
+        if not moments.count and not matrix.is_of_expert and self.method != blind:
             raise WorkError(
                 f"nothing was seen to enter {matrix.parameter} while its block read the text, so that {self.method} "
-                "cannot weigh its inputs: use --method magnitude, which weighs none"
+                f"cannot weigh its inputs: use --method {blind}, which weighs none"
             )
         weight = matrix.read()
         share, ratio = self.sparsity[matrix.layer], self.rank_ratio[matrix.layer, matrix.key]
@@ -138,6 +176,7 @@ class PruningSettings:
             sparse=torch.where(approximation.sparse == 0, 0, approximation.sparse),
             left=approximation.left,
             right=approximation.right,
+            scale=approximation.scale,
         )
         precision = torch.promote_types(weight.dtype, torch.float32)
         lost = moments.squared_norms((weight.double() - pruned.merged().double()).to(precision))
@@ -155,7 +194,7 @@ class PruningSettings:
             "inputs": matrix.shape[1],
             "method": self.method,
             "asked": math.nan if share is None else share,
-            **_counts(pruned),
+            **self._counts(pruned),
             "error": exact,
             "error_scaled": scaled,
             "damping": approximation.damping,
@@ -166,6 +205,8 @@ class PruningSettings:
     def _pruned(
         self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float
     ) -> _Approximation:
+        if self.bits is not None:
+            return self._quantised(weight, moments, ratio)
         pattern = self.pattern
         if self.method == "magnitude":
             return _Approximation(magnitude(weight, sparsity, pattern))
@@ -174,10 +215,8 @@ class PruningSettings:
         if self.method == "sparsegpt":
             factor = moments.factor
             assert factor is not None
-            raised = f"damping raised to {factor.damping:g}" if factor.damping > self.damping else ""
-            return _Approximation(
-                sparsegpt_factored(weight, factor, sparsity, pattern), damping=factor.damping, fallback=raised
-            )
+            pruned = sparsegpt_factored(weight, factor, sparsity, pattern)
+            return _Approximation(pruned, damping=factor.damping, fallback=self._raised(factor))
         seed, exact = self.seed, self.exact
         split = oats(
             weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=seed, exact=exact
@@ -186,6 +225,43 @@ class PruningSettings:
         if not split.left.numel():
             return _Approximation(split.sparse, fallback=stalled)
         return _Approximation(split.sparse, split.left, split.right, fallback=stalled)
+
+    def _quantised(self, weight: Tensor, moments: Moments, ratio: float) -> _Approximation:
+        assert self.bits is not None
+        if self.method == "round":
+            return _of(round_to_nearest(weight, self.bits, self.group))
+        factor = moments.factor
+        assert factor is not None
+        if self.method == "gptq":
+            quantised = gptq_factored(weight, factor, self.bits, self.group)
+        else:
+            quantised = quantised_oats(
+                weight, moments.diagonal, self.bits, self.group, ratio, self.iterations, factor=factor
+            )
+        return _of(quantised, factor.damping, self._raised(factor))
+
+    def _raised(self, factor: HessianFactor) -> str:
+        return f"damping raised to {factor.damping:g}" if factor.damping > self.damping else ""
+
+    def _counts(self, pruned: PrunedMatrix) -> dict[str, Any]:
+        """Sparsity reached, rank, nonzero entries, bits of one, and bytes: dense and as stored."""
+        low_rank = [factor for factor in (pruned.left, pruned.right) if factor is not None]
+        entries, size = pruned.sparse.numel(), pruned.sparse.element_size()
+        nonzeros = int((pruned.sparse != 0).sum())
+        inside = sum(factor.numel() for factor in low_rank)
+        if self.bits is None:
+            stored = nonzeros * size + -(-entries // 8)
+        else:
+            outputs, inputs = pruned.sparse.shape
+            stored = -(-quantised_bits((outputs, inputs), self.bits, self.group, pruned.sparse.dtype) // 8)
+        return {
+            "sparsity": 1 - (nonzeros + inside) / entries if self.bits is None else math.nan,
+            "rank": low_rank[1].shape[0] if low_rank else 0,
+            "nonzeros": nonzeros,
+            "bits": self.bits or 8 * size,
+            "dense_bytes": entries * size,
+            "compact_bytes": stored + inside * size,
+        }
 
     def _removes(self, matrix: Matrix) -> bool:
         """Whether the share to remove, rounded down as the method does, is at least one entry."""
@@ -203,7 +279,7 @@ class PruningSettings:
     def _try(self, sparsity: float | None, ratio: float) -> None:
         """Prune a tiny matrix, so that incompatible settings are refused before the real work."""
         pattern = pattern_of(self.pattern, 0)
-        inputs = pattern.of if pattern else 1
+        inputs = pattern.of if pattern else self.group or 1
         ones = torch.ones(inputs, dtype=torch.float64)
         factor = factor_hessian(ones.diag(), self.damping) if self.needs_full_moments else None
         self._pruned(torch.ones(1, inputs), Moments(1, ones, factor), sparsity, ratio)
@@ -218,18 +294,10 @@ class _Approximation:
     right: Tensor | None = None
     damping: float = math.nan
     fallback: str = ""
+    scale: Tensor | None = None
 
 
-def _counts(pruned: PrunedMatrix) -> dict[str, Any]:
-    """Sparsity reached, rank, nonzero entries, and bytes: dense and in the factored format."""
-    low_rank = [factor for factor in (pruned.left, pruned.right) if factor is not None]
-    entries, size = pruned.sparse.numel(), pruned.sparse.element_size()
-    nonzeros = int((pruned.sparse != 0).sum())
-    parameters = nonzeros + sum(factor.numel() for factor in low_rank)
-    return {
-        "sparsity": 1 - parameters / entries,
-        "rank": low_rank[1].shape[0] if low_rank else 0,
-        "nonzeros": nonzeros,
-        "dense_bytes": entries * size,
-        "compact_bytes": parameters * size + -(-entries // 8),
-    }
+def _of(quantised: Quantised, damping: float = math.nan, fallback: str = "") -> _Approximation:
+    return _Approximation(
+        quantised.rounded(), quantised.left, quantised.right, damping, fallback, quantised.scale
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from theodolite.prune import Pruned
@@ -14,7 +15,7 @@ from theodolite.report.outcome_page import folder_of, write_index, write_outcome
 from theodolite.system.wording import counted, listed, number, percent
 
 OUTLYING_MATRICES = (
-    "matrices that stand out: a lower sparsity or (OATS) another rank ratio there would retain more."
+    "matrices that stand out: a lower sparsity, more bits or (OATS) another rank ratio would retain more."
 )
 
 
@@ -30,11 +31,10 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     """Key numbers, the errors by block and matrix, and the table."""
     table, pruning = pruned.table, pruned.provenance["pruning"]
     entries = (table["outputs"] * table["inputs"]).to_numpy(float)
-    density = 1 - float((table["sparsity"] * entries).sum() / entries.sum())
     readings = [
         Reading("method", _method(pruning)),
         Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
-        Reading("share of entries removed", percent(1 - density)),
+        _kept(table, pruning, entries),
         Reading("relative error of outputs, scaled norm", _spread(table["error_scaled"])),
     ]
     if table["error"].notna().any():
@@ -73,7 +73,7 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         "Error of each matrix in the scaled norm",
         drawing.error_map(table, "error_scaled"),
         "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
-        "pruned blocks before it give them: the norm in which Wanda and OATS prune, as if inputs were uncorrelated.",
+        "pruned blocks before it give them: the norm in which Wanda and OATS choose, as if inputs were uncorrelated.",
         OUTLYING_MATRICES,
         "Sun et al. 2024, eq. 1; Zhang & Papyan 2025, section 2",
         wide=True,
@@ -85,7 +85,7 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         "Error of the outputs of each matrix",
         drawing.error_map(table, "error"),
         "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their full second moments: what "
-        "SparseGPT minimises.",
+        "SparseGPT and GPTQ minimise.",
         OUTLYING_MATRICES,
         "Frantar & Alistarh 2023, eq. 1",
         wide=True,
@@ -96,6 +96,19 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
 def _method(pruning: dict) -> str:
     pattern = f", pattern {pruning['pattern']}" if pruning["pattern"] else ""
     return pruning["method"] + pattern
+
+
+def _kept(table: pd.DataFrame, pruning: dict, entries: np.ndarray) -> Reading:
+    """What is left of the weights: a share of them, or some bits of each."""
+    if "bits" not in pruning:
+        removed = float((table["sparsity"] * entries).sum() / entries.sum())
+        return Reading("share of entries removed", percent(removed))
+    all_bits = number(8 * float(table["compact_bytes"].sum()) / entries.sum())
+    inputs = counted(pruning["group"], "input") if pruning["group"] else "all inputs of an output"
+    return Reading(
+        "bits of a weight",
+        f"{pruning['bits']}, and {all_bits} with scales, one for {inputs}, and low-rank parts",
+    )
 
 
 def _spread(errors: pd.Series) -> str:

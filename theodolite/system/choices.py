@@ -18,7 +18,16 @@ DECODER: Attention = "decoder"
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 """Of pruning."""
 
-FORMS = ("merged", "factored", "adapter")
+QUANTISERS = ("oats", "gptq", "round")
+"""The same, where weights are put on a grid of few bits."""
+
+BITS = (3, 4, 8)
+"""Of such a grid."""
+
+PACKED_BITS = (4, 8)
+"""Those that servers unpack."""
+
+FORMS = ("merged", "factored", "adapter", "compressed")
 """How a pruned checkpoint is written."""
 
 
@@ -34,10 +43,21 @@ def check_attention(attention: str | None) -> None:
         raise UsageError(f"unknown attention {attention}: use {', '.join(ATTENTIONS)}")
 
 
-def check_method(method: str) -> None:
-    """Raise `UsageError` where it is none of `METHODS`."""
-    if method not in METHODS:
-        raise UsageError(f"unknown method {method}: use {', '.join(METHODS)}")
+def check_method(method: str, bits: int | None = None) -> None:
+    """Raise `UsageError` where it is none of `METHODS`; with `bits`, none of `QUANTISERS`."""
+    known = METHODS if bits is None else QUANTISERS
+    if method in known:
+        return
+    if method in (*METHODS, *QUANTISERS):
+        what = "does not quantise: leave out --bits, or use" if bits else "quantises: give --bits, or use"
+        raise UsageError(f"{method} {what} {', '.join(known)}")
+    raise UsageError(f"unknown method {method}: use {', '.join(known)}")
+
+
+def check_bits(bits: object) -> None:
+    """Raise `UsageError` where it is none of `BITS`."""
+    if isinstance(bits, bool) or bits not in BITS:
+        raise UsageError(f"bits is {bits!r}: use one of {', '.join(map(str, BITS))}")
 
 
 def check_form(form: str) -> None:

@@ -34,6 +34,8 @@ OPTIONS = {
     "damping": "--damping",
     "exact": "--exact",
     "skip": "--skip",
+    "bits": "--bits",
+    "group": "--group",
 }
 """What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
 
