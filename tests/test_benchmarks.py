@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, qk_clip
+from benchmarks import gpu, qk_clip, quantised
 from benchmarks.ratios import Ratio
 from tools import gpu_page
 
@@ -104,3 +104,18 @@ def test_the_page_of_qk_clip_shows_what_was_measured():
     assert qk_clip.table(rows).splitlines()[-1] == (
         "|  | ours | 1.5 (1–2) | 1,230 (1,230–1,230) | 1 (1–1) | −1.75 ± 0.62 |"
     )
+
+
+def test_the_page_of_quantising_shows_what_was_measured():
+    """Oracle: the committed values; of one row the cells by hand."""
+    root = Path(__file__).parent.parent
+    values = json.loads((root / "docs/results/quantising.json").read_text())["values"]
+    shown = quantised.table(values)
+    assert shown in (root / "docs/quantising.md").read_text()
+    values |= {
+        "GPTQ, 4 bits: bits a weight": 4.125,
+        "GPTQ, 4 bits: loss more on code": -0.01234,
+        "GPTQ, 4 bits: loss more on code, standard error": 0.00456,
+    }
+    assert "| GPTQ, 4 bits | 4.12 | " in quantised.table(values)
+    assert " | −0.0123 ± 0.0046 | " in quantised.table(values)
