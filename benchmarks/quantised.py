@@ -133,6 +133,6 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--out", type=Path, default=RESULT)
     out = arguments.parse_args().out
-    told = made_by("python -m benchmarks.quantised") | {"seed": list(CALIBRATIONS), "values": main()}
-    print(table(told["values"]))
+    told = made_by("python -m benchmarks.quantised") | {"seed": list(CALIBRATIONS), "measured": main()}
+    print(table(told["measured"]))
     out.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

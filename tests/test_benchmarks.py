@@ -109,7 +109,7 @@ def test_the_page_of_qk_clip_shows_what_was_measured():
 def test_the_page_of_quantising_shows_what_was_measured():
     """Oracle: the committed values; of one row the cells by hand."""
     root = Path(__file__).parent.parent
-    values = json.loads((root / "docs/results/quantising.json").read_text())["values"]
+    values = json.loads((root / "docs/results/quantising.json").read_text())["measured"]
     shown = quantised.table(values)
     assert shown in (root / "docs/quantising.md").read_text()
     values |= {
