@@ -68,6 +68,12 @@ def test_each_row_is_the_dense_model_under_its_mask(opened):
         assert row.loss_se == pytest.approx(own.std(ddof=1) / math.sqrt(5), rel=1e-4)
         assert row.perplexity == pytest.approx(math.exp(own.mean()), rel=1e-5)
         assert row.accuracy == pytest.approx(hit.mean(), abs=1e-9)
+        if row.policy == "window + traced sinks":
+            paired = own - losses["window + first token", row.size]
+            assert row.beyond_first == pytest.approx(paired.mean(), abs=1e-5)
+            assert row.beyond_first_se == pytest.approx(paired.std(ddof=1) / math.sqrt(5), abs=1e-5)
+        else:
+            assert np.isnan(row.beyond_first)
     for row in table.itertuples():
         if row.policy in ("full", "window + first four"):
             assert np.isnan(row.difference)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from theodolite import open_model
 from theodolite.errors import UsageError
 from theodolite.models import TracedCache
 from theodolite.sinks.exclusions import Exclusions, Rule
+from tools import small_models
 
 FAMILIES = ["gpt2", "llama3", "opt", "phi3", "qwen3", "gpt_neox", "cohere"]
 SINK = 7
@@ -201,8 +203,6 @@ def test_copies_and_resets(opened):
 
 
 def test_eager_attention_takes_the_same_mask(opened, checkpoint):
-    from theodolite import open_model
-
     model, ids = open_model(checkpoint("llama3")), text()
     wanted = read(model, TracedCache(model, token_rule, 9), ids, 7)
     model.hf.set_attn_implementation("eager")
@@ -254,3 +254,14 @@ def test_wrong_use_is_one_line(opened):
         read(model, cache, ids[:1], 8)
     with pytest.raises(UsageError, match="cannot go back"):
         cache.crop(-1)
+
+
+def test_a_model_that_heeds_another_mask_is_refused(tmp_path):
+    """Oracle: Doge's own pass without a cache, from which it departs with this one; GPT-Neo's windows by their name."""
+    for name, message in (("doge", "heeds another mask"), ("gpt_neo", "do not attend to all earlier tokens")):
+        case = next(case for case in small_models.cases() if case.name == name)
+        small_models.build(case).save_pretrained(tmp_path / name)
+        model = open_model(tmp_path / name)
+        for _ in range(2):
+            with pytest.raises(UsageError, match=message):
+                TracedCache(model, token_rule, 8)

@@ -66,9 +66,10 @@ def cache_policies(
 
     Returns:
         A row for each policy and size: `policy size loss loss_se perplexity perplexity_se accuracy accuracy_se
-        difference difference_se accuracy_difference accuracy_difference_se`. Losses in nats per token, accuracy the
-        share of tokens that were the most likely one; `difference` is of the loss, less that of `window + first four`
-        of the same size (of `full`, none: NaN). Errors are standard errors over contexts, of differences paired ones.
+        difference difference_se accuracy_difference accuracy_difference_se beyond_first beyond_first_se`. Losses in
+        nats per token, accuracy the share of tokens that were the most likely one; `difference` is of the loss, less
+        that of `window + first four` of the same size (NaN for `full`), `beyond_first`, of traced sinks alone, less
+        that of `window + first token`. Errors are standard errors over contexts, of differences paired ones.
 
     Raises:
         UsageError: the model predicts no tokens or cannot have such a cache, the corpus does not fit, or a size is
@@ -134,7 +135,7 @@ def losses_with(
 def _row(size: int, policy: str, measured: dict[tuple[int, str], _Pair]) -> dict[str, object]:
     losses, hits = measured[size, policy]
     accuracy, accuracy_se = mean_and_error(hits)
-    row = {
+    row: dict[str, object] = {
         "policy": policy,
         "size": size,
         "loss": losses.loss,
@@ -144,12 +145,13 @@ def _row(size: int, policy: str, measured: dict[tuple[int, str], _Pair]) -> dict
         "accuracy": accuracy,
         "accuracy_se": accuracy_se,
     }
-    compared: dict[str, float] = dict.fromkeys(
-        ("difference", "difference_se", "accuracy_difference", "accuracy_difference_se"), math.nan
-    )
+    rest = ("difference", "difference_se", "accuracy_difference", "accuracy_difference_se")
+    row |= dict.fromkeys((*rest, "beyond_first", "beyond_first_se"), math.nan)
     if policy not in (FULL, FIRST_FOUR):
         other, other_hits = measured[size, FIRST_FOUR]
-        compared["difference"], compared["difference_se"] = mean_and_error(losses.each - other.each)
-        of_hits = mean_and_error(hits - other_hits)
-        compared["accuracy_difference"], compared["accuracy_difference_se"] = of_hits
-    return row | compared
+        row["difference"], row["difference_se"] = mean_and_error(losses.each - other.each)
+        row["accuracy_difference"], row["accuracy_difference_se"] = mean_and_error(hits - other_hits)
+    if policy == TRACED:
+        first = measured[size, FIRST][0].each
+        row["beyond_first"], row["beyond_first_se"] = mean_and_error(losses.each - first)
+    return row

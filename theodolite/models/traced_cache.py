@@ -18,9 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, first_line
+from theodolite.models.guard import measures
 from theodolite.models.kept_tokens import Room, kept
 from theodolite.models.opened import OpenModel
+from theodolite.models.structure import first_output
 
 Sinks = Callable[[Int[Tensor, "contexts positions"]], Bool[Tensor, "contexts positions"]]
 """Which tokens are sinks, by their id and by whether they are the first of their context, as `Exclusions.tokens`."""
@@ -77,6 +79,7 @@ class TracedCache(Cache):
         self._model = model.hf
         self._forget()
         self._listen()
+        _verify(model)
 
     @property
     def positions(self) -> Int[Tensor, "rows kept"]:
@@ -276,10 +279,16 @@ def _check(model: OpenModel) -> None:
         raise UsageError(
             f"a cache is made for a model that open_model has opened, not for {type(model).__name__}"
         )
-    if not model.causal or model.hf.config.is_encoder_decoder:
+    takes_one = "past_key_values" in inspect.signature(model.hf.forward).parameters
+    if not model.causal or model.hf.config.is_encoder_decoder or not takes_one:
         raise UsageError(f"{model.id} is no causal decoder: it has no cache to choose for")
-    kinds = {type(layer) for layer in DynamicCache(config=model.hf.config).layers}
-    if kinds - {DynamicLayer}:
+    try:
+        kinds = {type(layer) for layer in DynamicCache(config=model.hf.config).layers}
+    except ValueError as error:
+        raise UsageError(
+            f"{model.id}: transformers makes no cache by its config ({first_line(error)})"
+        ) from error
+    if kinds - {DynamicLayer} or "local" in getattr(model.hf.config, "attention_layers", ()):
         raise UsageError(
             f"{model.id} has layers that do not attend to all earlier tokens (windows, state spaces): what they keep "
             "is their own"
@@ -289,3 +298,52 @@ def _check(model: OpenModel) -> None:
             f"{model.id} adds a bias by distance to its logits ({model.positions}), which it reads off a token's place "
             "in the cache: only positions in queries and keys, or in the stream, stay true"
         )
+
+
+_SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+"""Models that were seen to heed the mask and the positions that a cache gives them."""
+
+TRIED, TRIED_SIZE = 8, 3
+"""Tokens that this is seen on, and those that are kept of them."""
+
+TOLERANCE = 0.05
+"""Of the largest output: rounding in bfloat16 is a third of it, and a mask that is not heeded many times as much."""
+
+
+@measures
+def _verify(model: OpenModel) -> None:
+    """See once that a model does with this cache what it does without, and the same in one pass as token by token.
+
+    Raises:
+        UsageError: it does not: its attention heeds another mask than the one it is given.
+    """
+    if model.hf in _SERVED:
+        return
+    ids = model.source.sample(TRIED)
+
+    def read(size: int, width: int) -> Tensor:
+        cache = TracedCache(model, None, size)
+        parts = ids.split(width, dim=1)
+        return torch.cat([_output(model, part, past_key_values=cache) for part in parts], dim=1)
+
+    _SERVED.add(model.hf)  # for the caches that are made here
+    serves = False
+    try:
+        pairs = (
+            (_output(model, ids, use_cache=False), read(TRIED, 1)),
+            (read(TRIED_SIZE, TRIED), read(TRIED_SIZE, 1)),
+        )
+        serves = all(bool((one - other).abs().max() <= TOLERANCE * one.abs().max()) for one, other in pairs)
+    finally:
+        if not serves:
+            _SERVED.discard(model.hf)
+    if not serves:
+        raise UsageError(
+            f"{model.id} ({model.source.family}) does not do with this cache what it does without: its attention "
+            "heeds another mask than the one it is given"
+        )
+
+
+def _output(model: OpenModel, ids: Tensor, **given: Any) -> Tensor:
+    with torch.no_grad():
+        return first_output(model.hf(input_ids=ids, **given))
