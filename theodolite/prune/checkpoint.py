@@ -256,7 +256,7 @@ class UnfinishedPruning:
             if form == "factored":
                 self._write_factored(temporary, model, pruned)
             elif form == ADAPTER:
-                self._write_with_adapter(temporary, model, matrices)
+                self._write_with_adapter(temporary, model, matrices, pruned.low_rank)
             else:
                 model.hf.save_pretrained(temporary)
             if model.tokenizer is not None:
@@ -286,9 +286,13 @@ class UnfinishedPruning:
             shutil.copyfile(self._block(layer), folder / BLOCK.format(layer))
 
     def _write_with_adapter(
-        self, folder: Path, model: OpenModel, matrices: Sequence[Sequence[Matrix]]
+        self, folder: Path, model: OpenModel, matrices: Sequence[Sequence[Matrix]], low_rank: LowRank
     ) -> None:
-        blocks = [self._read(self._block(layer))[0] for layer in range(model.layers)]
+        blocks = [
+            [_with_low_rank(matrix, low_rank.get((layer, matrix.key))) for matrix in block]
+            for layer in range(model.layers)
+            for block in [self._read(self._block(layer))[0]]
+        ]
         pairs = list(zip(chain(*matrices), chain(*blocks), strict=True))
         with sparse_parts_alone(pairs):
             model.hf.save_pretrained(folder)
@@ -296,6 +300,11 @@ class UnfinishedPruning:
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)
+
+
+def _with_low_rank(matrix: PrunedMatrix, factors: tuple[Tensor, Tensor] | None) -> PrunedMatrix:
+    """With a low-rank part that may have been trained since the block was saved."""
+    return replace(matrix, left=factors[0], right=factors[1]) if factors else matrix
 
 
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from theodolite.prune.checkpoint import (
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
+from theodolite.prune.recover import Recovery, recovered
 from theodolite.prune.sequential import BlockByBlock
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.prune.skipped import without_skipped
@@ -64,6 +65,7 @@ def prune_model(
     damping: float = DAMPING,
     exact: bool = False,
     skip: Sequence[str] = (),
+    recover: int | None = None,
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
@@ -90,6 +92,8 @@ def prune_model(
         exact: for OATS: a full SVD in every iteration, as published, of large matrices too.
         skip: globs of names of matrices that stay dense, in their block ("mlp.down_proj", "q") or in the model
             ("model.layers.0.*").
+        recover: for "adapter": steps of AdamW in which the low-rank parts are trained on the text, whose last tenth is
+            held out from pruning and training, and says what they brought (`pruning.json`).
         out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model. Where it holds
             this same pruning already, that is read instead.
         form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), or "adapter" (`transformers` opens
@@ -109,9 +113,14 @@ def prune_model(
     check_form(form)
     if form == ADAPTER:
         refuse_adapter(method)
+    recovery = None if recover is None else Recovery(corpus, recover, batch_of(corpus, batch), seed)
+    if recovery:
+        if form != ADAPTER or out is None:
+            raise UsageError("--recover trains an adapter: give --format adapter, and a folder for it")
+        recovery.check(model)
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
-    matrices = without_skipped(model, matrices, skip, form)
+    matrices = without_skipped(model, matrices, skip, "factored" if recovery else form)
     settings = PruningSettings.of(
         method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices, exact=exact
     )
@@ -119,14 +128,17 @@ def prune_model(
         raise UsageError(
             "a rank ratio of 0 leaves no low-rank part that an adapter could hold: choose another --format"
         )
-    _refuse_short(corpus, matrices, settings)
+    calibration = recovery.read if recovery else corpus
+    _refuse_short(calibration, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
         "corpus": corpus.sha256,
         "batch": batch_of(corpus, batch),
-        "pruning": settings.fingerprint() | ({"skip": sorted(skip)} if skip else {}),
+        "pruning": settings.fingerprint()
+        | ({"skip": sorted(skip)} if skip else {})
+        | ({"recover": recover} if recover else {}),
     }
-    work = _PruningRun(model, corpus, matrices, settings, fingerprint, show_progress)
+    work = _PruningRun(model, calibration, matrices, settings, fingerprint, show_progress, recovery)
     if out is None:
         return work.run(None)
     unfinished = UnfinishedPruning(Path(out), json.loads(json.dumps(fingerprint)), describe_corpus(corpus))
@@ -135,7 +147,8 @@ def prune_model(
         if written is not None:
             work.restore(Path(out))
             return written
-        return unfinished.finish(model, matrices, work.run(unfinished), form, write_extras)
+        pruned = work.run(unfinished)
+        return unfinished.finish(model, matrices, pruned, form, write_extras)
 
 
 @dataclass(frozen=True)
@@ -148,12 +161,15 @@ class _PruningRun:
     settings: PruningSettings
     fingerprint: dict[str, Any]
     show_progress: ShowProgress
+    recovery: Recovery | None = None
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
         started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
         rows: TableRows = []
         low_rank: LowRank = {}
+        dense = [matrix.read().clone() for matrix in chain(*self.matrices)] if self.recovery else []
+        trained: list[PrunedMatrix] = []
         total = sum(map(len, self.matrices))
         described = describe_model(self.model)
         with one_expert_at_a_time(self.model.root):
@@ -173,14 +189,28 @@ class _PruningRun:
                     unfinished.save(layer, pruned_matrices, block_rows, time.monotonic() - started)
                 rows += block_rows
                 low_rank |= low_rank_of(layer, pruned_matrices)
+                trained += pruned_matrices if self.recovery else []
                 if layer + 1 < self.model.layers:
                     stream.advance(layer)
             stream.verify_end()
+        told = {}
+        if self.recovery:
+            mine = list(chain(*self.matrices))
+            trained, told["recovery"] = recovered(
+                self.model,
+                list(zip(mine, trained, strict=True)),
+                dense,
+                self.recovery,
+                lambda: self.show_progress(total - 1, total),
+            )
+            for own, finished in zip(mine, trained, strict=True):
+                low_rank |= low_rank_of(own.layer, [finished])
         self.show_progress(total, total)
         seconds = time.monotonic() - started
-        provenance = described | describe_pass(self.model, self.corpus, self.settings.seed, self.fingerprint)
-        dense = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
-        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": dense}
+        text = self.recovery.corpus if self.recovery else self.corpus
+        provenance = described | describe_pass(self.model, text, self.settings.seed, self.fingerprint)
+        left = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
+        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": left} | told
         provenance |= {"wall_seconds": seconds, "pruning": pruning}
         return Pruned(pd.DataFrame(rows), provenance, low_rank)
 

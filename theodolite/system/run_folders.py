@@ -34,6 +34,7 @@ OPTIONS = {
     "damping": "--damping",
     "exact": "--exact",
     "skip": "--skip",
+    "recover": "--recover",
 }
 """What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
 
