@@ -103,6 +103,19 @@ def test_json_is_json_and_nothing_else(tmp_path, text):
     assert 'data-figure="error"' in (out / RESULT).with_name("index.html").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
+def test_recovery_is_told_and_another_one_refused(tmp_path, text):
+    model, out = write("gpt2", tmp_path / "model"), tmp_path / "out"
+    more = ("--format", "adapter", "--skip", "mlp.c_proj, lm_head", "--contexts", "20", "--length", "16")
+    status, stdout, stderr = call(*_arguments(model, text, out, *more, "--recover", "2"))
+    assert status == 0, stderr
+    assert "loss on 2 held-out contexts, 2 steps" in " ".join(stdout.split())
+    assert "recovered − dense, trained" in (out / RESULT).with_name("index.html").read_text()
+    status, _, stderr = call(*_arguments(model, text, out, *more, "--recover", "3"))
+    assert status == 2
+    assert "--recover 2 there, 3 now" in " ".join(stderr.split())
+
+
 def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:
     short, there = tmp_path / "short.txt", tmp_path / "there"
     short.write_text("A few words.")

@@ -95,6 +95,12 @@ def prune_command(
         str | None,
         typer.Option(help="Globs of matrices that stay dense, with commas: mlp.down_proj,model.layers.0.*"),
     ] = None,
+    recover: Annotated[
+        int | None,
+        typer.Option(
+            help="--format adapter only: steps in which the low-rank parts are trained on nine tenths of the text."
+        ),
+    ] = None,
     form: Annotated[
         str,
         typer.Option(
@@ -162,6 +168,7 @@ def prune_command(
                 method,
                 asked,
                 pattern=pattern,
+                recover=recover,
                 skip=[glob.strip() for glob in skip.split(",")] if skip else (),
                 seed=text.seed,
                 out=out,

@@ -92,6 +92,7 @@ class UnfinishedPruning:
         self._fingerprint, self._corpus = fingerprint, corpus
         self._workspace = Workspace(out, fingerprint)
         self._seconds = self._workspace.folder / "seconds.json"
+        self._trained: LowRank = {}
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -185,6 +186,10 @@ class UnfinishedPruning:
             for row in with_one
         ]
         return LowRankOfFiles(keys, lambda layer: low_rank_of(layer, self._matrices(layer)))
+
+    def put_low_rank(self, trained: LowRank) -> None:
+        """Low-rank parts in place of those that the finished blocks were saved with."""
+        self._trained = trained
 
     @contextmanager
     def kept_states(self) -> Iterator[Keep]:
@@ -284,7 +289,9 @@ class UnfinishedPruning:
             shutil.copyfile(self._block(layer), folder / BLOCK.format(layer))
 
     def _matrices(self, layer: int) -> list[PrunedMatrix]:
-        return self._read(self._block(layer))[0]
+        """Of a finished block, with low-rank parts as they were trained since."""
+        matrices = self._read(self._block(layer))[0]
+        return [_with_low_rank(matrix, self._trained.get((layer, matrix.key))) for matrix in matrices]
 
     def _write_compressed(self, folder: Path, model: OpenModel, pruned: Pruned) -> None:
         blocks = [self._matrices(layer) for layer in range(model.layers)]
@@ -295,6 +302,11 @@ class UnfinishedPruning:
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)
+
+
+def _with_low_rank(matrix: PrunedMatrix, factors: tuple[Tensor, Tensor] | None) -> PrunedMatrix:
+    """With a low-rank part that may have been trained since the block was saved."""
+    return replace(matrix, left=factors[0], right=factors[1]) if factors else matrix
 
 
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:

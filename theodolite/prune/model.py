@@ -33,6 +33,7 @@ from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
 from theodolite.prune.quantised import GROUP
+from theodolite.prune.recover import Recovery, recovered
 from theodolite.prune.sequential import BlockByBlock, Keep, kept_in_memory
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.prune.skipped import without_skipped
@@ -62,6 +63,7 @@ def prune_model(
     skip: Sequence[str] = (),
     bits: int | None = None,
     group: int = GROUP,
+    recover: int | None = None,
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
@@ -94,6 +96,8 @@ def prune_model(
             ("model.layers.0.*").
         bits: 8, 4 or 3: put weights on a grid of so many bits instead of removing some; what is not pruned stays.
         group: inputs that share a scale there; 0: all inputs of an output.
+        recover: for "adapter": steps of AdamW in which the low-rank parts are trained on the text, whose last tenth is
+            held out from pruning and training, and says what they brought (`pruning.json`).
         out: folder of the checkpoint, which a streamed model needs; to resume an interrupted call, repeat it on a newly
             opened model. Where it holds this same pruning already, that is read instead.
         form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), "adapter" (`transformers` opens
@@ -113,11 +117,14 @@ def prune_model(
     check_form(form)
     if out is None and model.streamed is not None:
         raise UsageError(f"the blocks of {model.id} are read from its files and not kept: give out, a folder")
-    if form == COMPRESSED and model.streamed is not None:
-        raise UsageError(
-            "a streamed model is not written compressed: choose another --format, or leave out --stream"
-        )
-    matrices = without_skipped(model, _dense_matrices(model), skip, form)
+    if model.streamed is not None and (form == COMPRESSED or recover is not None):
+        raise UsageError("a streamed model is neither written compressed nor trained: leave out --stream")
+    recovery = None if recover is None else Recovery(corpus, recover, batch_of(corpus, batch), seed)
+    if recovery:
+        if form != ADAPTER or out is None:
+            raise UsageError("--recover trains an adapter: give --format adapter, and a folder for it")
+        recovery.check(model)
+    matrices = without_skipped(model, _dense_matrices(model), skip, "factored" if recovery else form)
     refuse_form(form, method, bits, matrices)
     settings = PruningSettings.of(
         method,
@@ -136,14 +143,17 @@ def prune_model(
         raise UsageError(
             "a rank ratio of 0 leaves no low-rank part that an adapter could hold: choose another --format"
         )
-    _refuse_short(corpus, matrices, settings)
+    calibration = recovery.read if recovery else corpus
+    _refuse_short(calibration, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
         "corpus": corpus.sha256,
         "batch": batch_of(corpus, batch),
-        "pruning": settings.fingerprint() | ({"skip": sorted(skip)} if skip else {}),
+        "pruning": settings.fingerprint()
+        | ({"skip": sorted(skip)} if skip else {})
+        | ({"recover": recover} if recover else {}),
     }
-    work = _PruningRun(model, corpus, matrices, settings, fingerprint, show_progress)
+    work = _PruningRun(model, calibration, matrices, settings, fingerprint, show_progress, recovery)
     if out is None:
         return work.run(None)
     unfinished = UnfinishedPruning(Path(out), json.loads(json.dumps(fingerprint)), describe_corpus(corpus))
@@ -166,12 +176,15 @@ class _PruningRun:
     settings: PruningSettings
     fingerprint: dict[str, Any]
     show_progress: ShowProgress
+    recovery: Recovery | None = None
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
         started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
         rows: TableRows = []
         low_rank: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # where no file has them
+        dense = [matrix.read() for matrix in chain(*self.matrices)] if self.recovery else []
+        pruned_so_far: list[PrunedMatrix] = []
         total = sum(map(len, self.matrices))
         described = describe_model(self.model)
         with ExitStack() as undo:
@@ -198,17 +211,37 @@ class _PruningRun:
                     rows += block_rows
                     if unfinished is None:
                         low_rank |= low_rank_of(layer, pruned_matrices)
+                    pruned_so_far += pruned_matrices if self.recovery else []
                     if layer + 1 < self.model.layers:
                         stream.advance(layer)
             with unfinished.written_into(self.model, self.matrices) if unfinished else nullcontext():
                 stream.verify_end()
+        told = self._recover(pruned_so_far, dense, unfinished) if self.recovery and unfinished else {}
         self.show_progress(total, total)
         seconds = time.monotonic() - started
-        provenance = described | describe_pass(self.model, self.corpus, self.settings.seed, self.fingerprint)
-        dense = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
-        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": dense}
+        text = self.recovery.corpus if self.recovery else self.corpus
+        provenance = described | describe_pass(self.model, text, self.settings.seed, self.fingerprint)
+        left = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
+        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": left} | told
         provenance |= {"wall_seconds": seconds, "pruning": pruning}
         return Pruned(pd.DataFrame(rows), provenance, unfinished.low_rank(rows) if unfinished else low_rank)
+
+    def _recover(
+        self, pruned: Sequence[PrunedMatrix], dense: Sequence[Tensor], unfinished: UnfinishedPruning
+    ) -> dict[str, Any]:
+        """Train the low-rank parts; what that brought, as provenance has it."""
+        assert self.recovery is not None
+        mine = list(chain(*self.matrices))
+        pairs = list(zip(mine, pruned, strict=True))
+        last = len(mine) - 1
+        trained, told = recovered(
+            self.model, pairs, dense, self.recovery, lambda: self.show_progress(last, len(mine))
+        )
+        low_rank: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        for own, finished in zip(mine, trained, strict=True):
+            low_rank |= low_rank_of(own.layer, [finished])
+        unfinished.put_low_rank(low_rank)
+        return {"recovery": told}
 
     def restore(self, folder: Path) -> None:
         """Put the matrices of this same pruning, finished in `folder`, into the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ from theodolite.report.drawing import pruning as drawing
 from theodolite.report.exhibit import Exhibit
 from theodolite.report.outcome import Heading, Outcome, Reading
 from theodolite.report.outcome_page import folder_of, write_index, write_outcome
-from theodolite.system.wording import counted, listed, number, percent
+from theodolite.system.wording import counted, listed, number, percent, with_error
 
 OUTLYING_MATRICES = (
     "matrices that stand out: a lower sparsity, more bits or (OATS) another rank ratio would retain more."
@@ -43,6 +44,7 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
         written, dense = (number(pruning[name] / 1e6) for name in ("bytes", "dense_bytes"))
         size = f"{written} MB ({pruning['format']}), dense {dense} MB"
         readings.append(Reading("weights on disk", size))
+    readings += _recovery(pruning.get("recovery"))
     notes = [
         ("left dense", listed(list(pruning["left_dense"]), 3)),
         ("fallbacks", listed(list(table.loc[table["fallback"] != "", "fallback"].unique()))),
@@ -91,6 +93,19 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         wide=True,
     )
     return [exact, scaled]
+
+
+def _recovery(told: dict[str, Any] | None) -> list[Reading]:
+    """What training the low-rank parts brought."""
+    if told is None:
+        return []
+    losses = ", ".join(f"{name} {number(loss)}" for name, loss in told["loss"].items())
+    differences = [
+        Reading(name, f"{with_error(each['mean'], each['error'])} nats per token")
+        for name, each in told["difference"].items()
+    ]
+    held_out = counted(told["held_out_contexts"], "held-out context")
+    return [Reading(f"loss on {held_out}, {counted(told['steps'], 'step')}", losses), *differences]
 
 
 def _method(pruning: dict) -> str:

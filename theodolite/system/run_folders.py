@@ -36,6 +36,7 @@ OPTIONS = {
     "skip": "--skip",
     "bits": "--bits",
     "group": "--group",
+    "recover": "--recover",
 }
 """What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
 
