@@ -37,6 +37,7 @@ from theodolite.prune.checkpoint import (
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
+from theodolite.prune.owl import check_sparsity_by, sparsity_by_outliers
 from theodolite.prune.recover import Recovery, recovered
 from theodolite.prune.sequential import BlockByBlock
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
@@ -58,6 +59,7 @@ def prune_model(
     method: str,
     sparsity: Sparsity,
     *,
+    sparsity_by: str | None = None,
     pattern: str | None = None,
     rank_ratio: RankRatio = RANK_RATIO,
     iterations: int = ITERATIONS,
@@ -83,6 +85,7 @@ def prune_model(
         method: "oats", "sparsegpt", "wanda" or "magnitude".
         sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block. For
             OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern.
+        sparsity_by: "owl": blocks with more outliers keep more, and `sparsity` is the mean (Yin et al. 2024).
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
         rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
             (block, name of the matrix), such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
@@ -121,6 +124,12 @@ def prune_model(
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
     matrices = without_skipped(model, matrices, skip, "factored" if recovery else form)
+    calibration = recovery.read if recovery else corpus
+    if sparsity_by is not None:
+        mean, total = check_sparsity_by(sparsity_by, sparsity, pattern), sum(map(len, matrices))
+        sparsity = sparsity_by_outliers(
+            model, calibration, matrices, mean, batch_of(corpus, batch), lambda: show_progress(0, total)
+        )
     settings = PruningSettings.of(
         method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices, exact=exact
     )
@@ -128,7 +137,6 @@ def prune_model(
         raise UsageError(
             "a rank ratio of 0 leaves no low-rank part that an adapter could hold: choose another --format"
         )
-    calibration = recovery.read if recovery else corpus
     _refuse_short(calibration, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
@@ -136,7 +144,8 @@ def prune_model(
         "batch": batch_of(corpus, batch),
         "pruning": settings.fingerprint()
         | ({"skip": sorted(skip)} if skip else {})
-        | ({"recover": recover} if recover else {}),
+        | ({"recover": recover} if recover else {})
+        | ({"sparsity_by": sparsity_by} if sparsity_by else {}),
     }
     work = _PruningRun(model, calibration, matrices, settings, fingerprint, show_progress, recovery)
     if out is None:
