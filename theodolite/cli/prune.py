@@ -61,6 +61,10 @@ def prune_command(
             help="Share of entries removed: one number, or one per block with commas [default: 0.5, or the pattern's]."
         ),
     ] = None,
+    sparsity_by: Annotated[
+        str | None,
+        typer.Option(help="owl: blocks with more outliers keep more; --sparsity is their mean."),
+    ] = None,
     pattern: Annotated[
         str | None,
         typer.Option(help="N:M sparsity such as 2:4: at most 2 of every 4 consecutive inputs are kept."),
@@ -167,6 +171,7 @@ def prune_command(
                 corpus,
                 method,
                 asked,
+                sparsity_by=sparsity_by,
                 pattern=pattern,
                 recover=recover,
                 skip=[glob.strip() for glob in skip.split(",")] if skip else (),

@@ -31,6 +31,7 @@ from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_bl
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
+from theodolite.prune.owl import check_sparsity_by, sparsity_by_outliers
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
 from theodolite.prune.quantised import GROUP
 from theodolite.prune.recover import Recovery, recovered
@@ -54,6 +55,7 @@ def prune_model(
     method: str,
     sparsity: Sparsity = None,
     *,
+    sparsity_by: str | None = None,
     pattern: str | None = None,
     rank_ratio: RankRatio = RANK_RATIO,
     iterations: int = ITERATIONS,
@@ -84,6 +86,7 @@ def prune_model(
         method: "oats", "sparsegpt", "wanda" or "magnitude"; with `bits`, "oats", "gptq" or "round".
         sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block. For
             OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern, or with `bits`.
+        sparsity_by: "owl": blocks with more outliers keep more, and `sparsity` is the mean (Yin et al. 2024).
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
         rank_ratio: for OATS: the share of the kept parameters (with `bits`: of the bytes) in the low-rank part, from 0
             to 1; or a function of
@@ -117,8 +120,10 @@ def prune_model(
     check_form(form)
     if out is None and model.streamed is not None:
         raise UsageError(f"the blocks of {model.id} are read from its files and not kept: give out, a folder")
-    if model.streamed is not None and (form == COMPRESSED or recover is not None):
-        raise UsageError("a streamed model is neither written compressed nor trained: leave out --stream")
+    if model.streamed is not None and (form == COMPRESSED or recover is not None or sparsity_by is not None):
+        raise UsageError(
+            "--format compressed, --recover and --sparsity-by need the model in memory: leave out --stream"
+        )
     recovery = None if recover is None else Recovery(corpus, recover, batch_of(corpus, batch), seed)
     if recovery:
         if form != ADAPTER or out is None:
@@ -126,6 +131,12 @@ def prune_model(
         recovery.check(model)
     matrices = without_skipped(model, _dense_matrices(model), skip, "factored" if recovery else form)
     refuse_form(form, method, bits, matrices)
+    calibration = recovery.read if recovery else corpus
+    if sparsity_by is not None:
+        mean, total = check_sparsity_by(sparsity_by, sparsity, pattern), sum(map(len, matrices))
+        sparsity = sparsity_by_outliers(
+            model, calibration, matrices, mean, batch_of(corpus, batch), lambda: show_progress(0, total)
+        )
     settings = PruningSettings.of(
         method,
         sparsity,
@@ -143,7 +154,6 @@ def prune_model(
         raise UsageError(
             "a rank ratio of 0 leaves no low-rank part that an adapter could hold: choose another --format"
         )
-    calibration = recovery.read if recovery else corpus
     _refuse_short(calibration, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
@@ -151,7 +161,8 @@ def prune_model(
         "batch": batch_of(corpus, batch),
         "pruning": settings.fingerprint()
         | ({"skip": sorted(skip)} if skip else {})
-        | ({"recover": recover} if recover else {}),
+        | ({"recover": recover} if recover else {})
+        | ({"sparsity_by": sparsity_by} if sparsity_by else {}),
     }
     work = _PruningRun(model, calibration, matrices, settings, fingerprint, show_progress, recovery)
     if out is None:

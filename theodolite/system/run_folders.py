@@ -33,6 +33,7 @@ OPTIONS = {
     "rank_ratio": "--rank-ratio",
     "damping": "--damping",
     "exact": "--exact",
+    "sparsity_by": "--sparsity-by",
     "skip": "--skip",
     "bits": "--bits",
     "group": "--group",

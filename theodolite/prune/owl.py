@@ -1,0 +1,94 @@
+"""How much each block can lose, from its outliers: outlier weighed layerwise sparsity (Yin et al. 2024, OWL).
+
+A block's entries are weighed as Wanda weighs them, A_ij = |W_ij| ‖x_j‖ with the inputs of the dense model. D is the
+share of its entries with A_ij above M times the block's mean. Sparsities fall with D on a line, in a range of 2λ, as in
+the released code: ρ − 2λ (D − mean D) / (max D − min D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel
+from theodolite.models.block_matrices import Matrix, one_expert_at_a_time
+from theodolite.prune.moments import InputMoments
+from theodolite.prune.patterns import check_sparsity
+
+MULTIPLE, HALF_RANGE = 5.0, 0.08
+"""M and λ, as published."""
+
+
+def check_sparsity_by(sparsity_by: str, sparsity: object, pattern: str | None) -> float:
+    """The mean sparsity; raise `UsageError` where another one or none is to be distributed."""
+    if sparsity_by != "owl":
+        raise UsageError(f"unknown --sparsity-by {sparsity_by}: use owl")
+    if pattern is not None or isinstance(sparsity, Sequence):
+        raise UsageError("--sparsity-by owl starts from one sparsity: give a number, and no pattern")
+    return check_sparsity(sparsity)
+
+
+def sparsity_by_outliers(
+    model: OpenModel,
+    corpus: Corpus,
+    matrices: Sequence[Sequence[Matrix]],
+    sparsity: float,
+    batch: int,
+    between: Callable[[], None],
+) -> list[float]:
+    """The sparsity of each block, with the given mean over blocks that have matrices.
+
+    Args:
+        model: dense; it reads the text once, as a whole.
+        between: called after every batch; it may raise to stop.
+
+    Raises:
+        UsageError: a block would lose all or nothing.
+    """
+    every = [matrix for block in matrices for matrix in block]
+    moments = InputMoments(every, full=False)
+    with torch.inference_mode(), one_expert_at_a_time(model.root), moments.collecting():
+        for part in corpus.batches(batch):
+            model.source.run(corpus.ids(part))
+            between()
+    shares = [_outliers(block, moments) for block in matrices]
+    return by_outliers(shares, sparsity)
+
+
+def by_outliers(shares: Sequence[float | None], sparsity: float) -> list[float]:
+    """Sparsities from shares of outliers; None: a block without matrices, which counts for nothing.
+
+    Raises:
+        UsageError: a block would lose all or nothing.
+    """
+    known = [share for share in shares if share is not None]
+    mean, spread = sum(known) / len(known), max(known) - min(known)
+    slope = 2 * HALF_RANGE / spread if spread else 0.0
+    each = [sparsity if share is None else sparsity - slope * (share - mean) for share in shares]
+    if not 0 < min(each) <= max(each) < 1:
+        raise UsageError(
+            f"sparsity {sparsity:g} by outliers is {min(each):.3g} to {max(each):.3g}: give one nearer to the middle"
+        )
+    return each
+
+
+def _outliers(block: Sequence[Matrix], moments: InputMoments) -> float | None:
+    """D of a block. Matrices that no token reaches do not count."""
+    reached = [(matrix, moments.of(matrix)) for matrix in block]
+    reached = [(matrix, of_inputs) for matrix, of_inputs in reached if of_inputs.count]
+    if not reached:
+        return None
+
+    def weighed() -> Iterator[Tensor]:  # one matrix in memory at a time
+        for matrix, of_inputs in reached:
+            # Norms over tokens, no means: matrices that are read by some tokens only count for less.
+            norms = (of_inputs.diagonal * of_inputs.count).sqrt()
+            yield matrix.read().to(norms.device).double().abs() * norms
+
+    entries = sum(matrix.shape[0] * matrix.shape[1] for matrix, _ in reached)
+    mean = sum(float(each.sum()) for each in weighed()) / entries
+    return sum(int((each > MULTIPLE * mean).sum()) for each in weighed()) / entries
