@@ -50,7 +50,7 @@ def sparsity_by_outliers(
         UsageError: a block would lose all or nothing.
     """
     every = [matrix for block in matrices for matrix in block]
-    moments = InputMoments(every, full=False)
+    moments = InputMoments(every)
     with torch.inference_mode(), one_expert_at_a_time(model.root), moments.collecting():
         for part in corpus.batches(batch):
             model.source.run(corpus.ids(part))
