@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_peft_available
 from transformers.utils.hub import extract_commit_hash
-from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.adapters import with_adapter_merged
@@ -246,10 +245,11 @@ def load(
         raise UsageError(
             f"{source} is not factored: packed is for what `theodolite prune --format factored` wrote"
         )
-    # Packed by us, they are unpacked as they are read: to the numbers of the merged checkpoint.
-    unpacking = (
-        {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_compressed(folder) else {}
-    )
+    packing = getattr(config, "quantization_config", None)
+    if packing and is_compressed(folder):
+        # Packed by us, they are unpacked as they are read: to the numbers of the merged checkpoint.
+        config = copy.deepcopy(config)
+        config.quantization_config = {**packing, "dequantize": True}
     with ExitStack() as stack:
         scratch = None
         if (
@@ -267,7 +267,6 @@ def load(
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                **unpacking,
             )
         weakref.finalize(model, stack.pop_all().close)
     if not folder.is_dir():  # they lie in the cache now

@@ -279,7 +279,7 @@ class PruningSettings:
     def _try(self, sparsity: float | None, ratio: float) -> None:
         """Prune a tiny matrix, so that incompatible settings are refused before the real work."""
         pattern = pattern_of(self.pattern, 0)
-        inputs = pattern.of if pattern else self.group or 1
+        inputs = pattern.of if pattern else self.group if self.bits and self.group else 1
         ones = torch.ones(inputs, dtype=torch.float64)
         factor = factor_hessian(ones.diag(), self.damping) if self.needs_full_moments else None
         self._pruned(torch.ones(1, inputs), Moments(1, ones, factor), sparsity, ratio)
