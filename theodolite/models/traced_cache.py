@@ -189,9 +189,9 @@ class TracedCache(Cache):
             "a cache that leaves tokens out cannot go back: assisted generation needs another one"
         )
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in another order, as beam search wants them."""
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # int32 comes, too
         self._of_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
