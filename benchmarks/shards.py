@@ -81,8 +81,8 @@ def report(config: LlamaConfig, folder: Path) -> None:
     )
 
 
-def write_layout(config: LlamaConfig, folder: Path) -> tuple[int, int]:
-    """Write the checkpoint, attention random and all else holes; its parameters, and the bytes of attention."""
+def write_layout(config: LlamaConfig, folder: Path, part: str = "self_attn") -> tuple[int, int]:
+    """Write a checkpoint, random where a name has `part` in it, else holes; its parameters, and the random bytes."""
     config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -94,14 +94,16 @@ def write_layout(config: LlamaConfig, folder: Path) -> tuple[int, int]:
         files.setdefault(f"{key}.safetensors", {})[name] = shape
     generator, read = torch.Generator().manual_seed(0), 0
     for file, tensors in files.items():
-        read += write_sparse(folder / file, tensors, generator)
+        read += write_sparse(folder / file, tensors, generator, part)
     index = {"metadata": {}, "weight_map": {name: file for file, names in files.items() for name in names}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return sum(math.prod(shape) for shape in shapes.values()), read
 
 
-def write_sparse(path: Path, tensors: dict[str, list[int]], generator: torch.Generator) -> int:
-    """Write a safetensors file of bfloat16 whose attention weights are random; the bytes of those."""
+def write_sparse(
+    path: Path, tensors: dict[str, list[int]], generator: torch.Generator, part: str = "self_attn"
+) -> int:
+    """Write a safetensors file of bfloat16, random where a name has `part` in it; the bytes of those."""
     header, end = {}, 0
     for name, shape in tensors.items():
         size = 2 * math.prod(shape)
@@ -113,9 +115,11 @@ def write_sparse(path: Path, tensors: dict[str, list[int]], generator: torch.Gen
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in tensors.items():
-            if "self_attn" in name:
+            if part in name:
                 file.seek(begin + header[name]["data_offsets"][0])
-                weights = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+                weights = torch.randn(shape, generator=generator) * (
+                    shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+                )
                 written += file.write(weights.bfloat16().view(torch.uint8).numpy())
         file.truncate(begin + end)
     return written
