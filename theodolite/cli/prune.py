@@ -105,6 +105,12 @@ def prune_command(
             help="--format adapter only: steps in which the low-rank parts are trained on nine tenths of the text."
         ),
     ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file with skip, and sparsity and rank_ratio by name: {mlp.*: 0.6, 11.*: 0.3}."
+        ),
+    ] = None,
     form: Annotated[
         str,
         typer.Option(
@@ -174,6 +180,7 @@ def prune_command(
                 sparsity_by=sparsity_by,
                 pattern=pattern,
                 recover=recover,
+                recipe=recipe,
                 skip=[glob.strip() for glob in skip.split(",")] if skip else (),
                 seed=text.seed,
                 out=out,

@@ -34,6 +34,7 @@ from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.owl import check_sparsity_by, sparsity_by_outliers
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
 from theodolite.prune.quantised import GROUP
+from theodolite.prune.recipe import Recipe
 from theodolite.prune.recover import Recovery, recovered
 from theodolite.prune.sequential import BlockByBlock, Keep, kept_in_memory
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
@@ -63,6 +64,7 @@ def prune_model(
     damping: float = DAMPING,
     exact: bool = False,
     skip: Sequence[str] = (),
+    recipe: str | Path | None = None,
     bits: int | None = None,
     group: int = GROUP,
     recover: int | None = None,
@@ -84,19 +86,20 @@ def prune_model(
         model: from `open_model`, and left half pruned by an interrupt; or from `open_streamed`.
         corpus: the calibration text; all its tokens count.
         method: "oats", "sparsegpt", "wanda" or "magnitude"; with `bits`, "oats", "gptq" or "round".
-        sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block. For
+        sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block, or a
+            function of (block, name of the matrix). For
             OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern, or with `bits`.
         sparsity_by: "owl": blocks with more outliers keep more, and `sparsity` is the mean (Yin et al. 2024).
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
         rank_ratio: for OATS: the share of the kept parameters (with `bits`: of the bytes) in the low-rank part, from 0
-            to 1; or a function of
-            (block, name of the matrix), such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
+            to 1; or a function of (block, name of the matrix): `lambda layer, name: 0.5 if name in "qk" else 0.25`.
         iterations: for OATS.
         seed: for OATS: of the random start, and of the probes that check whether its subspace is still the leading one.
         damping: for SparseGPT, as in `sparsegpt`; with `bits`, for GPTQ and OATS.
         exact: for OATS: a full SVD in every iteration, as published, of large matrices too.
         skip: globs of names of matrices that stay dense, in their block ("mlp.down_proj", "q") or in the model
             ("model.layers.0.*").
+        recipe: a YAML file with sparsities, rank ratios and what to skip by matrix (`recipe.py`).
         bits: 8, 4 or 3: put weights on a grid of so many bits instead of removing some; what is not pruned stays.
         group: inputs that share a scale there; 0: all inputs of an output.
         recover: for "adapter": steps of AdamW in which the low-rank parts are trained on the text, whose last tenth is
@@ -129,6 +132,8 @@ def prune_model(
         if form != ADAPTER or out is None:
             raise UsageError("--recover trains an adapter: give --format adapter, and a folder for it")
         recovery.check(model)
+    of_file = None if recipe is None else Recipe.read(recipe)
+    skip = (*skip, *(of_file.skip if of_file else ()))
     matrices = without_skipped(model, _dense_matrices(model), skip, "factored" if recovery else form)
     refuse_form(form, method, bits, matrices)
     calibration = recovery.read if recovery else corpus
@@ -137,6 +142,8 @@ def prune_model(
         sparsity = sparsity_by_outliers(
             model, calibration, matrices, mean, batch_of(corpus, batch), lambda: show_progress(0, total)
         )
+    if of_file:
+        sparsity, rank_ratio = of_file.applied(sparsity, rank_ratio, matrices)
     settings = PruningSettings.of(
         method,
         sparsity,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,8 @@ from theodolite.prune.quantised import (
 )
 from theodolite.system.choices import check_bits, check_method
 
-Sparsity = float | Sequence[float] | None
-"""One number for all blocks, or one per block; None: the sparsity of the pattern."""
+Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
+"""One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
 
 RankRatio = float | Callable[[int, str], float]
 """One number for all matrices, or a function of block and name of the matrix."""
@@ -50,7 +50,7 @@ class PruningSettings:
 
     Attributes:
         method: one of METHODS, or of QUANTISERS where there are `bits`.
-        sparsity: of each block.
+        sparsity: of each (block, key of a matrix).
         pattern: as "2:4", or None.
         rank_ratio: of each (block, key of a matrix); used by OATS only, as are `iterations`, `seed` and `exact`.
         damping: used by SparseGPT and where weights are quantised, but not by plain rounding.
@@ -59,7 +59,7 @@ class PruningSettings:
     """
 
     method: str
-    sparsity: tuple[float | None, ...]
+    sparsity: dict[tuple[int, str], float | None]
     pattern: str | None
     rank_ratio: dict[tuple[int, str], float]
     iterations: int
@@ -102,11 +102,12 @@ class PruningSettings:
             raise UsageError(
                 "exact is the published iteration of OATS, which quantises nothing: leave it or --bits out"
             )
-        blocks = len(matrices)
-        each = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,) * blocks
-        if len(each) != blocks:
-            raise UsageError(f"{len(each)} sparsities for {blocks} blocks: give one, or one per block")
-        ratios = {}
+        if isinstance(sparsity, Sequence) and len(sparsity) != len(matrices):
+            raise UsageError(
+                f"{len(sparsity)} sparsities for {len(matrices)} blocks: give one, or one per block"
+            )
+        shares: dict[tuple[int, str], float | None] = {}
+        ratios: dict[tuple[int, str], float] = {}
         for matrix in (matrix for block in matrices for matrix in block):
             ratio = rank_ratio(matrix.layer, matrix.name) if callable(rank_ratio) else rank_ratio
             if not 0 <= ratio <= 1:
@@ -114,16 +115,16 @@ class PruningSettings:
                     f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not between 0 and 1"
                 )
             ratios[matrix.layer, matrix.key] = float(ratio)
+            shares[matrix.layer, matrix.key] = _of_matrix(sparsity, matrix)
             pattern_of(pattern, matrix.shape[1])
             if bits is not None:
                 group_of(group, matrix.shape[1])
-        settings = cls(method, each, pattern, ratios, iterations, seed, float(damping), exact, bits, group)
-        for share, ratio in {(each[layer], ratio) for (layer, _), ratio in ratios.items()}:
+        settings = cls(method, shares, pattern, ratios, iterations, seed, float(damping), exact, bits, group)
+        for share, ratio in {(shares[at], ratio) for at, ratio in ratios.items()}:
             settings._try(share, ratio)
         if bits is None and not any(settings._removes(matrix) for block in matrices for matrix in block):
-            raise UsageError(
-                f"a sparsity of {max(s or 0 for s in each):g} removes no entry of any matrix: give a larger one"
-            )
+            largest = max(share or 0 for share in shares.values())
+            raise UsageError(f"a sparsity of {largest:g} removes no entry of any matrix: give a larger one")
         return settings
 
     @property
@@ -135,13 +136,11 @@ class PruningSettings:
         """The settings that the method reads, as plain values; one value where all blocks or matrices agree."""
         plain: dict[str, Any] = {
             "method": self.method,
-            "sparsity": self.sparsity[0] if len(set(self.sparsity)) == 1 else list(self.sparsity),
+            "sparsity": _plain(self.sparsity),
             "pattern": self.pattern,
         }
         if self.method == "oats":
-            ratios = set(self.rank_ratio.values())
-            each = {f"{layer}/{key}": ratio for (layer, key), ratio in self.rank_ratio.items()}
-            plain["rank_ratio"] = ratios.pop() if len(ratios) == 1 else each
+            plain["rank_ratio"] = _plain(self.rank_ratio)
             plain |= {"iterations": self.iterations, "seed": self.seed} | (
                 {"exact": True} if self.exact else {}
             )
@@ -164,7 +163,8 @@ class PruningSettings:
                 f"cannot weigh its inputs: use --method {blind}, which weighs none"
             )
         weight = matrix.read()
-        share, ratio = self.sparsity[matrix.layer], self.rank_ratio[matrix.layer, matrix.key]
+        at = matrix.layer, matrix.key
+        share, ratio = self.sparsity[at], self.rank_ratio[at]
         approximation = self._pruned(weight, moments, share, ratio)
         pruned = PrunedMatrix(
             key=matrix.key,
@@ -265,7 +265,7 @@ class PruningSettings:
 
     def _removes(self, matrix: Matrix) -> bool:
         """Whether the share to remove, rounded down as the method does, is at least one entry."""
-        share, (outputs, inputs) = self.sparsity[matrix.layer], matrix.shape
+        share, (outputs, inputs) = self.sparsity[matrix.layer, matrix.key], matrix.shape
         if self.pattern or share is None:
             return True
         among = {
@@ -283,6 +283,24 @@ class PruningSettings:
         ones = torch.ones(inputs, dtype=torch.float64)
         factor = factor_hessian(ones.diag(), self.damping) if self.needs_full_moments else None
         self._pruned(torch.ones(1, inputs), Moments(1, ones, factor), sparsity, ratio)
+
+
+def _of_matrix(sparsity: Sparsity, matrix: Matrix) -> float | None:
+    if callable(sparsity):
+        return sparsity(matrix.layer, matrix.name)
+    return sparsity[matrix.layer] if isinstance(sparsity, Sequence) else sparsity
+
+
+def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
+    """One value where all matrices agree, one a block where those of each block do, else all of them by name."""
+    by_block: dict[int, set[float | None]] = {}
+    for (layer, _), value in values.items():
+        by_block.setdefault(layer, set()).add(value)
+    if len(set(values.values())) == 1:
+        return next(iter(values.values()))
+    if list(by_block) == list(range(len(by_block))) and all(len(found) == 1 for found in by_block.values()):
+        return [found.pop() for found in by_block.values()]
+    return {f"{layer}/{key}": value for (layer, key), value in values.items()}
 
 
 @dataclass(frozen=True)

@@ -49,4 +49,5 @@ def without_skipped(model: OpenModel, matrices: Matrices, skip: Sequence[str], f
 
 def _is_called(matrix: Matrix, glob: str) -> bool:
     module = matrix.parameter.removesuffix(".weight")
-    return any(fnmatchcase(name, glob) for name in (matrix.name, matrix.key, matrix.parameter, module))
+    names = (matrix.name, matrix.key, matrix.parameter, module, f"{matrix.layer}.{matrix.name}")
+    return any(fnmatchcase(name, glob) for name in names)
