@@ -50,9 +50,9 @@ TRAININGS: dict[str, tuple[str, str]] = {
         "longer than those of figure8; for a GPU",
     ),
     "sinks/backcopy": (
-        "for seed in 0 1 2; do for optimizer in adamw sgd; do theodolite train backcopy --optimizer $optimizer "
+        "for seed in $(seq 0 11); do for optimizer in adamw sgd; do theodolite train backcopy --optimizer $optimizer "
         "--seed $seed --out backcopy/$optimizer-$seed --threads 1; done; done",
-        "six training runs, half a minute each on one core",
+        "24 training runs, half a minute each on one core",
     ),
     "sinks/escape": (
         "theodolite train escape --out escape --seeds 3",
