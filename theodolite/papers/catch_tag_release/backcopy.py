@@ -39,7 +39,7 @@ MEASURES = {
     "to_first": "attention to the first token from letters, which need no head",
     "to_first_trigger": "attention to the first token from triggers, which need one",
     "value_ratio": "norm of the first token's value over the mean of others",
-    "norm_ratio": "norm of the first token in the residual stream over the mean of others",
+    "norm_ratio": "norm of the first token in the stream, over the others' mean",
     "first_norm": "norm of the first token in the residual stream",
     "copy_loss": "loss after triggers, nats",
     "bigram_loss": "loss after letters beyond the bigrams' entropy, nats",
