@@ -52,7 +52,7 @@ def test_it_writes_a_checkpoint_and_a_page(tmp_path, text):
     assert status == 0, stderr
     said = " ".join(stdout.split())
     assert "method oats" in said
-    assert "weights on disk" in said
+    assert "weights that are loaded" in said
     assert f"Checkpoint: {out}" in said
     assert said.endswith(f"Report: {out}/report/sinks-prune/index.html")
     assert (

@@ -138,6 +138,36 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
 
 
+def test_weights_of_a_layer_are_those_of_the_whole_model(tmp_path):
+    folder = write("llama3", tmp_path / "llama3")
+    whole, streamed = open_model(folder), open_streamed(folder)
+    assert torch.equal(streamed.output_weights(1), whole.output_weights(1))
+    assert torch.equal(streamed.head_weights(1).w_q, whole.head_weights(1).w_q)
+    assert in_memory(streamed) == []
+
+
+def test_what_needs_the_whole_model_is_refused(tmp_path):
+    model = open_streamed(write("llama3", tmp_path / "llama3"))
+    for options in ({"form": "adapter", "recover": 3}, {"sparsity_by": "owl"}):
+        with pytest.raises(UsageError, match="need a model in memory: use open_model"):
+            prune_model(model, corpus_of(), "oats", 0.5, out=tmp_path / "out", **options)
+
+
+def test_it_is_not_written_into_its_own_folder(tmp_path):
+    model = open_streamed(write("llama3", tmp_path / "llama3"))
+    with pytest.raises(UsageError, match="lies in the folder of the model that it is made of"):
+        prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "llama3" / "out")
+
+
+def test_text_in_place_of_numbers_and_lists_is_refused(tmp_path):
+    model = open_model(write("llama3", tmp_path / "llama3"))
+    for options in ({"sparsity": "0.5"}, {"sparsity": 0.5, "skip": "qk"}):
+        with pytest.raises(UsageError, match="give no text"):
+            prune_model(model, corpus_of(), "wanda", **options)
+    with pytest.raises(UsageError, match="leave out --sparsity-by"):
+        prune_model(model, corpus_of(), "gptq", bits=4, group=16, sparsity_by="owl")
+
+
 def test_without_a_folder_it_is_refused(tmp_path):
     model = open_streamed(write("llama3", tmp_path / "llama3"))
     with pytest.raises(UsageError, match="read from its files and not kept: give out, a folder"):

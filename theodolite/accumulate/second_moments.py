@@ -68,7 +68,8 @@ class SecondMoments(LayerSums):
         count = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
         own_moment = self.at("moment", layer, rows.device)
         own_moment.addr_(offset, offset, alpha=-float(len(rows)))
-        self._combine(layer, count, batch.pivot + offset, _square(rows))
+        _add_square(rows, own_moment)
+        self._combine(layer, count, batch.pivot + offset, None)
 
     def merge(self, other: Mergeable) -> None:
         """Take in what another accumulator has seen."""
@@ -76,9 +77,9 @@ class SecondMoments(LayerSums):
         for layer in range(self.layers):
             self._combine(layer, state["count"][layer], state["mean"][layer], state["moment"][layer])
 
-    def _combine(self, layer: int, *other: Tensor) -> None:
+    def _combine(self, layer: int, count: Tensor, mean: Tensor, moment: Tensor | None) -> None:
         names = ("count", "mean", "moment")
-        _combine([self.at(name, layer, other[-1].device) for name in names], other)
+        _combine([self.at(name, layer, mean.device) for name in names], (count, mean, moment))
 
 
 class MomentSketches(LayerSums):
@@ -140,21 +141,27 @@ class MomentSketches(LayerSums):
                 count, mean = (state[name][layer, group].to(directions.device) for name in ("count", "mean"))
                 self._combine(layer, group, count, mean, sketches[group])
 
-    def _combine(self, layer: int, group: int, *other: Tensor) -> None:
-        device = other[-1].device
+    def _combine(self, layer: int, group: int, count: Tensor, mean: Tensor, sketch: Tensor) -> None:
+        device = sketch.device
         group_sums = [self.at(name, layer, device)[group] for name in ("count", "mean", "sketch")]
-        _combine(group_sums, other, self.at("directions", layer, device))
+        _combine(group_sums, (count, mean, sketch), self.at("directions", layer, device))
 
 
-def _combine(sums: Sequence[Tensor], other: Sequence[Tensor], directions: Tensor | None = None) -> None:
-    """Add count, mean (d) and centred second moment S (d, d) of other rows to `sums`; with `directions` Ω, of S Ω."""
+def _combine(
+    sums: Sequence[Tensor], other: tuple[Tensor, Tensor, Tensor | None], directions: Tensor | None = None
+) -> None:
+    """Add count, mean (d) and centred second moment S (d, d) of other rows to `sums`; with `directions` Ω, of S Ω.
+
+    S is None where it is in the sum already.
+    """
     (count, mean, moment), (other_count, other_mean, other_moment) = sums, other
     total = count + other_count
     if total == 0:
         return
     difference = other_mean - mean
     projected = difference if directions is None else difference @ directions
-    moment += other_moment
+    if other_moment is not None:
+        moment += other_moment
     moment.addr_(difference, projected, alpha=float(count * other_count / total))
     mean += difference * (other_count / total)
     count.copy_(total)
@@ -185,17 +192,15 @@ def _leading(rows: Float[Tensor, "rows width"], r: int) -> Float[Tensor, "width 
     return basis
 
 
-def _square(rows: Float[Tensor, "rows width"]) -> Float[Tensor, "width width"]:
-    """rowsᵀ rows, a strip of columns at a time from the diagonal on: five eighths of the work."""
+def _add_square(rows: Float[Tensor, "rows width"], total: Float64[Tensor, "width width"]) -> None:
+    """Add rowsᵀ rows, a strip of columns at a time from the diagonal on: five eighths of the work."""
     width = rows.shape[1]
-    product = rows.new_empty(width, width)
     step = -(-width // STRIPS)
     for start in range(0, width, step):
         stop = min(start + step, width)
         strip = rows[:, start:stop].T @ rows[:, start:]
-        product[start:stop, start:] = strip
-        product[stop:, start:stop] = strip[:, stop - start :].T
-    return product
+        total[start:stop, start:] += strip
+        total[stop:, start:stop] += strip[:, stop - start :].T
 
 
 def covariance(state: State, layer: int) -> Float[Tensor, "width width"]:

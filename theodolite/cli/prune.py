@@ -26,7 +26,7 @@ from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping
 from theodolite.errors import UsageError
 from theodolite.system.choices import check_form, check_method
 from theodolite.system.interrupt import interruptible
-from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
+from theodolite.system.pruned_folders import COMPRESSED, SETTINGS, exists_already, refuse_inside
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
@@ -155,6 +155,13 @@ def prune_command(
             "bits": bits,
             "group": group,
         }
+        if stream:
+            in_memory = {"--recover": recover, "--sparsity-by": sparsity_by}
+            refuse_unread("--stream has the model never whole in memory", in_memory)
+            if form == COMPRESSED:
+                raise UsageError(
+                    f"--stream writes no --format {COMPRESSED}: choose another, or leave out --stream"
+                )
         opening.check(model)
         text.check()
         _refuse_existing(out)
@@ -218,13 +225,15 @@ def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
     from theodolite.papers.command import show_outcome
     from theodolite.report.pruned_model import PRUNING, pruned_outcome
     from theodolite.system.checksums import read_json_checked
+    from theodolite.system.wording import counted
 
     left = pruned.provenance["pruning"]["left_dense"]
     if left:
         entries = int((pruned.table["outputs"] * pruned.table["inputs"]).sum())
         share = sum(left.values()) / (sum(left.values()) + entries)
         screen.print(
-            f"left dense: {share:.1%} of the blocks' weights, {len(left)} tensors such as {next(iter(left))}",
+            f"left dense: {share:.1%} of the blocks' weights, {counted(len(left), 'tensor')} such as "
+            f"{next(iter(left))}",
             highlight=False,
         )
     if as_json:

@@ -51,7 +51,8 @@ def open_streamed(
     Args:
         path_or_id, dtype, device, revision: as in `open_model`.
         say: told in a line why the model was opened whole, if it was.
-        show_progress: told (bytes done, bytes in all) while the files are hashed; it may raise to stop.
+        show_progress: told (0, 1) before each block is read, then (bytes done, bytes in all) while the files are
+            hashed; it may raise to stop.
 
     Raises:
         UsageError, WorkError: as `open_model` does.
@@ -93,6 +94,7 @@ def _open(
     blocks.load_rest()
     attending = reader.structure.attending
     for layer in range(len(blocks.names)):
+        show_progress(0, 1)
         with blocks.present(layer):
             refuse_nonfinite_weights(reader.structure.blocks[layer], blocks.names[layer] + ".")
             if layer in (attending[0], attending[-1]):
@@ -108,6 +110,7 @@ def _open(
         revision=None if local else revision,
         sha256=hash_checkpoint(local, show_progress) if local else None,
         streamed=blocks,
+        _load_layer=blocks.present,
     )
 
 

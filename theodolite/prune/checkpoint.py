@@ -19,7 +19,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import (
@@ -121,7 +121,10 @@ class UnfinishedPruning:
         return self._read(self._block(layer)) if self._block(layer).is_file() else None
 
     def _read(self, path: Path) -> tuple[list[PrunedMatrix], TableRows]:
-        matrices, notes = read_matrices(path)
+        try:
+            matrices, notes = read_matrices(path)
+        except WorkError as error:
+            raise WorkError(f"{error}; remove it, and its block is pruned again") from error
         if notes["fingerprint"] != self._fingerprint:
             raise UsageError(
                 f"{path.parent} holds an unfinished pruning of another model, text or settings: choose another "

@@ -124,14 +124,18 @@ def prune_model(
     if out is None and model.streamed is not None:
         raise UsageError(f"the blocks of {model.id} are read from its files and not kept: give out, a folder")
     if model.streamed is not None and (form == COMPRESSED or recover is not None or sparsity_by is not None):
-        raise UsageError(
-            "--format compressed, --recover and --sparsity-by need the model in memory: leave out --stream"
-        )
+        raise UsageError("format compressed, recover and sparsity_by need a model in memory: use open_model")
     recovery = None if recover is None else Recovery(corpus, recover, batch_of(corpus, batch), seed)
     if recovery:
         if form != ADAPTER or out is None:
             raise UsageError("--recover trains an adapter: give --format adapter, and a folder for it")
         recovery.check(model)
+    if isinstance(sparsity, str) or isinstance(skip, str):
+        raise UsageError("sparsity is a number, or one a block, and skip a list of names: give no text")
+    if sparsity_by is not None and bits is not None:
+        raise UsageError("bits say how weights are stored, not which: leave out --sparsity-by")
+    if out is not None and Path(model.id).expanduser().resolve() in Path(out).resolve().parents:
+        raise UsageError(f"{out} lies in the folder of the model that it is made of: choose another --out")
     of_file = None if recipe is None else Recipe.read(recipe)
     skip = (*skip, *(of_file.skip if of_file else ()))
     matrices = without_skipped(model, _dense_matrices(model), skip, "factored" if recovery else form)
@@ -167,7 +171,7 @@ def prune_model(
         "corpus": corpus.sha256,
         "batch": batch_of(corpus, batch),
         "pruning": settings.fingerprint()
-        | ({"skip": sorted(skip)} if skip else {})
+        | ({"skip": sorted(set(skip))} if skip else {})
         | ({"recover": recover} if recover else {})
         | ({"sparsity_by": sparsity_by} if sparsity_by else {}),
     }

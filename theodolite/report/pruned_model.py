@@ -32,25 +32,26 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     """Key numbers, the errors by block and matrix, and the table."""
     table, pruning = pruned.table, pruned.provenance["pruning"]
     entries = (table["outputs"] * table["inputs"]).to_numpy(float)
+    before = ", before the low-rank parts were trained" if "recovery" in pruning else ""
     readings = [
         Reading("method", _method(pruning)),
         Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
         _kept(table, pruning, entries),
-        Reading("relative error of outputs, scaled norm", _spread(table["error_scaled"])),
+        Reading(f"relative error of outputs, scaled norm{before}", _spread(table["error_scaled"])),
     ]
     if table["error"].notna().any():
-        readings.append(Reading("relative error of outputs", _spread(table["error"])))
+        readings.append(Reading(f"relative error of outputs{before}", _spread(table["error"])))
     if "bytes" in pruning:
         written, dense = (number(pruning[name] / 1e6) for name in ("bytes", "dense_bytes"))
         size = f"{written} MB ({pruning['format']}), dense {dense} MB"
-        readings.append(Reading("weights on disk", size))
+        readings.append(Reading("weights that are loaded", size))
     readings += _recovery(pruning.get("recovery"))
     notes = [
         ("left dense", listed(list(pruning["left_dense"]), 3)),
         ("fallbacks", listed(list(table.loc[table["fallback"] != "", "fallback"].unique()))),
     ]
     readings += [Reading(name, text) for name, text in notes if text]
-    return Outcome(readings, [], {"matrices": table}, _exhibits(table))
+    return Outcome(readings, [], {"matrices": table}, _exhibits(table, before))
 
 
 def write_page(pruned: Pruned, folder: Path) -> Path:
@@ -69,10 +70,10 @@ def page_at(folder: Path) -> Path:
     return folder_of(PRUNING.name, folder) / "index.html"
 
 
-def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
+def _exhibits(table: pd.DataFrame, before: str) -> list[Exhibit]:
     scaled = Exhibit(
         "error-scaled",
-        "Error of each matrix in the scaled norm",
+        f"Error of each matrix in the scaled norm{before}",
         drawing.error_map(table, "error_scaled"),
         "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
         "pruned blocks before it give them: the norm in which Wanda and OATS choose, as if inputs were uncorrelated.",
@@ -84,7 +85,7 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         return [scaled]
     exact = Exhibit(
         "error",
-        "Error of the outputs of each matrix",
+        f"Error of the outputs of each matrix{before}",
         drawing.error_map(table, "error"),
         "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their full second moments: what "
         "SparseGPT and GPTQ minimise.",
@@ -109,20 +110,23 @@ def _recovery(told: dict[str, Any] | None) -> list[Reading]:
 
 
 def _method(pruning: dict) -> str:
-    pattern = f", pattern {pruning['pattern']}" if pruning["pattern"] else ""
-    return pruning["method"] + pattern
+    also = [f"pattern {pruning['pattern']}"] if pruning["pattern"] else []
+    also += ["exact"] if pruning.get("exact") else []
+    also += [f"sparsity by {pruning['sparsity_by']}"] if "sparsity_by" in pruning else []
+    return ", ".join([pruning["method"], *also])
 
 
 def _kept(table: pd.DataFrame, pruning: dict, entries: np.ndarray) -> Reading:
     """What is left of the weights: a share of them, or some bits of each."""
     if "bits" not in pruning:
         removed = float((table["sparsity"] * entries).sum() / entries.sum())
-        return Reading("share of entries removed", percent(removed))
+        return Reading("share of entries removed, of pruned matrices", percent(removed))
     all_bits = number(8 * float(table["compact_bytes"].sum()) / entries.sum())
+    low_rank = ", and low-rank parts" if (table["rank"] > 0).any() else ""
     inputs = counted(pruning["group"], "input") if pruning["group"] else "all inputs of an output"
     return Reading(
         "bits of a weight",
-        f"{pruning['bits']}, and {all_bits} with scales, one for {inputs}, and low-rank parts",
+        f"{pruning['bits']}, and {all_bits} with scales, one for {inputs}{low_rank}",
     )
 
 
