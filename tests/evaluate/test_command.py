@@ -205,6 +205,32 @@ def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_p
     assert len(json.loads(out.read_text())["measured"]) == 2
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--length", "64"),
+        ("--contexts", "4"),
+        ("--no-pack",),
+        ("--per-label", "2"),
+        ("--text-column", "body"),
+    ],
+)
+def test_tasks_have_no_text_to_choose(option, tmp_path):
+    for task in (("--task", "few-shot"), ("--tasks", tmp_path)):
+        status, _, stderr = call(*task, *option)
+        assert status == 2
+        assert f"without --corpus or --stride: leave out {option[0]}" in stderr
+        assert len(stderr.strip().splitlines()) == 1
+
+
+def test_beside_tasks_a_stride_asks_for_the_perplexity_as_well(checkpoint, text):
+    options = ("--task", "few-shot", "--prompts", 4, "--shots", 0, "--corpus", text, "--json")
+    for more in (("--stride", 64), ("--length", 16, "--contexts", 4)):
+        status, stdout, stderr = call(checkpoint("gpt2"), *options, *more)
+        assert status == 0, stderr
+        assert {row["metric"] for row in json.loads(stdout)["scores"]} >= {"perplexity", "accuracy"}
+
+
 @pytest.mark.parametrize("option", [("--contexts", "4"), ("--no-pack",), ("--per-label", "2")])
 def test_a_stride_has_no_contexts_to_choose(option, text):
     status, _, stderr = call("--corpus", text, "--stride", 16, *option)

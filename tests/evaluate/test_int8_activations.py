@@ -119,6 +119,16 @@ def test_a_planted_outlier_is_what_rounding_costs(checkpoint):
     assert table["dimensions"].tolist() == [0, 0, 1, 1]
 
 
+def test_a_loss_too_large_for_a_number_is_an_infinite_perplexity(checkpoint):
+    """Closed form: exp of a loss above 710 is beyond float64."""
+    model = open_model(checkpoint("llama3"))
+    with torch.no_grad():
+        model.hf.get_output_embeddings().weight *= 1e5
+    table = int8_activations(model, Corpus.random_tokens(300, 20, 2, 0), RULES, seeds=1)
+    assert table["loss"].min() > 710
+    assert (table["perplexity"] == math.inf).all()
+
+
 def test_wrong_calls_are_one_line(opened):
     model, corpus = opened("llama3"), Corpus.random_tokens(300, 8, 3, 0)
     with pytest.raises(UsageError, match="no outlier dimension"):

@@ -221,6 +221,11 @@ def test_windows_that_cannot_be_are_refused(opened):
         ({"stride": 13, "length": 12}, "give 1 to 12"),
         ({"stride": 64, "length": 129}, "longer than the 128"),
         ({"stride": 2, "length": 3}, "too short"),
+        ({"stride": 2, "length": 0}, "0 tokens are too short"),
+        ({"stride": 2, "length": 1}, "1 tokens are too short"),
+        ({"stride": 64.0}, "stride is 64.0: give a whole number"),
+        ({"stride": True}, "stride is True"),
+        ({"stride": 2, "length": "12"}, "length is '12'"),
         ({"length": 12}, "give a stride"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 from transformers import DynamicCache
 
 from theodolite import open_model
@@ -256,6 +257,53 @@ def test_wrong_use_is_one_line(opened):
         read(model, cache, ids[:1], 8)
     with pytest.raises(UsageError, match="cannot go back"):
         cache.crop(-1)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3"])
+def test_no_more_tokens_are_read_than_there_are_positions(family, opened):
+    """Oracle: the 128 positions of both; padding takes none of them, and a pass that is refused leaves no trace."""
+    model, ids = opened(family), text(2, 132)
+    mask = torch.ones_like(ids)
+    mask[:, :4] = 0
+    cache = TracedCache(model, token_rule, 9)
+    for begin in range(0, 120, 40):
+        part = ids[:, begin : begin + 40]
+        read(model, cache, part, 40, attention_mask=mask[:, : begin + 40])
+    with pytest.raises(UsageError, match=r"positions for 128 tokens, and a context would be 129 .*reset"):
+        read(model, cache, torch.cat([ids[:, 120:], ids[:, :1]], dim=1), 13)
+    read(model, cache, ids[:, 120:], 12, attention_mask=mask)
+    assert cache.positions[:, -1].tolist() == [127, 127]
+    with pytest.raises(UsageError, match="would be 129 long"):
+        read(model, cache, ids[:, :1], 1)
+    cache.reset()
+    read(model, cache, ids[:, :128], 64)
+    with pytest.raises(UsageError, match="would be 129 long"):
+        model.hf.generate(ids[:, :120], past_key_values=TracedCache(model, token_rule, 9), max_new_tokens=10)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"sinks": [1, 2]}, {"size": 8.5}, {"size": "8"}, {"size": True}, {"places": 1.0}, {"first": None}],
+)
+def test_arguments_of_another_kind_are_one_line(given, opened):
+    """Where types are checked, by that, but for a bool."""
+    with pytest.raises((UsageError, TypeError), match=next(iter(given))) as refused:
+        TracedCache(opened("llama3"), **{"sinks": token_rule, "size": 8} | given)
+    assert type(refused.value) in (UsageError, TypeCheckError)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        (lambda ids: token_rule(ids).float(), r"float32 of shape \(16, 1\)"),
+        (lambda ids: token_rule(ids).long(), "int64"),
+        (lambda ids: token_rule(ids)[0], r"bool of shape \(1,\) for ids of shape \(16, 1\)"),
+        (lambda ids: token_rule(ids).tolist(), "gave list"),
+    ],
+)
+def test_a_function_that_gives_no_bools_is_one_line(sinks, message, opened):
+    with pytest.raises(UsageError, match=message):
+        read(opened("llama3"), TracedCache(opened("llama3"), sinks, 8), text(2, 8), 8)
 
 
 def test_a_model_that_heeds_another_mask_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Opening, Text
+from theodolite.cli.options import AsJson, Opening, Text, refuse_unread
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
 from theodolite.system import embedded
 from theodolite.system.files import check_target
@@ -54,7 +54,7 @@ def evaluate_command(
         int | None,
         typer.Option(
             help="Read the text as one sequence, in windows of --length tokens (default: 2048, or the model's maximum) "
-            "that begin so many tokens apart, and count of each what is new in it."
+            "that begin so many tokens apart, and count of each what is new in it; beside --task, as well as the tasks."
         ),
     ] = None,
     batch: Annotated[
@@ -74,8 +74,9 @@ def evaluate_command(
     """Perplexity on a text, few-shot accuracy, and lm-eval tasks, of one model or of several compared.
 
     Without --task and --tasks: perplexity and bits per byte, by default on topics of Python's
-    documentation that the embedded model was not trained on. With --stride, as published perplexities
-    of WikiText-2 are (--corpus wikitext-2, a name for the hub's test part).
+    documentation that the embedded model was not trained on; with them, only if --corpus or --stride
+    asks for a text as well. With --stride, as published perplexities of WikiText-2 are
+    (--corpus wikitext-2, a name for the hub's test part).
 
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
@@ -91,6 +92,10 @@ def evaluate_command(
             read.check_stream()
         elif reads:
             read.check()
+        else:
+            column = None if text.text_column == Text.text_column else text.text_column
+            of_text = text.given() | {"--contexts": text.contexts, "--text-column": column}
+            refuse_unread("tasks read no text without --corpus or --stride", of_text)
 
         from theodolite.evaluate.answers_file import AnswersFile
         from theodolite.evaluate.command import Questions, evaluate, parse_shots

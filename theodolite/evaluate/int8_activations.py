@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -192,11 +192,10 @@ def int8_activations(
         with rounded_activations(model, kept, bits):
             found.append(perplexity(model, corpus, batch=batch))
     show_progress(len(keeping), len(keeping))
-    plain, whole, protected = (one.each for one in found[:3])
-    losses = {AS_IT_IS: plain, ROUNDED: whole, OUTLIERS: protected}
-    losses[RANDOM] = np.mean([one.each for one in found[3:]], axis=0)
+    random = replace(found[3], losses=np.mean([one.losses for one in found[3:]], axis=0))
+    measured = dict(zip((AS_IT_IS, ROUNDED, OUTLIERS, RANDOM), (*found[:3], random), strict=True))
     mean_kept = sum(map(len, outliers)) / model.layers
-    return pd.DataFrame([_row(what, mean_kept, losses) for what in losses])
+    return pd.DataFrame([_row(what, mean_kept, measured) for what in measured])
 
 
 def _drawn(outliers: Sequence[Sequence[int]], width: int, seed: int) -> list[list[int]]:
@@ -210,14 +209,14 @@ def _drawn(outliers: Sequence[Sequence[int]], width: int, seed: int) -> list[lis
     return drawn
 
 
-def _row(what: str, kept: float, losses: dict[str, Float[np.ndarray, " contexts"]]) -> dict[str, Any]:
-    loss, error = mean_and_error(losses[what])
+def _row(what: str, kept: float, measured: dict[str, Perplexity]) -> dict[str, Any]:
+    own = measured[what]
     row: dict[str, Any] = {"what": what, "dimensions": kept if what in (OUTLIERS, RANDOM) else 0.0}
-    row |= {"loss": loss, "loss_se": error, "perplexity": math.exp(loss)}
+    row |= {"loss": own.loss, "loss_se": own.loss_se, "perplexity": own.perplexity}
     for name, other, nothing in (
         ("cost", AS_IT_IS, (AS_IT_IS,)),
         ("difference", ROUNDED, (AS_IT_IS, ROUNDED)),
     ):
-        pair = (math.nan, math.nan) if what in nothing else mean_and_error(losses[what] - losses[other])
+        pair = (math.nan, math.nan) if what in nothing else mean_and_error(own.each - measured[other].each)
         row[name], row[f"{name}_se"] = pair
     return row

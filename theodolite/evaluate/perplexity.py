@@ -19,6 +19,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import token_bytes
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
+from theodolite.system.choices import check_whole
 from theodolite.system.progress import ShowProgress
 
 LARGEST_LOSS = math.log(sys.float_info.max)
@@ -128,7 +129,8 @@ def perplexity(
         show_progress: told (done, total) contexts before each batch and at the end; it may raise to stop.
 
     Raises:
-        UsageError: the corpus does not fit the model, or the model does not predict next tokens.
+        UsageError: the corpus does not fit the model, the model does not predict next tokens, or there are no such
+            windows.
         WorkError: a loss is not finite.
     """
     check_predicts(model)
@@ -159,7 +161,7 @@ def perplexity(
 
 def window_length(model: OpenModel, length: int | None) -> int:
     """Tokens of a strided window: `length`, or where it is None 2,048, or as many as the model has positions for."""
-    return length or min(LITERATURE, model.longest or LITERATURE)
+    return min(LITERATURE, model.longest or LITERATURE) if length is None else length
 
 
 def _windows(
@@ -167,6 +169,7 @@ def _windows(
 ) -> tuple[list[tuple[Int[Tensor, "windows length"], int]], int]:
     """Windows of a stream, as many as a pass reads, and how many tokens at their beginning do not count."""
     window = window_length(model, length)
+    check_whole(stride=stride, length=window)
     check_length(window)
     if not isinstance(corpus, Corpus) or len(corpus.contexts) != 1 or corpus.images is not None:
         raise UsageError(

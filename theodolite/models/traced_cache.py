@@ -23,6 +23,7 @@ from theodolite.models.guard import measures
 from theodolite.models.kept_tokens import Room, kept
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure import first_output
+from theodolite.system.choices import check_whole
 
 Sinks = Callable[[Int[Tensor, "contexts positions"]], Bool[Tensor, "contexts positions"]]
 """Which tokens are sinks, by their id and by whether they are the first of their context, as `Exclusions.tokens`."""
@@ -36,8 +37,8 @@ class TracedCache(Cache):
 
     To be given as `past_key_values`, to `model.hf.generate` or to `model.hf` chunk by chunk. A token attends to itself
     and to what is kept then, `size` tokens in all; what has left the cache does not come back. The same tokens are kept
-    in all layers, of each row its own. Positions stay the true ones, so a model cannot read more tokens than it has
-    positions for. Within one pass the keys of all its tokens are in memory: read a long prompt in chunks.
+    in all layers, of each row its own. Positions stay the true ones, so no more tokens of a context are read than the
+    model has positions for. Within one pass the keys of all its tokens are in memory: read a long prompt in chunks.
 
     Until a context has `size` tokens everything is kept. Rows may be padded on the left, with their `attention_mask`;
     where no `position_ids` are given, they count from the first token that is none of padding.
@@ -51,8 +52,9 @@ class TracedCache(Cache):
         first: tokens at the beginning that stay whether they are sinks or not, and take up places.
 
     Raises:
-        UsageError: the model attends in another way or adds a bias by distance (ALiBi), or the numbers leave no window;
-            while it is used: tokens that are not given as ids, a mask with holes, a pass of another model.
+        UsageError: the model attends in another way or adds a bias by distance (ALiBi), `sinks` is no function, or the
+            numbers are not whole or leave no window; while it is used: tokens that are not given as ids, a mask with
+            holes, more tokens than positions, `sinks` that give no bool for each token, a pass of another model.
     """
 
     _beginnings: Tensor | None  # tokens read of each row, without padding
@@ -71,12 +73,18 @@ class TracedCache(Cache):
         first: int = 0,
     ) -> None:
         _check(model)
+        if sinks is not None and not callable(sinks):
+            raise UsageError(
+                f"sinks is of type {type(sinks).__name__}: give a function of token ids (exclusions.tokens), or None"
+            )
+        check_whole(size=size, first=first, places=0 if places is None else places)
         super().__init__(layer_class_to_replicate=_Layer)
         if places is None:
             places = max(first, min(max(size // 8, 1), size - 1))
         self.room = Room(size, places, first)
         self._sinks = sinks
         self._model = model.hf
+        self._longest = model.longest
         self._forget()
         self._listen()
         _verify(model)
@@ -114,7 +122,8 @@ class TracedCache(Cache):
             mask: 1 of tokens, 0 of padding, of all that were read and of these; None: there is no padding.
 
         Raises:
-            UsageError: a mask that hides tokens after the first of their context, or of another shape.
+            UsageError: a mask that hides tokens after the first of their context, or of another shape, more tokens of a
+                context than the model has positions for, or `sinks` that give no bool for each token.
         """
         rows, new = ids.shape
         if self._beginnings is None:
@@ -129,10 +138,16 @@ class TracedCache(Cache):
         read = self._beginnings.unsqueeze(1) + seen.cumsum(dim=1)
         if bool((~seen & (read > 0)).any()):
             raise UsageError("a context has padding after its first token: pad on the left")
+        if self._longest is not None and (longest := int(read.max())) > self._longest:
+            raise UsageError(
+                f"the model has positions for {self._longest} tokens, and a context would be {longest} long: read "
+                "fewer, or begin another one with cache.reset()"
+            )
         positions = torch.where(seen, read - 1, -1)
+        sinks = self._are_sinks(ids, positions)
         self._beginnings = read[:, -1]
         self._positions = torch.cat([self._positions, positions], dim=1)
-        self._flags = torch.cat([self._flags, self._are_sinks(ids, positions)], dim=1)
+        self._flags = torch.cat([self._flags, sinks], dim=1)
         self._told += new
         attended = kept(self.room, self._flags, self._positions, new)
         last = attended[:, -1]
@@ -146,8 +161,8 @@ class TracedCache(Cache):
     def _are_sinks(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self._sinks is None:
             return torch.zeros_like(ids, dtype=torch.bool)
-        as_first = self._sinks(ids.reshape(-1, 1)).view_as(ids)
-        as_later = self._sinks(torch.cat([ids[:, :1], ids], dim=1))[:, 1:]
+        as_first = _flags(self._sinks, ids.reshape(-1, 1)).view_as(ids)
+        as_later = _flags(self._sinks, torch.cat([ids[:, :1], ids], dim=1))[:, 1:]
         return torch.where(positions == 0, as_first, as_later) & (positions >= 0)
 
     def _forget(self) -> None:
@@ -256,6 +271,21 @@ def _tell(
         hidden = torch.finfo(model.dtype).min
         attended = torch.zeros_like(attended, dtype=model.dtype).masked_fill(~attended, hidden)
     return (), given | {"attention_mask": attended}
+
+
+def _flags(sinks: Sinks, ids: Tensor) -> Tensor:
+    """What the function says of these contexts, if it is what it has to be."""
+    flags: object = sinks(ids)
+    if not isinstance(flags, Tensor) or flags.dtype != torch.bool or flags.shape != ids.shape:
+        what = (
+            f"{flags.dtype} of shape {tuple(flags.shape)}"
+            if isinstance(flags, Tensor)
+            else type(flags).__name__
+        )
+        raise UsageError(
+            f"the function of sinks gave {what} for ids of shape {tuple(ids.shape)}: it must give a bool for each"
+        )
+    return flags
 
 
 def _of_new(mask: Tensor, ids: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Literal, get_args
 
 from theodolite.errors import UsageError
@@ -29,6 +30,13 @@ PACKED_BITS = (4, 8)
 
 FORMS = ("merged", "factored", "adapter", "compressed")
 """How a pruned checkpoint is written."""
+
+
+def check_whole(**given: object) -> None:
+    """Raise `UsageError` where one of the arguments is no whole number; a bool is none."""
+    for name, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, numbers.Integral):
+            raise UsageError(f"{name} is {number!r}: give a whole number")
 
 
 def check_dtype(dtype: object) -> None:
