@@ -16,6 +16,7 @@ from theodolite.models import open_model
 from theodolite.models.block_matrices import block_matrices, one_expert_at_a_time
 from theodolite.models.streamed import open_streamed
 from theodolite.prune import Pruned, prune_model
+from theodolite.system.pruned_folders import refuse_inside
 
 FAMILIES = ("gpt2", "llama3", "gpt_neox", "gpt_oss", "mixtral")
 PRUNINGS = (
@@ -157,6 +158,14 @@ def test_it_is_not_written_into_its_own_folder(tmp_path):
     model = open_streamed(write("llama3", tmp_path / "llama3"))
     with pytest.raises(UsageError, match="lies in the folder of the model that it is made of"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "llama3" / "out")
+
+
+def test_a_folder_called_as_a_model_of_the_hub_is_not_that_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
+    write("gpt2", tmp_path / "gpt2")
+    with pytest.raises(UsageError, match="lies in the folder of the model"):
+        refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
 
 
 def test_text_in_place_of_numbers_and_lists_is_refused(tmp_path):

@@ -164,7 +164,7 @@ def prune_command(
                 )
         opening.check(model)
         text.check()
-        _refuse_existing(out)
+        _refuse_existing(out, model)
         is_done = (out / SETTINGS).is_file()  # or it is refused, once the model and the text are known
 
         from theodolite.prune import prune_model
@@ -213,9 +213,9 @@ def _numbers(text: str) -> float | list[float]:
         raise UsageError(f"sparsity {text!r} is neither a number nor numbers separated by commas") from None
 
 
-def _refuse_existing(out: Path) -> None:
+def _refuse_existing(out: Path, model: str | None) -> None:
     """Fail before the model is opened; `prune_model` checks again with the folder locked."""
-    refuse_inside(out)
+    refuse_inside(out, model)
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / SETTINGS).is_file()):
         raise exists_already(out)
 

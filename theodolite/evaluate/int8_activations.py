@@ -25,6 +25,7 @@ from theodolite.evaluate.scores import mean_and_error
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import block_matrices
 from theodolite.models.guard import measures
+from theodolite.models.structure import removed_on_leaving
 from theodolite.sinks.exclusions import Exclusions
 from theodolite.system.progress import ShowProgress
 
@@ -97,11 +98,8 @@ def rounded_activations(
             )
             for reader in readers
         ]
-        try:
+        with removed_on_leaving(handles):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     named = f"rounded_activations(bits={bits}, kept={[sorted(of) for of in kept]})"
     with model.intervention(named, hooked()):
@@ -135,12 +133,8 @@ def _readers(model: OpenModel) -> list[_Reader]:
         for module in model.root.modules()
         for handle in (module.register_forward_hook(after), module.register_forward_pre_hook(before))
     ]
-    try:
-        with torch.no_grad():
-            model.sample_pass()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removed_on_leaving(handles), torch.no_grad():
+        model.sample_pass()
     return [_Reader(layer, module, module in reading) for module, layer in layers.items()]
 
 

@@ -90,20 +90,15 @@ def _open_lazily(
 ) -> OpenModel:
     source = embedded.FOLDER if path_or_id is None else path_or_id
     local = local_folder(source)
-    try:
-        with without_progress_bars():
-            if local is None:
-                revision = commit_of(str(source), revision)
-            tensors = checkpoint_tensors(source, dtype, revision)
-            reader = Reader.of(tensors, attention)
-            attending = reader.structure.attending
-            for layer in (attending[0], attending[-1]):
-                with reader.loaded(layer):
-                    pass
-    except ImportError as error:
-        raise CannotReadLazily(f"this version of transformers is not known ({reason_of(error)})") from error
-    except LOADING_ERRORS as error:
-        raise CannotReadLazily(reason_of(error)) from error
+    with read_in_parts():
+        if local is None:
+            revision = commit_of(str(source), revision)
+        tensors = checkpoint_tensors(source, dtype, revision)
+        reader = Reader.of(tensors, attention)
+        attending = reader.structure.attending
+        for layer in (attending[0], attending[-1]):
+            with reader.loaded(layer):
+                pass
     reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
     return OpenModel.of(
         reader.source,
@@ -115,6 +110,18 @@ def _open_lazily(
         sha256=hash_checkpoint(local, show_progress) if local else None,
         _load_layer=reader.loaded,
     )
+
+
+@contextmanager
+def read_in_parts() -> Iterator[None]:
+    """While open, what keeps a checkpoint from being read in parts is raised as `CannotReadLazily`, quietly."""
+    try:
+        with without_progress_bars():
+            yield
+    except ImportError as error:
+        raise CannotReadLazily(f"this version of transformers is not known ({reason_of(error)})") from error
+    except LOADING_ERRORS as error:
+        raise CannotReadLazily(reason_of(error)) from error
 
 
 def _refuse_to_run(module: nn.Module, _args: Any) -> None:

@@ -14,16 +14,13 @@ import torch
 
 from theodolite.models.checkpoint_tensors import CannotReadLazily, checkpoint_tensors
 from theodolite.models.guard import measures
-from theodolite.models.lazy_weights import Reader
+from theodolite.models.lazy_weights import Reader, read_in_parts
 from theodolite.models.loading import (
-    LOADING_ERRORS,
     commit_of,
     hash_checkpoint,
     load_tokenizer,
-    reason_of,
     refuse_nonfinite_weights,
     usable_device,
-    without_progress_bars,
 )
 from theodolite.models.open import open_model
 from theodolite.models.opened import OpenModel
@@ -59,33 +56,26 @@ def open_streamed(
     """
     check_dtype(dtype)
     target = usable_device(device)
-    place = embedded.FOLDER if path_or_id is None else path_or_id
-    local = local_folder(place)
     try:
-        with without_progress_bars():
-            if local is None:
-                revision = commit_of(str(place), revision)
-            return _open(path_or_id, place, dtype, target, revision, show_progress)
-    except ImportError as error:
-        reason = f"this version of transformers is not known ({reason_of(error)})"
-    except CannotReadLazily as error:
-        reason = str(error)
-    except LOADING_ERRORS as error:
-        reason = reason_of(error)
-    model = open_model(path_or_id, dtype=dtype, device=device, revision=revision)
-    say(f"opened whole, since {reason}")
-    return model
+        with read_in_parts():
+            return _open(path_or_id, dtype, target, revision, show_progress)
+    except CannotReadLazily as reason:
+        model = open_model(path_or_id, dtype=dtype, device=device, revision=revision)
+        say(f"opened whole, since {reason}")
+        return model
 
 
 def _open(
     path_or_id: str | Path | None,
-    place: str | Path,
     dtype: str | torch.dtype,
     device: torch.device,
     revision: str | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
+    place = embedded.FOLDER if path_or_id is None else path_or_id
     local = local_folder(place)
+    if local is None:
+        revision = commit_of(str(place), revision)
     tensors = checkpoint_tensors(place, dtype, revision)
     if tensors.model.config.is_encoder_decoder:
         raise CannotReadLazily("encoder and decoder read each other")

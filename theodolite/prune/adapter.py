@@ -20,20 +20,16 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
-from theodolite.prune.compressed import refuse_unpackable
 from theodolite.system.pruned_folders import ADAPTER, ADAPTER_FILES, COMPRESSED
 
 PREFIX = "base_model.model."  # of PEFT, before the names of the model's modules
 
 
-def refuse_form(form: str, method: str, bits: int | None, matrices: Sequence[Sequence[Matrix]]) -> None:
+def refuse_form(form: str, method: str, bits: int | None) -> None:
     """Raise `UsageError` where what a method leaves cannot be written so, or PEFT is needed and not installed."""
     if form == "factored" and bits is not None:
         raise UsageError("quantised weights have no zeros to leave out: use --format merged")
-    if form == COMPRESSED:
-        refuse_unpackable(bits, matrices)
     if form != ADAPTER and not (form == COMPRESSED and method == "oats"):
         return
     if method != "oats":

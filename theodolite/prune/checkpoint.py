@@ -56,7 +56,7 @@ from theodolite.system.checksums import (
 )
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 from theodolite.system.locks import locked
-from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already, refuse_inside
+from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already
 from theodolite.system.run_folders import differences
 
 
@@ -99,10 +99,9 @@ class UnfinishedPruning:
         """Lock the folder against other processes.
 
         Raises:
-            UsageError: another process holds it, the folder holds something else or lies in a pruned checkpoint, or it
-                has an unfinished pruning with other settings.
+            UsageError: another process holds it, the folder holds something else, or it has an unfinished pruning with
+                other settings.
         """
-        refuse_inside(self.out)
         with locked(self.out):
             if self.out.is_dir() and not any(self.out.iterdir()):
                 self.out.rmdir()

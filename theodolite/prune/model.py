@@ -28,6 +28,7 @@ from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.prune.adapter import refuse_form
 from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_block
+from theodolite.prune.compressed import refuse_unpackable
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
@@ -41,7 +42,7 @@ from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.prune.skipped import without_skipped
 from theodolite.system.choices import check_form
 from theodolite.system.progress import ShowProgress
-from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS
+from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, refuse_inside
 
 SCHEMA_VERSION = 1
 
@@ -87,8 +88,8 @@ def prune_model(
         corpus: the calibration text; all its tokens count.
         method: "oats", "sparsegpt", "wanda" or "magnitude"; with `bits`, "oats", "gptq" or "round".
         sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block, or a
-            function of (block, name of the matrix). For
-            OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern, or with `bits`.
+            function of (block, name of the matrix). For OATS, the low-rank part counts among the kept entries. None:
+            the sparsity of the pattern, or with `bits`.
         sparsity_by: "owl": blocks with more outliers keep more, and `sparsity` is the mean (Yin et al. 2024).
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
         rank_ratio: for OATS: the share of the kept parameters (with `bits`: of the bytes) in the low-rank part, from 0
@@ -134,12 +135,15 @@ def prune_model(
         raise UsageError("sparsity is a number, or one a block, and skip a list of names: give no text")
     if sparsity_by is not None and bits is not None:
         raise UsageError("bits say how weights are stored, not which: leave out --sparsity-by")
-    if out is not None and Path(model.id).expanduser().resolve() in Path(out).resolve().parents:
-        raise UsageError(f"{out} lies in the folder of the model that it is made of: choose another --out")
+    if out is not None:
+        refuse_inside(Path(out), model.id)
+    refuse_form(form, method, bits)
     of_file = None if recipe is None else Recipe.read(recipe)
     skip = (*skip, *(of_file.skip if of_file else ()))
-    matrices = without_skipped(model, _dense_matrices(model), skip, "factored" if recovery else form)
-    refuse_form(form, method, bits, matrices)
+    by_layer = f"--format {form}" if form in ("factored", COMPRESSED) else "--recover" if recovery else None
+    matrices = without_skipped(model, _dense_matrices(model), skip, by_layer)
+    if form == COMPRESSED:
+        refuse_unpackable(bits, matrices)
     calibration = recovery.read if recovery else corpus
     if sparsity_by is not None:
         mean, total = check_sparsity_by(sparsity_by, sparsity, pattern), sum(map(len, matrices))
@@ -341,6 +345,5 @@ def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: Prunin
     if settings.needs_full_moments and tokens < widest:
         raise UsageError(
             f"{tokens} tokens do not calibrate {'SparseGPT' if settings.bits is None else 'GPTQ'} for matrices of "
-            f"{widest} inputs: give more text, or more "
-            "--contexts"
+            f"{widest} inputs: give more text, or more --contexts"
         )

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from theodolite.errors import UsageError, first_line
 from theodolite.models.block_matrices import Matrix
-from theodolite.prune.settings import RankRatio, Sparsity
+from theodolite.prune.settings import RankRatio, Sparsity, ratio_at, share_at
 
 Value = TypeVar("Value")
 
@@ -76,18 +77,9 @@ class Recipe:
         for glob in (*self.sparsity, *self.rank_ratio):
             if not any(_fits(matrix.layer, matrix.name, glob) for matrix in every):
                 raise UsageError(f"{self.path}: no matrix that is to be pruned is called {glob}")
-
-        def share(layer: int, name: str) -> float | None:
-            if callable(sparsity):
-                return sparsity(layer, name)
-            return sparsity[layer] if isinstance(sparsity, Sequence) else sparsity
-
-        def ratio(layer: int, name: str) -> float:
-            return rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio
-
         return (
-            _changed(share, self.sparsity) if self.sparsity else sparsity,
-            _changed(ratio, self.rank_ratio) if self.rank_ratio else rank_ratio,
+            _changed(partial(share_at, sparsity), self.sparsity) if self.sparsity else sparsity,
+            _changed(partial(ratio_at, rank_ratio), self.rank_ratio) if self.rank_ratio else rank_ratio,
         )
 
 

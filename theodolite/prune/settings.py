@@ -109,13 +109,13 @@ class PruningSettings:
         shares: dict[tuple[int, str], float | None] = {}
         ratios: dict[tuple[int, str], float] = {}
         for matrix in (matrix for block in matrices for matrix in block):
-            ratio = rank_ratio(matrix.layer, matrix.name) if callable(rank_ratio) else rank_ratio
+            ratio = ratio_at(rank_ratio, matrix.layer, matrix.name)
             if not 0 <= ratio <= 1:
                 raise UsageError(
                     f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not between 0 and 1"
                 )
             ratios[matrix.layer, matrix.key] = float(ratio)
-            shares[matrix.layer, matrix.key] = _of_matrix(sparsity, matrix)
+            shares[matrix.layer, matrix.key] = share_at(sparsity, matrix.layer, matrix.name)
             pattern_of(pattern, matrix.shape[1])
             if bits is not None:
                 group_of(group, matrix.shape[1])
@@ -285,10 +285,16 @@ class PruningSettings:
         self._pruned(torch.ones(1, inputs), Moments(1, ones, factor), sparsity, ratio)
 
 
-def _of_matrix(sparsity: Sparsity, matrix: Matrix) -> float | None:
+def share_at(sparsity: Sparsity, layer: int, name: str) -> float | None:
+    """The sparsity of a matrix, by block and name."""
     if callable(sparsity):
-        return sparsity(matrix.layer, matrix.name)
-    return sparsity[matrix.layer] if isinstance(sparsity, Sequence) else sparsity
+        return sparsity(layer, name)
+    return sparsity[layer] if isinstance(sparsity, Sequence) else sparsity
+
+
+def ratio_at(rank_ratio: RankRatio, layer: int, name: str) -> float:
+    """The rank ratio of a matrix, by block and name."""
+    return rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio
 
 
 def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:

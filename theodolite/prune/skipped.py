@@ -8,19 +8,20 @@ from fnmatch import fnmatchcase
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix
-from theodolite.system.pruned_folders import COMPRESSED
 
 Matrices = list[list[Matrix]]
 """Of every block."""
 
 
-def without_skipped(model: OpenModel, matrices: Matrices, skip: Sequence[str], form: str) -> Matrices:
+def without_skipped(
+    model: OpenModel, matrices: Matrices, skip: Sequence[str], whole_for: str | None
+) -> Matrices:
     """The matrices that are left to prune.
 
     Args:
         skip: globs of names, each in its block ("mlp.down_proj", "q", "mlp.*") or in the model
             ("model.layers.0.*", "lm_head").
-        form: in which it is written: a layer has all of its matrices factored or packed, or none.
+        whole_for: the option that takes a layer's matrices all together or leaves all dense, if one does.
 
     Raises:
         UsageError: a glob is of nothing, nothing is left to prune, or a layer would be in part dense.
@@ -35,13 +36,13 @@ def without_skipped(model: OpenModel, matrices: Matrices, skip: Sequence[str], f
     ]
     if not any(left):
         raise UsageError(f"--skip {','.join(skip)}: nothing is left to prune")
-    if form in ("factored", COMPRESSED):
+    if whole_for is not None:
         pruned = {matrix.parameter for block in left for matrix in block}
         kept = {id(matrix) for block in left for matrix in block}
         for matrix in (matrix for block in matrices for matrix in block):
             if matrix.parameter in pruned and id(matrix) not in kept:
                 raise UsageError(
-                    f"{matrix.key} of block {matrix.layer} is a part of {matrix.parameter}, which --format {form} "
+                    f"{matrix.key} of block {matrix.layer} is a part of {matrix.parameter}, which {whole_for} "
                     "keeps as a whole: skip all of its parts, or none"
                 )
     return left

@@ -55,7 +55,7 @@ def exists_already(out: Path) -> UsageError:
     return UsageError(f"{out} exists already: choose another --out or remove it")
 
 
-def refuse_inside(out: Path) -> None:
+def refuse_inside(out: Path, source: str | None) -> None:
     """Refuse to write a checkpoint inside another one, or where nothing can be written.
 
     Raises:
@@ -65,3 +65,11 @@ def refuse_inside(out: Path) -> None:
     for folder in out.absolute().parents:
         if (folder / SETTINGS).is_file():
             raise UsageError(f"{out} lies inside the pruned checkpoint {folder}: choose another --out")
+        if (
+            (folder / "config.json").is_file()
+            and source
+            and folder.resolve() == Path(source).expanduser().resolve()
+        ):
+            raise UsageError(
+                f"{out} lies in the folder of the model that it is made of: choose another --out"
+            )
