@@ -197,9 +197,9 @@ class Text:
         ),
     ] = None
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0
-    text_column: Annotated[str, typer.Option(help="Text column of tables (.jsonl, .parquet, hf:NAME).")] = (
-        "text"
-    )
+    text_column: Annotated[
+        str, typer.Option(help="Column of texts, or of conversations, of tables (.jsonl, .parquet, hf:NAME).")
+    ] = "text"
     label_column: Annotated[
         str | None, typer.Option(help="Label column of tables [default: label or topic, if there is one].")
     ] = None

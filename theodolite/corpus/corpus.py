@@ -161,6 +161,7 @@ class Corpus:
         With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
         or of a data set that `datasets` has saved (`pictures.pictures_at`), as long as the model makes them.
 
+        Of conversations in `text_column` (lists of `{"role", "content"}`) the tokenizer's chat template makes texts.
         Labels of a table's rows are in `label_column` (None: `label` or `topic`, if there is one); with `label_rows`
         each row is a document with a label of its own, `row 1`, `row 2`, …, and one shorter than a context is left out.
 
@@ -170,7 +171,7 @@ class Corpus:
 
         `show_tokens` is told how many tokens, or images, were read so far; it may raise to stop.
         """
-        columns = Columns(text_column, label_column, label_rows)
+        columns = Columns(text_column, label_column, label_rows, tokenizer)
         choice = Choice(contexts, seed, per_label, label_rows)
         if isinstance(tokenizer, ImageReader):
             refuse_length(length)
@@ -240,7 +241,7 @@ class Corpus:
         in place of a tokenizer it is the images of its first column of images. Raises `UsageError` when the dataset
         cannot be opened.
         """
-        columns = Columns(text_column, label_column, label_rows)
+        columns = Columns(text_column, label_column, label_rows, tokenizer)
         choice = Choice(contexts, seed, per_label, label_rows, streamed=True)
         if isinstance(tokenizer, ImageReader):
             refuse_length(length)

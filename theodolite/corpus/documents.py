@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
+from theodolite.corpus.conversations import as_text
 from theodolite.errors import UsageError, first_line
 
 LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts, where none is named
@@ -62,11 +64,13 @@ class Columns:
         text: the column of the text.
         label: the column of the label; None: `label` or `topic`, if there is one.
         rows: each row is a document with a label of its own instead, `row 1`, `row 2`, ….
+        tokenizer: whose chat template makes a text of a conversation; None: it is refused.
     """
 
     text: str = "text"
     label: str | None = None
     rows: bool = False
+    tokenizer: Any = None
 
     @property
     def labelled(self) -> str:
@@ -224,8 +228,8 @@ def files_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> list[Path]:
 def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
     """The document of a row of a table: its text and its label; None when the text is null.
 
-    `source` names the row in errors, `number` counts it from 1. Raises `UsageError` when there is no such column or
-    it does not hold text.
+    A conversation becomes the text of the tokenizer's chat template. `source` names the row in errors, `number` counts
+    it from 1. Raises `UsageError` when there is no such column or it holds neither.
     """
     for wanted, advice in (
         (columns.text, "choose with --text-column"),
@@ -236,6 +240,8 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
     text = row[columns.text]
     if text is None:
         return None
+    if isinstance(text, list):
+        text = as_text(text, columns.tokenizer, f"{source}: column '{columns.text}'")
     if not isinstance(text, str):
         kind = type(text).__name__
         raise UsageError(

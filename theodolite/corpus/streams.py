@@ -7,6 +7,7 @@ whole is tokenized at once, with what the tokenizer puts around a sequence. Noth
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,7 +48,9 @@ def make_stream(spec: str | Path | None, tokenizer: Tokenizer, columns: Columns 
     """
     check_spec(spec, columns)
     name = DOCS if spec is None else str(spec)
-    text = BETWEEN.join(_rows(name, columns)).encode("utf-8", "replace").decode()
+    text = (
+        BETWEEN.join(_rows(name, replace(columns, tokenizer=tokenizer))).encode("utf-8", "replace").decode()
+    )
     # verbose=False: it is longer than the model, which reads it in windows.
     ids = list(tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
     if len(ids) < LEAST_LENGTH:
