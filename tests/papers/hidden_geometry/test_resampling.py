@@ -21,8 +21,8 @@ from theodolite.papers.hidden_geometry.resampling import (
     GroupedBasis,
     errors_of,
     grouped_basis,
-    low_frequency_without_noise,
 )
+from theodolite.papers.hidden_geometry.without_noise import low_frequency_without_noise
 from theodolite.passes.survey import survey
 from theodolite.theory.smoothness import low_frequency_ratio, normalised_gram
 

@@ -11,7 +11,8 @@ import pandas as pd
 from theodolite.judging import Criterion, Estimate, Verdict, judge, unless_explained, untestable
 from theodolite.papers.experiment import Study
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.resampling import grouped_basis, low_frequency_without_noise
+from theodolite.papers.hidden_geometry.resampling import grouped_basis
+from theodolite.papers.hidden_geometry.without_noise import low_frequency_without_noise
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import Floats, layer_average, need, provenance, value_of
@@ -110,8 +111,11 @@ def smooth_verdict(
     if is_met == bool(criterion.met(1.0)) or (basis := grouped_basis(study, run)) is None:
         return verdict
     without_noise = float(np.nan_to_num(low_frequency_without_noise(basis), nan=1.0).mean())
+    return unless_noise(verdict, run, without_noise, bool(criterion.met(without_noise)) == is_met)
+
+
+def unless_noise(verdict: Verdict, run: Run, without_noise: float, same: bool) -> Verdict:
+    """The verdict, but undecided where its number would not give the same answer without the text's sampling noise."""
     contexts = run.provenance["corpus"]["contexts"]
-    noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
-    return unless_explained(
-        verdict, verdict.answer, "" if bool(criterion.met(without_noise)) == is_met else noisy
-    )
+    noisy = f"{number(without_noise)} without the sampling noise of {contexts} contexts"
+    return unless_explained(verdict, verdict.answer, "" if same else noisy)

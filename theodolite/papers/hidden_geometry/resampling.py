@@ -28,7 +28,6 @@ from theodolite.passes.run import Run
 from theodolite.passes.stages import Stage, run_stages
 from theodolite.report.data import Floats
 from theodolite.system.progress import ShowStage
-from theodolite.theory.smoothness import dct2
 
 READING = "reading contexts by group"
 
@@ -132,24 +131,3 @@ def errors_of(
         return np.full(np.shape(like), np.nan)
     errors: Floats = half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()
     return errors
-
-
-def low_frequency_without_noise(basis: GroupedBasis, cutoff: int = 10) -> Floats:
-    """Share of the normalised Gram matrix's energy in its lowest frequencies, free of the text's noise: by layer.
-
-    Of the bases p, q, r, s of four quarters of the contexts, whose errors are independent, pqᵀ is on average that of
-    all text, and so is the energy ⟨pqᵀ, rsᵀ⟩; in PPᵀ itself the errors meet themselves. Rows are divided by the
-    lengths that all contexts give, which are too large by the noise, of all positions about alike. NaN where no
-    energy is left.
-    """
-    quarters = [basis.of((torch.arange(GROUPS) % 4 == quarter).double()) for quarter in range(4)]
-    lengths = torch.linalg.vector_norm(basis.of(torch.ones(GROUPS)), dim=-1, keepdim=True)
-    first, *others = (quarter / lengths for quarter in quarters)
-    whole, lowest = torch.zeros(2, len(first), dtype=torch.float64)
-    for one in range(3):
-        partner, (third, fourth) = others[one], (others[:one] + others[one + 1 :])
-        grams = first @ partner.mT, third @ fourth.mT
-        whole += (grams[0] * grams[1]).sum((-2, -1))
-        lowest += (dct2(grams[0], cutoff) * dct2(grams[1], cutoff)).sum((-2, -1))
-    share: Floats = torch.where(whole > 0, (lowest / whole).clamp(0, 1), torch.nan).numpy()
-    return share

@@ -1,0 +1,86 @@
+"""Oracles: the bases and weights that noise was added to, by the plain formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.papers.hidden_geometry.planted import grouped
+from theodolite.papers.hidden_geometry.resampling import GroupedBasis
+from theodolite.papers.hidden_geometry.smoothness import measures, measures_without_noise
+from theodolite.papers.hidden_geometry.without_noise import (
+    gram_shares,
+    gram_without_noise,
+    product_shares,
+    shares,
+)
+from theodolite.theory.smoothness import low_frequency_ratio
+
+CUTOFFS = (1, 10)
+ALL = torch.ones(8, dtype=torch.float64)
+
+
+def of_noise(size: float, width: int = 48, layers: int = 2) -> tuple[GroupedBasis, torch.Tensor]:
+    """A smooth basis of every layer in eight noisy groups, and as it is without noise."""
+    generator = torch.Generator().manual_seed(0)
+    turn = torch.arange(64, dtype=torch.float64)[:, None] * torch.tensor([1.0, 2.0]) * torch.pi / 64
+    curve = torch.cat([turn.cos(), turn.sin()], dim=1)
+    smooth = torch.stack([curve @ torch.randn(4, width, generator=generator).double() for _ in range(layers)])
+    noise = size * torch.randn(layers, 8, 64, width, generator=generator).double()
+    return grouped(smooth, noise), grouped(smooth).of(ALL)
+
+
+@pytest.mark.parametrize(("size", "tolerance"), [(0.0, 1e-9), (4.0, 0.03)])
+def test_shares_are_those_of_the_bases_that_noise_was_added_to(size, tolerance):
+    noisy, exact = of_noise(size)
+    truth = low_frequency_ratio(exact @ exact.mT, CUTOFFS).numpy()
+    seen = noisy.of(ALL)
+    assert (truth[:, 1] - low_frequency_ratio(seen @ seen.mT, CUTOFFS).numpy()[:, 1] > 0.1).all() == (
+        size > 0
+    )
+    np.testing.assert_allclose(gram_shares(noisy, CUTOFFS), truth, atol=tolerance)
+
+
+def test_rows_and_columns_of_unlike_sides_and_batches():
+    exact = of_noise(0.0)[1]
+    weights = torch.randn(3, 2, 48, 5, generator=torch.Generator().manual_seed(1)).double()  # heads, layers
+    rows, columns = exact @ weights[0], exact @ weights[1]
+    np.testing.assert_allclose(
+        shares([rows] * 4, [columns] * 4, CUTOFFS), low_frequency_ratio(rows @ columns.mT, CUTOFFS), atol=1e-9
+    )
+
+
+def test_products_with_the_weights_of_a_model(opened):
+    """Oracle: P W_q W_kᵀ Pᵀ of every head, formed as one matrix."""
+    model = opened("gpt2")
+    noisy, exact = of_noise(0.0, model.width, model.layers + 1)
+    truth = []
+    for layer in range(model.layers):
+        weights = model.head_weights(layer)
+        for w_q, w_k in zip(weights.w_q.double(), weights.w_k.double(), strict=True):
+            matrix = exact[layer] @ w_q @ w_k.mT @ exact[layer].mT
+            truth.append(low_frequency_ratio(matrix, CUTOFFS).tolist())
+    np.testing.assert_allclose(product_shares(noisy, model, CUTOFFS), truth, atol=1e-7)
+
+
+def test_the_gram_matrix_has_no_noise_on_its_diagonal():
+    noisy, exact = of_noise(4.0)
+    truth, seen = exact @ exact.mT, noisy.of(ALL)
+    diagonal = [
+        (gram - truth).diagonal(dim1=1, dim2=2).mean() for gram in (seen @ seen.mT, gram_without_noise(noisy))
+    ]
+    assert diagonal[0] > 50  # 48 dimensions × 16 / 8 groups
+    assert abs(diagonal[1]) < 0.15 * diagonal[0]
+
+
+def test_the_measures_of_figure_7_without_noise():
+    """Oracle: those of the bases themselves, for which the noise is large enough to hide the truth."""
+    noisy, exact = of_noise(2.0, width=512)
+    spike, directions, share = measures(exact).mean(axis=1)
+    seen = measures(noisy.of(ALL)).mean(axis=1)
+    found = measures_without_noise(noisy)
+    assert seen[0] > 10 * spike
+    assert abs(found["spike"] - spike) < 0.05 * (seen[0] - spike)
+    assert abs(found["low_frequency_10"] - share) < 0.02
+    assert directions <= found["directions"] < seen[1]

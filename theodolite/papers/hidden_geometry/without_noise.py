@@ -1,0 +1,100 @@
+"""How smooth positional matrices would be without the sampling noise of the text that the positional basis is made of.
+
+Of the bases p, q, r, s of four quarters of the contexts, whose errors are independent, pMqᵀ is on average that of all
+text, and so is the energy ⟨pMqᵀ, rMsᵀ⟩; in PMPᵀ itself the errors meet themselves. Noise is rough, so that it only
+lowers a share of low frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from theodolite.corpus.groups import GROUPS
+from theodolite.models import OpenModel
+from theodolite.models.head_weights import NotAffine
+from theodolite.models.structure import NoAttention
+from theodolite.papers.hidden_geometry.resampling import GroupedBasis
+from theodolite.report.data import Floats
+from theodolite.theory.smoothness import dct2
+
+QUARTERS = 4
+
+Quarters = Sequence[Float64[Tensor, "*batch positions width"]]
+
+
+def quarters_of(basis: GroupedBasis) -> list[Float64[Tensor, "layers positions width"]]:
+    """The positional basis of each quarter of the contexts."""
+    return [basis.of((torch.arange(GROUPS) % QUARTERS == quarter).double()) for quarter in range(QUARTERS)]
+
+
+def shares(rows: Quarters, columns: Quarters, cutoffs: Sequence[int]) -> Float64[Tensor, "*batch cutoffs"]:
+    """Share of the energy of the DCT of rows · columnsᵀ in its lowest frequencies, free of noise.
+
+    Args:
+        rows, columns: what each quarter of the contexts gives.
+        cutoffs: K, of the K × K lowest.
+
+    Returns:
+        NaN where no energy is left.
+    """
+    whole = rows[0].new_zeros(rows[0].shape[:-2])
+    lowest = whole[..., None].repeat_interleave(len(cutoffs), -1)
+    largest = max(cutoffs)
+    for one, two, three, four in permutations(range(QUARTERS)):
+        if one > three:  # the same product, with its factors in the other order
+            continue
+        first, second = rows[one] @ columns[two].mT, rows[three] @ columns[four].mT
+        whole = whole + (first * second).sum((-2, -1))
+        low = dct2(first, largest) * dct2(second, largest)
+        lowest = lowest + torch.stack([low[..., :k, :k].sum((-2, -1)) for k in cutoffs], -1)
+    share = (lowest / whole[..., None]).clamp(0, 1)
+    return torch.where(whole[..., None] > 0, share, torch.nan)
+
+
+def low_frequency_without_noise(basis: GroupedBasis, cutoff: int = 10) -> Floats:
+    """The share of the normalised Gram matrix, by layer.
+
+    Rows are divided by the lengths that all contexts give, which are too large by the noise, of all positions about
+    alike.
+    """
+    lengths = torch.linalg.vector_norm(basis.of(torch.ones(GROUPS)), dim=-1, keepdim=True)
+    quarters = [quarter / lengths for quarter in quarters_of(basis)]
+    share: Floats = shares(quarters, quarters, (cutoff,))[..., 0].numpy()
+    return share
+
+
+def gram_shares(basis: GroupedBasis, cutoffs: Sequence[int]) -> Floats:
+    """The shares of PPᵀ, (layers, cutoffs)."""
+    quarters = quarters_of(basis)
+    return np.asarray(shares(quarters, quarters, cutoffs))
+
+
+def product_shares(basis: GroupedBasis, model: OpenModel, cutoffs: Sequence[int]) -> Floats:
+    """The shares of PWPᵀ, W = W_q W_kᵀ of every head that has one, (heads of all layers, cutoffs)."""
+    quarters = quarters_of(basis)
+    parts = []
+    for layer in range(model.layers):
+        try:
+            weights = model.head_weights(layer)
+        except (NotAffine, NoAttention):
+            continue
+        if weights.w_q.shape[1] == quarters[0].shape[-1]:
+            w_q, w_k = (w.double().cpu() for w in (weights.w_q, weights.w_k))
+            queries, keys = ([quarter[layer] @ w for quarter in quarters] for w in (w_q, w_k))
+            parts.append(shares(queries, keys, cutoffs))
+    return np.concatenate(parts) if parts else np.empty((0, len(cutoffs)))
+
+
+def gram_without_noise(basis: GroupedBasis) -> Float64[Tensor, "layers positions positions"]:
+    """PPᵀ on average over pairs of quarters, in which no error meets itself."""
+    quarters = quarters_of(basis)
+    total = sum(quarters)
+    assert isinstance(total, Tensor)
+    own = sum(quarter @ quarter.mT for quarter in quarters)
+    return (total @ total.mT - own) / (QUARTERS * (QUARTERS - 1))
