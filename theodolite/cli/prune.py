@@ -124,6 +124,10 @@ def prune_command(
         bool,
         typer.Option("--stream", help="Read the model's files block by block: memory is that of one block."),
     ] = False,
+    devices: Annotated[
+        str | None,
+        typer.Option(help="Devices that share the matrices of a block, with commas: cuda:0,cuda:1"),
+    ] = None,
     text: _CalibrationText,
     as_json: AsJson = False,
     batch: Batch = None,
@@ -188,7 +192,8 @@ def prune_command(
                 pattern=pattern,
                 recover=recover,
                 recipe=recipe,
-                skip=[glob.strip() for glob in skip.split(",")] if skip else (),
+                skip=_names(skip),
+                devices=_names(devices),
                 seed=text.seed,
                 out=out,
                 form=form,
@@ -203,6 +208,10 @@ def prune_command(
                 with suppress(KeyboardInterrupt):  # too late to stop: all is written
                     show(WRITING, 1, 1)
         _finish(pruned, out, page_at(out / "report"), as_json)
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in text.split(",")] if text else []
 
 
 def _numbers(text: str) -> float | list[float]:

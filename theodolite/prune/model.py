@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -25,9 +25,10 @@ from theodolite.models.block_matrices import block_matrices, left_dense, one_exp
 from theodolite.models.factored import BLOCK, PrunedMatrix, is_factored, read_matrices
 from theodolite.models.guard import measures
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
+from theodolite.prune.calibration import Calibration, InThisProcess
 from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_block
+from theodolite.prune.devices import pruned_block
 from theodolite.prune.methods import DAMPING
-from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.plan import Asked, Plan, planned
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
@@ -63,6 +64,7 @@ def prune_model(
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
+    devices: Sequence[str] = (),
     write_extras: WriteExtras = lambda pruned, folder: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Pruned:
@@ -101,6 +103,8 @@ def prune_model(
         form: "merged" (`transformers` opens it), "factored" (`open_model` opens it), "adapter" (`transformers` opens
             the sparse parts, PEFT the low-rank ones), or "compressed" (as "adapter", with packed bits).
         batch: contexts per forward pass; None: 4096 tokens' worth.
+        devices: of one kind ("cuda:0", "cuda:1"), which share the matrices of a block; those with the same inputs stay
+            together where a method needs full moments. The result does not depend on how many there are.
         write_extras: writes further files, given the result and the temporary folder that becomes `out`.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
 
@@ -127,15 +131,27 @@ def prune_model(
         out=out,
         form=form,
         batch=batch,
+        devices=devices,
     )
-    return _PruningRun(planned(model, corpus, asked, show_progress), show_progress).finished(write_extras)
+    plan = planned(model, corpus, asked, show_progress)
+    return PruningRun(plan, _in_this_process, show_progress).finished(write_extras)
+
+
+Calibrated = Callable[[Plan, Keep, Callable[[], None]], Calibration]
+"""Begins to calibrate, given what keeps hidden states, and what is called after every batch and may raise to stop."""
+
+
+def _in_this_process(plan: Plan, keep: Keep, between: Callable[[], None]) -> Calibration:
+    stream = BlockByBlock(plan.model, plan.calibration, plan.batch, between, keep)
+    return InThisProcess(stream, plan.settings.moments_damping)
 
 
 @dataclass(frozen=True)
-class _PruningRun:
-    """One pruning: what is planned, and its steps."""
+class PruningRun:
+    """One pruning: what is planned, who runs the blocks, and its steps."""
 
     plan: Plan
+    calibrated: Calibrated
     show_progress: ShowProgress
 
     @property
@@ -178,19 +194,13 @@ class _PruningRun:
             keep: Keep = kept_in_memory
             if unfinished and self.model.streamed is not None:
                 keep = undo.enter_context(unfinished.kept_states())
-            stream = BlockByBlock(
-                self.model,
-                self.plan.calibration,
-                self.plan.batch,
-                lambda: self.show_progress(len(rows), total),
-                keep,
-            )
+            text = self.calibrated(self.plan, keep, lambda: self.show_progress(len(rows), total))
             if self.model.streamed is None:
                 self._record()
             for layer, matrices in enumerate(self.matrices):
                 with self.model.block_present(layer):
                     done = unfinished.block(layer) if unfinished else None
-                    pruned_matrices, block_rows = done or self._pruned_block(stream, layer, total)
+                    pruned_matrices, block_rows = done or self._pruned_block(text, layer, total)
                     write_block(matrices, pruned_matrices)
                     if unfinished and not done:
                         unfinished.save(layer, pruned_matrices, block_rows, time.monotonic() - started)
@@ -199,9 +209,9 @@ class _PruningRun:
                         low_rank |= low_rank_of(layer, pruned_matrices)
                     pruned_so_far += pruned_matrices if self.plan.recovery else []
                     if layer + 1 < self.model.layers:
-                        stream.advance(layer)
+                        text.advance(layer)
             with unfinished.written_into(self.model, self.matrices) if unfinished else nullcontext():
-                stream.verify_end()
+                text.verify_end()
         told = self._recover(pruned_so_far, dense, unfinished) if self.plan.recovery and unfinished else {}
         self.show_progress(total, total)
         seconds = time.monotonic() - started
@@ -253,20 +263,16 @@ class _PruningRun:
         self.model.record_intervention(f"pruned({self.plan.settings.method}, sha256:{digest[:16]})")
 
     def _pruned_block(
-        self, stream: BlockByBlock, layer: int, total: int
+        self, text: Calibration, layer: int, total: int
     ) -> tuple[list[PrunedMatrix], TableRows]:
         """Prune the matrices of a block on their current inputs; also their rows of the table."""
-        matrices, pruned_matrices, rows = self.matrices[layer], list[PrunedMatrix](), TableRows()
-        moments = InputMoments(
-            matrices, self.plan.settings.damping if self.plan.settings.needs_full_moments else None
-        )
-        with moments.collecting():
-            stream.read(layer)
-        before = sum(map(len, self.matrices[:layer]))
-        for matrix in matrices:
+        matrices, before = self.matrices[layer], sum(map(len, self.matrices[:layer]))
+        finished = pruned_block(
+            self.plan.settings,
+            matrices,
+            text.moments(layer, matrices),
+            self.plan.devices,
             # Not after the last matrix: a finished block is saved before an interrupt can stop the work.
-            self.show_progress(before + len(rows), total)
-            pruned, row = self.plan.settings.prune(matrix, moments.of(matrix))
-            pruned_matrices.append(pruned)
-            rows.append(row)
-        return pruned_matrices, rows
+            lambda done: self.show_progress(before + done, total),
+        )
+        return [pruned for pruned, _ in finished], [row for _, row in finished]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
@@ -18,6 +20,7 @@ from theodolite.models.block_matrices import Matrix, block_matrices
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.prune.adapter import refuse_form
 from theodolite.prune.compressed import refuse_unpackable
+from theodolite.prune.devices import usable_devices
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.owl import check_sparsity_by, sparsity_by_outliers
@@ -55,6 +58,7 @@ class Asked:
     out: str | Path | None = None
     form: str = "merged"
     batch: int | None = None
+    devices: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Plan:
         matrices: those that are pruned, of every block.
         settings: of each of them.
         recovery: what follows the pruning, if anything does.
+        devices: on which matrices are pruned; none: each where it is.
         fingerprint: everything that decides the result.
     """
 
@@ -77,6 +82,7 @@ class Plan:
     matrices: Matrices
     settings: PruningSettings
     recovery: Recovery | None
+    devices: Sequence[torch.device]
     fingerprint: dict[str, Any]
 
     @property
@@ -104,6 +110,7 @@ def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowP
     if corpus.images is not None:
         raise UsageError(f"{model.id} reads images: only models of text are pruned")
     check_form(asked.form)
+    devices = usable_devices(asked.devices)
     _refuse_streamed(model, asked)
     recovery = _recovery(model, corpus, asked)
     if isinstance(asked.sparsity, str) or isinstance(asked.skip, str):
@@ -135,9 +142,10 @@ def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowP
         "pruning": settings.fingerprint()
         | ({"skip": sorted(set(asked.skip))} if asked.skip else {})
         | ({"recover": asked.recover} if asked.recover else {})
-        | ({"sparsity_by": asked.sparsity_by} if asked.sparsity_by else {}),
+        | ({"sparsity_by": asked.sparsity_by} if asked.sparsity_by else {})
+        | ({"pruned_on": devices[0].type} if devices and devices[0].type != model.device.type else {}),
     }
-    return Plan(model, corpus, asked, matrices, settings, recovery, fingerprint)
+    return Plan(model, corpus, asked, matrices, settings, recovery, devices, fingerprint)
 
 
 def _refuse_streamed(model: OpenModel, asked: Asked) -> None:
