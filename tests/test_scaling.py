@@ -13,7 +13,7 @@ from benchmarks.scaling import LARGE, Shape, flops_a_token, parameters, shard_by
 from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
 from theodolite.passes.ray_survey import SHARDS
-from theodolite.passes.ray_workers import packed
+from theodolite.passes.ray_cluster import packed
 from theodolite.passes.survey_pass import SurveyPass
 
 DOCS = Path(__file__).parent.parent / "docs"

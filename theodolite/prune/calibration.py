@@ -40,10 +40,12 @@ class InThisProcess:
     stream: BlockByBlock
     damping: float | None
 
-    def moments(self, layer: int, matrices: Sequence[Matrix]) -> InputMoments:
-        """Of all shards, summed one by one as workers would."""
+    def moments(
+        self, layer: int, matrices: Sequence[Matrix], shards: Sequence[int] | None = None
+    ) -> InputMoments:
+        """Of some shards, or all, summed one by one as workers would."""
         moments = InputMoments(matrices, self.damping)
-        for shard in self.stream.shards:
+        for shard in self.stream.shards if shards is None else shards:
             with moments.collecting():
                 self.stream.read(layer, shard)
             moments.end_part()

@@ -95,6 +95,13 @@ class Plan:
         """The text on which blocks are run."""
         return self.recovery.read if self.recovery else self.corpus
 
+    def read_on(self, device: str) -> Plan:
+        """The same, where blocks are run on this kind of device; that on which matrices are pruned may be another."""
+        pruned_on = self.devices[0].type if self.devices else self.model.device.type
+        pruning = {name: value for name, value in self.fingerprint["pruning"].items() if name != "pruned_on"}
+        pruning |= {"pruned_on": pruned_on} if pruned_on != device else {}
+        return replace(self, fingerprint=self.fingerprint | {"device": device, "pruning": pruning})
+
 
 def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowProgress) -> Plan:
     """The plan of what is asked.
@@ -142,10 +149,10 @@ def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowP
         "pruning": settings.fingerprint()
         | ({"skip": sorted(set(asked.skip))} if asked.skip else {})
         | ({"recover": asked.recover} if asked.recover else {})
-        | ({"sparsity_by": asked.sparsity_by} if asked.sparsity_by else {})
-        | ({"pruned_on": devices[0].type} if devices and devices[0].type != model.device.type else {}),
+        | ({"sparsity_by": asked.sparsity_by} if asked.sparsity_by else {}),
     }
-    return Plan(model, corpus, asked, matrices, settings, recovery, devices, fingerprint)
+    plan = Plan(model, corpus, asked, matrices, settings, recovery, devices, fingerprint)
+    return plan.read_on(model.device.type)
 
 
 def _refuse_streamed(model: OpenModel, asked: Asked) -> None:
