@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -152,26 +154,9 @@ def test_a_worker_killed_in_the_middle_changes_no_byte(patience, cluster, anew, 
     assert f"process {pids[0]} was lost when it " in told[0]
 
 
-@pytest.mark.slow
-def test_an_interrupted_pruning_goes_on_on_ray_and_alone(cluster, anew, corpus, tmp_path):
-    """Oracle: a run of one process that was not stopped."""
-
-    def stop(done: int, total: int) -> None:
-        if done > total / 2:
-            raise KeyboardInterrupt
-
-    whole = tmp_path / "whole"
-    prune_model(anew("gpt2"), corpus, "oats", out=whole, **OPTIONS)
-    expected = tensors_in(whole)
-    for name, begin, go_on in (("a", prune_on_ray, prune_model), ("b", prune_model, prune_on_ray)):
-        out = tmp_path / name
-        with pytest.raises(KeyboardInterrupt):
-            begin(anew("gpt2"), corpus, "oats", out=out, show_progress=stop, **OPTIONS)
-        assert (tmp_path / f"{name}.partial" / "block-000.safetensors").is_file()
-        go_on(anew("gpt2"), corpus, "oats", out=out, **OPTIONS)
-        found = tensors_in(out)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+def stop_half_way(done: int, total: int) -> None:
+    if done > total / 2:
+        raise KeyboardInterrupt
 
 
 @pytest.mark.slow
@@ -195,6 +180,94 @@ def test_contexts_that_kill_every_worker_are_given_up_and_finished_blocks_stay(
     model, other = anew("gpt2"), anew("gpt2")
     pruned = prune_on_ray(model, corpus, "wanda", actors=1, out=out, **OPTIONS)
     assert_same(model, pruned, other, prune_model(other, corpus, "wanda", **OPTIONS))
+
+
+class Crew:
+    """Workers in this process, one of which is lost once, as it is asked for something."""
+
+    lost_at: tuple[int, str]
+    comes_back: bool
+
+    def __init__(self, kind, job, count) -> None:
+        self.kind, self.job, self.count = kind, job, count
+        self.places = {number: f"node {number}" for number in range(count)}
+        self.actors = {number: kind(job) for number in range(count)}
+        self.losses = 0
+
+    def alive(self) -> list[int]:
+        return sorted(self.actors)
+
+    def lose(self, number: int) -> None:
+        del self.actors[number]
+        if self.comes_back:
+            self.actors[number] = self.kind(self.job)
+
+    def __getitem__(self, number: int) -> SimpleNamespace:
+        def method(name):
+            def remote(*given):
+                if (number, name) == self.lost_at and not self.losses:
+                    self.losses += 1
+                    return (LOST, LOST) if name == "read" else LOST
+                return getattr(self.actors[number], name)(*given)
+
+            call = SimpleNamespace(remote=remote)
+            call.options = lambda **_: call
+            return call
+
+        return SimpleNamespace(**{name: method(name) for name in ("begin", "read", "advance", "verify_end")})
+
+
+LOST = object()
+
+
+@pytest.fixture
+def crew(monkeypatch) -> type[Crew]:
+    """In the place of a cluster."""
+
+    def fetched(answer, doing):
+        if answer is LOST:
+            raise ray_cluster.WorkerLost
+        return answer
+
+    ray = SimpleNamespace(put=lambda given: given, wait=lambda answers, timeout: (answers, []))
+    own = type("Own", (Crew,), {"lost_at": (-1, ""), "comes_back": True})
+    monkeypatch.setattr(ray_pruning, "Workers", own)
+    monkeypatch.setattr(ray_pruning, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(ray_pruning, "offered", lambda threads: ("cpu", 3))
+    monkeypatch.setattr(ray_pruning, "imported_ray", lambda: ray)
+    monkeypatch.setattr(ray_pruning, "fetched", fetched)
+    monkeypatch.setattr(ray_pruning, "SECONDS", 0.0)
+    monkeypatch.setattr(ray_pruning, "PATIENCE", 0.0)
+    return own
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize("name", ["begin", "read", "advance", "verify_end"])
+def test_whatever_a_worker_was_asked_as_it_was_lost_no_byte_changes(
+    name, comes_back, crew, anew, corpus, monkeypatch
+):
+    """Oracle: `prune_model`."""
+    crew.lost_at, crew.comes_back = (1, name), comes_back
+    told: list[str] = []
+    model, other = anew("gpt2"), anew("gpt2")
+    pruned = prune_on_ray(model, corpus, "wanda", say=told.append, **OPTIONS)
+    assert_same(model, pruned, other, prune_model(other, corpus, "wanda", **OPTIONS))
+    assert len(told) == 1
+    assert told[0].startswith("the worker on node 1 was lost when it ")
+
+
+def test_finished_blocks_are_gone_on_from_in_this_process_and_by_workers(crew, anew, corpus, tmp_path):
+    """Oracle: a run that was not stopped."""
+    prune_model(anew("gpt2"), corpus, "oats", out=tmp_path / "whole", **OPTIONS)
+    expected = tensors_in(tmp_path / "whole")
+    for name, begin, go_on in (("a", prune_on_ray, prune_model), ("b", prune_model, prune_on_ray)):
+        with pytest.raises(KeyboardInterrupt):
+            begin(anew("gpt2"), corpus, "oats", out=tmp_path / name, show_progress=stop_half_way, **OPTIONS)
+        assert (tmp_path / f"{name}.partial" / "block-000.safetensors").is_file()
+        go_on(anew("gpt2"), corpus, "oats", out=tmp_path / name, **OPTIONS)
+        found = tensors_in(tmp_path / name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
 def test_what_workers_cannot_do_is_refused(anew, corpus, tmp_path, monkeypatch):
