@@ -19,16 +19,17 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tests import checkpoints
+from tests.ray_nodes import two_nodes
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.models.source import Source
 from theodolite.models.verification import VERIFIED_LENGTH
+from theodolite.passes import ray_cluster as crew
 from theodolite.passes import ray_survey as distribute
-from theodolite.passes import ray_workers as crew
+from theodolite.passes.ray_cluster import packed, unpacked
 from theodolite.passes.ray_survey import shards, survey_on_ray
-from theodolite.passes.ray_workers import packed, unpacked
 from theodolite.passes.run import TABLES, Run, Workspace
 from theodolite.passes.survey import survey, survey_fingerprint
 from theodolite.passes.survey_pass import SurveyPass
@@ -42,21 +43,8 @@ FILES = [f"{table}.parquet" for table in TABLES] + ["arrays.safetensors"]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator:
-    """Two nodes, with room for one worker each."""
-    crew.imported_ray()
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False},
-    )
-    cluster.add_node(num_cpus=1, num_gpus=0)
-    cluster.connect()
-    yield cluster
-    import ray
-
-    ray.shutdown()
-    cluster.shutdown()
+    with two_nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,7 +96,7 @@ def _close(ours: np.ndarray, theirs: np.ndarray, name: str) -> None:
 def slow_worker(seconds: float) -> type:
     """A worker with which one can interfere; made in a function, so that Ray sends it along."""
 
-    class Slow(crew.Worker):
+    class Slow(distribute.Worker):
         def read(self, first, last, directions):
             time.sleep(seconds)
             return super().read(first, last, directions)
@@ -144,7 +132,7 @@ def killed(cluster, opened, corpus, tmp_path_factory) -> tuple[Run, list[int], l
             killer.start()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crew, "Worker", slow_worker(0.5))
+        patch.setattr(distribute, "Worker", slow_worker(0.5))
         out = tmp_path_factory.mktemp("killed") / "run"
         run = survey_on_ray(
             opened("gpt2"), corpus, out, batch=BATCH, actors=2, show_progress=show, say=told.append
@@ -167,7 +155,7 @@ def test_a_node_that_is_lost_changes_no_byte(killed, cluster, opened, corpus, tm
     victim, reading = cluster.list_all_nodes()[-1], tmp_path / "reading"
     doomed = victim.node_id
 
-    class Doomed(crew.Worker):
+    class Doomed(distribute.Worker):
         def read(self, first, last, directions):
             import ray
 
@@ -187,7 +175,7 @@ def test_a_node_that_is_lost_changes_no_byte(killed, cluster, opened, corpus, tm
         if reading.exists() and len(cluster.list_all_nodes()) == 2:
             cluster.remove_node(victim, allow_graceful=False)
 
-    monkeypatch.setattr(crew, "Worker", Doomed)
+    monkeypatch.setattr(distribute, "Worker", Doomed)
     run = survey_on_ray(
         opened("gpt2"), corpus, tmp_path / "run", batch=BATCH, show_progress=show, say=told.append
     )
@@ -249,13 +237,13 @@ def test_an_interrupted_survey_goes_on_on_ray_and_alone(killed, alone, cluster, 
 
 @pytest.mark.slow
 def test_contexts_that_kill_every_worker_are_given_up(cluster, opened, corpus, tmp_path, monkeypatch):
-    class Dying(crew.Worker):
+    class Dying(distribute.Worker):
         def read(self, first, last, directions):
             if first:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().read(first, last, directions)
 
-    monkeypatch.setattr(crew, "Worker", Dying)
+    monkeypatch.setattr(distribute, "Worker", Dying)
     monkeypatch.setattr(crew, "DEATHS", 2)
     monkeypatch.setattr(distribute, "DEATHS", 2)
     with pytest.raises(WorkError, match="2 workers died when each read contexts 2 to 11: if they ran out"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -13,10 +15,12 @@ from rich.console import Console
 
 from theodolite.cli import completion
 from theodolite.cli.options import (
+    Actors,
     AsJson,
     Batch,
     Model,
     Opening,
+    Ray,
     Text,
     contexts_help,
     refuse_unread,
@@ -124,10 +128,16 @@ def prune_command(
         bool,
         typer.Option("--stream", help="Read the model's files block by block: memory is that of one block."),
     ] = False,
+    devices: Annotated[
+        str | None,
+        typer.Option(help="Devices that share the matrices of a block, with commas: cuda:0,cuda:1"),
+    ] = None,
     text: _CalibrationText,
     as_json: AsJson = False,
     batch: Batch = None,
     opening: Opening,
+    ray: Ray = None,
+    actors: Actors = None,
 ) -> None:
     """Prune a model layer by layer, each block calibrated on the pruned ones before it, and write the checkpoint.
 
@@ -155,6 +165,7 @@ def prune_command(
             "bits": bits,
             "group": group,
         }
+        opening = _for_workers(ray, actors, opening, recover, sparsity_by, stream)
         if stream:
             in_memory = {"--recover": recover, "--sparsity-by": sparsity_by}
             refuse_unread("--stream has the model never whole in memory", in_memory)
@@ -179,7 +190,12 @@ def prune_command(
                 if done == total:
                     show(WRITING, 0, 1)
 
-            pruned = prune_model(
+            prune: Callable[..., Pruned] = prune_model
+            if ray is not None:
+                from theodolite.prune.ray_pruning import prune_on_ray
+
+                prune = functools.partial(prune_on_ray, address=ray, actors=actors, say=say_dimly)
+            pruned = prune(
                 opened,
                 corpus,
                 method,
@@ -188,7 +204,8 @@ def prune_command(
                 pattern=pattern,
                 recover=recover,
                 recipe=recipe,
-                skip=[glob.strip() for glob in skip.split(",")] if skip else (),
+                skip=_names(skip),
+                devices=_names(devices),
                 seed=text.seed,
                 out=out,
                 form=form,
@@ -205,12 +222,39 @@ def prune_command(
         _finish(pruned, out, page_at(out / "report"), as_json)
 
 
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in text.split(",")] if text else []
+
+
 def _numbers(text: str) -> float | list[float]:
     try:
         numbers = [float(part) for part in text.split(",")]
         return numbers if "," in text else numbers[0]
     except ValueError:
         raise UsageError(f"sparsity {text!r} is neither a number nor numbers separated by commas") from None
+
+
+def _for_workers(
+    ray: str | None,
+    actors: int | None,
+    opening: Opening,
+    recover: int | None,
+    sparsity_by: str | None,
+    stream: bool,
+) -> Opening:
+    """How the model is opened here; with `--ray`, on the CPU: workers run its blocks."""
+    if ray is None:
+        refuse_unread("without --ray there are no workers", {"--actors": actors})
+        return opening
+    refuse_unread(
+        "--ray: each worker has one device",
+        {"--device": opening.device, "--device-map": opening.device_map},
+    )
+    refuse_unread(
+        "--ray: no worker has all of the text and the model",
+        {"--stream": stream or None, "--recover": recover, "--sparsity-by": sparsity_by},
+    )
+    return replace(opening, device="cpu")
 
 
 def _refuse_existing(out: Path, model: str | None) -> None:

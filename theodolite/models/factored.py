@@ -11,7 +11,7 @@ would fill in random weights for those that are packed. How a matrix is pruned i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,11 @@ class PrunedMatrix:
             return sparse
         low_rank = self.left.to(device).double() @ self.right.to(device).double()
         return (sparse.double() + low_rank).to(sparse.dtype)
+
+    def to(self, device: torch.device) -> PrunedMatrix:
+        """The same on another device."""
+        parts = {name: getattr(self, name) for name in ("sparse", "left", "right", "scale")}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
 
     def tensors(self) -> dict[str, Tensor]:
         """What is written of it, by the last part of its name."""

@@ -24,29 +24,30 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
+from theodolite.passes.corpus_pass import batch_of, check_fit
 from theodolite.passes.provenance import describe_corpus
-from theodolite.passes.ray_workers import (
+from theodolite.passes.ray_cluster import (
     DEATHS,
     LOCAL,
-    Job,
     WorkerLost,
     Workers,
     answered,
+    checkpoint_of,
     connected,
     fetched,
     given_up,
     imported_ray,
     offered,
     packed,
+    refuse_unopenable,
     unpacked,
 )
+from theodolite.passes.ray_workers import SurveyJob, Worker
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Stage, run_into
 from theodolite.passes.survey import LATER, TITLES, given, survey_facts, survey_fingerprint
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.tabulate import tabulate
-from theodolite.system import embedded
 from theodolite.system.progress import Progress, ShowStage
 
 SHARDS = 256
@@ -96,22 +97,13 @@ def survey_on_ray(
     check_fit(model, corpus)
     if corpus.images is not None:
         raise UsageError("workers read text, not images: survey them with `survey` (leave out --ray)")
-    if model.interventions:
-        raise UsageError(
-            f"workers open {model.id} anew, without {', '.join(model.interventions)}: survey it with `survey`"
-        )
-    if model.weights().changed:
-        raise UsageError(
-            f"workers open {model.id} anew, without what was changed in memory: save it, or survey it with `survey`"
-        )
-    if actors is not None and actors < 1:
-        raise UsageError(f"{actors} actors read nothing: use --actors 1 or more")
+    refuse_unopenable(model, actors, "survey it with `survey`")
     batch = batch_of(corpus, batch)
     with connected(address):
         device, room = offered(torch.get_num_threads())
-        job = _job(model, corpus, device, batch, seed, extra)
+        job = SurveyJob(checkpoint_of(model, device), corpus, batch, seed, extra)
         count = min(room, actors or room, len(list(shards(len(corpus.contexts), batch))))
-        workers = Workers(job, count)
+        workers = Workers(Worker, job, count)
         fingerprint = survey_fingerprint(model, corpus, batch, seed, extra) | {"device": device}
 
         def remote(name: str) -> Stage:
@@ -152,7 +144,7 @@ class _ShardedPass(SurveyPass):
     """A pass whose batches are read elsewhere, and whose sums are merged here."""
 
     def __init__(self, model: OpenModel, workers: Workers, say: Callable[[str], None]) -> None:
-        job = workers.job
+        job = cast(SurveyJob, workers.job)
         super().__init__(model, job.corpus, job.seed, job.batch, job.extra)
         self._workers, self._say = workers, say
         self._directions: Any = None
@@ -271,29 +263,3 @@ def shards(contexts: int, batch: int, done: int = 0) -> Iterator[tuple[int, int]
         last = batch if first < batch else first + step - (first - batch) % step
         yield first, min(last, contexts)
         first = last
-
-
-def _job(model: OpenModel, corpus: Corpus, device: str, batch: int, seed: int, extra: Sequence[Extra]) -> Job:
-    if model.sha256 is None and model.revision is None:
-        raise UsageError(f"{model.id} is in memory: with ray=True each worker opens a checkpoint")
-    return Job(
-        source=_source(model.id),
-        id=model.id,
-        dtype=str(model.source.dtype).removeprefix("torch."),
-        revision=model.revision,
-        attention=cast(Any, model.source.attention),  # of a checkpoint: one of those of transformers
-        device=device,
-        threads=torch.get_num_threads(),
-        corpus=corpus,
-        batch=batch,
-        seed=seed,
-        extra=extra,
-        expected=fingerprint_of(model) | {"device": device},
-    )
-
-
-def _source(name: str) -> str | None:
-    """What a worker opens: it stands in another folder than the driver."""
-    if name == embedded.NAME:
-        return None
-    return str(Path(name).resolve()) if Path(name).is_dir() else name

@@ -1,86 +1,33 @@
-"""Workers on a Ray cluster: what each opens and does, how they are reached, and what travels.
-
-Ray restarts a worker that dies, on whatever node has room; until there is room, the others do its work. What the
-answers mean, and in which order they are taken in, is not known here. Ray is imported when it is used.
-"""
+"""What a worker of a survey on Ray does: it reads contexts, and makes the passes that follow the text."""
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import ModuleType
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State
-from theodolite.corpus.corpus import Corpus
-from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
-from theodolite.models import OpenModel, open_model
-from theodolite.passes.corpus_pass import fingerprint_of
+from theodolite.passes.ray_cluster import Job, Opener, Packed, packed, unpacked
 from theodolite.passes.survey import later_pass
 from theodolite.passes.survey_pass import SurveyPass
-from theodolite.system.choices import Attention
-from theodolite.system.interrupt import starting_others
 from theodolite.system.progress import Progress
-
-LOCAL = "local"
-"""The address of a cluster that is started on this machine, and stopped again."""
-
-DEATHS = 3
-"""Workers that one call may lose before it is given up: a node may be lost twice by chance."""
-
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # `uv run` would make Ray upload the working directory
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""As on those systems, a cluster of this machine alone listens at 127.0.0.1 only; read when Ray is imported.
-
-Else anybody who reaches the machine could give the workers code to run.
-"""
-
-Packed = dict[str, tuple[NDArray[Any], NDArray[Any] | None, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every worker opens and reads. `source` is as `open_model` takes it, `id` what the run calls it."""
+class SurveyJob(Job):
+    """What every worker of a survey opens and reads."""
 
-    source: str | None
-    id: str
-    dtype: str
-    revision: str | None
-    attention: Attention | None
-    device: str
-    threads: int
-    corpus: Corpus
-    batch: int
     seed: int
     extra: Sequence[Extra]
-    expected: dict[str, Any]
 
 
-class Worker:
-    """The actor. It opens the model with its first call, so that what is wrong with it is raised there."""
+class Worker(Opener):
+    """The actor."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self._model: OpenModel | None = None
-
-    def place(self) -> str:
-        """The node and the process: whoever answers is alive."""
-        return f"node {_node()}, process {os.getpid()}"
+    job: SurveyJob
 
     def read(self, first: int, last: int, directions: Tensor | None) -> tuple[bool, Packed]:
         """That it was read, and what a pass over these contexts only sums: two objects, the first of which is small.
@@ -88,7 +35,7 @@ class Worker:
         `directions` are those of the sketches of a pass that began elsewhere.
         """
         job = self.job
-        corpus_pass = SurveyPass(self._opened(), job.corpus, job.seed, job.batch, job.extra)
+        corpus_pass = SurveyPass(self.opened(), job.corpus, job.seed, job.batch, job.extra)
         if directions is not None:
             corpus_pass.sketches.look_along(directions)
         corpus_pass.read(first, last)
@@ -97,234 +44,6 @@ class Worker:
     def later(self, name: str, given: Packed) -> tuple[State, dict[str, Any]]:
         """The state and the notes of one of the passes that follow the text."""
         job = self.job
-        running = later_pass(name, self._opened(), job.corpus, job.seed, unpacked(given))
+        running = later_pass(name, self.opened(), job.corpus, job.seed, unpacked(given))
         running.run(Progress(running.total))
         return running.state(), running.notes
-
-    def _opened(self) -> OpenModel:
-        """The model, opened once and found to be the driver's.
-
-        Raises:
-            UsageError: it is another model, or other packages; or as `open_model` has it, naming the node.
-            WorkError: as `open_model` has it, naming the node.
-        """
-        if self._model is not None:
-            return self._model
-        job, node = self.job, _node()
-        torch.set_num_threads(job.threads)
-        try:
-            model = open_model(
-                job.source,
-                dtype=job.dtype,
-                device=job.device,
-                revision=job.revision,
-                attention=job.attention,
-            )
-        except TheodoliteError as error:
-            raise type(error)(f"on node {node}: {error}") from error
-        fingerprint = fingerprint_of(model)
-        differences = [
-            f"{name} is {fingerprint[name]}, not {value}"
-            for name, value in job.expected.items()
-            if fingerprint[name] != value
-        ]
-        if differences:
-            raise UsageError(f"node {node} would measure something else: {'; '.join(differences)}")
-        self._model = replace(model, id=job.id)
-        return self._model
-
-
-class Workers:
-    """Handles of workers that Ray starts, with the first call, and starts again; they end with the handles.
-
-    A call to a worker that died fails at once, and is nobody's until the driver gives it to another: where a node is
-    lost, Ray itself would wait for room that may never come.
-    """
-
-    def __init__(self, job: Job, count: int) -> None:
-        self.job = job
-        self.count = count
-        self.places: dict[int, str] = {}
-        """Where each worker was when it last answered."""
-        self._reference: Any = None  # for as long as a worker may be started again with it
-        self._handles: list[Any] = []
-        self._asked: dict[int, Any] = {}  # by worker that has not answered yet, or was lost: where it is
-
-    def __getitem__(self, number: int) -> Any:
-        return self._handles[number]
-
-    def alive(self) -> list[int]:
-        """Workers that have answered since they were last lost; those that have not are asked (again)."""
-        if not self._handles:
-            self._start()
-        ray = imported_ray()
-        for number, place in list(self._asked.items()):
-            if not answered(place):
-                continue
-            try:
-                self.places[number] = ray.get(place)
-                del self._asked[number]
-            except ray.exceptions.RayError:
-                self.lose(number)
-        return [number for number in range(self.count) if number not in self._asked]
-
-    def lose(self, number: int) -> None:
-        """A call to this worker was lost: it gets none until it answers."""
-        self._asked[number] = self[number].place.remote()
-
-    def _start(self) -> None:
-        ray, job = imported_ray(), self.job
-        resources = {"num_cpus": 1, "num_gpus": 1} if job.device == "cuda" else {"num_cpus": job.threads}
-        actor = ray.remote(Worker).options(
-            scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=0, **resources
-        )
-        self._reference = ray.put(job)
-        self._handles = [actor.remote(self._reference) for _ in range(self.count)]
-        for number in range(self.count):
-            self.lose(number)
-
-
-def answered(reference: Any) -> bool:
-    """Whether a call has ended, well or not; nothing is fetched."""
-    return bool(imported_ray().wait([reference], timeout=0, fetch_local=False)[0])
-
-
-class WorkerLost(Exception):
-    """The worker died, or its node was lost: there is no answer."""
-
-
-def fetched(answer: Any, doing: str) -> Any:
-    """What a worker answered.
-
-    Args:
-        answer: the reference.
-        doing: what the call did, in words.
-
-    Raises:
-        TheodoliteError, MemoryError, OutOfMemoryError: what the worker raised.
-        WorkError: it failed in another way.
-        WorkerLost: there is no answer, or it went with its node.
-    """
-    ray = imported_ray()
-    try:
-        return ray.get(answer)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, TheodoliteError | MemoryError | torch.OutOfMemoryError):
-            raise error.cause from error
-        why = f"{type(error.cause).__name__}: {first_line(error.cause)}"
-        raise WorkError(f"a worker failed when it {doing}: {why}") from error
-    except ray.exceptions.RayError as error:
-        raise WorkerLost from error
-
-
-def given_up(doing: str) -> WorkError:
-    """What is raised for a call that has lost `DEATHS` workers."""
-    return WorkError(
-        f"{DEATHS} workers died when each {doing}: if they ran out of memory, use a smaller --batch or larger "
-        "machines"
-    )
-
-
-def _node() -> str:
-    return str(imported_ray().util.get_node_ip_address())
-
-
-def packed(state: dict[str, Tensor]) -> Packed:
-    """A state as arrays that travel without a copy, without the rows along dimension 1 that are zero in all layers.
-
-    A part of a corpus fills few groups of contexts and few places of the sample, and these are most of a state.
-    """
-    arrays: Packed = {}
-    for name, tensor in state.items():
-        rows = None
-        if tensor.ndim > 2:
-            filled = (tensor != 0).flatten(2).any(dim=2).any(dim=0)
-            rows = filled.nonzero().flatten()
-        values = tensor if rows is None or len(rows) == tensor.shape[1] else tensor[:, rows]
-        indices = None if values is tensor or rows is None else rows.numpy()
-        arrays[name] = (values.contiguous().numpy(), indices, tuple(tensor.shape))
-    return arrays
-
-
-def unpacked(state: Packed) -> dict[str, Tensor]:
-    """What `packed` was given."""
-    tensors = {}
-    for name, (values, rows, shape) in state.items():
-        filled = torch.from_numpy(np.array(values))  # Ray's own arrays are read-only
-        tensors[name] = filled if rows is None else filled.new_zeros(shape)
-        if rows is not None:
-            tensors[name][:, torch.from_numpy(np.array(rows))] = filled
-    return tensors
-
-
-@contextmanager
-def connected(address: str) -> Iterator[None]:
-    """Be a driver of the cluster at an address, or of one that is started here; of neither, if this process is one.
-
-    Raises:
-        UsageError: Ray is not installed, or there is no cluster.
-    """
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address == LOCAL:
-        quiet["include_dashboard"] = False
-        if "ray" not in sys.modules:
-            os.environ.update(LOOPBACK)
-    ray = imported_ray()
-    if ray.is_initialized():
-        yield
-        return
-    try:
-        _refuse_silence(address)
-        # At Ray's own handler, SIGTERM would end the process in the middle of a step.
-        with starting_others():
-            ray.init(address=address, **quiet)
-    except (
-        Exception
-    ) as error:  # Ray's own are of many kinds: a node that starts too slowly is a bare Exception
-        raise UsageError(
-            f"no Ray cluster at {address} ({first_line(error)}): start one with `ray start --head`, or give no address"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _refuse_silence(address: str) -> None:
-    """Find in seconds that nobody is at HOST:PORT; Ray itself would try for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and "://" not in host:
-        socket.create_connection((host, int(port)), timeout=5).close()
-
-
-def offered(threads: int) -> tuple[str, int]:
-    """The kind of device and the number of workers of the cluster: one a GPU, or one for so many cores of a node.
-
-    Raises:
-        UsageError: no node has so many.
-    """
-    nodes = [node["Resources"] for node in imported_ray().nodes() if node["Alive"]]
-    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
-    if gpus:
-        return "cuda", gpus
-    workers = sum(int(node.get("CPU", 0)) // threads for node in nodes)
-    if not workers:
-        raise UsageError(
-            f"no node of the Ray cluster has the {threads} CPUs that a worker is to use: set OMP_NUM_THREADS to fewer"
-        )
-    return "cpu", workers
-
-
-def imported_ray() -> ModuleType:
-    """Ray, made quiet.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("a survey on many machines needs `pip install theodolite[ray]`") from error
-    return ray

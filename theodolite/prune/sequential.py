@@ -9,7 +9,8 @@ in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -33,8 +34,18 @@ MAX_ROUNDINGS = 16
 MOST_VARIANTS = 4
 """Distinct argument tensors per shape that a new one is compared with, to store equal ones once."""
 
+SHARDS = 16
+"""At most, however long the text: of each, the moments of a block's inputs are summed by themselves."""
 
 Keep = Callable[[int, Hidden], Hidden]
+
+
+def shards(corpus: Corpus, batch: int) -> list[list[slice]]:
+    """The batches of a corpus, cut into runs of about equal length; they depend on the corpus and the batch alone."""
+    parts = list(corpus.batches(batch))
+    count = min(SHARDS, len(parts))
+    edges = [len(parts) * number // count for number in range(count + 1)]
+    return [parts[first:last] for first, last in itertools.pairwise(edges)]
 
 
 def in_file(tensor: Tensor, folder: Path) -> Tensor:
@@ -71,6 +82,10 @@ class BlockByBlock:
         batch: contexts per forward pass.
         between: called after every batch; it may raise to stop.
         keep: given the number of a batch and its hidden states, gives what of them is stored until the next block.
+        only: the shards that are read; None: all.
+
+    Attributes:
+        shards: those that are read, in order.
 
     Raises:
         WorkError: the family computes something between its blocks, so that they cannot be run one by one.
@@ -83,7 +98,10 @@ class BlockByBlock:
         batch: int,
         between: Callable[[], None],
         keep: Keep = kept_in_memory,
+        only: Sequence[int] | None = None,
     ) -> None:
+        every = shards(corpus, batch)
+        self.shards = list(range(len(every)) if only is None else only)
         self._model, self._between, self._keep = model, between, keep
         self._shared = _SharedArguments()
         self._first_context = corpus.ids(slice(0, 1))
@@ -91,21 +109,26 @@ class BlockByBlock:
         record = self._passing_through if self._may_pass_through() else self._pass
         self._hidden: list[Hidden] = []
         self._calls: list[list[Arguments]] = []  # by batch, then by block, without hidden states
-        for number, part in enumerate(corpus.batches(batch)):
-            calls, outputs = record(corpus.ids(part))
-            self._calls.append(calls)
-            self._hidden.append(keep(number, outputs.entered))
-            between()
+        self._batches: dict[int, range] = {}  # by shard
+        for shard in self.shards:
+            first = len(self._calls)
+            for part in every[shard]:
+                calls, outputs = record(corpus.ids(part))
+                self._hidden.append(keep(len(self._calls), outputs.entered))
+                self._calls.append(calls)
+                between()
+            self._batches[shard] = range(first, len(self._calls))
 
-    def read(self, layer: int) -> None:
-        """Run a block on all contexts, for its hooks only."""
-        for _ in self._outputs(layer):
+    def read(self, layer: int, shard: int | None = None) -> None:
+        """Run a block on all contexts, or on those of a shard, for its hooks only."""
+        for _ in self._outputs(layer, range(len(self._calls)) if shard is None else self._batches[shard]):
             pass
 
     def advance(self, layer: int) -> None:
         """Run a block on all contexts; its outputs become the inputs of the next one."""
         self._witness = self._run(layer, self._witness_calls, self._witness)
-        for number, output in enumerate(self._outputs(layer)):
+        every = range(len(self._calls))
+        for number, output in zip(every, self._outputs(layer, every), strict=True):
             refuse_nonfinite_stream(layer + 1, output)
             self._hidden[number] = self._keep(number, output)
 
@@ -120,9 +143,10 @@ class BlockByBlock:
         refuse_nonfinite_stream(last + 1, ours)
         self._compare(ours, _first(self._pass(self._first_context)[1].left))
 
-    def _outputs(self, layer: int) -> Iterator[Hidden]:
-        for calls, hidden in zip(self._calls, self._hidden, strict=True):
-            yield self._run(layer, calls, hidden.to(self._model.device))
+    def _outputs(self, layer: int, batches: range) -> Iterator[Hidden]:
+        for number in batches:
+            hidden = self._hidden[number].to(self._model.device)
+            yield self._run(layer, self._calls[number], hidden)
             self._between()
 
     def _run(self, layer: int, calls: list[Arguments], hidden: Hidden) -> Hidden:

@@ -132,6 +132,11 @@ class PruningSettings:
         """Whether the diagonal of the second moments is not enough."""
         return self.method in ("sparsegpt", "gptq") or (self.method == "oats" and self.bits is not None)
 
+    @property
+    def moments_damping(self) -> float | None:
+        """As `InputMoments` takes it: None where diagonals are enough."""
+        return self.damping if self.needs_full_moments else None
+
     def fingerprint(self) -> dict[str, Any]:
         """The settings that the method reads, as plain values; one value where all blocks or matrices agree."""
         plain: dict[str, Any] = {
@@ -150,8 +155,14 @@ class PruningSettings:
             plain["damping"] = self.damping
         return plain
 
-    def prune(self, matrix: Matrix, moments: Moments) -> tuple[PrunedMatrix, dict[str, Any]]:
+    def prune(
+        self, matrix: Matrix, moments: Moments, device: torch.device | None = None
+    ) -> tuple[PrunedMatrix, dict[str, Any]]:
         """One matrix pruned, in its own dtype, and its row of the table.
+
+        Args:
+            matrix, moments: of its inputs.
+            device: that of the moments, on which it is pruned; None: where it is.
 
         Raises:
             WorkError: nothing was seen to enter a matrix that every token should reach.
@@ -162,7 +173,7 @@ class PruningSettings:
                 f"nothing was seen to enter {matrix.parameter} while its block read the text, so that {self.method} "
                 f"cannot weigh its inputs: use --method {blind}, which weighs none"
             )
-        weight = matrix.read()
+        weight = matrix.read().to(device)
         at = matrix.layer, matrix.key
         share, ratio = self.sparsity[at], self.rank_ratio[at]
         approximation = self._pruned(weight, moments, share, ratio)

@@ -1,0 +1,304 @@
+"""Pruning on many machines: workers of a Ray cluster share the contexts; matrices are pruned by the driver.
+
+Each worker opens the checkpoint, holds the hidden states of its shards of the text, runs the current block on them and
+sends their moments, which are merged here in the order of the shards; the pruned block goes to all workers. Shards
+depend on the corpus and the batch alone: so the result has the same bytes however many workers there were, and
+whichever of them died. The contexts of one that died are read again by another, through the blocks pruned so far.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel
+from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
+from theodolite.models.guard import guarded, measures
+from theodolite.passes.ray_cluster import (
+    DEATHS,
+    LOCAL,
+    Job,
+    Opener,
+    Packed,
+    WorkerLost,
+    Workers,
+    checkpoint_of,
+    connected,
+    fetched,
+    given_up,
+    imported_ray,
+    offered,
+    packed,
+    refuse_unopenable,
+    unpacked,
+)
+from theodolite.prune.calibration import InThisProcess
+from theodolite.prune.checkpoint import WriteExtras
+from theodolite.prune.model import PruningRun
+from theodolite.prune.moments import InputMoments
+from theodolite.prune.plan import Asked, Plan, planned
+from theodolite.prune.pruned import Pruned
+from theodolite.prune.sequential import BlockByBlock, shards
+from theodolite.prune.settings import Sparsity
+from theodolite.system.progress import ShowProgress
+
+SECONDS = 0.2
+"""How long the driver waits for workers before it hears of Ctrl-C."""
+
+OPENED = "opened the model and began to read"
+
+PATIENCE = 60.0
+"""Seconds for a worker to be started (again), before those that are there share its contexts."""
+
+
+@measures
+def prune_on_ray(
+    model: OpenModel,
+    corpus: Corpus,
+    method: str,
+    sparsity: Sparsity = None,
+    *,
+    address: str = LOCAL,
+    actors: int | None = None,
+    write_extras: WriteExtras = lambda pruned, folder: None,
+    show_progress: ShowProgress = lambda done, total: None,
+    say: Callable[[str], None] = lambda line: None,
+    **options: Any,
+) -> Pruned:
+    """As `prune_model`, with the blocks run by workers on a Ray cluster (`pip install theodolite[ray]`).
+
+    Every worker opens the checkpoint itself, as for `survey_on_ray`; matrices are pruned here, or on `devices`. By
+    Wanda, OATS and magnitude the bytes are those of `prune_model` on such a device. By SparseGPT, GPTQ and with `bits`
+    they are the same for any number of workers, but sums of full moments may differ in last bits from those of one
+    process. Each goes on from what an interrupted call of the other left in `out`.
+
+    Args:
+        model: from `open_model`; it is pruned in place.
+        corpus, method, sparsity, write_extras, show_progress: as for `prune_model`.
+        address, actors: as for `survey_on_ray`; there are at most `sequential.SHARDS` workers.
+        say: told in one line of every worker that died or was lost.
+        options: further ones of `prune_model`.
+
+    Raises:
+        UsageError: as `prune_model` and `survey_on_ray`; or an option that needs the whole model in one process:
+            `recover`, `sparsity_by`, a model from `open_streamed`.
+        WorkError: as `prune_model`; or three workers died of the same contexts. With `out`, finished blocks are saved:
+            the same call goes on from them.
+    """
+    asked = Asked(method, sparsity, **options)
+    if isinstance(model, OpenModel):  # else it is refused by its type
+        if model.streamed is not None or asked.recover is not None or asked.sparsity_by is not None:
+            raise UsageError(
+                "workers have no --stream, --recover and --sparsity-by: leave them out, or --ray"
+            )
+        refuse_unopenable(model, actors, "prune it with `prune_model`")
+    plan = planned(model, corpus, asked, show_progress)
+    with connected(address):
+        device, room = offered(torch.get_num_threads())
+        plan = plan.read_on(device)
+        names = [[matrix.key for matrix in block] for block in plan.matrices]
+        checkpoint = checkpoint_of(model, device)
+        job = PruningJob(checkpoint, plan.calibration, plan.batch, plan.settings.moments_damping, names)
+        count = min(room, actors or room, len(shards(plan.calibration, plan.batch)))
+        workers = Workers(PruningWorker, job, count)
+        run = PruningRun(plan, lambda plan, keep, between: _OnRay(plan, workers, between, say), show_progress)
+        return run.finished(write_extras)
+
+
+@dataclass(frozen=True)
+class PruningJob(Job):
+    """What every worker opens and reads; `damping` is as `InputMoments` takes it, `names` are keys of each block."""
+
+    damping: float | None
+    names: list[list[str]]
+
+
+class PruningWorker(Opener):
+    """The actor: some shards of the text, on their way through the blocks."""
+
+    job: PruningJob
+    _text: InThisProcess | None = None
+    _matrices: list[list[Matrix]]
+
+    def begin(self, only: list[int]) -> None:
+        """Hold the hidden states of these shards before the first block.
+
+        A model whose blocks are pruned already is opened anew: how blocks are called may depend on them.
+        """
+        if self._text is not None:
+            self._text = self._model = None
+        job = self.job
+        with self._reading() as model:
+            every = block_matrices(model)
+            self._matrices = [
+                [matrix for matrix in block if matrix.key in names]
+                for block, names in zip(every, job.names, strict=True)
+            ]
+            stream = BlockByBlock(model, job.corpus, job.batch, lambda: None, only=only)
+            self._text = InThisProcess(stream, job.damping)
+
+    def read(self, layer: int, shard: int) -> tuple[bool, Packed]:
+        """That it was read, and the moments of a shard: two objects, the first of which is small."""
+        with self._reading():
+            return True, packed(self._begun.moments(layer, self._matrices[layer], [shard]).state())
+
+    def advance(self, layer: int, pruned: list[Tensor]) -> None:
+        """Write the pruned matrices of a block; what it gives is what enters the next."""
+        with self._reading():
+            self._write(layer, pruned)
+            self._begun.advance(layer)
+
+    def verify_end(self, layer: int, pruned: list[Tensor]) -> None:
+        """Write those of the last block, and compare with the whole model."""
+        with self._reading():
+            self._write(layer, pruned)
+            self._begun.verify_end()
+
+    @property
+    def _begun(self) -> InThisProcess:
+        assert self._text is not None
+        return self._text
+
+    @contextmanager
+    def _reading(self) -> Iterator[OpenModel]:
+        model = self.opened()
+        with guarded(model.root), one_expert_at_a_time(model.root):
+            yield model
+
+    def _write(self, layer: int, pruned: list[Tensor]) -> None:
+        for matrix, its in zip(self._matrices[layer], pruned, strict=True):
+            matrix.write(its)
+
+
+class _OnRay:
+    """A text that is on the workers, as `Calibration` has it."""
+
+    def __init__(
+        self, plan: Plan, workers: Workers, between: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
+        self._plan, self._workers, self._between, self._say = plan, workers, between, say
+        self._advanced = 0  # blocks that every worker is past
+        self._lost: Counter[int] = Counter()  # by shard, in the current step
+        self._worker_of: dict[int, int] = {}  # by shard
+        numbers = range(len(shards(plan.calibration, plan.batch)))
+        ready = self._ready(workers.count)
+        self._worker_of = {shard: ready[shard % len(ready)] for shard in numbers}
+        asked = {worker: self._begin(worker) for worker in set(self._worker_of.values())}
+        for worker, answer in asked.items():
+            try:
+                self._waited(answer, OPENED)
+            except WorkerLost:
+                self._replace(worker, OPENED)
+
+    def moments(self, layer: int, matrices: Sequence[Matrix]) -> InputMoments:
+        """Merged from those of the shards, in order."""
+        moments = InputMoments(matrices, self._plan.settings.moments_damping)
+        asked: dict[int, tuple[int, Any, Any]] = {}  # shard → its worker, that it was read, its sums
+        ahead, total = len(set(self._worker_of.values())), len(self._worker_of)
+        merged = 0
+        while merged < total:
+            for shard in range(merged, min(merged + ahead, total)):
+                if shard not in asked:
+                    worker = self._worker_of[shard]
+                    call = self._workers[worker].read.options(num_returns=2)
+                    asked[shard] = (worker, *call.remote(layer, shard))
+            worker, read, sums = asked[merged]
+            doing = f"read shard {merged} of the text in block {layer}"
+            try:
+                self._waited(read, doing)
+                moments.merge(unpacked(self._waited(sums, doing)))
+            except WorkerLost:
+                self._replace(worker, doing)
+                asked = {shard: call for shard, call in asked.items() if call[0] != worker}
+                continue
+            del asked[merged]
+            merged += 1
+        self._lost.clear()
+        return moments
+
+    def advance(self, layer: int) -> None:
+        """Send the pruned block to all workers, which run it."""
+        self._each("advance", layer, f"ran the pruned block {layer}")
+        self._advanced = layer + 1
+
+    def verify_end(self) -> None:
+        """On every worker."""
+        self._each("verify_end", self._plan.model.layers - 1, "compared the blocks with the model")
+
+    def _each(self, method: str, layer: int, doing: str) -> None:
+        """Every worker with contexts does something with a pruned block."""
+        pruned = self._pruned(layer)
+        finished: set[int] = set()
+        asked: dict[int, Any] = {}
+        while waiting := sorted(set(self._worker_of.values()) - finished):
+            for worker in waiting:
+                if worker not in asked:
+                    asked[worker] = getattr(self._workers[worker], method).remote(layer, pruned)
+            try:
+                self._waited(asked[waiting[0]], doing)
+                finished.add(waiting[0])
+            except WorkerLost:
+                heir = self._replace(waiting[0], doing)
+                finished.discard(heir)  # it has begun again, for more contexts
+                for worker in (waiting[0], heir):
+                    asked.pop(worker, None)
+        self._lost.clear()
+
+    def _begin(self, worker: int) -> Any:
+        return self._workers[worker].begin.remote(self._shards_of(worker))
+
+    def _pruned(self, layer: int) -> Any:
+        return imported_ray().put([matrix.read().cpu() for matrix in self._plan.matrices[layer]])
+
+    def _shards_of(self, worker: int) -> list[int]:
+        return [shard for shard, its in self._worker_of.items() if its == worker]
+
+    def _waited(self, answer: Any, doing: str) -> Any:
+        """What a worker answers; Ctrl-C is heard until then."""
+        while not imported_ray().wait([answer], timeout=SECONDS)[0]:
+            self._between()
+        return fetched(answer, doing)
+
+    def _ready(self, wanted: int) -> list[int]:
+        """So many workers that are alive and have no contexts; fewer, or those with the fewest, if none come."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            alive = self._workers.alive()
+            idle = [worker for worker in alive if not self._shards_of(worker)]
+            if len(idle) >= wanted:
+                return idle
+            if alive and time.monotonic() > deadline:
+                return idle or sorted(alive, key=lambda worker: len(self._shards_of(worker)))
+            time.sleep(SECONDS)
+            self._between()
+
+    def _replace(self, worker: int, doing: str) -> int:
+        """Give the contexts of a worker that was lost to another one, and bring it to the current block."""
+        while True:
+            self._workers.lose(worker)
+            shards_lost = self._shards_of(worker)
+            self._lost.update(shards_lost)
+            if max(self._lost.values()) >= DEATHS:
+                raise given_up(doing)
+            place = self._workers.places[worker]
+            self._say(f"the worker on {place} was lost when it {doing}; another reads its contexts again")
+            self._worker_of |= dict.fromkeys(shards_lost, -1)
+            worker = self._ready(1)[0]
+            self._worker_of |= dict.fromkeys(shards_lost, worker)
+            try:
+                self._waited(self._begin(worker), OPENED)
+                for layer in range(self._advanced):
+                    answer = self._workers[worker].advance.remote(layer, self._pruned(layer))
+                    self._waited(answer, f"ran the pruned block {layer}")
+                return worker
+            except WorkerLost:
+                doing = "read the contexts of another again"
