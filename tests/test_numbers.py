@@ -8,7 +8,7 @@ import pytest
 
 from tools import numbers
 
-DEBT = 138
+DEBT = 131
 """Numbers in the prose that only the page has: the run was not kept. `python -m tools.numbers` says of which runs."""
 
 
