@@ -82,5 +82,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     measured = main(arguments.folder)
     print(table(measured))
-    told = made_by("python -m benchmarks.quantised_shots shots") | {"seed": PROMPT_SEED, "measured": measured}
+    told = made_by("python -m benchmarks.quantised_shots half") | {"seed": PROMPT_SEED, "measured": measured}
     arguments.out.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cache_policies, gpu, int8_activations, qk_clip, quantised
+from benchmarks import cache_policies, gpu, int8_activations, qk_clip, quantised, quantised_shots
 from benchmarks.ratios import Ratio
 from tools import gpu_page
 
@@ -140,6 +140,12 @@ def test_the_page_of_the_map_shows_what_was_measured():
     assert int8_activations.table(rounded).splitlines()[-1] == (
         "| 8 | 50% | 1.2 |" + 3 * " +0.5000 ± 0.2500 |"
     )
+
+
+def test_the_page_of_quantising_shows_the_accuracy_by_examples():
+    root = Path(__file__).parents[1]
+    values = json.loads((root / "docs/results/quantised-shots.json").read_text())["measured"]
+    assert quantised_shots.table(values) in (root / "docs/quantising.md").read_text()
 
 
 def test_the_page_of_quantising_shows_what_was_measured():
