@@ -67,7 +67,9 @@ def prune_command(
     ] = None,
     sparsity_by: Annotated[
         str | None,
-        typer.Option(help="owl: blocks with more outliers keep more; --sparsity is their mean."),
+        typer.Option(
+            help="owl or tags: blocks with more outliers, or whose sinks tag more, keep more; --sparsity is the mean."
+        ),
     ] = None,
     pattern: Annotated[
         str | None,

@@ -83,7 +83,8 @@ def prune_model(
         sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block, or a
             function of (block, name of the matrix). For OATS, the low-rank part counts among the kept entries. None:
             the sparsity of the pattern, or with `bits`.
-        sparsity_by: "owl": blocks with more outliers keep more, and `sparsity` is the mean (Yin et al. 2024).
+        sparsity_by: "owl": blocks with more outliers keep more, and `sparsity` is the mean (Yin et al. 2024). "tags":
+            those whose heads' outputs are more of what sinks write (ours).
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
         rank_ratio: for OATS: the share of the kept parameters (with `bits`: of the bytes) in the low-rank part, from 0
             to 1; or a function of (block, name of the matrix): `lambda layer, name: 0.5 if name in "qk" else 0.25`.

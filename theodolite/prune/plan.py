@@ -19,11 +19,11 @@ from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.prune.adapter import refuse_form
+from theodolite.prune.by_block import check_sparsity_by, sparsity_by_block
 from theodolite.prune.compressed import refuse_unpackable
 from theodolite.prune.devices import usable_devices
 from theodolite.prune.methods import DAMPING
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
-from theodolite.prune.owl import check_sparsity_by, sparsity_by_outliers
 from theodolite.prune.quantised import GROUP
 from theodolite.prune.recipe import Recipe
 from theodolite.prune.recover import Recovery
@@ -189,8 +189,8 @@ def _settings(
     sparsity, rank_ratio = asked.sparsity, asked.rank_ratio
     if asked.sparsity_by is not None:
         mean, total = check_sparsity_by(asked.sparsity_by, sparsity, asked.pattern), sum(map(len, matrices))
-        sparsity = sparsity_by_outliers(
-            model, calibration, matrices, mean, batch, lambda: show_progress(0, total)
+        sparsity = sparsity_by_block(
+            asked.sparsity_by, model, calibration, matrices, mean, batch, lambda: show_progress(0, total)
         )
     if of_file:
         sparsity, rank_ratio = of_file.applied(sparsity, rank_ratio, matrices)

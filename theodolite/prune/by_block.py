@@ -1,8 +1,10 @@
-"""How much each block can lose, from its outliers: outlier weighed layerwise sparsity (Yin et al. 2024, OWL).
+"""How much each block can lose: from its outliers, or from the tags that its heads write.
 
-A block's entries are weighed as Wanda weighs them, A_ij = |W_ij| ‖x_j‖ with the inputs of the dense model. D is the
-share of its entries with A_ij above M times the block's mean. Sparsities fall with D on a line, in a range of 2λ, as in
-the released code: ρ − 2λ (D − mean D) / (max D − min D).
+Outlier weighed layerwise sparsity (OWL, Yin et al. 2024): a block's entries are weighed as Wanda weighs them, A_ij =
+|W_ij| ‖x_j‖ with the inputs of the dense model. D is the share of its entries with A_ij above M times the block's mean.
+Sparsities fall with D on a line, in a range of 2λ, as in the released code: ρ − 2λ (D − mean D) / (max D − min D). By
+tags (ours), D is the variance of a head's output that its sinks explain, on average over the block's heads, and the
+line is the same.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, one_expert_at_a_time
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.patterns import check_sparsity
+from theodolite.prune.skipped import Matrices
+from theodolite.sinks.trace import trace_sinks
 
 MULTIPLE, HALF_RANGE = 5.0, 0.08
 """M and λ, as published."""
@@ -25,17 +29,20 @@ MULTIPLE, HALF_RANGE = 5.0, 0.08
 
 def check_sparsity_by(sparsity_by: str, sparsity: object, pattern: str | None) -> float:
     """The mean sparsity; raise `UsageError` where another one or none is to be distributed."""
-    if sparsity_by != "owl":
-        raise UsageError(f"unknown --sparsity-by {sparsity_by}: use owl")
+    if sparsity_by not in _SHARES:
+        raise UsageError(f"unknown --sparsity-by {sparsity_by}: use {' or '.join(_SHARES)}")
     if pattern is not None or isinstance(sparsity, Sequence):
-        raise UsageError("--sparsity-by owl starts from one sparsity: give a number, and no pattern")
+        raise UsageError(
+            f"--sparsity-by {sparsity_by} starts from one sparsity: give a number, and no pattern"
+        )
     return check_sparsity(sparsity)
 
 
-def sparsity_by_outliers(
+def sparsity_by_block(
+    sparsity_by: str,
     model: OpenModel,
     corpus: Corpus,
-    matrices: Sequence[Sequence[Matrix]],
+    matrices: Matrices,
     sparsity: float,
     batch: int,
     between: Callable[[], None],
@@ -43,24 +50,43 @@ def sparsity_by_outliers(
     """The sparsity of each block, with the given mean over blocks that have matrices.
 
     Args:
+        sparsity_by: "owl" or "tags".
         model: dense; it reads the text once, as a whole.
         between: called after every batch; it may raise to stop.
 
     Raises:
         UsageError: a block would lose all or nothing.
     """
-    every = [matrix for block in matrices for matrix in block]
-    moments = InputMoments(every)
+    return falling(_SHARES[sparsity_by](model, corpus, matrices, batch, between), sparsity)
+
+
+def _by_outliers(
+    model: OpenModel, corpus: Corpus, matrices: Matrices, batch: int, between: Callable[[], None]
+) -> list[float | None]:
+    moments = InputMoments([matrix for block in matrices for matrix in block])
     with torch.inference_mode(), one_expert_at_a_time(model.root), moments.collecting():
         for part in corpus.batches(batch):
             model.source.run(corpus.ids(part))
             between()
-    shares = [_outliers(block, moments) for block in matrices]
-    return by_outliers(shares, sparsity)
+    return [_outliers(block, moments) for block in matrices]
 
 
-def by_outliers(shares: Sequence[float | None], sparsity: float) -> list[float]:
-    """Sparsities from shares of outliers; None: a block without matrices, which counts for nothing.
+def _by_tags(
+    model: OpenModel, corpus: Corpus, matrices: Matrices, batch: int, between: Callable[[], None]
+) -> list[float | None]:
+    traces = trace_sinks(model, corpus, batch=batch, show_progress=lambda what, done, total: between()).traces
+    tagged = traces.groupby("layer")["tagged"].sum()  # of what no sink explains, nothing is known (NaN)
+    return [
+        float(tagged.get(layer, 0.0)) / max(model.heads_of[layer], 1) if block else None
+        for layer, block in enumerate(matrices)
+    ]
+
+
+_SHARES: dict[str, Callable[..., list[float | None]]] = {"owl": _by_outliers, "tags": _by_tags}
+
+
+def falling(shares: Sequence[float | None], sparsity: float) -> list[float]:
+    """Sparsities that fall with D on a line; None: a block without matrices, which counts for nothing.
 
     Raises:
         UsageError: a block would lose all or nothing.
@@ -71,7 +97,7 @@ def by_outliers(shares: Sequence[float | None], sparsity: float) -> list[float]:
     each = [sparsity if share is None else sparsity - slope * (share - mean) for share in shares]
     if not 0 < min(each) <= max(each) < 1:
         raise UsageError(
-            f"sparsity {sparsity:g} by outliers is {min(each):.3g} to {max(each):.3g}: give one nearer to the middle"
+            f"sparsity {sparsity:g} by block is {min(each):.3g} to {max(each):.3g}: give one nearer to the middle"
         )
     return each
 

@@ -1,4 +1,4 @@
-"""Sparsity by block from outliers. Oracle: numpy, with the inputs of each matrix kept by hooks."""
+"""Sparsity by block. Oracles: numpy, with the inputs of each matrix kept by hooks; and a table of sinks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.prune.families import opened_anew
+from theodolite import open_model, trace_sinks
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.prune import prune_model
-from theodolite.prune.owl import by_outliers
+from theodolite.prune.by_block import falling
 
 CORPUS = Corpus.random_tokens(300, 24, 10)
 
@@ -63,18 +64,30 @@ def test_blocks_with_more_outliers_keep_more(tmp_path):
     assert pruned.provenance["pruning"]["sparsity_by"] == "owl"
 
 
+def test_blocks_whose_sinks_tag_more_keep_more():
+    """Oracle: a line drawn by hand through what the trace of the same text says of each block."""
+    model = open_model()
+    corpus = Corpus.python_docs(model.tokenizer, 64, 16)
+    traces = trace_sinks(model, corpus).traces
+    share = np.array([traces[traces["layer"] == layer]["tagged"].sum() / 4 for layer in range(model.layers)])
+    assert share.argmax() in (3, 4)  # where the heads with a first-token sink are
+    expected = 0.5 - 0.16 * (share - share.mean()) / (share.max() - share.min())
+    pruned = prune_model(model, corpus, "wanda", 0.5, sparsity_by="tags")
+    np.testing.assert_allclose(pruned.table.groupby("layer")["asked"].first(), expected, rtol=1e-9)
+
+
 def test_blocks_alike_and_blocks_without_matrices_get_what_is_asked():
-    assert by_outliers([0.01, None, 0.01], 0.5) == [0.5, 0.5, 0.5]
-    np.testing.assert_allclose(by_outliers([0.0, None, 0.2], 0.5), [0.58, 0.5, 0.42])
+    assert falling([0.01, None, 0.01], 0.5) == [0.5, 0.5, 0.5]
+    np.testing.assert_allclose(falling([0.0, None, 0.2], 0.5), [0.58, 0.5, 0.42])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparsity_by": "luck"}, "unknown --sparsity-by luck: use owl"),
+        ({"sparsity_by": "luck"}, "unknown --sparsity-by luck: use owl or tags"),
         ({"sparsity": [0.5, 0.5, 0.5]}, "--sparsity-by owl starts from one sparsity"),
         ({"sparsity": None, "pattern": "2:4"}, "--sparsity-by owl starts from one sparsity"),
-        ({"sparsity": 0.97}, r"0.97 by outliers is 0\.\d+ to 1\.\d+: give one nearer to the middle"),
+        ({"sparsity": 0.97}, r"0.97 by block is 0\.\d+ to 1\.\d+: give one nearer to the middle"),
     ],
 )
 def test_what_leaves_no_choice_is_refused(options, message, tmp_path):
