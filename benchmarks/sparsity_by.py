@@ -1,19 +1,17 @@
 """The same sparsity in every block, or more where blocks have few outliers, or where their sinks tag little.
 
 `python -m benchmarks.sparsity_by` prunes the embedded model by Wanda, calibrated on three draws of its own topics, and
-prints how much worse it predicts topics that it never read (nats a token), and which share of the dense model's sinks
-is left there, with standard errors over draws.
+prints how much worse it predicts topics that it never read (nats a token), and how much is left there of the share of
+contexts in which each token is a sink of each head, with standard errors over draws.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 
 import numpy as np
 
-from theodolite import Corpus, open_model, survey
-from theodolite.comparison.sinks import kept_places
+from theodolite import Corpus, Run, open_model, survey
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.prune import prune_model
@@ -35,9 +33,16 @@ def main(sparsities: tuple[float, ...] = SPARSITIES, draws: tuple[int, ...] = DR
                 calibration = Corpus.python_docs(model.required_tokenizer(), LENGTH, 128, draw)
                 prune_model(model, calibration, "wanda", sparsity, sparsity_by=way)
                 lost.append(float(perplexity(model, text).each.mean() - loss))
-                kept = kept_places(sinks, survey(model, text))
-                left.append(math.nan if kept is None else kept.value)
+                left.append(_left(sinks, survey(model, text)))
             print(f"{sparsity} | {way or 'all alike'} | {_shown(lost)} | {_shown(left)}", flush=True)
+
+
+def _left(before: Run, after: Run) -> float:
+    """Of how often each token is a sink of each head, what is left."""
+    first, second = (
+        run.sinks.groupby(["layer", "head", "first", "token_id"])["share"].sum() for run in (before, after)
+    )
+    return float(np.minimum(first, second.reindex(first.index, fill_value=0)).sum() / first.sum())
 
 
 def _shown(values: list[float]) -> str:
