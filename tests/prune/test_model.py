@@ -111,7 +111,7 @@ def test_each_block_is_calibrated_on_the_pruned_prefix(family, method, tmp_path)
     model, corpus = opened_anew(family, tmp_path), corpus_of()
     slow = copy.deepcopy(model.hf)
     slowly_pruned(slow, corpus.contexts, method, 0.5)
-    pruned = prune_model(model, corpus, method, 0.5, batch=4, iterations=ITERATIONS)
+    pruned = prune_model(model, corpus, method, 0.5, batch=4, iterations=ITERATIONS, errors=True)
     for (name, expected), (_, got) in zip(slow.named_parameters(), model.hf.named_parameters(), strict=True):
         if method != "oats":  # whose sum has no zeros
             assert torch.equal(got == 0, expected == 0), name
@@ -129,7 +129,7 @@ def test_the_table_says_what_was_done(method, tmp_path):
         _keeping(module, name, inputs)
     with torch.no_grad():
         dense(corpus.contexts)
-    table = prune_model(model, corpus, method, 0.5, iterations=ITERATIONS).table
+    table = prune_model(model, corpus, method, 0.5, iterations=ITERATIONS, errors=True).table
     assert list(table["layer"].unique()) == [0, 1, 2]
     for row in table[table["layer"] == 0].itertuples():
         path = {f"{name}": f"self_attn.{name}_proj" for name in "qkv"}.get(row.matrix, row.matrix)
@@ -386,6 +386,25 @@ def test_an_expert_that_no_token_reaches_is_pruned_all_the_same(tmp_path):
     got = model.hf.model.layers[0].mlp.experts.down_proj[1]  # (inputs, outputs)
     smallest = dense.abs().argsort(dim=0)[:24]
     assert torch.equal(got == 0, torch.zeros_like(got, dtype=torch.bool).scatter(0, smallest, True))
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("magnitude", {"sparsity": 0.5}), ("round", {"bits": 4, "group": 16})]
+)
+def test_a_method_that_weighs_no_inputs_runs_no_block(method, options, tmp_path, monkeypatch):
+    """Oracles: the same with the text; norms of the weights."""
+    read, unread = opened_anew("gpt2", tmp_path), opened_anew("gpt2", tmp_path)
+    dense = read.hf.transformer.h[0].mlp.c_fc.weight.detach().double().clone()
+    with_errors = prune_model(read, corpus_of(), method, errors=True, **options)
+    monkeypatch.setattr("theodolite.prune.model.BlockByBlock", None)
+    pruned = prune_model(unread, corpus_of(), method, **options)
+    assert all(map(torch.equal, unread.hf.state_dict().values(), read.hf.state_dict().values()))
+    assert with_errors.provenance["fingerprint"] != pruned.provenance["fingerprint"]
+    row = pruned.table.query("layer == 0 and matrix == 'mlp.c_fc'").iloc[0]
+    lost = dense - unread.hf.transformer.h[0].mlp.c_fc.weight.double()
+    assert math.isclose(row["error_scaled"], float(lost.norm() / dense.norm()), rel_tol=1e-6)
+    assert not pruned.table["tokens"].any()
+    assert (pruned.table["fallback"] == "").all()
 
 
 def test_a_matrix_that_nothing_enters_is_an_error_that_names_it(tmp_path):

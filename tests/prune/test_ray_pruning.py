@@ -82,8 +82,8 @@ def assert_same(model: OpenModel, pruned: Pruned, other: OpenModel, alone: Prune
 def test_the_bytes_are_those_of_one_process(family, method, cluster, anew, corpus):
     """Oracle: `prune_model`."""
     model, other = anew(family), anew(family)
-    pruned = prune_on_ray(model, corpus, method, actors=2, **OPTIONS)
-    assert_same(model, pruned, other, prune_model(other, corpus, method, **OPTIONS))
+    pruned = prune_on_ray(model, corpus, method, actors=2, errors=True, **OPTIONS)
+    assert_same(model, pruned, other, prune_model(other, corpus, method, errors=True, **OPTIONS))
 
 
 def test_full_moments_have_the_same_bytes_for_any_number_of_workers(cluster, anew, corpus):

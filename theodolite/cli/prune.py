@@ -126,6 +126,12 @@ def prune_command(
             autocompletion=completion.forms,
         ),
     ] = "merged",
+    errors: Annotated[
+        bool,
+        typer.Option(
+            "--errors", help="magnitude and round only: run the text too, for the errors of outputs."
+        ),
+    ] = False,
     stream: Annotated[
         bool,
         typer.Option("--stream", help="Read the model's files block by block: memory is that of one block."),
@@ -159,6 +165,8 @@ def prune_command(
         }
         refuse_unread(f"{method} has no such option", unread)
         refuse_unread("nothing is quantised without --bits", {"--group": group if bits is None else None})
+        weighed = method not in ("magnitude", "round")
+        refuse_unread(f"{method} reads the text anyway", {"--errors": (errors and weighed) or None})
         asked = _numbers(sparsity) if sparsity is not None else None if pattern or bits is not None else 0.5
         options: dict[str, Any] = {
             "rank_ratio": rank_ratio,
@@ -166,6 +174,7 @@ def prune_command(
             "exact": exact or None,
             "bits": bits,
             "group": group,
+            "errors": errors or None,
         }
         opening = _for_workers(ray, actors, opening, recover, sparsity_by, stream)
         if stream:

@@ -1,6 +1,6 @@
 """The text that calibrates, as a pruning sees it: moments of what enters a block, and on to the next block.
 
-`InThisProcess` runs the blocks here; `ray_pruning.py` has them run by others.
+`InThisProcess` runs the blocks here; `ray_pruning.py` has them run by others; `Unread` runs none.
 """
 
 from __future__ import annotations
@@ -26,6 +26,20 @@ class Calibration(Protocol):
 
     def verify_end(self) -> None:
         """Raise `WorkError` where what was run was not the pruned model."""
+
+
+class Unread:
+    """No text, for methods that weigh no inputs: no block is run, and all inputs count alike."""
+
+    def moments(self, layer: int, matrices: Sequence[Matrix]) -> InputMoments:
+        """Of nothing."""
+        return InputMoments(matrices)
+
+    def advance(self, layer: int) -> None:
+        """Nothing enters the next block."""
+
+    def verify_end(self) -> None:
+        """Nothing was run."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from theodolite.models.block_matrices import block_matrices, left_dense, one_exp
 from theodolite.models.factored import BLOCK, PrunedMatrix, is_factored, read_matrices
 from theodolite.models.guard import measures
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
-from theodolite.prune.calibration import Calibration, InThisProcess
+from theodolite.prune.calibration import Calibration, InThisProcess, Unread
 from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_block
 from theodolite.prune.devices import pruned_block
 from theodolite.prune.methods import DAMPING
@@ -65,6 +65,7 @@ def prune_model(
     form: str = "merged",
     batch: int | None = None,
     devices: Sequence[str] = (),
+    errors: bool = False,
     write_extras: WriteExtras = lambda pruned, folder: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Pruned:
@@ -106,6 +107,8 @@ def prune_model(
         batch: contexts per forward pass; None: 4096 tokens' worth.
         devices: of one kind ("cuda:0", "cuda:1"), which share the matrices of a block; those with the same inputs stay
             together where a method needs full moments. The result does not depend on how many there are.
+        errors: of "magnitude" and "round", which weigh no inputs: run the text all the same, for the errors of outputs
+            in the table; else these are of the weights alone.
         write_extras: writes further files, given the result and the temporary folder that becomes `out`.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
 
@@ -133,6 +136,7 @@ def prune_model(
         form=form,
         batch=batch,
         devices=devices,
+        errors=errors,
     )
     plan = planned(model, corpus, asked, show_progress)
     return PruningRun(plan, _in_this_process, show_progress).finished(write_extras)
@@ -143,6 +147,8 @@ Calibrated = Callable[[Plan, Keep, Callable[[], None]], Calibration]
 
 
 def _in_this_process(plan: Plan, keep: Keep, between: Callable[[], None]) -> Calibration:
+    if not plan.reads:
+        return Unread()
     stream = BlockByBlock(plan.model, plan.calibration, plan.batch, between, keep)
     return InThisProcess(stream, plan.settings.moments_damping)
 

@@ -59,6 +59,7 @@ class Asked:
     form: str = "merged"
     batch: int | None = None
     devices: Sequence[str] = ()
+    errors: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ class Plan:
     def calibration(self) -> Corpus:
         """The text on which blocks are run."""
         return self.recovery.read if self.recovery else self.corpus
+
+    @property
+    def reads(self) -> bool:
+        """Whether blocks are run on the text."""
+        return self.settings.weighs_inputs or self.asked.errors
 
     def read_on(self, device: str) -> Plan:
         """The same, where blocks are run on this kind of device; that on which matrices are pruned may be another."""
@@ -149,7 +155,8 @@ def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowP
         "pruning": settings.fingerprint()
         | ({"skip": sorted(set(asked.skip))} if asked.skip else {})
         | ({"recover": asked.recover} if asked.recover else {})
-        | ({"sparsity_by": asked.sparsity_by} if asked.sparsity_by else {}),
+        | ({"sparsity_by": asked.sparsity_by} if asked.sparsity_by else {})
+        | ({"errors": True} if asked.errors and not settings.weighs_inputs else {}),
     }
     plan = Plan(model, corpus, asked, matrices, settings, recovery, devices, fingerprint)
     return plan.read_on(model.device.type)

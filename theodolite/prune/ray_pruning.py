@@ -102,6 +102,10 @@ def prune_on_ray(
             )
         refuse_unopenable(model, actors, "prune it with `prune_model`")
     plan = planned(model, corpus, asked, show_progress)
+    if not plan.reads:
+        raise UsageError(
+            f"{method} reads no text that workers could share: leave out --ray, or give --errors"
+        )
     with connected(address):
         device, room = offered(torch.get_num_threads())
         plan = plan.read_on(device)

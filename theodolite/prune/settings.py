@@ -133,6 +133,11 @@ class PruningSettings:
         return self.method in ("sparsegpt", "gptq") or (self.method == "oats" and self.bits is not None)
 
     @property
+    def weighs_inputs(self) -> bool:
+        """Whether what enters a matrix decides how it is pruned."""
+        return self.method not in ("magnitude", "round")
+
+    @property
     def moments_damping(self) -> float | None:
         """As `InputMoments` takes it: None where diagonals are enough."""
         return self.damping if self.needs_full_moments else None
@@ -167,8 +172,8 @@ class PruningSettings:
         Raises:
             WorkError: nothing was seen to enter a matrix that every token should reach.
         """
-        blind = "magnitude" if self.bits is None else "round"
-        if not moments.count and not matrix.is_of_expert and self.method != blind:
+        if not moments.count and not matrix.is_of_expert and self.weighs_inputs:
+            blind = "magnitude" if self.bits is None else "round"
             raise WorkError(
                 f"nothing was seen to enter {matrix.parameter} while its block read the text, so that {self.method} "
                 f"cannot weigh its inputs: use --method {blind}, which weighs none"
@@ -210,7 +215,7 @@ class PruningSettings:
             "error_scaled": scaled,
             "damping": approximation.damping,
             "tokens": moments.count,
-            "fallback": approximation.fallback if moments.count else NO_TOKENS,
+            "fallback": approximation.fallback if moments.count or not self.weighs_inputs else NO_TOKENS,
         }
 
     def _pruned(

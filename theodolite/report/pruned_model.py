@@ -37,7 +37,7 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
         Reading("method", _method(pruning)),
         Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
         _kept(table, pruning, entries),
-        Reading(f"relative error of outputs, scaled norm{before}", _spread(table["error_scaled"])),
+        Reading(f"{_error_of(table)}{before}", _spread(table["error_scaled"])),
     ]
     if table["error"].notna().any():
         readings.append(Reading(f"relative error of outputs{before}", _spread(table["error"])))
@@ -52,6 +52,11 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     ]
     readings += [Reading(name, text) for name, text in notes if text]
     return Outcome(readings, [], {"matrices": table}, _exhibits(table, before))
+
+
+def _error_of(table: pd.DataFrame) -> str:
+    """What `error_scaled` is: where no text was read, all inputs count alike."""
+    return "relative error of outputs, scaled norm" if table["tokens"].any() else "relative error of weights"
 
 
 def write_page(pruned: Pruned, folder: Path) -> Path:
@@ -73,10 +78,14 @@ def page_at(folder: Path) -> Path:
 def _exhibits(table: pd.DataFrame, before: str) -> list[Exhibit]:
     scaled = Exhibit(
         "error-scaled",
-        f"Error of each matrix in the scaled norm{before}",
+        f"Error of each matrix in the scaled norm{before}"
+        if table["tokens"].any()
+        else "Error of the weights of each matrix",
         drawing.error_map(table, "error_scaled"),
         "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
-        "pruned blocks before it give them: the norm in which Wanda and OATS choose, as if inputs were uncorrelated.",
+        "pruned blocks before it give them: the norm in which Wanda and OATS choose, as if inputs were uncorrelated."
+        if table["tokens"].any()
+        else "‖W − Ŵ‖ / ‖W‖. The method weighs no inputs, and no text was read: --errors measures outputs, too.",
         OUTLYING_MATRICES,
         "Sun et al. 2024, eq. 1; Zhang & Papyan 2025, section 2",
         wide=True,

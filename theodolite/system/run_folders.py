@@ -38,6 +38,7 @@ OPTIONS = {
     "bits": "--bits",
     "group": "--group",
     "recover": "--recover",
+    "errors": "--errors",
 }
 """What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
 
