@@ -62,6 +62,10 @@ TRAININGS: dict[str, tuple[str, str]] = {
         "for seed in 0 1 2; do theodolite train few-shot --seed $seed --out shots/$seed --threads 1; done",
         "three training runs, a quarter of an hour each on one core",
     ),
+    "sinks/training": (
+        "theodolite train few-shot --seed 0 --steps 4000 --series --out learning --threads 1",
+        "seven minutes on one core",
+    ),
     "sinks/examples": (
         "for seed in 0 1 2; do theodolite train few-shot --seed $seed --steps 4000 --out half/$seed --threads 1; done",
         "three training runs of half the steps, seven minutes each on one core",
