@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.quantised import MODELS
 from benchmarks.results import made_by
-from theodolite import Corpus, open_model
-from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES
+from theodolite import open_model
+from theodolite.corpus.few_shot_task import RULES
 from theodolite.evaluate.few_shot import PROMPTS, few_shot_answers
 from theodolite.evaluate.scores import mean_and_error
-from theodolite.papers.catch_tag_release.few_shot import CALIBRATION, PROMPT_SEED, models_in
+from theodolite.papers.catch_tag_release.few_shot import PROMPT_SEED, calibration_prompts, models_in
 from theodolite.prune import prune_model
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "quantised-shots.json"
@@ -31,15 +30,14 @@ WIDENS = (("3 bits + low rank", "GPTQ, 4 bits"), ("4 bits + low rank", "GPTQ, 4 
 
 
 def main(folder: Path, prompts: int = PROMPTS) -> dict[str, Any]:
-    calibration = RULES.draw(CALIBRATION, np.random.default_rng([PROMPT_SEED, CORPUS_STREAM]))
-    corpus = Corpus.from_ids(torch.from_numpy(calibration.ids))
+    calibration = calibration_prompts()
     accuracy: dict[str, list[np.ndarray]] = {name: [] for name in ("dense", *MODELS)}
     for place in models_in(folder):
         for name in accuracy:
             model = open_model(place, dtype="bfloat16", device="cpu")
             if name != "dense":
                 method, options = MODELS[name]
-                prune_model(model, corpus, method, **options)
+                prune_model(model, calibration, method, **options)
             accuracy[name].append(few_shot_answers(model, prompts=prompts, seed=PROMPT_SEED).mean(axis=0))
             print(place.name, name, accuracy[name][-1].round(3), flush=True)
     curves = {name: np.array(each) for name, each in accuracy.items()}

@@ -1,10 +1,15 @@
-"""A Ray cluster for tests."""
+"""A Ray cluster for tests, and a worker that dies."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import psutil
 
 from theodolite.passes.ray_cluster import imported_ray
 
@@ -24,3 +29,19 @@ def two_nodes() -> Iterator[Any]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+def kill_a_reader(killed: list[int]) -> None:
+    """SIGKILL the first worker that is found while it reads; workers are called `Slow`."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
+            try:
+                title = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if title.startswith("ray::Slow.read"):
+                os.kill(process.pid, signal.SIGKILL)
+                killed.append(process.pid)
+                return
+        time.sleep(0.02)

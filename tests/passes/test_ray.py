@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tests import checkpoints
-from tests.ray_nodes import two_nodes
+from tests.ray_nodes import kill_a_reader, two_nodes
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -102,22 +102,6 @@ def slow_worker(seconds: float) -> type:
             return super().read(first, last, directions)
 
     return Slow
-
-
-def kill_a_reader(killed: list[int]) -> None:
-    """SIGKILL the first worker that is found while it reads."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for process in psutil.Process().children(recursive=True):
-            try:
-                title = " ".join(process.cmdline())
-            except psutil.Error:
-                continue
-            if title.startswith("ray::Slow.read"):
-                os.kill(process.pid, signal.SIGKILL)
-                killed.append(process.pid)
-                return
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

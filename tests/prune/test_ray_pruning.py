@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -19,7 +18,7 @@ from typer.testing import CliRunner
 from tests import checkpoints
 from tests.prune.families import write
 from tests.prune.test_streamed import tensors_in
-from tests.ray_nodes import two_nodes
+from tests.ray_nodes import kill_a_reader, two_nodes
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -109,22 +108,6 @@ def slow_worker(seconds: float) -> type:
             return super().read(layer, shard)
 
     return Slow
-
-
-def kill_a_reader(killed: list[int]) -> None:
-    """SIGKILL the first worker that is found while it reads."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for process in psutil.Process().children(recursive=True):
-            try:
-                title = " ".join(process.cmdline())
-            except psutil.Error:
-                continue
-            if title.startswith("ray::Slow.read"):
-                os.kill(process.pid, signal.SIGKILL)
-                killed.append(process.pid)
-                return
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from theodolite.cli.options import (
 )
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
-from theodolite.system.choices import check_form, check_method
+from theodolite.system.choices import WEIGH_NO_INPUTS, check_form, check_method
 from theodolite.system.interrupt import interruptible
 from theodolite.system.pruned_folders import COMPRESSED, SETTINGS, exists_already, refuse_inside
 
@@ -165,8 +165,8 @@ def prune_command(
         }
         refuse_unread(f"{method} has no such option", unread)
         refuse_unread("nothing is quantised without --bits", {"--group": group if bits is None else None})
-        weighed = method not in ("magnitude", "round")
-        refuse_unread(f"{method} reads the text anyway", {"--errors": (errors and weighed) or None})
+        if method not in WEIGH_NO_INPUTS:
+            refuse_unread(f"{method} reads the text anyway", {"--errors": errors or None})
         asked = _numbers(sparsity) if sparsity is not None else None if pattern or bits is not None else 0.5
         options: dict[str, Any] = {
             "rank_ratio": rank_ratio,

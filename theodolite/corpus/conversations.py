@@ -46,9 +46,8 @@ def _message(turn: Any) -> dict[str, Any] | None:
     if not isinstance(turn, dict):
         return None
     if "role" in turn and "content" in turn:
-        return {
-            name: value for name, value in turn.items() if value is not None
-        }  # tables fill what is left out
+        # Tables fill what is left out.
+        return {name: value for name, value in turn.items() if value is not None}
     if "from" in turn and "value" in turn:
         return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
     return None

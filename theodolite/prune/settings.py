@@ -33,7 +33,7 @@ from theodolite.prune.quantised import (
     quantised_oats,
     round_to_nearest,
 )
-from theodolite.system.choices import check_bits, check_method
+from theodolite.system.choices import WEIGH_NO_INPUTS, check_bits, check_method
 
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
 """One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
@@ -135,7 +135,7 @@ class PruningSettings:
     @property
     def weighs_inputs(self) -> bool:
         """Whether what enters a matrix decides how it is pruned."""
-        return self.method not in ("magnitude", "round")
+        return self.method not in WEIGH_NO_INPUTS
 
     @property
     def moments_damping(self) -> float | None:

@@ -33,11 +33,12 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     table, pruning = pruned.table, pruned.provenance["pruning"]
     entries = (table["outputs"] * table["inputs"]).to_numpy(float)
     before = ", before the low-rank parts were trained" if "recovery" in pruning else ""
+    of = "outputs, scaled norm" if _read_text(table) else "weights"
     readings = [
         Reading("method", _method(pruning)),
         Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
         _kept(table, pruning, entries),
-        Reading(f"{_error_of(table)}{before}", _spread(table["error_scaled"])),
+        Reading(f"relative error of {of}{before}", _spread(table["error_scaled"])),
     ]
     if table["error"].notna().any():
         readings.append(Reading(f"relative error of outputs{before}", _spread(table["error"])))
@@ -54,9 +55,9 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     return Outcome(readings, [], {"matrices": table}, _exhibits(table, before))
 
 
-def _error_of(table: pd.DataFrame) -> str:
-    """What `error_scaled` is: where no text was read, all inputs count alike."""
-    return "relative error of outputs, scaled norm" if table["tokens"].any() else "relative error of weights"
+def _read_text(table: pd.DataFrame) -> bool:
+    """Whether a text was read; where none was, `error_scaled` counts all inputs alike."""
+    return bool(table["tokens"].any())
 
 
 def write_page(pruned: Pruned, folder: Path) -> Path:
@@ -76,16 +77,21 @@ def page_at(folder: Path) -> Path:
 
 
 def _exhibits(table: pd.DataFrame, before: str) -> list[Exhibit]:
+    of_outputs = (
+        f"Error of each matrix in the scaled norm{before}",
+        "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
+        "pruned blocks before it give them: the norm in which Wanda and OATS choose, as if inputs were uncorrelated.",
+    )
+    of_weights = (
+        "Error of the weights of each matrix",
+        "‖W − Ŵ‖ / ‖W‖. The method weighs no inputs, and no text was read: --errors measures outputs, too.",
+    )
+    title, shows = of_outputs if _read_text(table) else of_weights
     scaled = Exhibit(
         "error-scaled",
-        f"Error of each matrix in the scaled norm{before}"
-        if table["tokens"].any()
-        else "Error of the weights of each matrix",
+        title,
         drawing.error_map(table, "error_scaled"),
-        "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
-        "pruned blocks before it give them: the norm in which Wanda and OATS choose, as if inputs were uncorrelated."
-        if table["tokens"].any()
-        else "‖W − Ŵ‖ / ‖W‖. The method weighs no inputs, and no text was read: --errors measures outputs, too.",
+        shows,
         OUTLYING_MATRICES,
         "Sun et al. 2024, eq. 1; Zhang & Papyan 2025, section 2",
         wide=True,

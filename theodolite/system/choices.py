@@ -22,6 +22,9 @@ METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 QUANTISERS = ("oats", "gptq", "round")
 """The same, where weights are put on a grid of few bits."""
 
+WEIGH_NO_INPUTS = ("magnitude", "round")
+"""Of either: what enters a matrix decides nothing, so that no text is read unless it is asked for."""
+
 BITS = (3, 4, 8)
 """Of such a grid."""
 

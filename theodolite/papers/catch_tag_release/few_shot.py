@@ -50,13 +50,18 @@ WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with 
 SIMILAR = Criterion("within", 0.02, "“similarly” read as: two points of accuracy (ours)")
 
 
+def calibration_prompts() -> Corpus:
+    """The prompts that pruning is calibrated on."""
+    prompts = RULES.draw(CALIBRATION, np.random.default_rng([PROMPT_SEED, CORPUS_STREAM]))
+    return Corpus.from_ids(torch.from_numpy(prompts.ids))
+
+
 def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
     """One row per model, sparsity, method and number of examples: accuracy with its binomial standard error.
 
     The dense model stands at every sparsity.
     """
-    prompts = RULES.draw(CALIBRATION, np.random.default_rng([PROMPT_SEED, CORPUS_STREAM]))
-    calibration = Corpus.from_ids(torch.from_numpy(prompts.ids))
+    calibration = calibration_prompts()
     rows: list[dict[str, Any]] = []
     for model_folder in models_in(folder):
         dense = open_model(model_folder, device="cpu")

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from theodolite.accumulate.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, TEST_STREAM, prompt_ids
+from theodolite.corpus.few_shot_task import RULES, TEST_STREAM, prompt_ids
 from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
 from theodolite.judging import Criterion, Estimate
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.papers.catch_tag_release.few_shot import CALIBRATION, COMMAND, PROMPT_SEED, models_in
+from theodolite.papers.catch_tag_release.few_shot import COMMAND, PROMPT_SEED, calibration_prompts, models_in
 from theodolite.papers.catch_tag_release.pruned_models import SPARSITY
 from theodolite.papers.experiment import Study, experiment
 from theodolite.prune import Pruned, prune_model
@@ -158,8 +157,7 @@ def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats]]:
         others = [other_keys(of_layer, seed * len(sinks) + layer) for layer, of_layer in enumerate(sinks)]
         yield OTHERS, seed, _accuracies(dense, prompts, _hiding(dense, others))
     model = copy.deepcopy(dense)
-    calibration = RULES.draw(CALIBRATION, np.random.default_rng([PROMPT_SEED, CORPUS_STREAM]))
-    report = prune_model(model, Corpus.from_ids(torch.from_numpy(calibration.ids)), "oats", SPARSITY)
+    report = prune_model(model, calibration_prompts(), "oats", SPARSITY)
     yield OATS, 0, _accuracies(model, prompts, nothing)
     yield WITHOUT, 0, _accuracies(model, prompts, _without_terms(model, report, None))
     for seed in range(CONTROLS):
