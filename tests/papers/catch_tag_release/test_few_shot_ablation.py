@@ -14,6 +14,7 @@ from tests.papers.training.test_embedded_training import quiet
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
 from theodolite.evaluate.few_shot import few_shot_accuracy
 from theodolite.models import open_model
+from theodolite.papers.catch_tag_release import few_shot
 from theodolite.papers.catch_tag_release import few_shot_ablation as ablation
 from theodolite.papers.catch_tag_release.few_shot import PROMPT_SEED
 from theodolite.papers.catch_tag_release.few_shot_ablation import (
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     monkeypatch.setattr(ablation, "PROMPTS", COUNT)
-    monkeypatch.setattr(ablation, "CALIBRATION", 32)
+    monkeypatch.setattr(few_shot, "CALIBRATION", 32)
 
 
 @pytest.fixture(scope="module")
