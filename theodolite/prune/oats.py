@@ -36,9 +36,9 @@ from theodolite.system.threads import using_threads
 RANK_RATIO, ITERATIONS = 0.25, 80
 """Defaults: κ, share of the kept parameters in the low-rank part; alternations, as published."""
 
-_SMALL = 256
-"""Matrices with fewer rows or columns get a full SVD in each step, on one thread: a second one brings nothing, and
-where another process has its core, LAPACK waits for it at every call."""
+_SMALL, _ONE_THREAD = 128, 256
+"""Matrices with fewer rows or columns get a full SVD in each step; and one thread: a second one brings nothing, and where
+another process has its core, LAPACK waits for it at every call."""
 
 _START_STEPS, _MORE = 3, 8
 """Steps from a random start, and directions beyond the rank, of the first decomposition of a large matrix."""
@@ -142,10 +142,10 @@ def oats(
     scale = (moments / moments.max()).sqrt().to(original.dtype)
     scaled = original * scale
     generator = torch.Generator(weight.device).manual_seed(seed)
-    small = min(scaled.shape) < _SMALL
-    with using_threads(1 if small else torch.get_num_threads()):
+    smaller = min(scaled.shape)
+    with using_threads(1 if smaller < _ONE_THREAD else torch.get_num_threads()):
         sparse, low_rank, error, done, stalls = _alternate(
-            scaled, budget, iterations, None if exact or small else generator
+            scaled, budget, iterations, None if exact or smaller < _SMALL else generator
         )
     active = scale > 0
     return SparseLowRank(
