@@ -133,7 +133,7 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
     def full(tensor, folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("theodolite.prune.checkpoint.in_file", full)
+    monkeypatch.setattr("theodolite.prune.sequential.in_file", full)
     model = open_streamed(write("llama3", tmp_path / "llama3"))
     with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
@@ -149,9 +149,36 @@ def test_weights_of_a_layer_are_those_of_the_whole_model(tmp_path):
 
 def test_what_needs_the_whole_model_is_refused(tmp_path):
     model = open_streamed(write("llama3", tmp_path / "llama3"))
-    for options in ({"form": "adapter", "recover": 3}, {"sparsity_by": "owl"}):
-        with pytest.raises(UsageError, match="need a model in memory: use open_model"):
-            prune_model(model, corpus_of(), "oats", 0.5, out=tmp_path / "out", **options)
+    with pytest.raises(UsageError, match="trains a model in memory: use open_model"):
+        prune_model(model, corpus_of(), "oats", 0.5, out=tmp_path / "out", form="adapter", recover=3)
+
+
+@pytest.mark.parametrize("sparsity_by", ["owl", "tags"])
+def test_sparsity_by_block_is_that_of_the_model_in_memory(sparsity_by, tmp_path):
+    folder = write("llama3", tmp_path / "llama3")
+    options = {"sparsity_by": sparsity_by, "batch": 3}
+    whole = prune_model(open_model(folder), corpus_of(), "wanda", 0.5, out=tmp_path / "whole", **options)
+    model = open_streamed(folder)
+    streamed = prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "streamed", **options)
+    assert len(set(whole.table["asked"])) > 1
+    assert whole.table.equals(streamed.table)
+    assert in_memory(model) == []
+
+
+@pytest.mark.parametrize("method", ["gptq", "oats"])
+def test_packed_bits_are_those_of_the_model_in_memory(method, tmp_path):
+    """Oracle: what is written of the model in memory, which other tests open with transformers alone."""
+    folder = write("llama3", tmp_path / "llama3")
+    options = {"bits": 4, "group": 16, "form": "compressed", "iterations": 2}
+    prune_model(open_model(folder), corpus_of(), method, out=tmp_path / "whole", **options)
+    prune_model(open_streamed(folder), corpus_of(), method, out=tmp_path / "streamed", **options)
+    expected, found = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "streamed")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("whole", "streamed")]
+    assert configs[0] == configs[1]
+    ids = corpus_of().contexts
+    assert torch.equal(*(open_model(tmp_path / name).logits(ids) for name in ("whole", "streamed")))
 
 
 def test_it_is_not_written_into_its_own_folder(tmp_path):

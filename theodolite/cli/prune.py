@@ -30,7 +30,7 @@ from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping
 from theodolite.errors import UsageError
 from theodolite.system.choices import WEIGH_NO_INPUTS, check_form, check_method
 from theodolite.system.interrupt import interruptible
-from theodolite.system.pruned_folders import COMPRESSED, SETTINGS, exists_already, refuse_inside
+from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
@@ -178,12 +178,7 @@ def prune_command(
         }
         opening = _for_workers(ray, actors, opening, recover, sparsity_by, stream)
         if stream:
-            in_memory = {"--recover": recover, "--sparsity-by": sparsity_by}
-            refuse_unread("--stream has the model never whole in memory", in_memory)
-            if form == COMPRESSED:
-                raise UsageError(
-                    f"--stream writes no --format {COMPRESSED}: choose another, or leave out --stream"
-                )
+            refuse_unread("--stream has the model never whole in memory", {"--recover": recover})
         opening.check(model)
         text.check()
         _refuse_existing(out, model)

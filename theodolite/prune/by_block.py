@@ -10,8 +10,9 @@ line is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
@@ -20,6 +21,7 @@ from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, one_expert_at_a_time
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.patterns import check_sparsity
+from theodolite.prune.sequential import BlockByBlock, keeping
 from theodolite.prune.skipped import Matrices
 from theodolite.sinks.trace import trace_sinks
 
@@ -38,51 +40,62 @@ def check_sparsity_by(sparsity_by: str, sparsity: object, pattern: str | None) -
     return check_sparsity(sparsity)
 
 
-def sparsity_by_block(
-    sparsity_by: str,
-    model: OpenModel,
-    corpus: Corpus,
-    matrices: Matrices,
-    sparsity: float,
-    batch: int,
-    between: Callable[[], None],
-) -> list[float]:
-    """The sparsity of each block, with the given mean over blocks that have matrices.
+@dataclass(frozen=True)
+class DenseReading:
+    """A dense model that reads a text once, before it is pruned.
 
-    Args:
-        sparsity_by: "owl" or "tags".
-        model: dense; it reads the text once, as a whole.
+    Attributes:
+        model, corpus, matrices: of every block.
+        batch: contexts per forward pass.
+        out: the folder that will be written, if one is: states of a model larger than memory are kept beside it.
         between: called after every batch; it may raise to stop.
-
-    Raises:
-        UsageError: a block would lose all or nothing.
     """
-    return falling(_SHARES[sparsity_by](model, corpus, matrices, batch, between), sparsity)
+
+    model: OpenModel
+    corpus: Corpus
+    matrices: Matrices
+    batch: int
+    out: Path | None
+    between: Callable[[], None]
+
+    def sparsities(self, sparsity_by: str, sparsity: float) -> list[float]:
+        """The sparsity of each block, by "owl" or "tags", with the given mean over blocks that have matrices.
+
+        Raises:
+            UsageError: a block would lose all or nothing.
+        """
+        return falling(_SHARES[sparsity_by](self), sparsity)
+
+    def outliers(self) -> list[float | None]:
+        """D of each block by its outliers."""
+        shares = []
+        with one_expert_at_a_time(self.model.root), keeping(self.model, self.out) as keep:
+            stream = BlockByBlock(self.model, self.corpus, self.batch, self.between, keep)
+            for layer, block in enumerate(self.matrices):
+                with self.model.block_present(layer):
+                    moments = InputMoments(block)
+                    stream.advance(layer, moments.collecting())
+                    shares.append(_outliers(block, moments))
+        return shares
+
+    def tags(self) -> list[float | None]:
+        """D of each block by the tags of its heads."""
+
+        def show_progress(what: str, done: int, total: int) -> None:
+            self.between()
+
+        traces = trace_sinks(self.model, self.corpus, batch=self.batch, show_progress=show_progress).traces
+        tagged = traces.groupby("layer")["tagged"].sum()  # of what no sink explains, nothing is known (NaN)
+        return [
+            float(tagged.get(layer, 0.0)) / max(self.model.heads_of[layer], 1) if block else None
+            for layer, block in enumerate(self.matrices)
+        ]
 
 
-def _by_outliers(
-    model: OpenModel, corpus: Corpus, matrices: Matrices, batch: int, between: Callable[[], None]
-) -> list[float | None]:
-    moments = InputMoments([matrix for block in matrices for matrix in block])
-    with torch.inference_mode(), one_expert_at_a_time(model.root), moments.collecting():
-        for part in corpus.batches(batch):
-            model.source.run(corpus.ids(part))
-            between()
-    return [_outliers(block, moments) for block in matrices]
-
-
-def _by_tags(
-    model: OpenModel, corpus: Corpus, matrices: Matrices, batch: int, between: Callable[[], None]
-) -> list[float | None]:
-    traces = trace_sinks(model, corpus, batch=batch, show_progress=lambda what, done, total: between()).traces
-    tagged = traces.groupby("layer")["tagged"].sum()  # of what no sink explains, nothing is known (NaN)
-    return [
-        float(tagged.get(layer, 0.0)) / max(model.heads_of[layer], 1) if block else None
-        for layer, block in enumerate(matrices)
-    ]
-
-
-_SHARES: dict[str, Callable[..., list[float | None]]] = {"owl": _by_outliers, "tags": _by_tags}
+_SHARES: dict[str, Callable[[DenseReading], list[float | None]]] = {
+    "owl": DenseReading.outliers,
+    "tags": DenseReading.tags,
+}
 
 
 def falling(shares: Sequence[float | None], sparsity: float) -> list[float]:

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ from theodolite.prune.pruned import (
     low_rank_of,
     reader_of_low_rank,
 )
-from theodolite.prune.sequential import Keep, in_file
 from theodolite.system.checksums import (
     CHECKSUMS,
     bytes_digest,
@@ -194,22 +192,6 @@ class UnfinishedPruning:
         self._trained = trained
 
     @contextmanager
-    def kept_states(self) -> Iterator[Keep]:
-        """While open, hidden states can be kept in files of no name, which memory holds as far as it has room."""
-        kept: dict[int, Tensor] = {}
-
-        def keep(number: int, hidden: Tensor) -> Tensor:
-            if number in kept:
-                return kept[number].copy_(hidden)
-            with disk_errors(self._workspace.folder):
-                self._workspace.folder.mkdir(parents=True, exist_ok=True)
-                kept[number] = in_file(hidden, self._workspace.folder)
-            return kept[number]
-
-        yield keep
-        kept.clear()
-
-    @contextmanager
     def written_into(
         self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], *, sparse_alone: bool = False
     ) -> Iterator[None]:
@@ -254,8 +236,7 @@ class UnfinishedPruning:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     save_checkpoint(model, temporary)
             if form == ADAPTER:
-                blocks = (self._matrices(layer) for layer in range(model.layers))
-                write_adapter(temporary / ADAPTER, model, blocks, self.out)
+                self._write_adapter(temporary, model)
             if model.tokenizer is not None:
                 model.tokenizer.save_pretrained(temporary)
             sums = {} if form == "factored" else self._write_low_rank(temporary, pruned)
@@ -296,11 +277,14 @@ class UnfinishedPruning:
         return [_with_low_rank(matrix, self._trained.get((layer, matrix.key))) for matrix in matrices]
 
     def _write_compressed(self, folder: Path, model: OpenModel, pruned: Pruned) -> None:
-        blocks = [self._matrices(layer) for layer in range(model.layers)]
         pruning = pruned.provenance["pruning"]
-        write_compressed(folder, model, list(chain(*blocks)), pruning["bits"], pruning["group"])
+        write_compressed(folder, model, self._matrices, pruning["bits"], pruning["group"])
         if pruning["method"] == "oats":
-            write_adapter(folder / ADAPTER, model, blocks, self.out)
+            self._write_adapter(folder, model)
+
+    def _write_adapter(self, folder: Path, model: OpenModel) -> None:
+        blocks = map(self._matrices, range(model.layers))
+        write_adapter(folder / ADAPTER, model, blocks, self.out)
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)

@@ -10,7 +10,7 @@ multiply) and NAME.weight_shape. compressed-tensors is not needed to write it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +43,39 @@ def refuse_unpackable(bits: int | None, matrices: Sequence[Sequence[Matrix]]) ->
 
 
 def write_compressed(
-    folder: Path, model: OpenModel, matrices: Sequence[PrunedMatrix], bits: int, group: int
+    folder: Path, model: OpenModel, block: Callable[[int], Sequence[PrunedMatrix]], bits: int, group: int
 ) -> None:
     """Write config and weights, all but the quantised ones as the model has them.
 
     Args:
-        folder: is there. matrices: of all blocks. bits, group: of all of them, as in `prune_model`.
+        folder: is there. block: the matrices of a layer. bits, group: of all of them, as in `prune_model`.
     """
-    by_module: dict[str, list[PrunedMatrix]] = {}
-    for matrix in matrices:
-        by_module.setdefault(matrix.parameter.removesuffix(".weight"), []).append(matrix)
-    tensors: dict[str, Tensor] = dict(model.hf.state_dict())
-    for name, parts in by_module.items():
-        weight = tensors.pop(f"{name}.weight")
-        codes, scale = _together(parts, len(weight))
-        tensors[f"{name}.weight_packed"] = packed_codes(codes, bits)
-        tensors[f"{name}.weight_scale"] = scale.to(weight.dtype)
-        tensors[f"{name}.weight_shape"] = torch.tensor(codes.shape)
-    model.hf.save_pretrained(folder, state_dict=tensors)
+    packed: set[str] = set()
+
+    def pack(layer: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        by_module: dict[str, list[PrunedMatrix]] = {}
+        for matrix in block(layer):
+            by_module.setdefault(matrix.parameter.removesuffix(".weight"), []).append(matrix)
+        for name, parts in by_module.items():
+            weight = tensors.pop(f"{name}.weight")
+            codes, scale = _together(parts, len(weight))
+            tensors[f"{name}.weight_packed"] = packed_codes(codes, bits)
+            tensors[f"{name}.weight_scale"] = scale.to(weight.dtype)
+            tensors[f"{name}.weight_shape"] = torch.tensor(codes.shape)
+        packed.update(by_module)
+        return tensors
+
+    if model.streamed is not None:
+        model.streamed.save(folder, pack)
+    else:
+        tensors: dict[str, Tensor] = dict(model.hf.state_dict())
+        for layer in range(model.layers):
+            tensors = pack(layer, tensors)
+        model.hf.save_pretrained(folder, state_dict=tensors)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     linear = [name for name, module in model.hf.named_modules() if isinstance(module, nn.Linear)]
-    ignored = [name for name in linear if name not in by_module]
+    ignored = [name for name in linear if name not in packed]
     config["quantization_config"] = _quantization(bits, group, ignored)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -34,7 +34,7 @@ from theodolite.prune.plan import Asked, Plan, planned
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
 from theodolite.prune.quantised import GROUP
 from theodolite.prune.recover import recovered
-from theodolite.prune.sequential import BlockByBlock, Keep, kept_in_memory
+from theodolite.prune.sequential import BlockByBlock, Keep, keeping
 from theodolite.prune.settings import RankRatio, Sparsity
 from theodolite.prune.skipped import Matrices
 from theodolite.system.progress import ShowProgress
@@ -198,9 +198,7 @@ class PruningRun:
         described = describe_model(self.model)
         with ExitStack() as undo:
             undo.enter_context(one_expert_at_a_time(self.model.root))
-            keep: Keep = kept_in_memory
-            if unfinished and self.model.streamed is not None:
-                keep = undo.enter_context(unfinished.kept_states())
+            keep = undo.enter_context(keeping(self.model, unfinished.out if unfinished else None))
             text = self.calibrated(self.plan, keep, lambda: self.show_progress(len(rows), total))
             if self.model.streamed is None:
                 self._record()

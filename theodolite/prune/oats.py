@@ -37,8 +37,8 @@ RANK_RATIO, ITERATIONS = 0.25, 80
 """Defaults: κ, share of the kept parameters in the low-rank part; alternations, as published."""
 
 _SMALL, _ONE_THREAD = 128, 256
-"""Matrices with fewer rows or columns get a full SVD in each step; and one thread: a second one brings nothing, and where
-another process has its core, LAPACK waits for it at every call."""
+"""Matrices with fewer rows or columns get a full SVD in each step; and one thread: a second one brings nothing, and
+where another process has its core, LAPACK waits for it at every call."""
 
 _START_STEPS, _MORE = 3, 8
 """Steps from a random start, and directions beyond the rank, of the first decomposition of a large matrix."""

@@ -19,7 +19,7 @@ from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.prune.adapter import refuse_form
-from theodolite.prune.by_block import check_sparsity_by, sparsity_by_block
+from theodolite.prune.by_block import DenseReading, check_sparsity_by
 from theodolite.prune.compressed import refuse_unpackable
 from theodolite.prune.devices import usable_devices
 from theodolite.prune.methods import DAMPING
@@ -168,8 +168,8 @@ def _refuse_streamed(model: OpenModel, asked: Asked) -> None:
         return
     if asked.out is None:
         raise UsageError(f"the blocks of {model.id} are read from its files and not kept: give out, a folder")
-    if asked.form == COMPRESSED or asked.recover is not None or asked.sparsity_by is not None:
-        raise UsageError("format compressed, recover and sparsity_by need a model in memory: use open_model")
+    if asked.recover is not None:
+        raise UsageError("recover trains a model in memory: use open_model")
 
 
 def _recovery(model: OpenModel, corpus: Corpus, asked: Asked) -> Recovery | None:
@@ -196,9 +196,9 @@ def _settings(
     sparsity, rank_ratio = asked.sparsity, asked.rank_ratio
     if asked.sparsity_by is not None:
         mean, total = check_sparsity_by(asked.sparsity_by, sparsity, asked.pattern), sum(map(len, matrices))
-        sparsity = sparsity_by_block(
-            asked.sparsity_by, model, calibration, matrices, mean, batch, lambda: show_progress(0, total)
-        )
+        out = None if asked.out is None else Path(asked.out)
+        reading = DenseReading(model, calibration, matrices, batch, out, lambda: show_progress(0, total))
+        sparsity = reading.sparsities(asked.sparsity_by, mean)
     if of_file:
         sparsity, rank_ratio = of_file.applied(sparsity, rank_ratio, matrices)
     return PruningSettings.of(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from theodolite.errors import WorkError
 from theodolite.models import OpenModel
 from theodolite.models.structure import first_tensor
 from theodolite.passes.corpus_pass import refuse_nonfinite_stream
+from theodolite.system.files import disk_errors
 
 Hidden = Float[Tensor, "contexts positions width"]
 
@@ -67,6 +68,32 @@ def in_file(tensor: Tensor, folder: Path) -> Tensor:
 def kept_in_memory(number: int, hidden: Hidden) -> Hidden:
     """Store the hidden states of a batch where they are."""
     return hidden
+
+
+@contextmanager
+def kept_in_files(folder: Path) -> Iterator[Keep]:
+    """While open, hidden states can be kept in files without a name, which memory holds as far as it has room.
+
+    Raises:
+        WorkError: the folder, which is made, cannot be written to.
+    """
+    kept: dict[int, Tensor] = {}
+
+    def keep(number: int, hidden: Hidden) -> Hidden:
+        if number in kept:
+            return kept[number].copy_(hidden)
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            kept[number] = in_file(hidden, folder)
+        return kept[number]
+
+    yield keep
+    kept.clear()
+
+
+def keeping(model: OpenModel, out: Path | None) -> AbstractContextManager[Keep]:
+    """Of a model whose blocks are read as they run, in files beside the folder to be written; else in memory."""
+    return nullcontext(kept_in_memory) if model.streamed is None or out is None else kept_in_files(out.parent)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -124,13 +151,19 @@ class BlockByBlock:
         for _ in self._outputs(layer, range(len(self._calls)) if shard is None else self._batches[shard]):
             pass
 
-    def advance(self, layer: int) -> None:
-        """Run a block on all contexts; its outputs become the inputs of the next one."""
+    def advance(self, layer: int, tapped: AbstractContextManager[None] | None = None) -> None:
+        """Run a block on all contexts; its outputs become the inputs of the next one.
+
+        Args:
+            layer: of the block.
+            tapped: open while it runs on them, and on nothing else.
+        """
         self._witness = self._run(layer, self._witness_calls, self._witness)
         every = range(len(self._calls))
-        for number, output in zip(every, self._outputs(layer, every), strict=True):
-            refuse_nonfinite_stream(layer + 1, output)
-            self._hidden[number] = self._keep(number, output)
+        with tapped or nullcontext():
+            for number, output in zip(every, self._outputs(layer, every), strict=True):
+                refuse_nonfinite_stream(layer + 1, output)
+                self._hidden[number] = self._keep(number, output)
 
     def verify_end(self) -> None:
         """Compare the output of the last block on the witness with a forward pass of the pruned model.
