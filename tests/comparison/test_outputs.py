@@ -163,3 +163,8 @@ def test_stopped_and_gone_on_with_gives_the_same_bytes(damaged, tmp_path):
     first, second = ((tmp_path / name / "arrays.safetensors").read_bytes() for name in names)
     assert first == second
     assert outputs.head_outputs(whole, again).exact
+
+
+def test_a_loss_whose_perplexity_is_no_number_is_told_all_the_same():
+    loss = outputs.Loss(2.0, 902.0, 900.0, 1.0, False, 8)
+    assert "perplexity times ∞" in str(loss)

@@ -33,6 +33,7 @@ from theodolite.passes.corpus_pass import (
     check_fit,
     fingerprint_of,
     next_token_losses,
+    perplexity_of,
     refuse_nonfinite_stream,
 )
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
@@ -354,7 +355,7 @@ class Loss:
         if self.unchanged:
             return f"Next-token loss: {number(self.before)} nats, unchanged"
         before_after = f"{number(self.before)} → {number(self.after)} nats"
-        times = f"perplexity times {number(math.exp(self.difference))}"
+        times = f"perplexity times {number(perplexity_of(self.difference))}"
         return (
             f"Next-token loss: {before_after}, difference {with_error(self.difference, self.se)} (paired by context), "
             f"{times}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +17,9 @@ from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import token_bytes
-from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
+from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses, perplexity_of
 from theodolite.system.choices import check_whole
 from theodolite.system.progress import ShowProgress
-
-LARGEST_LOSS = math.log(sys.float_info.max)
-"""Largest loss whose exponential is finite."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +65,7 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """exp(loss), infinite on overflow."""
-        return math.exp(self.loss) if self.loss < LARGEST_LOSS else math.inf
+        return perplexity_of(self.loss)
 
     @property
     def perplexity_se(self) -> float:

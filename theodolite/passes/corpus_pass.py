@@ -210,3 +210,8 @@ def next_token_losses(
         for row, own in zip(logits, ids, strict=True)
     ]
     return torch.stack(losses).double().cpu()
+
+
+def perplexity_of(loss: float) -> float:
+    """exp of a mean loss in nats, or of a difference of two; infinite on overflow."""
+    return float(torch.tensor(loss, dtype=torch.float64).exp())

@@ -13,6 +13,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.papers.localization.grid_text import TextFiles
 from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, train_grid
 from theodolite.papers.localization.locater_training import PUBLISHED_STEPS, Recipe, Reduction
+from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.train.penalty import Gradient
 
 WORDS = "words"
@@ -81,7 +82,7 @@ def train_locater(
     lines = []
     for name, summary in summaries.items():
         if name in names:
-            perplexity = math.exp(summary["held_out_loss"])
+            perplexity = perplexity_of(summary["held_out_loss"])
             error = perplexity * (summary["held_out_loss_se"] or math.nan)  # null: one window
             lines.append(
                 f"{name}: step {summary['step']}, held-out perplexity {perplexity:.2f} (± {error:.2f} over contexts)"

@@ -17,6 +17,7 @@ from theodolite.judging import Criterion, Estimate
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.papers.localization.locater_grid import GridRun
 from theodolite.papers.localization.locater_training import Reduction, Setting
+from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.report.data import Floats
 
 MEASURES = {
@@ -108,8 +109,8 @@ def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
         for name in MEASURES:
             effect = Estimate.mean(group[name].to_numpy(dtype=np.float64), "seeds")
             row |= {name: effect.value, f"{name}_half": effect.margin}
-        row["final_perplexity"] = math.exp(group["final_loss"].mean())
-        row["lowest_perplexity"] = math.exp(group["lowest_loss"].mean())
+        row["final_perplexity"] = perplexity_of(group["final_loss"].mean())
+        row["lowest_perplexity"] = perplexity_of(group["lowest_loss"].mean())
         row["lowest_step"] = int(group["lowest_step"].median())
         settings.append(row)
     return pd.DataFrame(settings)
