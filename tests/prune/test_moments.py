@@ -129,6 +129,18 @@ def test_numbers_that_are_none_are_refused():
         moments.of(matrix)
 
 
+@pytest.mark.parametrize("damping", [None, 0.1], ids=["diagonal", "full"])
+def test_a_matrix_that_is_multiplied_by_no_vectors_has_seen_none(damping):
+    module = nn.Linear(2, 3, bias=False).requires_grad_(False)
+    matrix = Matrix(0, "experts.0.fc", None, "experts.0.fc.weight", module, "weight", 0)
+    moments = InputMoments([matrix], damping)
+    with moments.collecting():
+        module(torch.empty(0, 2))
+    found = moments.of(matrix)
+    assert found.count == 0
+    assert torch.equal(found.diagonal, torch.ones(2, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("damping", [None, 0.1], ids=["diagonal", "full"])
 def test_sums_that_were_made_elsewhere_are_merged(damping, family, tmp_path):

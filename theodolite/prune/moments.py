@@ -161,10 +161,9 @@ class InputMoments:
                 raise WorkError(_SHARED_AT_TIMES)
             return
         self._last = (at, inputs)
-        sums = self._sums_at(at)
         rows = inputs.detach().reshape(-1, inputs.shape[-1])
-        if len(rows):
-            sums.update(rows)
+        if len(rows):  # an expert may be run on none
+            self._sums_at(at).update(rows)
 
     def _sums_at(self, at: int) -> _Diagonal | _Full:
         if at not in self._sums:
