@@ -24,16 +24,14 @@ import torch
 from theodolite import Corpus
 from theodolite.models import open_streamed
 from theodolite.prune import prune_model
-folder, method, contexts, form = sys.argv[1:]
+folder, out, method, contexts, form = sys.argv[1:]
 model = open_streamed(folder, device="cpu")
 ids = torch.randint(3, 31000, (int(contexts), 512), generator=torch.Generator().manual_seed(0))
 ends = []
 def show(done, total):
     if done % 7 == 0 and len(ends) == done // 7:
         ends.append(time.monotonic())
-prune_model(
-    model, Corpus.from_ids(ids), method, 0.5, out=f"{folder}/pruned", form=form, batch=4, show_progress=show
-)
+prune_model(model, Corpus.from_ids(ids), method, 0.5, out=out, form=form, batch=4, show_progress=show)
 print(" ".join(f"{after - before:.0f}" for before, after in zip(ends, ends[1:])))
 """
 
@@ -48,19 +46,18 @@ def main() -> None:
     options = parser.parse_args()
     config = LlamaConfig(num_hidden_layers=options.layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        parameters, _ = write_layout(config, Path(folder), part="")
-        command = [
-            sys.executable,
-            "-c",
-            PRUNE,
-            folder,
-            options.method,
-            str(options.contexts),
-            options.form,
-        ]
-        memory, cpu, seconds, out = measured(command)
-    print(
-        f"{options.method}, {parameters / 1e9:.2f} · 10⁹ parameters, {options.layers} blocks, {options.contexts} × 512 "
+        print(line_of(config, Path(folder), options.method, options.contexts, options.form))
+
+
+def line_of(config: LlamaConfig, folder: Path, method: str, contexts: int, form: str) -> str:
+    """Write the layout into the folder, prune it, and say what that took."""
+    dense = folder / "dense"
+    dense.mkdir()
+    parameters, _ = write_layout(config, dense, part="")
+    command = [sys.executable, "-c", PRUNE, str(dense), str(folder / "pruned"), method, str(contexts), form]
+    memory, cpu, seconds, out = measured(command)
+    return (
+        f"{method}, {parameters / 1e9:.2f} · 10⁹ parameters, {config.num_hidden_layers} blocks, {contexts} × 512 "
         f"tokens: {memory / 2**30:.2f} GiB, {cpu:.0f} s of processor time, {seconds:.0f} s; a block: {out.strip()} s"
     )
 

@@ -8,7 +8,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
+from benchmarks.streamed import line_of
 from tests.prune.families import write
 from theodolite import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
@@ -230,3 +232,11 @@ def test_weights_that_are_no_numbers_are_refused(where, tmp_path):
             save_file(tensors, path, {"format": "pt"})
     with pytest.raises(TheodoliteError, match=where.replace(".", r"\.")):
         open_streamed(broken)
+
+
+def test_the_benchmark_prunes_what_it_wrote(tmp_path):
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    assert "magnitude, 0.00 · 10⁹ parameters, 2 blocks, 4 × 512 tokens" in line_of(
+        config, tmp_path, "magnitude", 4, "merged"
+    )
+    assert Pruned.load(tmp_path / "pruned").table["sparsity"].between(0.499, 0.501).all()
