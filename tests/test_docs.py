@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import pytest
 import typer
 
 from tests.processes import Started
+from tests.referee import answers_of
 from theodolite import __version__, open_model, survey
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
@@ -216,6 +218,38 @@ def test_every_family_of_the_tests_has_a_name():
 def test_the_gallery_is_what_the_committed_results_say():
     for path, page in gallery.pages(gallery.results(), gallery.pictures()).items():
         assert page == path.read_text(), "run python -m tools.gallery"
+
+
+@pytest.mark.parametrize("name", sorted(gallery.results()))
+def test_verdicts_of_the_gallery_follow_from_its_numbers_or_the_page_says_that_they_do_not(name):
+    """Oracle: `tests/referee.py`."""
+    result = gallery.results()[name]
+    given = [verdict["answer"] for verdict in result["verdicts"]]
+    entry = gallery.page_of(name.split("/")[0]).read_text().split(f"## {name}\n")[1].split("\n## ")[0]
+    assert (gallery.OLDER in entry) == (not gallery.follow(result))
+    if result.get("judged"):
+        numbers = [
+            {
+                key: math.nan if value is None and key in ("value", "error") else value
+                for key, value in row.items()
+            }
+            for row in result["judged"]
+        ]
+        assert answers_of(numbers) == given
+
+
+def test_of_a_model_that_does_not_add_the_gallery_judges_nothing_about_addition():
+    """What one page says of a model, the others of the same model go by."""
+    results = gallery.results()
+    adds = {
+        result["provenance"]["model"]["id"]
+        for result in results.values()
+        if any("Addition is learned" in v["claim"] and v["answer"] == "holds" for v in result["verdicts"])
+    }
+    for name, result in results.items():
+        for verdict in result["verdicts"]:
+            if "model trained on addition" in verdict["claim"] and verdict["answer"] != "not testable here":
+                assert result["provenance"]["model"]["id"] in adds, name
 
 
 def test_every_experiment_is_in_the_gallery():

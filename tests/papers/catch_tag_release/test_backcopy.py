@@ -193,3 +193,13 @@ def test_verdicts_follow_the_numbers():
     )
     assert wrong["The first token's value is drained; 3 layers, AdamW (Guo et al. 2024)"] == "fails"
     assert wrong["The first token has a residual-state peak; 3 layers, AdamW (Guo et al. 2024)"] == "fails"
+
+
+@pytest.mark.parametrize(
+    ("letters", "triggers", "answer"), [(0.6, 0.1, "holds"), (0.1, 0.02, "fails"), (0.6, 0.9, "fails")]
+)
+def test_a_head_that_hardly_attends_to_the_first_token_is_not_dormant(letters, triggers, answer):
+    """0.1 from letters is about what uniform attention pays, however little the triggers pay."""
+    found = answers(made_up({"sgd": [0.0, 1.0]}, to_first=letters, to_first_trigger=triggers))
+    claim = "The head is dormant at letters and active at triggers; 3 layers, SGD (Guo et al. 2024)"
+    assert found[claim] == answer

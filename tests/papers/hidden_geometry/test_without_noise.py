@@ -10,6 +10,7 @@ from tests.papers.hidden_geometry.planted import grouped
 from theodolite.papers.hidden_geometry.resampling import GroupedBasis
 from theodolite.papers.hidden_geometry.smoothness import measures, measures_without_noise
 from theodolite.papers.hidden_geometry.without_noise import (
+    estimated,
     gram_shares,
     gram_without_noise,
     product_shares,
@@ -84,3 +85,20 @@ def test_the_measures_of_figure_7_without_noise():
     assert abs(found["spike"] - spike) < 0.05 * (seen[0] - spike)
     assert abs(found["low_frequency_10"] - share) < 0.02
     assert directions <= found["directions"] < seen[1]
+
+
+def test_what_is_left_without_noise_has_the_error_that_other_noise_shows():
+    """Oracle: the spread over 40 draws of the noise. A jackknife's error is at most twice as large (degree 4)."""
+    generator = torch.Generator().manual_seed(2)
+    exact = of_noise(0.0)[1][:1]
+    mixed = exact + 0.7 * exact[:, torch.randperm(64, generator=generator)]
+    drawn = [
+        estimated(
+            grouped(mixed, 4.0 * torch.randn(1, 8, 64, 48, generator=generator).double()),
+            lambda basis: float(gram_shares(basis, (10,))[0, 0]),
+        )
+        for _ in range(40)
+    ]
+    spread = np.std([each.value for each in drawn])
+    assert spread > 0.01
+    assert 0.8 < np.mean([each.error for each in drawn]) / spread < 2.2

@@ -21,7 +21,7 @@ from torch import Tensor
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.corpus.groups import halves
-from theodolite.judging import Criterion, Estimate
+from theodolite.judging import Criterion, Estimate, all_of, judge
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.catch_tag_release.backcopy_training import CHECKED, NAME, Backcopy
@@ -109,7 +109,7 @@ def backcopy_table(
     out most, when training ends; both on one half of the texts, of which the other half is measured.
     """
     task = task or Backcopy()
-    choose, judge = halves(CHECKED)
+    choose, measured_on = halves(CHECKED)
     rows = []
     for place in shown(models_in(folder), "measuring models", show):
         settings = json.loads((place / "training.json").read_text(encoding="utf-8"))
@@ -129,11 +129,11 @@ def backcopy_table(
                 | {"seed": settings["seed"], "step": int(path.name), "layer": layer, "head": head}
                 | {"stream": stream}
                 | {
-                    name: float(getattr(measures, name)[judge, layer, head].mean())
+                    name: float(getattr(measures, name)[measured_on, layer, head].mean())
                     for name in ("to_first", "to_first_trigger", "value_ratio")
                 }
                 | {
-                    name: float(getattr(measures, name)[judge, stream].mean())
+                    name: float(getattr(measures, name)[measured_on, stream].mean())
                     for name in ("norm_ratio", "first_norm")
                 }
                 | task.losses(model.hf, CHECKED)
@@ -162,7 +162,7 @@ def show_growth(outcome: Outcome, table: pd.DataFrame) -> None:
     for (optimizer, layers), rows in last.groupby(["optimizer", "layers"]):
         name = _name(optimizer, layers)
         for measure, what in MEASURES.items():
-            outcome.read(f"{what}; {name}", str(Estimate.mean(rows[measure], "seeds")))
+            outcome.read(f"{what}; {name}", str(_over_seeds(rows[measure])))
         _judge_sink(outcome, rows, name)
         if layers > 1:
             _mean(
@@ -190,7 +190,11 @@ def _name(optimizer: str, layers: int) -> str:
 
 
 def _mean(outcome: Outcome, claim: str, what: str, values: pd.Series, criterion: Criterion) -> None:
-    outcome.claim(claim, f"{what}, mean over models", Estimate.mean(values, "seeds"), criterion)
+    outcome.claim(claim, f"{what}, mean over models", _over_seeds(values), criterion)
+
+
+def _over_seeds(values: pd.Series) -> Estimate:
+    return Estimate.mean(values, "seeds")
 
 
 def _judge_sink(outcome: Outcome, rows: pd.DataFrame, name: str) -> None:
@@ -201,13 +205,13 @@ def _judge_sink(outcome: Outcome, rows: pd.DataFrame, name: str) -> None:
         rows["to_first"],
         SINK,
     )
-    _mean(
-        outcome,
-        f"The head is dormant at letters and active at triggers; {name} ({GUO})",
-        "attention to the first token from letters less that from triggers",
-        rows["to_first"] - rows["to_first_trigger"],
-        DORMANT,
+    claim = f"The head is dormant at letters and active at triggers; {name} ({GUO})"
+    at_letters = judge(
+        claim, f"{MEASURES['to_first']}, mean over models", _over_seeds(rows["to_first"]), SINK
     )
+    less = _over_seeds(rows["to_first"] - rows["to_first_trigger"])
+    what = "attention to the first token from letters less that from triggers, mean over models"
+    outcome.verdicts.append(all_of(claim, [at_letters, judge(claim, what, less, DORMANT)]))
     _mean(
         outcome,
         f"The first token's value is drained; {name} ({GUO})",

@@ -8,15 +8,14 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import Criterion, Estimate, Verdict, judge, unless_explained, untestable
+from theodolite.judging import OPEN, Criterion, Estimate, Verdict, judge, unless_explained, untestable
 from theodolite.papers.experiment import Study
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.resampling import grouped_basis
-from theodolite.papers.hidden_geometry.without_noise import low_frequency_without_noise
+from theodolite.papers.hidden_geometry.without_noise import estimated, low_frequency_without_noise
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import Floats, layer_average, need, provenance, value_of
-from theodolite.system.wording import number
 
 
 def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
@@ -107,15 +106,19 @@ def smooth_verdict(
         return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
     verdict = judge(claim, what, mean, criterion)
-    is_met = bool(criterion.met(mean.value))
-    if is_met == bool(criterion.met(1.0)) or (basis := grouped_basis(study, run)) is None:
+    if bool(criterion.met(mean.value)) == bool(criterion.met(1.0)):
         return verdict
-    without_noise = float(np.nan_to_num(low_frequency_without_noise(basis), nan=1.0).mean())
-    return unless_noise(verdict, run, without_noise, bool(criterion.met(without_noise)) == is_met)
+    if verdict.answer in OPEN or (basis := grouped_basis(study, run)) is None:
+        return verdict
+    without_noise = estimated(
+        basis, lambda each: float(np.nan_to_num(low_frequency_without_noise(each), nan=1.0).mean())
+    )
+    return unless_noise(verdict, run, without_noise, criterion)
 
 
-def unless_noise(verdict: Verdict, run: Run, without_noise: float, same: bool) -> Verdict:
-    """The verdict, but undecided where its number would not give the same answer without the text's sampling noise."""
+def unless_noise(verdict: Verdict, run: Run, without_noise: Estimate, criterion: Criterion) -> Verdict:
+    """The verdict, but undecided where its number without the text's sampling noise does not give the same answer."""
     contexts = run.provenance["corpus"]["contexts"]
-    noisy = f"{number(without_noise)} without the sampling noise of {contexts} contexts"
+    noisy = f"{without_noise} without the sampling noise of {contexts} contexts"
+    same = judge(verdict.claim, noisy, without_noise, criterion).answer == verdict.answer
     return unless_explained(verdict, verdict.answer, "" if same else noisy)

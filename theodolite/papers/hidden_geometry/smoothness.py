@@ -9,13 +9,17 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.judging import Estimate, judge
+from theodolite.judging import FAILS, Estimate, judge
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import of_an_adder
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise
 from theodolite.papers.hidden_geometry.resampling import GroupedBasis, errors_of, grouped_basis
-from theodolite.papers.hidden_geometry.without_noise import gram_without_noise, low_frequency_without_noise
+from theodolite.papers.hidden_geometry.without_noise import (
+    estimated,
+    gram_without_noise,
+    low_frequency_without_noise,
+)
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import OF_GROUPS, Floats, evenly, layer_average, need
@@ -137,7 +141,6 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         {"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True))
     )
     basis = grouped_basis(study)
-    without_noise = None if basis is None else measures_without_noise(basis)
     # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
     errors = errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
     for error, (name, (what, measure, words, claim, criterion)) in zip(
@@ -155,10 +158,11 @@ def figure_7(study: Study, outcome: Outcome) -> None:
             continue
         difference = Estimate(mean - centred_value, float(error), *OF_GROUPS)
         verdict = judge(claim, f"{values}; difference", difference, criterion)
-        if not criterion.met(difference.value) and without_noise is not None:
-            learned_without = without_noise[name]
-            same = not criterion.met(learned_without - centred_value)
-            verdict = unless_noise(verdict, run, learned_without, same)
+        if verdict.answer == FAILS and basis is not None:
+            without_noise = estimated(
+                basis, lambda each, of=name, less=centred_value: measures_without_noise(each)[of] - less
+            )
+            verdict = unless_noise(verdict, run, without_noise, criterion)
         outcome.verdicts.append(verdict)
     bases = torch.cat([centred[None], learned])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]

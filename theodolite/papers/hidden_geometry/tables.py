@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite.comparison.stream import overlap
-from theodolite.judging import Estimate, Verdict, judge, untestable
+from theodolite.judging import FAILS, Estimate, Verdict, judge, untestable
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
@@ -26,13 +26,12 @@ from theodolite.papers.hidden_geometry.layer_columns import (
 )
 from theodolite.papers.hidden_geometry.low_rank import found_ranks, low_rank_verdict, no_room
 from theodolite.papers.hidden_geometry.random_rotations import AS_RANDOM, mean_over_random
-from theodolite.papers.hidden_geometry.resampling import grouped_basis
-from theodolite.papers.hidden_geometry.without_noise import gram_shares, product_shares
+from theodolite.papers.hidden_geometry.resampling import GroupedBasis, grouped_basis
+from theodolite.papers.hidden_geometry.without_noise import estimated, gram_shares, product_shares
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import (
     OF_GROUPS,
-    Floats,
     column,
     error_of,
     layer_average,
@@ -243,20 +242,20 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
         beyond, _ = beyond_random_order(lowest, constant, positions)
         estimate = Estimate.mean(beyond[np.isfinite(beyond)], "heads")
     verdict = judge(claim, f"{what}, mean over {over}", estimate, criteria.MOSTLY)
-    if criteria.MOSTLY.met(estimate.value) or (shares := _shares_without_noise(study, name)) is None:
+    if (
+        verdict.answer != FAILS or name == "QK matrix"
+    ):  # which is of single contexts: no mean of them has noise
         return verdict
-    beyond, _ = beyond_random_order(shares[:, 1], shares[:, 0], positions)
-    without_noise = float(np.nan_to_num(beyond, nan=1.0).mean())  # what noise hides could be smooth
-    return unless_noise(verdict, run, without_noise, not criteria.MOSTLY.met(without_noise))
+    basis, model = grouped_basis(study), study.model if over == "heads" else None
+    if basis is None or (over == "heads" and model is None):
+        return verdict
 
+    def without_noise(each: GroupedBasis) -> float:
+        shares = gram_shares(each, (1, 10)) if model is None else product_shares(each, model, (1, 10))
+        beyond, _ = beyond_random_order(shares[:, 1], shares[:, 0], positions)
+        return float(np.nan_to_num(beyond, nan=1.0).mean())  # what noise hides could be smooth
 
-def _shares_without_noise(study: Study, name: str) -> Floats | None:
-    """Shares of the constant and of the ten lowest frequencies, (layers or heads, 2); None where they are not known."""
-    if name == "QK matrix" or (basis := grouped_basis(study)) is None:
-        return None
-    if name == "PPᵀ":
-        return gram_shares(basis, (1, 10))
-    return None if study.model is None else product_shares(basis, study.model, (1, 10))
+    return unless_noise(verdict, run, estimated(basis, without_noise), criteria.MOSTLY)
 
 
 @experiment(

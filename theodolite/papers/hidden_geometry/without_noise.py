@@ -2,12 +2,14 @@
 
 Of the bases p, q, r, s of four quarters of the contexts, whose errors are independent, pMqᵀ is on average that of all
 text, and so is the energy ⟨pMqᵀ, rMsᵀ⟩; in PMPᵀ itself the errors meet themselves. Noise is rough, so that it only
-lowers a share of low frequencies.
+lowers a share of low frequencies. What is left without it has an error too, by leaving out one group of contexts after
+the other: a share near its limit may be on either side of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -16,16 +18,30 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
+from theodolite.estimates import Estimate
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import NotAffine
 from theodolite.models.structure import NoAttention
 from theodolite.papers.hidden_geometry.resampling import GroupedBasis
-from theodolite.report.data import Floats
+from theodolite.report.data import OF_GROUPS, Floats
 from theodolite.theory.smoothness import dct2
 
 QUARTERS = 4
 
 Quarters = Sequence[Float64[Tensor, "*batch positions width"]]
+
+
+def estimated(basis: GroupedBasis, number: Callable[[GroupedBasis], float]) -> Estimate:
+    """A number without noise and its error, by leaving out one group of contexts after the other (jackknife).
+
+    On average the error is not too small (Efron & Stein 1981); where noise is most of the basis, up to twice too large.
+    """
+    values = []
+    for left_out in range(GROUPS):
+        kept = (torch.arange(GROUPS) != left_out).double()
+        sums, readers = basis.sums * kept[:, None, None], basis.readers * kept[:, None]
+        values.append(number(replace(basis, sums=sums, readers=readers)))
+    return Estimate(number(basis), float(np.std(values)) * (GROUPS - 1) ** 0.5, *OF_GROUPS)
 
 
 def quarters_of(basis: GroupedBasis) -> list[Float64[Tensor, "layers positions width"]]:
