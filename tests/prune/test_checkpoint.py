@@ -10,7 +10,7 @@ import torch
 
 from tests.prune.families import opened_anew
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.prune import checkpoint, prune_model
 from theodolite.prune.settings import PruningSettings
 
@@ -224,3 +224,19 @@ def test_what_is_measured_is_what_is_there(tmp_path):
     dense = opened_anew("gpt2", tmp_path).hf
     assert told["dense_bytes"] == sum(p.nbytes for p in {id(p): p for p in dense.parameters()}.values())
     assert not [path for path in tmp_path.rglob("*") if path.suffix in {".bin", ".pt", ".pkl"}]
+
+
+@pytest.mark.parametrize("form", ["merged", "adapter", "factored"])
+def test_weights_that_are_gone_or_changed_are_no_finished_pruning(form, tmp_path):
+    out = tmp_path / "out"
+    options = {"iterations": 2, "out": out, "form": form}
+    prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, **options)
+    path = next(out.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(TheodoliteError, match="damaged"):
+        prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, **options)
+    path.unlink()
+    with pytest.raises(TheodoliteError):
+        prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, **options)

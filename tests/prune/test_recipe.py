@@ -81,3 +81,8 @@ def test_what_is_no_recipe_is_one_line(text, message, tmp_path):
 def test_no_file(tmp_path):
     with pytest.raises(UsageError, match=r"cannot read the recipe .*No such file"):
         Recipe.read(tmp_path / "none.yaml")
+
+
+def test_ratios_for_a_method_without_low_rank_parts_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="wanda has no low-rank part: leave rank_ratio out"):
+        pruned_by("rank_ratio: {q: 0.5}", tmp_path, method="wanda")

@@ -70,10 +70,14 @@ BAD = {
     "rank ratio -1 of v in block 2": {
         "rank_ratio": lambda layer, name: -1 if (layer, name) == (2, "v") else 0.25
     },
-    "--skip mlp.down: no matrix or module of": {"skip": ["mlp.c_fc", "mlp.down"]},
+    "--skip mlp.down: no matrix of": {"skip": ["mlp.c_fc", "mlp.down"]},
     "--skip *: nothing is left to prune": {"skip": ["*"]},
     "q of block 0 is a part of transformer.h.0.attn.c_attn.weight": {"skip": ["q"], "form": "factored"},
-    "a rank ratio of 0 leaves no low-rank part": {"rank_ratio": 0, "form": "adapter"},
+    "which leaves no low-rank part": {"rank_ratio": 0, "form": "adapter"},
+    "every matrix gets rank 0": {"sparsity": 0.99, "form": "adapter"},
+    "--skip transformer.h.0.ln_1: no matrix of": {"skip": ["transformer.h.0.ln_1"]},
+    "iterations is 2.5: give a whole number": {"iterations": 2.5},
+    "bits is 4.0": {"method": "oats", "sparsity": None, "bits": 4.0, "group": 16},
     "iterations is 0": {"iterations": 0},
     "damping is -1": {"method": "sparsegpt", "damping": -1},
     "no sparsity is given": {"sparsity": None},
@@ -102,3 +106,15 @@ def test_what_cannot_be_done_is_refused_before_anything_is(words, opened, tmp_pa
     assert model.interventions == ()
     assert torch.equal(model.hf.transformer.h[0].mlp.c_fc.weight, before)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("glob", ["transformer.h.0", "0", "transformer.h.0.*"])
+def test_a_module_that_is_skipped_takes_its_matrices_along(glob, tmp_path):
+    pruned = prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "wanda", 0.5, skip=[glob])
+    assert set(pruned.table["layer"]) == {1, 2}
+
+
+def test_a_matrix_is_skipped_by_the_name_of_its_module_in_the_block(tmp_path):
+    model = opened_anew("gpt2", tmp_path)
+    pruned = prune_model(model, corpus_of(), "wanda", 0.5, skip=["attn.c_attn", "mlp"])
+    assert set(pruned.table["matrix"]) == {"attn.c_proj"}

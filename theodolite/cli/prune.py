@@ -229,7 +229,10 @@ def prune_command(
 
 
 def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in text.split(",")] if text else []
+    names = [name.strip() for name in text.split(",")] if text else []
+    if "" in names:
+        raise UsageError(f"{text!r} has no name before or after one of its commas: give names alone")
+    return names
 
 
 def _numbers(text: str) -> float | list[float]:

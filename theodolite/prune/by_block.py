@@ -85,6 +85,10 @@ class DenseReading:
             self.between()
 
         traces = trace_sinks(self.model, self.corpus, batch=self.batch, show_progress=show_progress).traces
+        if not traces["tagged"].sum() > 0:
+            raise UsageError(
+                "no sink of this text tags anything, so that blocks do not differ: leave out --sparsity-by"
+            )
         tagged = traces.groupby("layer")["tagged"].sum()  # of what no sink explains, nothing is known (NaN)
         return [
             float(tagged.get(layer, 0.0)) / max(self.model.heads_of[layer], 1) if block else None

@@ -7,6 +7,7 @@ matrices that `transformers` opens, or with an adapter (`adapter.py`), or factor
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,9 @@ def write_block(
         own.write(approximation.sparse if alone else approximation.merged(own.holder.device))
 
 
+WEIGHTS = "weights"
+"""Beside the checksums of single files: that of the weights and the adapter together."""
+
 WriteExtras = Callable[[Pruned, Path], object]
 """Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
 
@@ -123,9 +127,12 @@ class UnfinishedPruning:
         except WorkError as error:
             raise WorkError(f"{error}; remove it, and its block is pruned again") from error
         if notes["fingerprint"] != self._fingerprint:
+            differs = differences(
+                _options(notes["fingerprint"]), _options(self._fingerprint), None, self._corpus
+            )
             raise UsageError(
-                f"{path.parent} holds an unfinished pruning of another model, text or settings: choose another "
-                "--out or remove it"
+                f"{path.parent} holds an unfinished pruning of another model, text or settings ({differs}): choose "
+                "another --out or remove it"
             )
         return matrices, notes["rows"]
 
@@ -158,6 +165,12 @@ class UnfinishedPruning:
             raise UsageError(
                 f"{self.out} holds this pruning in another format (--format {there} there, {form} now): choose "
                 "another --out or remove it"
+            )
+        sums = read_json_checked(self.out / SETTINGS).get(CHECKSUMS) or {}
+        if sums.get(WEIGHTS) not in (None, _weights_digest(self.out)):
+            raise UsageError(
+                f"{self.out} is incomplete or damaged (its weights are not those that were written): remove it, and "
+                "prune again"
             )
         shutil.rmtree(self._workspace.folder, ignore_errors=True)
         return written
@@ -243,6 +256,7 @@ class UnfinishedPruning:
             pruned = _with_bytes(temporary, model, pruned, form)
             pruned.table.to_parquet(temporary / TABLE, index=False)
             sums[TABLE] = bytes_digest((temporary / TABLE).read_bytes())
+            sums[WEIGHTS] = _weights_digest(temporary)
             write_json_checked(temporary / SETTINGS, pruned.provenance | {CHECKSUMS: sums})
             for path in temporary.rglob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(temporary / SETTINGS, path)
@@ -308,10 +322,22 @@ def _by_name(low_rank: LowRank) -> dict[str, Tensor]:
     }
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Of the model and its adapter, in order."""
+    return [*sorted(folder.glob("*.safetensors")), *sorted((folder / ADAPTER).glob("*.safetensors"))]
+
+
+def _weights_digest(folder: Path) -> str:
+    digests = []
+    for path in _weight_files(folder):
+        with path.open("rb") as file:
+            digests.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
 def _with_bytes(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
     """With the sizes in bytes of the written and of the dense weights."""
-    weights = [*folder.glob("*.safetensors"), *(folder / ADAPTER).glob("*.safetensors")]
-    written = sum(path.stat().st_size for path in weights)
+    written = sum(path.stat().st_size for path in _weight_files(folder))
     dense = sum(p.numel() * p.element_size() for p in model.hf.parameters())
     pruning = pruned.provenance["pruning"] | {"format": form, "bytes": written, "dense_bytes": dense}
     return replace(pruned, provenance=pruned.provenance | {"pruning": pruning})

@@ -13,6 +13,7 @@ models and texts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,7 +88,7 @@ class SparseLowRank:
 
 
 @dataclass(frozen=True)
-class _Budget:
+class Budget:
     """What is kept: the rank, the entries per row, and their pattern."""
 
     rank: int
@@ -135,7 +136,7 @@ def oats(
     """
     weight = checked_weight(weight)
     moments = checked_inputs("second_moment", second_moment, weight)
-    budget = _budget(weight.shape, sparsity, rank_ratio, pattern_of(pattern, weight.shape[1]))
+    budget = rank_and_entries(weight.shape, sparsity, rank_ratio, pattern)
     if iterations < 1:
         raise UsageError(f"iterations is {iterations}: give 1 or more")
     original = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -158,8 +159,12 @@ def oats(
     )
 
 
-def _budget(shape: torch.Size, sparsity: float | None, rank_ratio: float, pattern: Pattern | None) -> _Budget:
+def rank_and_entries(
+    shape: Sequence[int], sparsity: float | None, rank_ratio: float, given: GivenPattern
+) -> Budget:
+    """What `oats` keeps of a matrix (outputs, inputs), by its arguments, checked as it does."""
     outputs, inputs = shape
+    pattern = pattern_of(given, inputs)
     if not 0 <= rank_ratio <= 1:
         raise UsageError(f"rank_ratio is {rank_ratio}: give the share of the low-rank part, from 0 to 1")
     if pattern is None:
@@ -180,12 +185,12 @@ def _budget(shape: torch.Size, sparsity: float | None, rank_ratio: float, patter
     # In the order of the published code, so that floats are rounded down as they are there.
     rank = int(rank_ratio * density * (outputs * inputs) / (outputs + inputs))
     zeros = int(inputs * (1.0 - (1.0 - rank_ratio) * density))
-    return _Budget(rank, inputs - zeros, pattern)
+    return Budget(rank, inputs - zeros, pattern)
 
 
 def _alternate(
     scaled: Float[Tensor, "outputs inputs"],
-    budget: _Budget,
+    budget: Budget,
     iterations: int,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, _LowRank, float, int, int]:
@@ -217,7 +222,7 @@ def _alternate(
 
 
 def _mark_kept(
-    residual: Tensor, budget: _Budget, search: ThresholdTracker, scores: Tensor, mask: Tensor
+    residual: Tensor, budget: Budget, search: ThresholdTracker, scores: Tensor, mask: Tensor
 ) -> None:
     """Set `mask` to 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
 

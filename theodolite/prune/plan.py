@@ -29,7 +29,7 @@ from theodolite.prune.recipe import Recipe
 from theodolite.prune.recover import Recovery
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.prune.skipped import Matrices, without_skipped
-from theodolite.system.choices import check_form
+from theodolite.system.choices import check_form, check_whole
 from theodolite.system.progress import ShowProgress
 from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, refuse_inside
 
@@ -140,12 +140,17 @@ def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowP
     matrices = without_skipped(model, _dense_matrices(model), asked.skip, by_layer)
     if asked.form == COMPRESSED:
         refuse_unpackable(asked.bits, matrices)
+    check_whole(iterations=asked.iterations, seed=asked.seed, group=asked.group)
+    if of_file and of_file.rank_ratio and asked.method != "oats":
+        raise UsageError(f"{of_file.path}: {asked.method} has no low-rank part: leave rank_ratio out")
     calibration = recovery.read if recovery else corpus
     batch = batch_of(corpus, asked.batch)
     settings = _settings(model, calibration, batch, asked, of_file, matrices, show_progress)
-    if asked.form == ADAPTER and not any(settings.rank_ratio.values()):
+    writes_adapter = asked.form == ADAPTER or (asked.form == COMPRESSED and asked.method == "oats")
+    if writes_adapter and not any(settings.rank_of(matrix) for block in matrices for matrix in block):
         raise UsageError(
-            "a rank ratio of 0 leaves no low-rank part that an adapter could hold: choose another --format"
+            "every matrix gets rank 0, which leaves no low-rank part that an adapter could hold: choose a larger rank "
+            "ratio, or another --format"
         )
     _refuse_short(calibration, matrices, settings)
     fingerprint = {

@@ -22,7 +22,7 @@ from theodolite.prune.methods import (
     wanda,
 )
 from theodolite.prune.moments import Moments
-from theodolite.prune.oats import oats
+from theodolite.prune.oats import oats, rank_and_entries
 from theodolite.prune.patterns import pattern_of
 from theodolite.prune.quantised import (
     GROUP,
@@ -31,6 +31,7 @@ from theodolite.prune.quantised import (
     group_of,
     quantised_bits,
     quantised_oats,
+    rank_at,
     round_to_nearest,
 )
 from theodolite.system.choices import WEIGH_NO_INPUTS, check_bits, check_method
@@ -278,6 +279,15 @@ class PruningSettings:
             "dense_bytes": entries * size,
             "compact_bytes": stored + inside * size,
         }
+
+    def rank_of(self, matrix: Matrix) -> int:
+        """Of the low-rank part that a matrix gets."""
+        share, ratio = self.sparsity[matrix.layer, matrix.key], self.rank_ratio[matrix.layer, matrix.key]
+        if self.method != "oats":
+            return 0
+        if self.bits is not None:
+            return rank_at(matrix.shape, self.bits, self.group, ratio, matrix.holder.dtype)
+        return rank_and_entries(matrix.shape, share, ratio, self.pattern).rank
 
     def _removes(self, matrix: Matrix) -> bool:
         """Whether the share to remove, rounded down as the method does, is at least one entry."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
@@ -19,19 +20,26 @@ def without_skipped(
     """The matrices that are left to prune.
 
     Args:
-        skip: globs of names, each in its block ("mlp.down_proj", "q", "mlp.*") or in the model
-            ("model.layers.0.*", "lm_head").
+        skip: globs of names, each in its block ("mlp.down_proj", "q", "mlp") or in the model ("model.layers.0",
+            "lm_head"): of a matrix, of a module that it is in, or of a module outside the blocks.
         whole_for: the option that takes a layer's matrices all together or leaves all dense, if one does.
 
     Raises:
         UsageError: a glob is of nothing, nothing is left to prune, or a layer would be in part dense.
     """
+    name_of = {module: name for name, module in model.root.named_modules()}
+    blocks = [name_of[block] for block in model.structure.blocks]
+    called = {id(matrix): _names(matrix, blocks[matrix.layer]) for block in matrices for matrix in block}
+    outside = [name for name in name_of.values() if not f"{name}.".startswith(tuple(f"{b}." for b in blocks))]
     for glob in skip:
-        of_matrix = any(_is_called(matrix, glob) for block in matrices for matrix in block)
-        if not of_matrix and not any(fnmatchcase(name, glob) for name, _ in model.root.named_modules()):
-            raise UsageError(f"--skip {glob}: no matrix or module of {model.id} is called so")
+        if not any(fnmatchcase(name, glob) for name in chain(outside, *called.values())):
+            known = ", ".join(matrix.key for matrix in next(filter(None, matrices)))
+            raise UsageError(
+                f"--skip {glob}: no matrix of {model.id} is called so, and none is in a module of that name; those of "
+                f"a block are {known}"
+            )
     left = [
-        [matrix for matrix in block if not any(_is_called(matrix, glob) for glob in skip)]
+        [m for m in block if not any(fnmatchcase(name, glob) for name in called[id(m)] for glob in skip)]
         for block in matrices
     ]
     if not any(left):
@@ -48,7 +56,11 @@ def without_skipped(
     return left
 
 
-def _is_called(matrix: Matrix, glob: str) -> bool:
+def _names(matrix: Matrix, block: str) -> list[str]:
+    """What a matrix is called in the block and in the model, and the modules that it is in."""
     module = matrix.parameter.removesuffix(".weight")
-    names = (matrix.name, matrix.key, matrix.parameter, module, f"{matrix.layer}.{matrix.name}")
-    return any(fnmatchcase(name, glob) for name in names)
+    whole = (matrix.key, f"{matrix.layer}.{matrix.key}", module, module.removeprefix(f"{block}."))
+    above = [
+        ".".join(parts[:end]) for parts in (name.split(".") for name in whole) for end in range(1, len(parts))
+    ]
+    return [*whole, matrix.name, f"{matrix.layer}.{matrix.name}", matrix.parameter, *above]
