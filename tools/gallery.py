@@ -63,20 +63,17 @@ TRAININGS: dict[str, tuple[str, str]] = {
         "nine training runs, ten minutes each on one core",
     ),
     "sinks/figure3": (
-        "for seed in 0 1 2; do theodolite train few-shot --seed $seed --out shots/$seed --threads 1; done",
-        "three training runs, a quarter of an hour each on one core",
+        "for seed in 0 1 2 3 4 5; do theodolite train few-shot --seed $seed --out shots/$seed --threads 1; done",
+        "six training runs, a quarter of an hour each on one core",
     ),
     "sinks/training": (
         "theodolite train few-shot --seed 0 --steps 4000 --series --out learning --threads 1",
         "seven minutes on one core",
     ),
-    "sinks/examples": (
-        "for seed in 0 1 2; do theodolite train few-shot --seed $seed --steps 4000 --out half/$seed --threads 1; done",
-        "three training runs of half the steps, seven minutes each on one core",
-    ),
 }
 _SAME = {
     "geometry/addition": "geometry/training",
+    "sinks/examples": "sinks/figure3",
     "localization/figure7": "localization/figure8",
 }
 _ALIASES_OF_TRAINING = ("geometry/figure21", "geometry/figure22", "geometry/figure23")

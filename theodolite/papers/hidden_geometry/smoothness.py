@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -108,6 +109,11 @@ def measures_without_noise(basis: GroupedBasis) -> dict[str, float]:
     return {name: float(value.double().mean()) for name, value in numbers.items()}
 
 
+def _beyond(name: str, limit: float, basis: GroupedBasis) -> float:
+    """One of them, less a limit."""
+    return measures_without_noise(basis)[name] - limit
+
+
 def _pictured(run: Run, bases: Tensor) -> Run:
     """The run with the Gram matrices and frequencies of other bases (N, n, d), positions 1…n, for its figures."""
     count = bases.shape[1]
@@ -159,9 +165,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         difference = Estimate(mean - centred_value, float(error), *OF_GROUPS)
         verdict = judge(claim, f"{values}; difference", difference, criterion)
         if verdict.answer == FAILS and basis is not None:
-            without_noise = estimated(
-                basis, lambda each, of=name, less=centred_value: measures_without_noise(each)[of] - less
-            )
+            without_noise = estimated(basis, partial(_beyond, name, centred_value))
             verdict = unless_noise(verdict, run, without_noise, criterion)
         outcome.verdicts.append(verdict)
     bases = torch.cat([centred[None], learned])
