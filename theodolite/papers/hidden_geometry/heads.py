@@ -65,6 +65,13 @@ def _over_heads(x: Floats, y: Floats) -> tuple[float, int]:
     return float(rank_correlation(x[both], y[both])) if count >= LEAST_HEADS else math.nan, count
 
 
+def _by_layers(run: Run, correlation: float) -> Estimate:
+    """As good as that of as many layers: heads of one layer may be alike."""
+    layers = len(np.unique(need_column(run.heads, "layer")))
+    error = error_under_independence(layers) if layers > 1 else math.nan
+    return Estimate(correlation, error, layers, "layers", by_chance=True)
+
+
 def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
     """Rank correlation over heads of each share with local attention, entropy and depth."""
     rows: list[tuple[str, str, float, int]] = []
@@ -106,12 +113,13 @@ def figure_25(study: Study, outcome: Outcome) -> None:
     for claim, measure, what, criterion in TRENDS:
         correlation, count = of_published.loc[measure, ["rank_correlation", "heads"]]
         what = f"rank correlation of the head's share with {what}"
+        if measure == "layer" and not (published > MOSTLY).any():
+            outcome.cannot_test(claim, f"no head has it at more than {percent(MOSTLY)} of the positions")
+            continue
         if math.isnan(correlation):
             outcome.cannot_test(claim, f"{what}: {count:g} heads with both, or no difference between them")
             continue
-        of_chance = error_under_independence(int(count))
-        estimate = Estimate(float(correlation), of_chance, int(count), "heads", by_chance=True)
-        outcome.claim(claim, what, estimate, criterion)
+        outcome.claim(claim, what, _by_layers(run, float(correlation)), criterion)
     outcome.tables["heads"] = run.heads.filter(["layer", "head", *shares, *LOCALITY])
     outcome.tables["correlations"] = correlations
     for name in shares:
