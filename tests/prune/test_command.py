@@ -151,6 +151,10 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
             bad("--method", "wanda", "--exact"),
             "wanda has no such option: leave out --exact",
         ),
+        "a test part": (
+            ["prune", model, "--corpus", "wikitext-2", "--out", tmp_path / "out"],
+            "calibrates nothing: use --corpus hf:Salesforce/wikitext:wikitext-2-raw-v1:train",
+        ),
         "inside a pruned checkpoint": (
             _arguments(model, text, tmp_path / "pruned" / "deep" / "out"),
             f"lies inside the pruned checkpoint {tmp_path / 'pruned'}: choose another --out",

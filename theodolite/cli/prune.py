@@ -27,6 +27,7 @@ from theodolite.cli.options import (
     say_where,
 )
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
+from theodolite.corpus.spec import PRESETS
 from theodolite.errors import UsageError
 from theodolite.system.choices import WEIGH_NO_INPUTS, check_form, check_method
 from theodolite.system.interrupt import interruptible
@@ -46,6 +47,13 @@ class _CalibrationText(Text):
     contexts: Annotated[int | None, typer.Option(help=contexts_help(128))] = None
 
     default_contexts: ClassVar[int] = 128  # as in Zhang et al. 2025, appendix D
+
+    def check(self) -> None:
+        """As for any text; refuse the part of a data set on which pruned models are judged."""
+        super().check()
+        if self.corpus in PRESETS:
+            train = PRESETS[self.corpus].replace(":test", ":train")
+            raise UsageError(f"{self.corpus} is a test part, and calibrates nothing: use --corpus {train}")
 
 
 def prune_command(
