@@ -27,7 +27,6 @@ from theodolite.cli.options import (
     say_where,
 )
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
-from theodolite.corpus.spec import PRESETS
 from theodolite.errors import UsageError
 from theodolite.system.choices import WEIGH_NO_INPUTS, check_form, check_method
 from theodolite.system.interrupt import interruptible
@@ -50,6 +49,8 @@ class _CalibrationText(Text):
 
     def check(self) -> None:
         """As for any text; refuse the part of a data set on which pruned models are judged."""
+        from theodolite.corpus.spec import PRESETS
+
         super().check()
         if self.corpus in PRESETS:
             train = PRESETS[self.corpus].replace(":test", ":train")
