@@ -10,7 +10,7 @@ would fill in random weights for those that are packed. How a matrix is pruned i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from mmap import mmap
 from pathlib import Path
@@ -292,6 +292,14 @@ def load_factored(
     return model
 
 
+def by_module(matrices: Iterable[PrunedMatrix]) -> dict[str, list[PrunedMatrix]]:
+    """The matrices of each module, by its name in the model."""
+    parts: dict[str, list[PrunedMatrix]] = {}
+    for matrix in matrices:
+        parts.setdefault(matrix.parameter.rpartition(".")[0], []).append(matrix)
+    return parts
+
+
 def _put_block(
     model: PreTrainedModel,
     matrices: Sequence[PrunedMatrix],
@@ -303,14 +311,11 @@ def _put_block(
     Raises:
         ValueError, AttributeError: they make no layer, or the model has none there.
     """
-    by_module: dict[str, list[PrunedMatrix]] = {}
     for matrix in matrices:
-        if matrix.expert is None:
-            by_module.setdefault(matrix.parameter.rpartition(".")[0], []).append(matrix)
-        else:
+        if matrix.expert is not None:
             _put(model, matrix, new=matrix.parameter in missing)
             missing = missing - {matrix.parameter}
-    for name, parts in by_module.items():
+    for name, parts in by_module(matrix for matrix in matrices if matrix.expert is None).items():
         try:
             module: Any = model.get_submodule(name)
             layer = in_memory(parts, module.bias)

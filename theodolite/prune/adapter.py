@@ -20,17 +20,22 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.factored import PrunedMatrix
+from theodolite.models.factored import PrunedMatrix, by_module
 from theodolite.system.pruned_folders import ADAPTER, ADAPTER_FILES, COMPRESSED
 
 PREFIX = "base_model.model."  # of PEFT, before the names of the model's modules
+
+
+def writes_adapter(form: str, method: str) -> bool:
+    """Whether low-rank parts are written as an adapter."""
+    return form == ADAPTER or (form == COMPRESSED and method == "oats")
 
 
 def refuse_form(form: str, method: str, bits: int | None) -> None:
     """Raise `UsageError` where what a method leaves cannot be written so, or PEFT is needed and not installed."""
     if form == "factored" and bits is not None:
         raise UsageError("quantised weights have no zeros to leave out: use --format merged")
-    if form != ADAPTER and not (form == COMPRESSED and method == "oats"):
+    if not writes_adapter(form, method):
         return
     if method != "oats":
         raise UsageError(
@@ -51,10 +56,8 @@ def write_adapter(
     """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them.
 
     Args:
-        folder: made here. blocks: their matrices, one block after the other. base: where the sparse parts will lie.
-
-    Raises:
-        UsageError: none has a low-rank part.
+        folder: made here. blocks: their matrices, one block after the other, of which some have a low-rank part that
+            an adapter can hold. base: where the sparse parts will lie.
     """
     from peft import LoraConfig
     from peft.utils import TaskType
@@ -62,13 +65,9 @@ def write_adapter(
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     transposed = False
     for block in blocks:
-        by_module: dict[str, list[PrunedMatrix]] = {}
-        for matrix in filter(has_layer, block):
-            by_module.setdefault(matrix.parameter.removesuffix(".weight"), []).append(matrix)
-            transposed |= matrix.dimension == 1
-        factors |= {name: _stacked(model, name, parts) for name, parts in by_module.items()}
-    if not factors:
-        raise UsageError("nothing has a low-rank part that an adapter could hold: choose another --format")
+        held = list(filter(has_layer, block))
+        transposed |= any(matrix.dimension == 1 for matrix in held)
+        factors |= {name: _stacked(model, name, parts) for name, parts in by_module(held).items()}
     ranks = {name: len(a) for name, (a, _) in factors.items()}
     config = LoraConfig(
         r=max(ranks.values()),

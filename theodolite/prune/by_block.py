@@ -47,7 +47,7 @@ class DenseReading:
     Attributes:
         model, corpus, matrices: of every block.
         batch: contexts per forward pass.
-        out: the folder that will be written, if one is: states of a model larger than memory are kept beside it.
+        folder: where the hidden states of a model larger than memory are kept, if it is one.
         between: called after every batch; it may raise to stop.
     """
 
@@ -55,7 +55,7 @@ class DenseReading:
     corpus: Corpus
     matrices: Matrices
     batch: int
-    out: Path | None
+    folder: Path | None
     between: Callable[[], None]
 
     def sparsities(self, sparsity_by: str, sparsity: float) -> list[float]:
@@ -69,7 +69,7 @@ class DenseReading:
     def outliers(self) -> list[float | None]:
         """D of each block by its outliers."""
         shares = []
-        with one_expert_at_a_time(self.model.root), keeping(self.model, self.out) as keep:
+        with one_expert_at_a_time(self.model.root), keeping(self.model, self.folder) as keep:
             stream = BlockByBlock(self.model, self.corpus, self.batch, self.between, keep)
             for layer, block in enumerate(self.matrices):
                 with self.model.block_present(layer):

@@ -34,7 +34,7 @@ from theodolite.models.loading import without_progress_bars
 from theodolite.models.streamed import save_checkpoint
 from theodolite.models.streamed_blocks import save_config
 from theodolite.passes.run import Workspace
-from theodolite.prune.adapter import has_layer, write_adapter
+from theodolite.prune.adapter import has_layer, write_adapter, writes_adapter
 from theodolite.prune.compressed import write_compressed
 from theodolite.prune.pruned import (
     LOW_RANK,
@@ -176,6 +176,11 @@ class UnfinishedPruning:
         return written
 
     @property
+    def folder(self) -> Path:
+        """Where the finished blocks are."""
+        return self._workspace.folder
+
+    @property
     def seconds(self) -> float:
         """Seconds spent on the finished blocks."""
         try:
@@ -248,8 +253,9 @@ class UnfinishedPruning:
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     save_checkpoint(model, temporary)
-            if form == ADAPTER:
-                self._write_adapter(temporary, model)
+            if writes_adapter(form, pruned.provenance["pruning"]["method"]):
+                blocks = map(self._matrices, range(model.layers))
+                write_adapter(temporary / ADAPTER, model, blocks, self.out)
             if model.tokenizer is not None:
                 model.tokenizer.save_pretrained(temporary)
             sums = {} if form == "factored" else self._write_low_rank(temporary, pruned)
@@ -293,12 +299,6 @@ class UnfinishedPruning:
     def _write_compressed(self, folder: Path, model: OpenModel, pruned: Pruned) -> None:
         pruning = pruned.provenance["pruning"]
         write_compressed(folder, model, self._matrices, pruning["bits"], pruning["group"])
-        if pruning["method"] == "oats":
-            self._write_adapter(folder, model)
-
-    def _write_adapter(self, folder: Path, model: OpenModel) -> None:
-        blocks = map(self._matrices, range(model.layers))
-        write_adapter(folder / ADAPTER, model, blocks, self.out)
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix
-from theodolite.models.factored import PrunedMatrix
+from theodolite.models.factored import PrunedMatrix, by_module
 from theodolite.system.choices import PACKED_BITS
 
 FORMAT = "pack-quantized"
@@ -53,16 +53,14 @@ def write_compressed(
     packed: set[str] = set()
 
     def pack(layer: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        by_module: dict[str, list[PrunedMatrix]] = {}
-        for matrix in block(layer):
-            by_module.setdefault(matrix.parameter.removesuffix(".weight"), []).append(matrix)
-        for name, parts in by_module.items():
+        modules = by_module(block(layer))
+        for name, parts in modules.items():
             weight = tensors.pop(f"{name}.weight")
             codes, scale = _together(parts, len(weight))
             tensors[f"{name}.weight_packed"] = packed_codes(codes, bits)
             tensors[f"{name}.weight_scale"] = scale.to(weight.dtype)
             tensors[f"{name}.weight_shape"] = torch.tensor(codes.shape)
-        packed.update(by_module)
+        packed.update(modules)
         return tensors
 
     if model.streamed is not None:

@@ -198,7 +198,7 @@ class PruningRun:
         described = describe_model(self.model)
         with ExitStack() as undo:
             undo.enter_context(one_expert_at_a_time(self.model.root))
-            keep = undo.enter_context(keeping(self.model, unfinished.out if unfinished else None))
+            keep = undo.enter_context(keeping(self.model, unfinished.folder if unfinished else None))
             text = self.calibrated(self.plan, keep, lambda: self.show_progress(len(rows), total))
             if self.model.streamed is None:
                 self._record()

@@ -18,7 +18,7 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.prune.adapter import refuse_form
+from theodolite.prune.adapter import refuse_form, writes_adapter
 from theodolite.prune.by_block import DenseReading, check_sparsity_by
 from theodolite.prune.compressed import refuse_unpackable
 from theodolite.prune.devices import usable_devices
@@ -146,8 +146,8 @@ def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowP
     calibration = recovery.read if recovery else corpus
     batch = batch_of(corpus, asked.batch)
     settings = _settings(model, calibration, batch, asked, of_file, matrices, show_progress)
-    writes_adapter = asked.form == ADAPTER or (asked.form == COMPRESSED and asked.method == "oats")
-    if writes_adapter and not any(settings.rank_of(matrix) for block in matrices for matrix in block):
+    beside_experts = [matrix for block in matrices for matrix in block if matrix.expert is None]
+    if writes_adapter(asked.form, asked.method) and not any(map(settings.rank_of, beside_experts)):
         raise UsageError(
             "every matrix gets rank 0, which leaves no low-rank part that an adapter could hold: choose a larger rank "
             "ratio, or another --format"
@@ -201,8 +201,8 @@ def _settings(
     sparsity, rank_ratio = asked.sparsity, asked.rank_ratio
     if asked.sparsity_by is not None:
         mean, total = check_sparsity_by(asked.sparsity_by, sparsity, asked.pattern), sum(map(len, matrices))
-        out = None if asked.out is None else Path(asked.out)
-        reading = DenseReading(model, calibration, matrices, batch, out, lambda: show_progress(0, total))
+        beside = None if asked.out is None else Path(asked.out).parent  # OUT.partial is not claimed yet
+        reading = DenseReading(model, calibration, matrices, batch, beside, lambda: show_progress(0, total))
         sparsity = reading.sparsities(asked.sparsity_by, mean)
     if of_file:
         sparsity, rank_ratio = of_file.applied(sparsity, rank_ratio, matrices)

@@ -91,9 +91,9 @@ def kept_in_files(folder: Path) -> Iterator[Keep]:
     kept.clear()
 
 
-def keeping(model: OpenModel, out: Path | None) -> AbstractContextManager[Keep]:
-    """Of a model whose blocks are read as they run, in files beside the folder to be written; else in memory."""
-    return nullcontext(kept_in_memory) if model.streamed is None or out is None else kept_in_files(out.parent)
+def keeping(model: OpenModel, folder: Path | None) -> AbstractContextManager[Keep]:
+    """Of a model whose blocks are read as they run, in files of the folder, if there is one; else in memory."""
+    return nullcontext(kept_in_memory) if model.streamed is None or folder is None else kept_in_files(folder)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

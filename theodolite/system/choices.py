@@ -67,7 +67,7 @@ def check_method(method: str, bits: int | None = None) -> None:
 
 def check_bits(bits: object) -> None:
     """Raise `UsageError` where it is none of `BITS`."""
-    if not isinstance(bits, int) or bits not in BITS or isinstance(bits, bool):
+    if not isinstance(bits, numbers.Integral) or bits not in BITS:
         raise UsageError(f"bits is {bits!r}: use one of {', '.join(map(str, BITS))}")
 
 

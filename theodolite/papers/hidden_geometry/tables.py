@@ -242,9 +242,8 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
         beyond, _ = beyond_random_order(lowest, constant, positions)
         estimate = Estimate.mean(beyond[np.isfinite(beyond)], "heads")
     verdict = judge(claim, f"{what}, mean over {over}", estimate, criteria.MOSTLY)
-    if (
-        verdict.answer != FAILS or name == "QK matrix"
-    ):  # which is of single contexts: no mean of them has noise
+    # The QK matrix is of single contexts: no mean of them has noise.
+    if verdict.answer != FAILS or name == "QK matrix":
         return verdict
     basis, model = grouped_basis(study), study.model if over == "heads" else None
     if basis is None or (over == "heads" and model is None):
