@@ -232,7 +232,7 @@ def test_only_settings_that_differ_are_ranked() -> None:
     groups = distinct(rows, [*alike, plain, decay], "frobenius_squared", RISES)
     assert groups == [alike[::-1], [decay], [plain]]
     effect = association(rows, groups, "entropy", "frobenius_squared")
-    assert (effect.value, effect.error) == pytest.approx((-1, 0))
+    assert (effect.value, effect.error) == pytest.approx((-1, 1 / math.sqrt(2 * 3)))
     effect = association(rows, [groups[0], groups[2]], "entropy", "frobenius_squared")
     assert effect.value == pytest.approx(2.0 - np.mean([3 * math.exp(0.0005 * rank) for rank in range(5)]))
     outcome = filled([run for run in grid(0.01) if run.setting.scale])
@@ -294,7 +294,8 @@ def test_intervals_and_correlations() -> None:
         ("trace", "entropy", 0),
     ):
         correlation = association(rows, [[setting] for setting in settings], of, against)
-        assert (correlation.value, correlation.error, correlation.n) == pytest.approx((expected, 0, 3))
+        chance = 1 / math.sqrt(4 * 3)  # five settings, three seeds, all alike
+        assert (correlation.value, correlation.error, correlation.n) == pytest.approx((expected, chance, 3))
     effect = difference(rows, settings[-1], settings[0], "entropy", relative=True)
     expected = [math.log((3 * math.exp(0.2) + e) / (3 + e)) for e in (0, 1e-3, 2e-3)]
     assert effect.value == pytest.approx(np.mean(expected))
@@ -302,6 +303,21 @@ def test_intervals_and_correlations() -> None:
     missing = rows[~((rows["seed"] == 1) & (rows["setting"] == settings[0]))]
     assert difference(missing, settings[-1], settings[0], "entropy", relative=False).n == 2
     assert association(missing, [settings[:1], settings[1:]], "entropy", "trace").n == 2
+
+
+@pytest.mark.parametrize("settings", [3, 4, 6])
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_a_correlation_of_nothing_is_rarely_one(settings: int, seeds: int) -> None:
+    """Oracle: the error rate of the rule, 5 %, where entropy has nothing to do with the scale."""
+    generator = np.random.default_rng([settings, seeds])
+    kinds = [Setting(scale=100.0, mean=float(mean)) for mean in range(settings)]
+    rows = pd.DataFrame([{"setting": kind, "seed": seed} for seed in range(seeds) for kind in kinds])
+    decided = 0
+    for _ in range(400):
+        rows["entropy"], rows["frobenius_squared"] = generator.normal(size=(2, len(rows)))
+        effect = association(rows, [[kind] for kind in kinds], "entropy", "frobenius_squared")
+        decided += abs(effect.value) > effect.margin
+    assert decided <= 0.05 * 400 + 2 * math.sqrt(0.05 * 0.95 * 400)
 
 
 @pytest.mark.parametrize(

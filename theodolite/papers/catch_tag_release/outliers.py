@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -13,8 +14,14 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion, Estimate
+from theodolite.measure.heads import sinks_table
+from theodolite.models import OpenModel
+from theodolite.models.token_texts import text_of_tokens
 from theodolite.papers.catch_tag_release.outlier_figures import SUN, carrier_name, draw, typical_rms
 from theodolite.papers.experiment import Study, corpus_subset, experiment
+from theodolite.passes.corpus_pass import batch_of
+from theodolite.passes.stages import Stage, run_stages
+from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report.data import Floats
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
@@ -30,6 +37,8 @@ FEW_TOKENS = Criterion("at most", 0.01, "“few” read as: one token in a hundr
 DELIMITED = Criterion("at least", 0.5, "most of them (ours)")
 SUDDEN = Criterion("at least", 0.5, "half of the largest size in one block (ours)")
 STAYS = Criterion("at least", 0.75, "three quarters of the layers from there on (ours)")
+
+Found = TypeVar("Found")
 
 CLAIMS = {
     "tokens": f"Massive activations are few: they sit at few tokens ({SUN})",
@@ -73,7 +82,8 @@ def outliers(study: Study, outcome: Outcome) -> None:
     _read(outcome, outliers)
     judge_consistency(outcome, outliers, parts)
     judge_massive(outcome, outliers, parts)
-    judge_sinks(outcome, (outliers, parts), run.sinks, corpus)
+    sinks = [sinks_of(study.require_model(), part) for part in parts_of(corpus)]
+    judge_sinks(outcome, (outliers, run.sinks), list(zip(parts, sinks, strict=True)), corpus)
     draw(outcome, outliers, len(corpus.contexts))
 
 
@@ -84,16 +94,21 @@ def parts_of(corpus: Corpus) -> list[Corpus]:
     return parts if min(len(part.contexts) for part in parts) > 1 else []
 
 
-def _estimate(
-    measure: Callable[[Outliers], float], outliers: Outliers, parts: Sequence[Outliers]
-) -> Estimate:
+def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
+    """The table of sinks that a survey of this text has."""
+    stage = Stage("corpus", "reading sinks", lambda states: HeadsPass(model, corpus, 0, batch_of(corpus, None)))
+    states = run_stages([stage], lambda what, done, total: None)
+    return sinks_table(states.of("corpus.attention"), text_of_tokens(model, corpus))
+
+
+def _estimate(measure: Callable[[Found], float], whole: Found, parts: Sequence[Found]) -> Estimate:
     """A number of the whole text, with the error of a mean over its parts; of parts that have none, as many fewer."""
     values = np.array([measure(part) for part in parts])
     values = values[np.isfinite(values)]
     if len(values) < 2:
-        return Estimate(measure(outliers))
+        return Estimate(measure(whole))
     error = float(values.std(ddof=1)) / len(values) ** 0.5
-    return Estimate(measure(outliers), error, len(values), "parts")
+    return Estimate(measure(whole), error, len(values), "parts")
 
 
 def _even(outliers: Outliers) -> float:
@@ -181,31 +196,44 @@ def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers
 
 
 def judge_sinks(
-    outcome: Outcome, measured: tuple[Outliers, Sequence[Outliers]], sinks: pd.DataFrame, corpus: Corpus
+    outcome: Outcome,
+    whole: tuple[Outliers, pd.DataFrame],
+    parts: Sequence[tuple[Outliers, pd.DataFrame]],
+    corpus: Corpus,
 ) -> None:
-    """Whether massive activations and sinks (the run's table) are at the same tokens, by token and first position."""
-    outliers, parts = measured
+    """Whether massive activations and sinks are at the same tokens, by token and first position.
+
+    Args:
+        whole: outliers, and sinks as the run's table has them. parts: the same of parts of the text.
+    """
+    outliers, sinks = whole
     if outliers.massive.empty or sinks.empty:
         missing = _nothing(outliers) if outliers.massive.empty else "no attention sink in this run"
         for name in ("at sinks", "sinks at"):
             outcome.cannot_test(CLAIMS[name], missing)
         return
-    caught = sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
 
-    def at_sinks(each: Outliers) -> float:
-        return _share_among(_by_token(each.massive), caught, "places") if len(each.massive) else math.nan
+    def at_sinks(each: tuple[Outliers, pd.DataFrame]) -> float:
+        massive, caught = _by_token(each[0].massive), _caught(each[1])
+        return _share_among(massive, caught, "places") if len(massive) else math.nan
 
-    def sinks_at(each: Outliers) -> float:
-        return _share_among(caught, _by_token(each.massive), "contexts") if len(each.massive) else 0.0
+    def sinks_at(each: tuple[Outliers, pd.DataFrame]) -> float:
+        massive, caught = _by_token(each[0].massive), _caught(each[1])
+        return _share_among(caught, massive, "contexts") if len(caught) else math.nan
 
     for name, measure, others, what in (
-        ("at sinks", at_sinks, caught, "massive activations at tokens that are sinks of some head"),
+        ("at sinks", at_sinks, _caught(sinks), "massive activations at tokens that are sinks of some head"),
         ("sinks at", sinks_at, _by_token(outliers.massive), "sinks at tokens that carry massive activations"),
     ):
         chance = _chance(others, corpus)
         criterion = Criterion("at least", max(0.5, chance), "half, and more than of all tokens (ours)")
         what = f"share of {what} (baseline: {percent(chance)} of all tokens of the text)"
-        outcome.claim(CLAIMS[name], what, _estimate(measure, outliers, parts), criterion)
+        outcome.claim(CLAIMS[name], what, _estimate(measure, whole, parts), criterion)
+
+
+def _caught(sinks: pd.DataFrame) -> pd.DataFrame:
+    """Each (token, first) with the contexts of the head in which it is a sink most often."""
+    return sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
 
 
 def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> float:

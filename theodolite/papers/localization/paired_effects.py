@@ -169,6 +169,10 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
 
     Of three groups or more the rank correlation; of two, whose ranks could only agree or not, the difference of
     `name` from the one with the smaller `against` to the other.
+
+    A few rank correlations over a few groups are often alike by chance, and then have no spread. Where their interval
+    is narrower than that of as many correlations of what has nothing to do with each other, it is taken for theirs:
+    such correlations over k groups have the variance 1/(k − 1) (Kendall).
     """
     values = []
     for _, of_seed in rows.groupby("seed"):
@@ -181,7 +185,11 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
             if len(groups) == 2
             else float(np.nan_to_num(rank_correlation(np.array(x), np.array(y))))
         )
-    return Estimate.mean(values, "seeds") if values else Estimate(math.nan)
+    if not values:
+        return Estimate(math.nan)
+    known = Estimate.mean(values, "seeds")
+    by_chance = replace(known, error=1 / math.sqrt((len(groups) - 1) * known.n), by_chance=True)
+    return by_chance if len(groups) > 2 and known.margin < by_chance.margin else known
 
 
 @dataclass(frozen=True)
