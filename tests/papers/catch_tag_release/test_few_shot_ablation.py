@@ -18,16 +18,19 @@ from theodolite.papers.catch_tag_release import few_shot
 from theodolite.papers.catch_tag_release import few_shot_ablation as ablation
 from theodolite.papers.catch_tag_release.few_shot import PROMPT_SEED
 from theodolite.papers.catch_tag_release.few_shot_ablation import (
+    ATTENDED,
     DENSE,
     HIDDEN,
     OATS,
     OTHERS,
     RANDOM,
     WITHOUT,
+    PromptAttention,
     ablation_table,
+    attention_of_prompts,
     other_keys,
+    share_of,
     show_ablations,
-    sinks_of_prompts,
 )
 from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
 from theodolite.papers.training.task_models import train_task_model
@@ -68,28 +71,43 @@ def test_sinks_are_those_of_the_models_own_attention(folder, ids):
         attentions = eager(ids, output_attentions=True).attentions
     length = ids.shape[1]
     queries = torch.arange(length, 0, -1)
-    sinks = sinks_of_prompts(open_model(folder / "few-0", device="cpu"), ids, 7)
-    assert any(bool(of_layer.any()) for of_layer in sinks)
-    for of_layer, weights in zip(sinks, attentions, strict=True):
+    found = attention_of_prompts(open_model(folder / "few-0", device="cpu"), ids, 7)
+    assert any(bool(of_layer.sinks.any()) for of_layer in found)
+    for of_layer, weights in zip(found, attentions, strict=True):
+        np.testing.assert_allclose(of_layer.mass, weights.double().sum(2), rtol=1e-4, atol=1e-4)
         received = weights.double().sum(2) / queries
         received[..., queries - 1 < min(16, length // 4)] = 0.0
         clear = received.sub(0.3).abs() > 1e-4
-        assert torch.equal(of_layer & clear, (received > 0.3) & clear)
+        assert torch.equal(of_layer.sinks & clear, (received > 0.3) & clear)
 
 
 def test_a_control_hides_as_many_keys_that_are_no_sinks():
-    sinks = torch.rand(9, 2, 20, generator=torch.Generator().manual_seed(0)) < 0.1
-    others = other_keys(sinks, 0)
+    generator = torch.Generator().manual_seed(0)
+    sinks = torch.rand(9, 2, 20, generator=generator) < 0.1
+    order = torch.rand(9, 2, 20, generator=generator)
+    others = other_keys(sinks, order)
     assert torch.equal(others.sum(-1), sinks.sum(-1))
     assert not bool((others & sinks).any())
     assert not bool(others[..., 15:].any())
-    assert not torch.equal(others, other_keys(sinks, 1))
+    assert not torch.equal(others, other_keys(sinks, order.flip(-1)))
+
+
+def test_the_hardest_control_hides_what_is_attended_most_beside_the_sinks():
+    """By hand: of eight keys the first is the sink, the fifth has most of the others' attention, the last two of
+    them are too late; the second head has no sink, and nothing of it counts."""
+    mass = torch.tensor([[[4.0, 0.5, 0.0, 0.5, 2.0, 0.5, 0.25, 0.25], [8.0, 0, 0, 0, 0, 0, 0, 0]]])
+    sinks = torch.zeros(1, 2, 8, dtype=torch.bool)
+    sinks[0, 0, 0] = True
+    others = other_keys(sinks, -mass)
+    assert others.nonzero().tolist() == [[0, 0, 4]]
+    attention = [PromptAttention(sinks, mass)]
+    assert (share_of(attention, [sinks]), share_of(attention, [others])) == (0.5, 0.25)
 
 
 def test_every_model_answers_under_every_intervention(folder, monkeypatch):
     table = ablation_table(folder)
     assert table.groupby("model", sort=False)["control"].nunique().to_dict() == {
-        DENSE: 1, HIDDEN: 1, OTHERS: 2, OATS: 1, WITHOUT: 1, RANDOM: 2
+        DENSE: 1, HIDDEN: 1, OTHERS: 2, ATTENDED: 1, OATS: 1, WITHOUT: 1, RANDOM: 2
     }  # fmt: skip
     direct = few_shot_accuracy(open_model(folder / "few-0"), prompts=COUNT, seed=PROMPT_SEED)
     dense = table[table["model"] == DENSE]
@@ -108,7 +126,12 @@ def made_up(curves: dict[str, list[list[float]]]) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {"model": name, "folder": f"m{seed}", "seed": seed, "control": control, "shots": shots}
-            | {"accuracy": accuracy + 1e-4 * random.normal(), "accuracy_se": 0.01, "prompts": COUNT}
+            | {
+                "accuracy": accuracy + 1e-4 * random.normal(),
+                "accuracy_se": 0.01,
+                "prompts": COUNT,
+                "hidden": 0.0,
+            }
             for seed in range(3)
             for name, of_controls in curves.items()
             for control, curve in enumerate(of_controls)
@@ -129,7 +152,8 @@ def test_verdicts_are_against_the_control_that_costs_most():
     curves = {
         DENSE: [dense],
         HIDDEN: [[0.5] * 6],
-        OTHERS: [dense, [0.5, 0.5, 0.5, 0.6, 0.65, 0.7]],
+        OTHERS: [dense, [0.5, 0.5, 0.5, 0.6, 0.65, 0.75]],
+        ATTENDED: [[0.5, 0.5, 0.5, 0.6, 0.65, 0.7]],
         OATS: [dense],
         WITHOUT: [[0.5, 0.5, 0.5, 0.6, 0.65, 0.7]],
         RANDOM: [[0.5, 0.6, 0.7, 0.7, 0.75, 0.8], [0.5, 0.5, 0.5, 0.5, 0.55, 0.6]],
@@ -137,3 +161,8 @@ def test_verdicts_are_against_the_control_that_costs_most():
     assert answers(curves) == ["holds", "holds", "fails", "fails"]
     curves[HIDDEN] = [[0.1, 0.2, 0.3, 0.4, 0.45, 0.5]]  # as much without examples
     assert answers(curves)[:2] == ["holds", "fails"]
+    # At chance already without examples: what is lost grows with what there was.
+    curves[HIDDEN] = [[1 / RULES.values] * 6]
+    assert answers(curves)[:2] == ["holds", "not decided"]
+    curves[ATTENDED] = [[0.5, 0.5, 0.4, 0.4, 0.35, 0.2]]
+    assert answers(curves)[0] == "fails"

@@ -2,7 +2,8 @@
 
 In small models of the offline task the sinks of every prompt are hidden from all that attend to them, or the low-rank
 terms of OATS in W_Q, W_K, W_V are taken out; then accuracy is measured by the number of examples. Controls hide as many
-other keys, and take out random terms of the same singular values. The models come from `theodolite train few-shot`.
+other keys, random ones or those that are attended most, and take out random terms of the same singular values. The
+models come from `theodolite train few-shot`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from theodolite.accumulate.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
+from theodolite.attention.summary import summarise
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM, prompt_ids
 from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
-from theodolite.judging import Criterion, Estimate
+from theodolite.judging import HOLDS, Criterion, Estimate, unless_explained
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.catch_tag_release.few_shot import COMMAND, PROMPT_SEED, calibration_prompts, models_in
@@ -44,62 +46,90 @@ PROMPTS = 1000
 """That every model answers under every intervention, the same for all."""
 
 CONTROLS = 2
-"""Seeded controls of each intervention, of which the one that costs most is judged."""
+"""Seeded controls of each intervention. Of all controls the one that costs most is judged, model by model."""
 
-DENSE, HIDDEN, OTHERS = "dense", "sinks hidden", "as many other keys hidden"
+DENSE, HIDDEN = "dense", "sinks hidden"
+OTHERS, ATTENDED = "as many other keys hidden", "as many other keys hidden, the most attended"
 OATS, WITHOUT, RANDOM = "OATS", "OATS without its low-rank terms", "OATS without random terms as large"
-PAIRS = {HIDDEN: (DENSE, OTHERS), WITHOUT: (OATS, RANDOM)}
-"""Intervention → what it is made on, and its control."""
+PAIRS = {HIDDEN: (DENSE, (OTHERS, ATTENDED)), WITHOUT: (OATS, (RANDOM,))}
+"""Intervention → what it is made on, and its controls."""
 
 WORDS = {HIDDEN: "Hiding the sinks", WITHOUT: "Taking out the low-rank terms"}
 
 MORE = Criterion("more than", 0.0, "more than under the hardest control (ours)")
+AT_CHANCE = (
+    "at chance without examples, where no more can be lost, so that the loss grows with the accuracy that was"
+)
 
 Edit = Callable[[slice], AbstractContextManager[object]]
 """(prompts of a batch) → an intervention on the model while it reads them."""
 
 
-class _SinkTap(Hooks):
-    """Which keys of which heads are sinks of each prompt: (prompts, heads, T) by layer."""
+@dataclass(frozen=True)
+class PromptAttention:
+    """Of one layer: which keys are sinks, and the attention that each receives, summed over the queries."""
 
-    def __init__(self) -> None:
-        self.sinks: dict[int, Tensor] = {}
+    sinks: Bool[Tensor, "prompts heads positions"]
+    mass: Float[Tensor, "prompts heads positions"]
+
+
+class _SinkTap(Hooks):
+    """`PromptAttention` of every batch, by layer."""
+
+    def __init__(self, layers: int) -> None:
+        self.of_layers: list[list[PromptAttention]] = [[] for _ in range(layers)]
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        prompts, heads, length, _ = inputs.query.shape
-        outputs, sinks = [], torch.zeros(prompts, heads, length, dtype=torch.bool)
-        for prompt in range(prompts):
-            output, catches = attend_and_catch(inputs.of_contexts(slice(prompt, prompt + 1)))
-            outputs.append(output)
-            tokens = catches.position >= 0
-            sinks[prompt, catches.head[tokens].cpu(), catches.position[tokens].cpu()] = True
-        self.sinks[layer] = sinks
-        return torch.cat(outputs)
+        summary = summarise(inputs)
+        self.of_layers[layer].append(PromptAttention(summary.sinks.cpu(), summary.mass.cpu()))
+        return summary.output
 
 
-def sinks_of_prompts(
-    model: OpenModel, ids: Tensor, batch: int
-) -> list[Bool[Tensor, "prompts heads positions"]]:
+def attention_of_prompts(model: OpenModel, ids: Tensor, batch: int) -> list[PromptAttention]:
     """By layer."""
-    parts = []
-    for part in ids.split(batch):
-        tap = _SinkTap()
-        with hooked(model, tap):
+    tap = _SinkTap(model.layers)
+    with hooked(model, tap):
+        for part in ids.split(batch):
             model.forward(part)
-        parts.append(tap.sinks)
-    return [torch.cat([part[layer] for part in parts]) for layer in range(model.layers)]
+    return [
+        PromptAttention(torch.cat([part.sinks for part in of]), torch.cat([part.mass for part in of]))
+        for of in tap.of_layers
+    ]
 
 
-def other_keys(sinks: Bool[Tensor, "prompts heads positions"], seed: int) -> Tensor:
-    """As many keys of each prompt and head that are no sinks, at random among those before the last quarter.
+def share_of(attention: list[PromptAttention], keys: list[Tensor]) -> float:
+    """Of the attention of the heads that have a sink in a prompt, what goes to such keys (by layer) there."""
+    shares = [
+        (of.mass.where(of_layer, 0.0).sum(-1) / of.mass.sum(-1))[of.sinks.any(-1)]
+        for of, of_layer in zip(attention, keys, strict=True)
+    ]
+    return float(torch.cat(shares).mean())
+
+
+def other_keys(
+    sinks: Bool[Tensor, "prompts heads positions"], order: Float[Tensor, "prompts heads positions"]
+) -> Tensor:
+    """As many keys of each prompt and head that are no sinks, those lowest in `order`, before the last quarter.
 
     A sink is one of these too: later keys are seen by too few queries.
     """
-    noise = torch.rand(sinks.shape, generator=torch.Generator().manual_seed(seed))
     length = sinks.shape[-1]
-    noise[..., length - length // 4 :] = 2.0
-    noise[sinks] = 3.0
-    return noise.argsort(-1).argsort(-1) < sinks.sum(-1, keepdim=True)
+    order = order.double().clone()
+    order[..., length - length // 4 :] = torch.inf
+    order[sinks] = torch.inf
+    return order.argsort(dim=-1, stable=True).argsort(-1) < sinks.sum(-1, keepdim=True)
+
+
+def _controls(attention: list[PromptAttention]) -> Iterator[tuple[str, int, list[Tensor]]]:
+    """(name, seed, keys by layer) that are hidden in the place of the sinks."""
+    for seed in range(CONTROLS):
+        generator = torch.Generator().manual_seed(seed)
+        yield (
+            OTHERS,
+            seed,
+            [other_keys(of.sinks, torch.rand(of.sinks.shape, generator=generator)) for of in attention],
+        )
+    yield ATTENDED, 0, [other_keys(of.sinks, -of.mass) for of in attention]
 
 
 def _hiding(model: OpenModel, keys: list[Tensor]) -> Edit:
@@ -141,40 +171,42 @@ def _accuracies(model: OpenModel, prompts: tuple[Tensor, Tensor, Tensor, list[in
     return torch.cat(right).numpy().astype(np.float64)
 
 
-def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats]]:
-    """(what was done, seed of the control, right answers) of one model."""
+def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
+    """(what was done, seed of the control, right answers, share of attention hidden) of one model."""
     drawn = RULES.draw(PROMPTS, np.random.default_rng([PROMPT_SEED, TEST_STREAM]))
     ids, asked, label_ids = prompt_ids(drawn, RULES, dense.required_tokenizer())
     prompts = ids, asked, torch.from_numpy(drawn.labels), label_ids
-    sinks = sinks_of_prompts(dense, ids, batch_of_prompts(ids.shape[1], None))
+    attention = attention_of_prompts(dense, ids, batch_of_prompts(ids.shape[1], None))
 
     def nothing(part: slice) -> AbstractContextManager[object]:
         return ExitStack()
 
-    yield DENSE, 0, _accuracies(dense, prompts, nothing)
-    yield HIDDEN, 0, _accuracies(dense, prompts, _hiding(dense, sinks))
-    for seed in range(CONTROLS):
-        others = [other_keys(of_layer, seed * len(sinks) + layer) for layer, of_layer in enumerate(sinks)]
-        yield OTHERS, seed, _accuracies(dense, prompts, _hiding(dense, others))
+    yield DENSE, 0, _accuracies(dense, prompts, nothing), 0.0
+    sinks = HIDDEN, 0, [of.sinks for of in attention]
+    for name, seed, keys in (sinks, *_controls(attention)):
+        yield name, seed, _accuracies(dense, prompts, _hiding(dense, keys)), share_of(attention, keys)
     model = copy.deepcopy(dense)
     report = prune_model(model, calibration_prompts(), "oats", SPARSITY)
-    yield OATS, 0, _accuracies(model, prompts, nothing)
-    yield WITHOUT, 0, _accuracies(model, prompts, _without_terms(model, report, None))
+    yield OATS, 0, _accuracies(model, prompts, nothing), 0.0
+    yield WITHOUT, 0, _accuracies(model, prompts, _without_terms(model, report, None)), 0.0
     for seed in range(CONTROLS):
-        yield RANDOM, seed, _accuracies(model, prompts, _without_terms(model, report, seed))
+        yield RANDOM, seed, _accuracies(model, prompts, _without_terms(model, report, seed)), 0.0
 
 
 def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
-    """One row per model, intervention, control's seed and number of examples: accuracy with its binomial error."""
+    """One row per model, intervention, control's seed and number of examples: accuracy with its binomial error.
+
+    `hidden`: of the attention of the heads that have a sink, what went to the keys that are hidden.
+    """
     rows: list[dict[str, Any]] = []
     for place in shown(models_in(folder), "hiding sinks", show):
         seed = json.loads((place / "training.json").read_text(encoding="utf-8"))["seed"]
-        for name, control, correct in ablation_rows(open_model(place, device="cpu")):
+        for name, control, correct, hidden in ablation_rows(open_model(place, device="cpu")):
             for shots, answers in enumerate(correct.T):
                 accuracy, error = mean_and_error(answers)
                 rows.append(
                     {"model": name, "folder": place.name, "seed": seed, "control": control, "shots": shots}
-                    | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(correct)}
+                    | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(correct), "hidden": hidden}
                 )
     return pd.DataFrame(rows)
 
@@ -200,23 +232,20 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
     for name, rows in table.groupby("model", sort=False):
         levels = rows.groupby("shots")["accuracy"].mean()
         outcome.read(str(name), ", ".join(percent(value) for value in levels) + " by k")
-    for name, (untouched, control) in PAIRS.items():
-        lost, by_control = _lost(table, name, untouched), _lost(table, control, untouched)
-        for what, of in {
-            f"{WORDS[name]} costs accuracy after examples (section 3.5)": lambda each: each[..., -1],
-            f"{WORDS[name]} costs more, the more examples there are (section 3.5)": lambda each: (
-                each[..., -1] - each[..., 0]
-            ),
-        }.items():
-            hardest = of(by_control).max(axis=1)
-            outcome.claim(
-                what,
-                f"accuracy lost {'with five examples' if 'after' in what else 'with five examples less with none'} "
-                f"({Estimate.mean(of(lost)[:, 0], 'models')}) beyond the control that loses most "
-                f"({Estimate.mean(hardest, 'models')}), paired by model",
-                Estimate.mean(of(lost)[:, 0] - hardest, "models"),
-                MORE,
+        if (hidden := float(rows["hidden"].mean())) > 0:
+            outcome.read(
+                f"{name}: attention that went there", f"{percent(hidden)} of that of heads with sinks"
             )
+    for name, (untouched, controls) in PAIRS.items():
+        lost = _lost(table, name, untouched)
+        by_control = np.concatenate([_lost(table, control, untouched) for control in controls], axis=1)
+        _claim(outcome, f"{WORDS[name]} costs accuracy after examples (section 3.5)", lost, by_control, [-1])
+        growing = f"{WORDS[name]} costs more, the more examples there are (section 3.5)"
+        _claim(outcome, growing, lost, by_control, [-1, 0])
+        least = table[(table["model"] == name) & (table["shots"] == table["shots"].min())]["accuracy"]
+        left = Estimate.mean(least.to_numpy(np.float64) - 1 / RULES.values, "models")
+        floor = "" if left.value > left.margin else AT_CHANCE
+        outcome.verdicts[-1] = unless_explained(outcome.verdicts[-1], HOLDS, floor)
     means = table.groupby(["model", "folder", "seed", "shots"], as_index=False, sort=False)[
         ["accuracy", "accuracy_se"]
     ].mean()
@@ -227,11 +256,29 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
             over_seeds(means), means, chance=1 / RULES.values, best=RULES.best_accuracy().tolist()
         ),
         f"Means over {counted(table['folder'].nunique(), 'model')} with 95 % intervals (Student's t); "
-        f"{number(PROMPTS)} prompts, the same for all; of controls the mean of {CONTROLS}. Dashed: the best achievable "
-        "accuracy, computed exactly.",
+        f"{number(PROMPTS)} prompts, the same for all; of random controls the mean of {CONTROLS}. Dashed: the best "
+        "achievable accuracy, computed exactly.",
         "lines that fall behind their controls from left to right.",
         f"{ZHANG}, sections 3.4 and 3.5; the interventions are ours",
         wide=True,
+    )
+
+
+def _claim(outcome: Outcome, claim: str, lost: Floats, by_control: Floats, shots: list[int]) -> None:
+    """Accuracy lost after the first of the numbers of examples, less that after the second if there is one."""
+
+    def of(each: Floats) -> Floats:
+        at_first: Floats = each[..., shots[0]] - (each[..., shots[1]] if len(shots) > 1 else 0.0)
+        return at_first
+
+    hardest = of(by_control).max(axis=1)
+    outcome.claim(
+        claim,
+        f"accuracy lost with five examples{' less with none' if len(shots) > 1 else ''} "
+        f"({Estimate.mean(of(lost)[:, 0], 'models')}) beyond the control that loses most "
+        f"({Estimate.mean(hardest, 'models')}), paired by model",
+        Estimate.mean(of(lost)[:, 0] - hardest, "models"),
+        MORE,
     )
 
 

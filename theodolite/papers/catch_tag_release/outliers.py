@@ -96,7 +96,9 @@ def parts_of(corpus: Corpus) -> list[Corpus]:
 
 def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
     """The table of sinks that a survey of this text has."""
-    stage = Stage("corpus", "reading sinks", lambda states: HeadsPass(model, corpus, 0, batch_of(corpus, None)))
+    stage = Stage(
+        "corpus", "reading sinks", lambda states: HeadsPass(model, corpus, 0, batch_of(corpus, None))
+    )
     states = run_stages([stage], lambda what, done, total: None)
     return sinks_table(states.of("corpus.attention"), text_of_tokens(model, corpus))
 
