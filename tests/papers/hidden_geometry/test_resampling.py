@@ -180,6 +180,26 @@ def test_a_basis_that_is_rough_by_noise_alone_is_not_decided(opened, layer, answ
     assert ("without the sampling noise of 16 contexts" in verdict.evidence) == (answer == UNDECIDED)
 
 
+def test_a_basis_that_is_smooth_by_noise_alone_is_not_decided(opened):
+    """Oracle: a basis in random order, under errors that neighbouring positions share."""
+    _, exact = of_noise(0.0)
+    generator = torch.Generator().manual_seed(5)
+    waves = torch.cos(torch.pi * torch.outer(torch.arange(64) + 0.5, torch.arange(4)) / 64).double()
+    noise = 5.0 * waves @ torch.randn(1, 8, 4, 48, generator=generator).double()
+    noisy = grouped(exact[1:], noise)
+    run = survey(opened("gpt2"), Corpus.random_tokens(opened("gpt2").tokenizer, 24, 16))
+    layers = run.layers.head(1).assign(low_frequency_10=shares_of(noisy.of(ALL)), low_frequency_10_se=0.01)
+    assert layers["low_frequency_10"][0] > 0.8
+    run = replace(run, layers=layers, arrays=run.arrays | {"positional_basis": torch.zeros(1, 65, 48)})
+    study = Study(run)
+    assert smooth_verdict(study, run, "smooth").answer == HOLDS  # without the text nothing is known of its noise
+    study = Study(run)
+    study.cached(f"basis by group of {run.provenance['corpus'].get('sha256')}", lambda: noisy)
+    verdict = smooth_verdict(study, run, "smooth")
+    assert verdict.answer == UNDECIDED
+    assert "without the sampling noise of 16 contexts" in verdict.evidence
+
+
 def test_a_basis_whose_share_without_noise_is_near_the_limit_does_not_fail(opened):
     """Planted: a share of exactly the limit under much noise, which must not fail more often than in 2.5 % of cases.
 

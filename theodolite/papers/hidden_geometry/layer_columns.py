@@ -96,8 +96,9 @@ def smooth_verdict(
 ) -> Verdict:
     """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies.
 
-    Sampling noise only lowers it. Where the answer would be the other one without it, it is not decided; a layer of
-    which nothing is known without noise counts as smooth there. The text is read again only where this could matter.
+    Sampling noise lowers it, or raises it where it is alike at neighbouring positions, as a document's drift is. Where
+    the answer would be another one without it, it is not decided; a layer of which nothing is known without noise
+    counts for the other answer. The text is read again where something is decided.
     """
     positions = need(run, "positional_basis").shape[1] - 1
     mean, _ = layer_average(run, "low_frequency_10")
@@ -106,12 +107,11 @@ def smooth_verdict(
         return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
     verdict = judge(claim, what, mean, criterion)
-    if bool(criterion.met(mean.value)) == bool(criterion.met(1.0)):
-        return verdict
     if verdict.answer in OPEN or (basis := grouped_basis(study, run)) is None:
         return verdict
+    unknown = float(bool(criterion.met(mean.value)) != bool(criterion.met(1.0)))
     without_noise = estimated(
-        basis, lambda each: float(np.nan_to_num(low_frequency_without_noise(each), nan=1.0).mean())
+        basis, lambda each: float(np.nan_to_num(low_frequency_without_noise(each), nan=unknown).mean())
     )
     return unless_noise(verdict, run, without_noise, criterion)
 

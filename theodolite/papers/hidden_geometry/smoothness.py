@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.judging import FAILS, Estimate, judge
+from theodolite.judging import OPEN, Estimate, judge
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import of_an_adder
@@ -164,7 +164,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
             continue
         difference = Estimate(mean - centred_value, float(error), *OF_GROUPS)
         verdict = judge(claim, f"{values}; difference", difference, criterion)
-        if verdict.answer == FAILS and basis is not None:
+        if verdict.answer not in OPEN and basis is not None:
             without_noise = estimated(basis, partial(_beyond, name, centred_value))
             verdict = unless_noise(verdict, run, without_noise, criterion)
         outcome.verdicts.append(verdict)

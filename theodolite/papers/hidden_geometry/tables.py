@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite.comparison.stream import overlap
-from theodolite.judging import FAILS, Estimate, Verdict, judge, untestable
+from theodolite.judging import FAILS, OPEN, Estimate, Verdict, judge, untestable
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
@@ -243,7 +243,7 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
         estimate = Estimate.mean(beyond[np.isfinite(beyond)], "heads")
     verdict = judge(claim, f"{what}, mean over {over}", estimate, criteria.MOSTLY)
     # The QK matrix is of single contexts: no mean of them has noise.
-    if verdict.answer != FAILS or name == "QK matrix":
+    if verdict.answer in OPEN or name == "QK matrix":
         return verdict
     basis, model = grouped_basis(study), study.model if over == "heads" else None
     if basis is None or (over == "heads" and model is None):
@@ -252,7 +252,8 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
     def without_noise(each: GroupedBasis) -> float:
         shares = gram_shares(each, (1, 10)) if model is None else product_shares(each, model, (1, 10))
         beyond, _ = beyond_random_order(shares[:, 1], shares[:, 0], positions)
-        return float(np.nan_to_num(beyond, nan=1.0).mean())  # what noise hides could be smooth
+        # What noise hides could be the other way.
+        return float(np.nan_to_num(beyond, nan=float(verdict.answer == FAILS)).mean())
 
     return unless_noise(verdict, run, estimated(basis, without_noise), criteria.MOSTLY)
 

@@ -1,9 +1,10 @@
 """How smooth positional matrices would be without the sampling noise of the text that the positional basis is made of.
 
 Of the bases p, q, r, s of four quarters of the contexts, whose errors are independent, pMqᵀ is on average that of all
-text, and so is the energy ⟨pMqᵀ, rMsᵀ⟩; in PMPᵀ itself the errors meet themselves. Noise is rough, so that it only
-lowers a share of low frequencies. What is left without it has an error too, by leaving out one group of contexts after
-the other: a share near its limit may be on either side of it.
+text, and so is the energy ⟨pMqᵀ, rMsᵀ⟩; in PMPᵀ itself the errors meet themselves. Where they are independent over
+positions they lower a share of low frequencies; errors that neighbouring positions share raise it. What is left without
+it has an error too, by leaving out one group of contexts after the other: a share near its limit may be on either side
+of it.
 """
 
 from __future__ import annotations
