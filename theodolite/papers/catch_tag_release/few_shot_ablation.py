@@ -58,7 +58,7 @@ WORDS = {HIDDEN: "Hiding the sinks", WITHOUT: "Taking out the low-rank terms"}
 
 MORE = Criterion("more than", 0.0, "more than under the hardest control (ours)")
 AT_CHANCE = (
-    "at chance without examples, where no more can be lost, so that the loss grows with the accuracy that was"
+    "at chance without examples already, below which nothing is lost: the loss must grow with the accuracy"
 )
 
 Edit = Callable[[slice], AbstractContextManager[object]]
@@ -232,10 +232,10 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
     for name, rows in table.groupby("model", sort=False):
         levels = rows.groupby("shots")["accuracy"].mean()
         outcome.read(str(name), ", ".join(percent(value) for value in levels) + " by k")
-        if (hidden := float(rows["hidden"].mean())) > 0:
-            outcome.read(
-                f"{name}: attention that went there", f"{percent(hidden)} of that of heads with sinks"
-            )
+    hidden = table[table["hidden"] > 0].groupby("model", sort=False)["hidden"].mean()
+    if len(hidden):
+        shares = "; ".join(f"{name} {percent(share)}" for name, share in hidden.items())
+        outcome.read("attention that went there, in heads with sinks", shares)
     for name, (untouched, controls) in PAIRS.items():
         lost = _lost(table, name, untouched)
         by_control = np.concatenate([_lost(table, control, untouched) for control in controls], axis=1)
