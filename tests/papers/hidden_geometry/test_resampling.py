@@ -191,8 +191,8 @@ def test_a_basis_that_is_smooth_by_noise_alone_is_not_decided(opened):
     layers = run.layers.head(1).assign(low_frequency_10=shares_of(noisy.of(ALL)), low_frequency_10_se=0.01)
     assert layers["low_frequency_10"][0] > 0.8
     run = replace(run, layers=layers, arrays=run.arrays | {"positional_basis": torch.zeros(1, 65, 48)})
-    study = Study(run)
-    assert smooth_verdict(study, run, "smooth").answer == HOLDS  # without the text nothing is known of its noise
+    # Without the text nothing is known of its noise.
+    assert smooth_verdict(Study(run), run, "smooth").answer == HOLDS
     study = Study(run)
     study.cached(f"basis by group of {run.provenance['corpus'].get('sha256')}", lambda: noisy)
     verdict = smooth_verdict(study, run, "smooth")
