@@ -124,8 +124,12 @@ def places_of(kept: list[int], sinks: int) -> tuple[Run, Run]:
     rows = [[c, 0, 0, p] for c in range(len(kept)) for p in range(sinks)]
     left = [[c, 0, 0, p] for c, many in enumerate(kept) for p in range(many)] + [[0, 1, 1, 5]]
     arrays = [
-        {"sink_places": torch.tensor(places), "loss": torch.zeros(len(kept), dtype=torch.float64)}
-        for places in (rows, left)
+        {
+            "sink_places": torch.tensor(places),
+            "loss": torch.zeros(len(kept)),
+            "written": torch.tensor(written),
+        }
+        for places, written in ((rows, 1.0), (left, 2.0))
     ]
     empty = pd.DataFrame()
     return tuple(Run(*[empty] * 5, of_model, {}) for of_model in arrays)  # type: ignore[return-value]
@@ -133,11 +137,26 @@ def places_of(kept: list[int], sinks: int) -> tuple[Run, Run]:
 
 def test_the_family_of_sinks_is_paired_over_contexts():
     """Oracle: of as many sinks in every context, the ratio is a mean of shares, its error that of a mean over √n."""
-    kept = [4, 3, 4, 1, 2, 4, 4, 3]
+    kept = [4, 3, 4, 1, 2, 4, 4, 3] * 6
     estimate = kept_places(*places_of(kept, 4))
     shares = np.array(kept) / 4
-    assert (estimate.value, estimate.n, estimate.of) == (pytest.approx(shares.mean()), 8, "contexts")
-    assert estimate.error == pytest.approx(shares.std(ddof=1) / 8**0.5)
+    assert (estimate.value, estimate.n, estimate.of) == (pytest.approx(shares.mean()), 48, "contexts")
+    assert estimate.error == pytest.approx(shares.std(ddof=1) / 48**0.5)
+
+
+@pytest.mark.parametrize("contexts", [2, 3, 8, 35])
+def test_a_loss_makes_the_answer_no_better(contexts):
+    """In few contexts no loss at all is not decided: nor is one sink lost, in one of them or in each."""
+    for kept in ([40] * (contexts - 1) + [39], [39] * contexts, [20] * contexts):
+        family = kept_places(*places_of(kept, 40))
+        assert family.margin >= 1 - 0.025 ** (1 / contexts) - 1e-12
+        assert replace(part(["survived", "undecided"]), paired=family).answer != "holds"
+
+
+def test_only_the_very_same_is_exact():
+    same, other = places_of([4, 4], 4)
+    assert kept_places(same, same).is_exact
+    assert not kept_places(same, other).is_exact
 
 
 def test_no_loss_in_few_contexts_is_no_proof():

@@ -79,9 +79,9 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
 def kept_places(reference: Run, other: Run) -> Estimate | None:
     """The share of the reference's sinks (layer, head, position of a context) that are sinks of the other, too.
 
-    With the standard error of a ratio of means over contexts. Where every context says the same, all or nothing, that
-    is 0; then the interval is Clopper & Pearson's, 1 − 0.025^{1/n}: what did not happen in three contexts may in the
-    fourth. None: not known of both, or there are no sinks.
+    With the standard error of a ratio of means over contexts, of which a few may be alike by chance: the interval is at
+    least Clopper & Pearson's where all are, 1 − 0.025^{1/n}. What did not happen in three contexts may in the fourth.
+    Exact where every head writes the very same. None: not known of both, or there are no sinks.
     """
     if SINK_PLACES not in reference.arrays or SINK_PLACES not in other.arrays:
         return None
@@ -90,6 +90,8 @@ def kept_places(reference: Run, other: Run) -> Estimate | None:
     )
     if not len(places):
         return None
+    if torch.equal(reference.arrays["written"], other.arrays["written"]):
+        return Estimate.exact(1.0)
     kept = places.merge(others, "left", PLACE, indicator=True)["_merge"] == "both"
     contexts = range(len(reference.arrays["loss"]))
     counts = (
@@ -103,9 +105,8 @@ def kept_places(reference: Run, other: Run) -> Estimate | None:
     share, error = ratio(torch.tensor(sums, dtype=torch.float64))
     if len(b) == 1:
         return Estimate(float(share), n=1, of="contexts")
-    if share in (0, 1):
-        error = (1 - 0.025 ** (1 / len(b))) / Estimate(0.0, 1.0, len(b)).margin
-    return Estimate(float(share), float(error), len(b), "contexts")
+    least = (1 - 0.025 ** (1 / len(b))) / Estimate(0.0, 1.0, len(b)).margin
+    return Estimate(float(share), max(float(error), least), len(b), "contexts")
 
 
 def _shares(run: Run) -> pd.DataFrame:

@@ -82,7 +82,7 @@ class Survival:
     def row(self) -> dict[str, Any]:
         """Its line in the table of all parts."""
         counts = {status: self.count(status) for status in (SURVIVED, LOST, NEW, UNDECIDED)}
-        beyond = {"by_chance": self.by_chance, "left": self.left}
+        beyond = {"by_chance": self.by_chance, "left": self.family.value}
         return {"part": self.name, "answer": self.answer} | counts | beyond
 
     @property
@@ -118,7 +118,7 @@ class Survival:
 
         Then the interval goes from where all undecided ones are lost to where all of them survive.
         """
-        if self.paired is not None and not (self.exact and self.paired.value == 1):
+        if self.paired is not None:
             return self.paired
         survived, lost, unknown = self._weights()
         if not unknown:
