@@ -143,7 +143,7 @@ def test_a_length_or_options_of_tables_are_refused(folder, reader):
         Corpus.from_path(folder, reader, 16)
     with pytest.raises(UsageError, match="each a context of its own: leave out --label-rows"):
         Corpus.from_path(folder, reader, label_rows=True)
-    with pytest.raises(UsageError, match="no table but images, .*: leave out --text-column"):
+    with pytest.raises(UsageError, match=r"no table but images, .*: leave out --text-column"):
         Corpus.from_path(folder, reader, text_column="body")
 
 

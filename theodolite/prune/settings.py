@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -85,8 +86,9 @@ class PruningSettings:
         exact: bool = False,
         bits: int | None = None,
         group: int = GROUP,
+        by_recipe: Mapping[str, Mapping[tuple[int, str], float]] = MappingProxyType({}),
     ) -> PruningSettings:
-        """The settings, checked.
+        """The settings, checked; what a recipe says of a matrix (`Recipe.settings`) counts.
 
         Raises:
             UsageError: an unknown method, a number out of range, a sparsity too small to remove anything, or one
@@ -109,14 +111,16 @@ class PruningSettings:
             )
         shares: dict[tuple[int, str], float | None] = {}
         ratios: dict[tuple[int, str], float] = {}
+        told = {name: by_recipe.get(name, {}) for name in ("sparsity", "rank_ratio")}
         for matrix in (matrix for block in matrices for matrix in block):
-            ratio = ratio_at(rank_ratio, matrix.layer, matrix.name)
+            at = matrix.layer, matrix.key
+            ratio = told["rank_ratio"].get(at, _ratio_at(rank_ratio, matrix))
             if not 0 <= ratio <= 1:
                 raise UsageError(
                     f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not between 0 and 1"
                 )
-            ratios[matrix.layer, matrix.key] = float(ratio)
-            shares[matrix.layer, matrix.key] = share_at(sparsity, matrix.layer, matrix.name)
+            ratios[at] = float(ratio)
+            shares[at] = told["sparsity"].get(at, _share_at(sparsity, matrix))
             pattern_of(pattern, matrix.shape[1])
             if bits is not None:
                 group_of(group, matrix.shape[1])
@@ -311,16 +315,14 @@ class PruningSettings:
         self._pruned(torch.ones(1, inputs), Moments(1, ones, factor), sparsity, ratio)
 
 
-def share_at(sparsity: Sparsity, layer: int, name: str) -> float | None:
-    """The sparsity of a matrix, by block and name."""
+def _share_at(sparsity: Sparsity, matrix: Matrix) -> float | None:
     if callable(sparsity):
-        return sparsity(layer, name)
-    return sparsity[layer] if isinstance(sparsity, Sequence) else sparsity
+        return sparsity(matrix.layer, matrix.name)
+    return sparsity[matrix.layer] if isinstance(sparsity, Sequence) else sparsity
 
 
-def ratio_at(rank_ratio: RankRatio, layer: int, name: str) -> float:
-    """The rank ratio of a matrix, by block and name."""
-    return rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio
+def _ratio_at(rank_ratio: RankRatio, matrix: Matrix) -> float:
+    return rank_ratio(matrix.layer, matrix.name) if callable(rank_ratio) else rank_ratio
 
 
 def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
