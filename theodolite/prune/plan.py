@@ -6,7 +6,7 @@ result. How blocks are run is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,20 +127,23 @@ def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowP
     devices = usable_devices(asked.devices)
     _refuse_streamed(model, asked)
     recovery = _recovery(model, corpus, asked)
-    if isinstance(asked.sparsity, str) or isinstance(asked.skip, str):
-        raise UsageError("sparsity is a number, or one a block, and skip a list of names: give no text")
+    if isinstance(asked.sparsity, str):
+        raise UsageError("sparsity is a number, or one a block: give no text")
+    skip = asked.skip
+    if isinstance(skip, str) or not isinstance(skip, Collection) or not all(isinstance(s, str) for s in skip):
+        raise UsageError(f"skip is {skip!r}: give a list of names")
     if asked.sparsity_by is not None and asked.bits is not None:
         raise UsageError("bits say how weights are stored, not which: leave out --sparsity-by")
     if asked.out is not None:
         refuse_inside(Path(asked.out), model.id)
     refuse_form(asked.form, asked.method, asked.bits)
     of_file = None if asked.recipe is None else Recipe.read(asked.recipe)
-    skip = dict.fromkeys(of_file.skip, f"{of_file.path}: skip") if of_file else {}
-    skip |= dict.fromkeys(asked.skip, "--skip")
-    asked = replace(asked, skip=tuple(skip))
+    given_by = dict.fromkeys(of_file.skip, f"{of_file.path}: skip") if of_file else {}
+    given_by |= dict.fromkeys(skip, "--skip")
+    asked = replace(asked, skip=tuple(given_by))
     as_a_whole = asked.form in ("factored", COMPRESSED)
     by_layer = f"--format {asked.form}" if as_a_whole else "--recover" if recovery else None
-    matrices = without_skipped(model, _dense_matrices(model), skip, by_layer)
+    matrices = without_skipped(model, _dense_matrices(model), given_by, by_layer)
     if asked.form == COMPRESSED:
         refuse_unpackable(asked.bits, matrices)
     check_whole(iterations=asked.iterations, seed=asked.seed, group=asked.group)

@@ -24,7 +24,7 @@ from theodolite.prune.methods import (
 )
 from theodolite.prune.moments import Moments
 from theodolite.prune.oats import oats, rank_and_entries
-from theodolite.prune.patterns import pattern_of
+from theodolite.prune.patterns import check_sparsity, pattern_of
 from theodolite.prune.quantised import (
     GROUP,
     Quantised,
@@ -35,7 +35,7 @@ from theodolite.prune.quantised import (
     rank_at,
     round_to_nearest,
 )
-from theodolite.system.choices import WEIGH_NO_INPUTS, check_bits, check_method
+from theodolite.system.choices import WEIGH_NO_INPUTS, check_bits, check_method, check_number
 
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
 """One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
@@ -115,16 +115,30 @@ class PruningSettings:
         for matrix in (matrix for block in matrices for matrix in block):
             at = matrix.layer, matrix.key
             ratio = told["rank_ratio"].get(at, _ratio_at(rank_ratio, matrix))
+            check_number(rank_ratio=ratio)
             if not 0 <= ratio <= 1:
                 raise UsageError(
                     f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not between 0 and 1"
                 )
             ratios[at] = float(ratio)
-            shares[at] = told["sparsity"].get(at, _share_at(sparsity, matrix))
+            share = told["sparsity"].get(at, _share_at(sparsity, matrix))
+            shares[at] = None if share is None else check_sparsity(share)
             pattern_of(pattern, matrix.shape[1])
             if bits is not None:
                 group_of(group, matrix.shape[1])
-        settings = cls(method, shares, pattern, ratios, iterations, seed, float(damping), exact, bits, group)
+        check_number(damping=damping)
+        settings = cls(
+            method,
+            shares,
+            pattern,
+            ratios,
+            int(iterations),  # of numpy's numbers, which JSON has none of
+            int(seed),
+            float(damping),
+            exact,
+            bits if bits is None else int(bits),
+            group,
+        )
         for share, ratio in {(shares[at], ratio) for at, ratio in ratios.items()}:
             settings._try(share, ratio)
         if bits is None and not any(settings._removes(matrix) for block in matrices for matrix in block):
