@@ -17,6 +17,7 @@ from theodolite.models.factored import PrunedMatrix
 from theodolite.prune.methods import (
     INPUTS_AT_ONCE,
     HessianFactor,
+    count_left,
     factor_hessian,
     magnitude,
     sparsegpt_factored,
@@ -308,7 +309,7 @@ class PruningSettings:
         return rank_and_entries(matrix.shape, share, ratio, self.pattern).rank
 
     def _removes(self, matrix: Matrix) -> bool:
-        """Whether the share to remove, rounded down as the method does, is at least one entry."""
+        """Whether fewer entries are kept than there are among which the method chooses."""
         share, (outputs, inputs) = self.sparsity[matrix.layer, matrix.key], matrix.shape
         if self.pattern or share is None:
             return True
@@ -317,8 +318,8 @@ class PruningSettings:
             "wanda": inputs,
             "sparsegpt": outputs * min(inputs, INPUTS_AT_ONCE),
             "oats": outputs * inputs,
-        }
-        return int(share * among[self.method]) > 0
+        }[self.method]
+        return count_left(among, share) < among
 
     def _try(self, sparsity: float | None, ratio: float) -> None:
         """Prune a tiny matrix, so that incompatible settings are refused before the real work."""
