@@ -25,6 +25,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.documents import Columns
 from theodolite.corpus.named import make_corpus
 from theodolite.corpus.sampling import Choice, choose
+from theodolite.corpus.streams import make_stream
 from theodolite.errors import UsageError
 
 WORDS = [chr(ord("a") + index) for index in range(26)]
@@ -487,6 +488,17 @@ def test_what_has_no_labels_is_not_balanced(tmp_path: Path, plain: PreTrainedTok
     (tmp_path / "a.txt").write_text("abc")
     with pytest.raises(UsageError, match=r"holds no table \(\.jsonl \.parquet\): leave out --label-column"):
         make_corpus(tmp_path / "a.txt", plain, 8, columns=Columns(label="x"))
+
+
+@pytest.mark.parametrize("read", [lambda *args: make_corpus(*args[:2], 8, columns=args[2]), make_stream])
+def test_a_text_column_of_what_is_no_table_is_refused(tmp_path: Path, plain, read) -> None:
+    column = Columns("body")
+    (tmp_path / "a.txt").write_text("some text that is long enough")
+    with pytest.raises(UsageError, match=r"holds no table \(\.jsonl \.parquet\): leave out --text-column"):
+        read(tmp_path / "a.txt", plain, column)
+    for name in ("docs", "held-out", "code"):
+        with pytest.raises(UsageError, match=f"{name} is no table: leave out --text-column"):
+            read(name, plain, column)
 
 
 def test_a_long_text_is_read_until_there_is_enough(plain, monkeypatch):

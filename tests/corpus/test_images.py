@@ -138,11 +138,13 @@ def test_places_without_images_are_refused(tmp_path, reader):
         Corpus.from_path(tmp_path / "notes.txt", reader)
 
 
-def test_a_length_or_rows_are_refused(folder, reader):
+def test_a_length_or_options_of_tables_are_refused(folder, reader):
     with pytest.raises(UsageError, match="as many tokens as the model makes of it: leave out --length"):
         Corpus.from_path(folder, reader, 16)
     with pytest.raises(UsageError, match="each a context of its own: leave out --label-rows"):
         Corpus.from_path(folder, reader, label_rows=True)
+    with pytest.raises(UsageError, match=r"no table but images, .*: leave out --text-column"):
+        Corpus.from_path(folder, reader, text_column="body")
 
 
 def test_images_of_several_sizes_are_refused(folder, reader):

@@ -135,7 +135,12 @@ def test_wrong_calls_are_one_line(opened):
         int8_activations(model, corpus, Exclusions(()))
     with pytest.raises(UsageError, match="1 or more"):
         int8_activations(model, corpus, RULES, seeds=0)
-    for kept, bits, message in (([[1]], 8, "3 blocks"), ([[32], [], []], 8, "0 to 31"), (None, 1, "2 to 16")):
+    for kept, bits, message in (
+        ([[1]], 8, "3 blocks"),
+        ([[32], [], []], 8, "0 to 31"),
+        (None, 1, "2 to 16"),
+        (None, 2.5, "bits is 2.5: give a whole number"),
+    ):
         with pytest.raises(UsageError, match=message), rounded_activations(model, kept, bits):
             pass
     with pytest.raises(UsageError, match="experts"), rounded_activations(opened("gpt_oss")):

@@ -46,6 +46,23 @@ def _arguments(model: Path, text: Path, out: Path, *more: object) -> list[object
     return ["prune", model, "--corpus", text, "--length", 32, "--contexts", 12, "--out", out, *more]
 
 
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
+def test_experts_that_few_tokens_reach_are_named_where_full_moments_are_read(tmp_path, text, method):
+    """Oracle: tokens and inputs of each row of the table."""
+    model, out = write("mixtral", tmp_path / "model"), tmp_path / "out"
+    status, _, stderr = call(*_arguments(model, text, out, "--method", method, "--contexts", 2))
+    assert status == 0, stderr
+    table = pd.read_parquet(out / "pruning.parquet")
+    short = table[table["tokens"] < table["inputs"]]
+    first = short.iloc[0]
+    named = f"{first.layer}.{first.matrix}.{first.expert} ({first.tokens} token"
+    assert (f"fewer tokens than inputs reached {named}" in " ".join(stderr.split())) == (
+        method == "sparsegpt"
+    )
+    page = (out / RESULT).read_text()
+    assert (f"{len(short)}: {named}" in page) == (method == "sparsegpt")
+
+
 def test_it_writes_a_checkpoint_and_a_page(tmp_path, text):
     model, out = write("gpt_oss", tmp_path / "model"), tmp_path / "out"
     status, stdout, stderr = call(*_arguments(model, text, out, "--sparsity", "0.4,0.5,0.6"))

@@ -64,7 +64,13 @@ def test_it_is_what_functions_and_one_number_a_block_would_be(tmp_path):
     ("text", "message"),
     [
         ("", "is no recipe: give skip, sparsity or rank_ratio"),
-        ("sparsity: [0.5", "cannot read the recipe"),
+        ("skip: [q]\nsparsity: [0.5", r"recipe\.yaml: line 2: expected ',' or '\]'"),
+        ("skip: [q]\n\nskip: [k]", r"recipe\.yaml, line 3: skip is there twice"),
+        ("sparsity:\n  q: 0.5\n  'q': 0.6", r"recipe\.yaml, line 3: q is there twice"),
+        ("sparsity: {q: 2020-13-45}", "cannot read the recipe .*month"),
+        ("skip:\nsparsity: {}", r"recipe\.yaml is empty: give skip, .* or leave --recipe out"),
+        ("sparsity: 0", "sparsity has a number for each name"),
+        ("skip: [qq]", r"recipe\.yaml: skip qq: no matrix of .* is called so"),
         ("sparsities: {q: 0.5}", "a recipe has skip, sparsity and rank_ratio, and no sparsities"),
         ("skip: q", "skip is a list of names"),
         ("sparsity: {q: high}", "sparsity has a number for each name"),
@@ -76,6 +82,26 @@ def test_it_is_what_functions_and_one_number_a_block_would_be(tmp_path):
 def test_what_is_no_recipe_is_one_line(text, message, tmp_path):
     with pytest.raises(UsageError, match=message):
         pruned_by(text, tmp_path)
+
+
+def test_names_are_those_of_skip(tmp_path):
+    """Oracle: `skip` leaves dense what the recipe makes sparser: modules, and names in the model."""
+    for name in ("mlp", "model.layers.1", "model.layers.2.self_attn.*", "1", "self_attn.?_proj"):
+        by_recipe = pruned_by(f"sparsity: {{'{name}': 0.75}}", tmp_path, method="magnitude").table
+        skipped = pruned_by(f"skip: ['{name}']", tmp_path, method="magnitude").table
+        kept = set(zip(skipped["layer"], skipped["matrix"], strict=True))
+        rest = by_recipe[by_recipe["asked"] == 0.5]
+        assert set(zip(rest["layer"], rest["matrix"], strict=True)) == kept
+        assert len(kept) < len(by_recipe)
+
+
+def test_one_expert_may_be_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("sparsity: {'0.mlp.experts.down_proj.1': 0.75}", encoding="utf-8")
+    model = open_model(write("mixtral", tmp_path / "mixtral"))
+    table = prune_model(model, corpus_of(), "magnitude", 0.5, recipe=path).table
+    changed = table[table["asked"] == 0.75]
+    assert changed[["layer", "matrix", "expert"]].to_numpy().tolist() == [[0, "mlp.experts.down_proj", 1]]
 
 
 def test_no_file(tmp_path):

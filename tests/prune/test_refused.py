@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,14 @@ BAD = {
     "which leaves no low-rank part": {"rank_ratio": 0, "form": "adapter"},
     "every matrix gets rank 0": {"sparsity": 0.99, "form": "adapter"},
     "--skip transformer.h.0.ln_1: no matrix of": {"skip": ["transformer.h.0.ln_1"]},
+    "skip is None: give a list of names": {"skip": None},
+    "skip is [3]: give a list of names": {"skip": [3]},
+    "devices is None: give a list of names": {"devices": None},
+    "devices is 'cpu': give a list of names": {"devices": "cpu"},
+    "rank_ratio is [0.25]: give a number": {"rank_ratio": [0.25]},
+    "batch is 1.5: give a whole number": {"batch": 1.5},
+    "damping is 'a': give a number": {"method": "sparsegpt", "damping": "a"},
+    "sparsity is {'q': 0.5}": {"sparsity": {"q": 0.5}},
     "iterations is 2.5: give a whole number": {"iterations": 2.5},
     "bits is 4.0": {"method": "oats", "sparsity": None, "bits": 4.0, "group": 16},
     "iterations is 0": {"iterations": 0},
@@ -106,6 +115,18 @@ def test_what_cannot_be_done_is_refused_before_anything_is(words, opened, tmp_pa
     assert model.interventions == ()
     assert torch.equal(model.hf.transformer.h[0].mlp.c_fc.weight, before)
     assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    half, quarter = np.float32(0.5), np.float32(0.25)
+    asked = {"iterations": np.int64(2), "batch": np.int64(2), "out": tmp_path / "out"}
+    theirs = prune_model(
+        opened_anew("gpt2", tmp_path), corpus_of(), "oats", half, rank_ratio=quarter, **asked
+    )
+    ours = prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, iterations=2, batch=2)
+    assert theirs.table.equals(ours.table)
+    each = prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "magnitude", [half, 0.5, 0.5])
+    assert each.provenance["pruning"]["sparsity"] == 0.5
 
 
 @pytest.mark.parametrize("glob", ["transformer.h.0", "0", "transformer.h.0.*"])

@@ -199,9 +199,10 @@ def test_a_folder_called_as_a_model_of_the_hub_is_not_that_model(tmp_path, monke
 
 def test_text_in_place_of_numbers_and_lists_is_refused(tmp_path):
     model = open_model(write("llama3", tmp_path / "llama3"))
-    for options in ({"sparsity": "0.5"}, {"sparsity": 0.5, "skip": "qk"}):
-        with pytest.raises(UsageError, match="give no text"):
-            prune_model(model, corpus_of(), "wanda", **options)
+    with pytest.raises(UsageError, match="give no text"):
+        prune_model(model, corpus_of(), "wanda", "0.5")
+    with pytest.raises(UsageError, match="skip is 'qk': give a list of names"):
+        prune_model(model, corpus_of(), "wanda", 0.5, skip="qk")
     with pytest.raises(UsageError, match="leave out --sparsity-by"):
         prune_model(model, corpus_of(), "gptq", bits=4, group=16, sparsity_by="owl")
 

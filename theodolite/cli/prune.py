@@ -285,9 +285,9 @@ def _refuse_existing(out: Path, model: str | None) -> None:
 def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
     """Show the result or print it as JSON, and say where the checkpoint and the report are."""
     from theodolite.papers.command import show_outcome
-    from theodolite.report.pruned_model import PRUNING, pruned_outcome
+    from theodolite.report.pruned_model import PRUNING, pruned_outcome, short_of_tokens
     from theodolite.system.checksums import read_json_checked
-    from theodolite.system.wording import counted
+    from theodolite.system.wording import counted, listed
 
     left = pruned.provenance["pruning"]["left_dense"]
     if left:
@@ -305,4 +305,10 @@ def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
         console = Console(soft_wrap=True)
         show_outcome(PRUNING, pruned_outcome(pruned), console)
         console.print(f"Checkpoint: {out}", highlight=False)
+    short = short_of_tokens(pruned)
+    if short:
+        screen.print(
+            f"fewer tokens than inputs reached {listed(short, 3)}: give more --contexts",
+            highlight=False,
+        )
     say_where(page, as_json)

@@ -73,9 +73,11 @@ class Columns:
     tokenizer: Any = None
 
     @property
-    def labelled(self) -> str:
-        """The option that says where labels are; "" for none."""
-        return "--label-column" if self.label is not None else "--label-rows" if self.rows else ""
+    def option(self) -> str:
+        """The option that names something of a table; "" for none."""
+        if self.label is not None:
+            return "--label-column"
+        return "--label-rows" if self.rows else "--text-column" if self.text != Columns.text else ""
 
     def described(self) -> dict[str, object]:
         """What provenance says of where labels came from.
@@ -201,7 +203,7 @@ def files_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> list[Path]:
     """The files that `read_path` reads, in order; none is opened.
 
     Raises:
-        UsageError: there is none, or labels of rows are asked for and none is a table.
+        UsageError: there is none, or columns or rows are asked for and none is a table.
     """
     path = Path(path)
     if path.is_dir():
@@ -220,8 +222,8 @@ def files_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> list[Path]:
         readable = [path]
     else:
         raise UsageError(f"There is no file or folder {path}; check the path.")
-    if columns.labelled and not any(file.suffix.lower() in TABLES for file in readable):
-        raise UsageError(f"{path} holds no table ({' '.join(TABLES)}): leave out {columns.labelled}")
+    if columns.option and not any(file.suffix.lower() in TABLES for file in readable):
+        raise UsageError(f"{path} holds no table ({' '.join(TABLES)}): leave out {columns.option}")
     return readable
 
 

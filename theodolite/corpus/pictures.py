@@ -96,9 +96,13 @@ def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[
     The label of a file is its folder's path below `path`; directly in it, there is none. Hidden files do not count.
 
     Raises:
-        UsageError: there is no such place, or no image in it.
+        UsageError: there is no such place, no image in it, or columns of what is no table are asked for.
     """
     path = Path(path)
+    if columns.option and holds_images(path) and not is_saved_dataset(path):
+        raise UsageError(
+            f"{printable(path)} is no table but images, each a context of its own: leave out {columns.option}"
+        )
     if path.is_file() and is_image(path):
         return [Picture(printable(path), path)], 0
     if not path.is_dir():

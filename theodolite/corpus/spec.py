@@ -61,8 +61,8 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
     if unlabelled and per_label is not None:
         raise UsageError(f"{name} has no labels: leave out --per-label")
     if unlabelled or name in (DOCS, CODE):
-        if columns.labelled:
-            raise UsageError(f"{name} is no table: leave out {columns.labelled}")
+        if columns.option:
+            raise UsageError(f"{name} is no table: leave out {columns.option}")
         return
     if holds_images(Path(name)):
         return  # whether images or texts are read is the model's to say

@@ -27,6 +27,7 @@ from theodolite.models.block_matrices import block_matrices
 from theodolite.models.guard import measures
 from theodolite.models.structure import removed_on_leaving
 from theodolite.sinks.exclusions import Exclusions
+from theodolite.system.choices import check_whole
 from theodolite.system.progress import ShowProgress
 
 BITS = 8
@@ -83,6 +84,7 @@ def rounded_activations(
     Raises:
         UsageError: the model has no such layers, the dimensions are not its own, or the bits are none.
     """
+    check_whole(bits=bits)
     if not 2 <= bits <= 16:
         raise UsageError(f"activations of {bits} bits: give 2 to 16")
     kept = [()] * model.layers if kept is None else kept

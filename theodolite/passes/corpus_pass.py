@@ -22,6 +22,7 @@ from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked, positions_read
 from theodolite.passes.provenance import versions
 from theodolite.passes.run import SCHEMA_VERSION
+from theodolite.system.choices import check_whole
 from theodolite.system.progress import Progress
 
 TOKENS_A_BATCH = 4096
@@ -176,11 +177,13 @@ def batch_of(corpus: Corpus, batch: int | None) -> int:
     """The contexts of a forward pass: as asked for, or 4096 tokens' worth.
 
     Raises:
-        UsageError: none would be read.
+        UsageError: none would be read, or part of one.
     """
+    if batch is not None:
+        check_whole(batch=batch)
     if batch is not None and batch < 1:
         raise UsageError(f"a batch of {batch} contexts reads nothing: use --batch 1 or more")
-    return batch or max(1, TOKENS_A_BATCH // corpus.contexts.shape[1])
+    return int(batch) if batch else max(1, TOKENS_A_BATCH // corpus.contexts.shape[1])
 
 
 def refuse_nonfinite_stream(layer: int, hidden: Tensor) -> None:

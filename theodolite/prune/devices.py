@@ -33,8 +33,8 @@ def usable_devices(names: Sequence[str]) -> list[torch.device]:
     Raises:
         UsageError: one cannot be used, or they are not all of one kind, which would give each matrix other last bits.
     """
-    if isinstance(names, str):
-        raise UsageError(f"devices is a list of names: give [{names!r}]")
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise UsageError(f'devices is {names!r}: give a list of names, such as ["cuda:0", "cuda:1"]')
     devices = [usable_device(name) for name in names]
     kinds = sorted({device.type for device in devices})
     if len(kinds) > 1:

@@ -73,7 +73,7 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
     if n_of_m:
         mask = n_of_m.largest(scores)
     else:
-        mask = largest(scores.reshape(1, -1), _count_left(weight.numel(), share)).view(weight.shape)
+        mask = largest(scores.reshape(1, -1), count_left(weight.numel(), share)).view(weight.shape)
     return torch.where(mask, weight, 0)
 
 
@@ -102,7 +102,7 @@ def wanda(
     share = sparsity_of(sparsity, n_of_m)
     precision = _precision(weight)
     scores = weight.abs().to(precision) * _near_one(norms).to(precision)
-    mask = n_of_m.largest(scores) if n_of_m else largest(scores, _count_left(weight.shape[1], share))
+    mask = n_of_m.largest(scores) if n_of_m else largest(scores, count_left(weight.shape[1], share))
     return torch.where(mask, weight, 0)
 
 
@@ -281,7 +281,7 @@ def sparsegpt_factored(
         weight,
         factor,
         block,
-        lambda rows, inverse, _: _prune_block(rows, inverse, n_of_m or _count_left(rows.numel(), share)),
+        lambda rows, inverse, _: _prune_block(rows, inverse, n_of_m or count_left(rows.numel(), share)),
     )
 
 
@@ -348,7 +348,8 @@ def _prune_block(
     rows.masked_fill_(~mask, 0)
 
 
-def _count_left(entries: int, sparsity: float) -> int:
+def count_left(entries: int, sparsity: float) -> int:
+    """Entries that are kept of those that are chosen among together: the share to remove is rounded down."""
     return entries - int(sparsity * entries)
 
 

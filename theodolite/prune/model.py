@@ -37,6 +37,7 @@ from theodolite.prune.recover import recovered
 from theodolite.prune.sequential import BlockByBlock, Keep, keeping
 from theodolite.prune.settings import RankRatio, Sparsity
 from theodolite.prune.skipped import Matrices
+from theodolite.system.choices import ATTENTIONS, Attention
 from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
@@ -142,6 +143,13 @@ def prune_model(
     return PruningRun(plan, _in_this_process, show_progress).finished(write_extras)
 
 
+def _attention_of(model: OpenModel) -> Attention | None:
+    """Of an encoder-decoder of transformers; a module of one's own calls its attention by any name."""
+    if not getattr(getattr(model.root, "config", None), "is_encoder_decoder", False):
+        return None
+    return next((each for each in ATTENTIONS if each == model.source.attention), None)
+
+
 Calibrated = Callable[[Plan, Keep, Callable[[], None]], Calibration]
 """Begins to calibrate, given what keeps hidden states, and what is called after every batch and may raise to stop."""
 
@@ -224,6 +232,9 @@ class PruningRun:
         provenance = described | describe_pass(self.model, plan.corpus, plan.settings.seed, plan.fingerprint)
         left = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
         pruning = {"schema_version": SCHEMA_VERSION, **plan.fingerprint["pruning"], "left_dense": left} | told
+        attention = _attention_of(self.model)
+        if attention is not None:  # the other half has its own blocks
+            pruning["half"] = "encoder" if attention == "encoder" else "decoder"
         provenance |= {"wall_seconds": seconds, "pruning": pruning}
         return Pruned(pd.DataFrame(rows), provenance, unfinished.low_rank(rows) if unfinished else low_rank)
 
@@ -253,7 +264,8 @@ class PruningRun:
                 pruned.merged(own.holder.device) for own, pruned in zip(mine, chain(*blocks), strict=True)
             ]
         else:
-            opened = open_model(folder, dtype=self.model.source.dtype, device="cpu")
+            dtype, attention = self.model.source.dtype, _attention_of(self.model)
+            opened = open_model(folder, dtype=dtype, device="cpu", attention=attention)
             keys = {(matrix.layer, matrix.key) for matrix in mine}
             theirs = (
                 matrix for matrix in chain(*block_matrices(opened)) if (matrix.layer, matrix.key) in keys

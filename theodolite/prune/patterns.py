@@ -5,6 +5,7 @@ How entries are scored is up to the methods.
 
 from __future__ import annotations
 
+import numbers
 import re
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ def check_sparsity(sparsity: object) -> float:
     """
     if sparsity is None:
         raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
-    if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity < 1:
+    if isinstance(sparsity, bool) or not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
         raise UsageError(
             f"sparsity is {sparsity!r}: give the share to remove, between 0 and 1, both excluded"
         )

@@ -6,7 +6,7 @@ result. How blocks are run is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from theodolite.prune.by_block import DenseReading, check_sparsity_by
 from theodolite.prune.compressed import refuse_unpackable
 from theodolite.prune.devices import usable_devices
 from theodolite.prune.methods import DAMPING
+from theodolite.prune.names import Names
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.quantised import GROUP
 from theodolite.prune.recipe import Recipe
@@ -126,18 +127,23 @@ def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowP
     devices = usable_devices(asked.devices)
     _refuse_streamed(model, asked)
     recovery = _recovery(model, corpus, asked)
-    if isinstance(asked.sparsity, str) or isinstance(asked.skip, str):
-        raise UsageError("sparsity is a number, or one a block, and skip a list of names: give no text")
+    if isinstance(asked.sparsity, str):
+        raise UsageError("sparsity is a number, or one a block: give no text")
+    skip = asked.skip
+    if isinstance(skip, str) or not isinstance(skip, Collection) or not all(isinstance(s, str) for s in skip):
+        raise UsageError(f"skip is {skip!r}: give a list of names")
     if asked.sparsity_by is not None and asked.bits is not None:
         raise UsageError("bits say how weights are stored, not which: leave out --sparsity-by")
     if asked.out is not None:
         refuse_inside(Path(asked.out), model.id)
     refuse_form(asked.form, asked.method, asked.bits)
     of_file = None if asked.recipe is None else Recipe.read(asked.recipe)
-    asked = replace(asked, skip=(*asked.skip, *(of_file.skip if of_file else ())))
+    given_by = dict.fromkeys(of_file.skip, f"{of_file.path}: skip") if of_file else {}
+    given_by |= dict.fromkeys(skip, "--skip")
+    asked = replace(asked, skip=tuple(given_by))
     as_a_whole = asked.form in ("factored", COMPRESSED)
     by_layer = f"--format {asked.form}" if as_a_whole else "--recover" if recovery else None
-    matrices = without_skipped(model, _dense_matrices(model), asked.skip, by_layer)
+    matrices = without_skipped(model, _dense_matrices(model), given_by, by_layer)
     if asked.form == COMPRESSED:
         refuse_unpackable(asked.bits, matrices)
     check_whole(iterations=asked.iterations, seed=asked.seed, group=asked.group)
@@ -198,19 +204,17 @@ def _settings(
     show_progress: ShowProgress,
 ) -> PruningSettings:
     """The settings of each matrix, by what was asked, by outliers and by a recipe."""
-    sparsity, rank_ratio = asked.sparsity, asked.rank_ratio
+    sparsity = asked.sparsity
     if asked.sparsity_by is not None:
         mean, total = check_sparsity_by(asked.sparsity_by, sparsity, asked.pattern), sum(map(len, matrices))
         beside = None if asked.out is None else Path(asked.out).parent  # OUT.partial is not claimed yet
         reading = DenseReading(model, calibration, matrices, batch, beside, lambda: show_progress(0, total))
         sparsity = reading.sparsities(asked.sparsity_by, mean)
-    if of_file:
-        sparsity, rank_ratio = of_file.applied(sparsity, rank_ratio, matrices)
     return PruningSettings.of(
         asked.method,
         sparsity,
         asked.pattern,
-        rank_ratio,
+        asked.rank_ratio,
         asked.iterations,
         asked.seed,
         asked.damping,
@@ -218,6 +222,7 @@ def _settings(
         exact=asked.exact,
         bits=asked.bits,
         group=asked.group,
+        by_recipe=of_file.settings(Names(model), matrices) if of_file else {},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from theodolite.models.factored import PrunedMatrix
 from theodolite.prune.methods import (
     INPUTS_AT_ONCE,
     HessianFactor,
+    count_left,
     factor_hessian,
     magnitude,
     sparsegpt_factored,
@@ -23,7 +25,7 @@ from theodolite.prune.methods import (
 )
 from theodolite.prune.moments import Moments
 from theodolite.prune.oats import oats, rank_and_entries
-from theodolite.prune.patterns import pattern_of
+from theodolite.prune.patterns import check_sparsity, pattern_of
 from theodolite.prune.quantised import (
     GROUP,
     Quantised,
@@ -34,7 +36,7 @@ from theodolite.prune.quantised import (
     rank_at,
     round_to_nearest,
 )
-from theodolite.system.choices import WEIGH_NO_INPUTS, check_bits, check_method
+from theodolite.system.choices import WEIGH_NO_INPUTS, check_bits, check_method, check_number
 
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
 """One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
@@ -85,8 +87,9 @@ class PruningSettings:
         exact: bool = False,
         bits: int | None = None,
         group: int = GROUP,
+        by_recipe: Mapping[str, Mapping[tuple[int, str], float]] = MappingProxyType({}),
     ) -> PruningSettings:
-        """The settings, checked.
+        """The settings, checked; what a recipe says of a matrix (`Recipe.settings`) counts.
 
         Raises:
             UsageError: an unknown method, a number out of range, a sparsity too small to remove anything, or one
@@ -109,18 +112,34 @@ class PruningSettings:
             )
         shares: dict[tuple[int, str], float | None] = {}
         ratios: dict[tuple[int, str], float] = {}
+        told = {name: by_recipe.get(name, {}) for name in ("sparsity", "rank_ratio")}
         for matrix in (matrix for block in matrices for matrix in block):
-            ratio = ratio_at(rank_ratio, matrix.layer, matrix.name)
+            at = matrix.layer, matrix.key
+            ratio = told["rank_ratio"].get(at, _ratio_at(rank_ratio, matrix))
+            check_number(rank_ratio=ratio)
             if not 0 <= ratio <= 1:
                 raise UsageError(
                     f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not between 0 and 1"
                 )
-            ratios[matrix.layer, matrix.key] = float(ratio)
-            shares[matrix.layer, matrix.key] = share_at(sparsity, matrix.layer, matrix.name)
+            ratios[at] = float(ratio)
+            share = told["sparsity"].get(at, _share_at(sparsity, matrix))
+            shares[at] = None if share is None else check_sparsity(share)
             pattern_of(pattern, matrix.shape[1])
             if bits is not None:
                 group_of(group, matrix.shape[1])
-        settings = cls(method, shares, pattern, ratios, iterations, seed, float(damping), exact, bits, group)
+        check_number(damping=damping)
+        settings = cls(
+            method,
+            shares,
+            pattern,
+            ratios,
+            int(iterations),  # of numpy's numbers, which JSON has none of
+            int(seed),
+            float(damping),
+            exact,
+            bits if bits is None else int(bits),
+            group,
+        )
         for share, ratio in {(shares[at], ratio) for at, ratio in ratios.items()}:
             settings._try(share, ratio)
         if bits is None and not any(settings._removes(matrix) for block in matrices for matrix in block):
@@ -290,7 +309,7 @@ class PruningSettings:
         return rank_and_entries(matrix.shape, share, ratio, self.pattern).rank
 
     def _removes(self, matrix: Matrix) -> bool:
-        """Whether the share to remove, rounded down as the method does, is at least one entry."""
+        """Whether fewer entries are kept than there are among which the method chooses."""
         share, (outputs, inputs) = self.sparsity[matrix.layer, matrix.key], matrix.shape
         if self.pattern or share is None:
             return True
@@ -299,8 +318,8 @@ class PruningSettings:
             "wanda": inputs,
             "sparsegpt": outputs * min(inputs, INPUTS_AT_ONCE),
             "oats": outputs * inputs,
-        }
-        return int(share * among[self.method]) > 0
+        }[self.method]
+        return count_left(among, share) < among
 
     def _try(self, sparsity: float | None, ratio: float) -> None:
         """Prune a tiny matrix, so that incompatible settings are refused before the real work."""
@@ -311,16 +330,14 @@ class PruningSettings:
         self._pruned(torch.ones(1, inputs), Moments(1, ones, factor), sparsity, ratio)
 
 
-def share_at(sparsity: Sparsity, layer: int, name: str) -> float | None:
-    """The sparsity of a matrix, by block and name."""
+def _share_at(sparsity: Sparsity, matrix: Matrix) -> float | None:
     if callable(sparsity):
-        return sparsity(layer, name)
-    return sparsity[layer] if isinstance(sparsity, Sequence) else sparsity
+        return sparsity(matrix.layer, matrix.name)
+    return sparsity[matrix.layer] if isinstance(sparsity, Sequence) else sparsity
 
 
-def ratio_at(rank_ratio: RankRatio, layer: int, name: str) -> float:
-    """The rank ratio of a matrix, by block and name."""
-    return rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio
+def _ratio_at(rank_ratio: RankRatio, matrix: Matrix) -> float:
+    return rank_ratio(matrix.layer, matrix.name) if callable(rank_ratio) else rank_ratio
 
 
 def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:

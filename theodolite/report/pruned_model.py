@@ -37,6 +37,7 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     readings = [
         Reading("method", _method(pruning)),
         Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
+        *_half(pruning),
         _kept(table, pruning, entries),
         Reading(f"relative error of {of}{before}", _spread(table["error_scaled"])),
     ]
@@ -47,12 +48,34 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
         size = f"{written} MB ({pruning['format']}), dense {dense} MB"
         readings.append(Reading("weights that are loaded", size))
     readings += _recovery(pruning.get("recovery"))
+    short = short_of_tokens(pruned)
     notes = [
+        ("matrices with fewer tokens than inputs", f"{len(short)}: {listed(short, 3)}" if short else ""),
         ("left dense", listed(list(pruning["left_dense"]), 3)),
         ("fallbacks", listed(list(table.loc[table["fallback"] != "", "fallback"].unique()))),
     ]
     readings += [Reading(name, text) for name, text in notes if text]
     return Outcome(readings, [], {"matrices": table}, _exhibits(table, before))
+
+
+def short_of_tokens(pruned: Pruned) -> list[str]:
+    """Matrices whose full moments are of fewer tokens than inputs, so that damping decides in part: name and tokens."""
+    table = pruned.table
+    if "damping" not in pruned.provenance["pruning"]:  # no method that reads full moments
+        return []
+    return [
+        f"{row.layer}.{row.matrix}{'' if row.expert < 0 else f'.{row.expert}'} ({counted(row.tokens, 'token')})"
+        for row in table[table["tokens"] < table["inputs"]].itertuples()
+    ]
+
+
+def _half(pruning: dict) -> list[Reading]:
+    """Of an encoder-decoder: which half was pruned."""
+    if "half" not in pruning:
+        return []
+    other = {"encoder": "decoder", "decoder": "encoder"}[pruning["half"]]
+    text = f"{pruning['half']} alone; the {other} is dense (--attention {other} prunes it instead)"
+    return [Reading("pruned half", text)]
 
 
 def _read_text(table: pd.DataFrame) -> bool:

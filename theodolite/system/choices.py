@@ -42,6 +42,13 @@ def check_whole(**given: object) -> None:
             raise UsageError(f"{name} is {number!r}: give a whole number")
 
 
+def check_number(**given: object) -> None:
+    """Raise `UsageError` where one of the arguments is no number; a bool is none."""
+    for name, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, numbers.Real):
+            raise UsageError(f"{name} is {number!r}: give a number")
+
+
 def check_dtype(dtype: object) -> None:
     """Raise `UsageError` where it is none of `DTYPES`, with or without `torch.` before it."""
     if str(dtype).removeprefix("torch.") not in DTYPES:
