@@ -15,7 +15,7 @@ from theodolite import open_model
 from theodolite.accumulate.second_moments import SKETCH, STRIPS
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import GROUPS
-from theodolite.passes.ray_cluster import packed, unpacked
+from theodolite.passes.packed_states import packed, unpacked
 from theodolite.passes.ray_survey import SHARDS, shards
 from theodolite.passes.survey_pass import (
     EXAMPLES,

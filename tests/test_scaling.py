@@ -12,7 +12,7 @@ from benchmarks import scaling
 from benchmarks.scaling import LARGE, Shape, flops_a_token, parameters, shard_bytes, state_bytes
 from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
-from theodolite.passes.ray_cluster import packed
+from theodolite.passes.packed_states import packed
 from theodolite.passes.ray_survey import SHARDS
 from theodolite.passes.survey_pass import SurveyPass
 

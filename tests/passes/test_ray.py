@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -28,7 +29,7 @@ from theodolite.models.source import Source
 from theodolite.models.verification import VERIFIED_LENGTH
 from theodolite.passes import ray_cluster as crew
 from theodolite.passes import ray_survey as distribute
-from theodolite.passes.ray_cluster import packed, unpacked
+from theodolite.passes.packed_states import packed, unpacked
 from theodolite.passes.ray_survey import shards, survey_on_ray
 from theodolite.passes.run import TABLES, Run, Workspace
 from theodolite.passes.survey import survey, survey_fingerprint
@@ -133,6 +134,54 @@ def test_a_worker_killed_in_the_middle_changes_nothing(killed, alone):
     assert f"process {pids[0]} was lost when it read contexts" in told[0]
 
 
+def test_without_room_it_is_said_what_is_waited_for_and_then_given_up(
+    cluster, opened, corpus, tmp_path, monkeypatch
+):
+    import ray
+
+    @ray.remote(num_cpus=1)
+    class Other:
+        def ready(self) -> None:
+            """Answer, and so hold the place."""
+
+    others = [Other.remote() for _ in range(2)]
+    ray.get([other.ready.remote() for other in others])
+    time.sleep(1)  # until all of Ray knows
+    monkeypatch.setattr(crew, "NOTICE", 1.0)
+    monkeypatch.setattr(crew, "LIMIT", 3.0)
+    told: list[str] = []
+    lacking = "which needs 1 CPU of one node; the Ray cluster has 0 of 2 CPU free"
+    with pytest.raises(WorkError, match=f"^waited 0.05 minutes for a worker, {lacking}: end what else"):
+        survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", batch=BATCH, say=told.append)
+    assert told == [f"waiting for a worker, {lacking}"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_workers_that_die_before_they_answer_are_counted(
+    cluster, alone, opened, corpus, tmp_path, monkeypatch, capfd
+):
+    """One that starts goes on alone. Ray itself prints nothing of those that died."""
+    good = tmp_path / "good"
+
+    class Stillborn(distribute.Worker):
+        def __init__(self, job):
+            with suppress(FileExistsError):
+                if alone_lives:
+                    good.touch(exist_ok=False)
+                    return super().__init__(job)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(distribute, "Worker", Stillborn)
+    for alone_lives in (True, False):
+        if alone_lives:
+            assert_same(survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=2), alone)
+        else:
+            with pytest.raises(WorkError, match=r"^workers died before they did anything, 3 in a row: try"):
+                survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=2)
+    time.sleep(1)
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.slow
 def test_a_node_that_is_lost_changes_no_byte(killed, cluster, opened, corpus, tmp_path, monkeypatch):
     """There is no room for a new worker then: the other one reads all that is left."""
@@ -230,7 +279,9 @@ def test_contexts_that_kill_every_worker_are_given_up(cluster, opened, corpus, t
     monkeypatch.setattr(distribute, "Worker", Dying)
     monkeypatch.setattr(crew, "DEATHS", 2)
     monkeypatch.setattr(distribute, "DEATHS", 2)
-    with pytest.raises(WorkError, match="2 workers died when each read contexts 2 to 11: if they ran out"):
+    with pytest.raises(
+        WorkError, match="2 worker processes, the last when it read contexts 2 to 11: if they"
+    ):
         survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", batch=BATCH, actors=1)
     assert not (tmp_path / "run").exists()
 

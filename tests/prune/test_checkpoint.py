@@ -199,7 +199,9 @@ def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(what, tmp_path, m
         monkeypatch.setattr(checkpoint, "write_matrices", full)
     else:
         monkeypatch.setattr(checkpoint, "_with_bytes", full)
-    with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
+    with pytest.raises(
+        WorkError, match=r"cannot write .*: No space left on device: free space there and rerun"
+    ):
         pruned("gpt2", tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.writing").exists()

@@ -156,7 +156,9 @@ def test_contexts_that_kill_every_worker_are_given_up_and_finished_blocks_stay(
     monkeypatch.setattr(ray_cluster, "DEATHS", 2)
     monkeypatch.setattr(ray_pruning, "DEATHS", 2)
     out = tmp_path / "out"
-    with pytest.raises(WorkError, match="2 workers died when each read shard 0 of the text in block 1"):
+    with pytest.raises(
+        WorkError, match="2 worker processes, the last when it read shard 0 of the text in block 1"
+    ):
         prune_on_ray(anew("gpt2"), corpus, "wanda", actors=1, out=out, **OPTIONS)
     assert (tmp_path / "out.partial" / "block-000.safetensors").is_file()
     monkeypatch.undo()
@@ -171,16 +173,16 @@ class Crew:
     lost_at: tuple[int, str]
     comes_back: bool
 
-    def __init__(self, kind, job, count) -> None:
-        self.kind, self.job, self.count = kind, job, count
-        self.places = {number: f"node {number}" for number in range(count)}
+    def __init__(self, kind, job, count, say) -> None:
+        self.kind, self.job, self.count, self.say = kind, job, count, say
         self.actors = {number: kind(job) for number in range(count)}
         self.losses = 0
 
     def alive(self) -> list[int]:
         return sorted(self.actors)
 
-    def lose(self, number: int) -> None:
+    def lose(self, number: int, doing: str) -> None:
+        self.say(f"the worker on node {number} was lost when it {doing}")
         del self.actors[number]
         if self.comes_back:
             self.actors[number] = self.kind(self.job)
@@ -251,6 +253,18 @@ def test_finished_blocks_are_gone_on_from_in_this_process_and_by_workers(crew, a
         found = tensors_in(tmp_path / name)
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_what_is_finished_is_read_without_a_cluster(crew, anew, corpus, tmp_path, monkeypatch):
+    """And what is something else is refused without one."""
+    model, out = anew("gpt2"), tmp_path / "out"
+    pruned = prune_on_ray(model, corpus, "wanda", out=out, **OPTIONS)
+    monkeypatch.undo()
+    monkeypatch.setattr(ray_pruning, "connected", None)
+    again = anew("gpt2")
+    assert_same(again, prune_on_ray(again, corpus, "wanda", out=out, **OPTIONS), model, pruned)
+    with pytest.raises(UsageError, match=r"holds a pruning of another model, text or settings \(--sparsity"):
+        prune_on_ray(anew("gpt2"), corpus, "wanda", out=out, **OPTIONS | {"sparsity": 0.4})
 
 
 def test_what_workers_cannot_do_is_refused(anew, corpus, tmp_path, monkeypatch):

@@ -124,8 +124,9 @@ def test_what_is_read_again_has_the_trained_parts(family, dtype, tmp_path):
         assert torch.equal(again.hf.state_dict()[name], tensor), name
 
 
-def test_stopped_while_it_trains_it_goes_on_to_the_same_bytes(tmp_path):
-    """Oracle: the files of a call that was not stopped. What is pruned is not pruned again."""
+@pytest.mark.parametrize("steps", [STEPS, STEPS + 5])
+def test_stopped_while_it_trains_it_goes_on_to_the_same_bytes(steps, tmp_path, monkeypatch):
+    """Oracle: the files of a call that was not stopped. What is pruned is not pruned again, for other steps neither."""
     whole, calls = pruned("gpt2", tmp_path, "whole"), []
     total = len(whole.table)
 
@@ -135,12 +136,13 @@ def test_stopped_while_it_trains_it_goes_on_to_the_same_bytes(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pruned("gpt2", tmp_path, "parts", show_progress=stop)
+        pruned("gpt2", tmp_path, "parts", recover=steps, show_progress=stop)
     assert not (tmp_path / "parts").exists()
     saved = {
         path.name: path.stat().st_mtime_ns for path in (tmp_path / "parts.partial").glob("*.safetensors")
     }
     assert len(saved) == 3
+    monkeypatch.setattr("theodolite.prune.model.pruned_block", None)
     pruned("gpt2", tmp_path, "parts")
     whole_files, files = contents(tmp_path / "whole"), contents(tmp_path / "parts")
     config = json.loads(whole_files.pop("adapter/adapter_config.json"))
@@ -153,7 +155,7 @@ def test_stopped_while_it_trains_it_goes_on_to_the_same_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"form": "merged"}, "--recover trains an adapter: give --format adapter"),
+        ({"form": "merged"}, "--recover trains an adapter: give --format adapter in place of merged"),
         ({"recover": 0}, "recover is 0: give a number of steps"),
         ({"corpus": Corpus.random_tokens(40, 16, 19, 0)}, "give 20 or more, all of one length"),
         ({"dtype": torch.float16}, "leave the range of float16"),
@@ -164,3 +166,9 @@ def test_what_cannot_be_trained_is_refused_before_pruning(options, message, tmp_
     with pytest.raises(UsageError, match=message):
         pruned("gpt2", tmp_path, "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_folder_there_is_no_adapter():
+    model = open_model(device="cpu")
+    with pytest.raises(UsageError, match=r"^recover writes an adapter: give out, a folder$"):
+        prune_model(model, CORPUS, "oats", 0.5, recover=3, form="adapter")

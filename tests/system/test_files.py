@@ -1,12 +1,14 @@
 """Folders that are whole or not there, and folders that remember what they are for."""
 
+import errno
 import json
 import math
 
 import pytest
+from safetensors import SafetensorError
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.files import folder_purpose, folder_written_atomically, json_text
+from theodolite.system.files import disk_errors, folder_purpose, folder_written_atomically, json_text
 
 
 def _write(folder, text, *, replace=False, fail=False):
@@ -47,6 +49,22 @@ def test_another_folder_called_old_is_left_alone(tmp_path):
     (tmp_path / "folder.old").mkdir()
     _write(tmp_path / "folder", "first")
     assert (tmp_path / "folder.old").is_dir()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (28)"),
+    ],
+)
+def test_a_full_disk_is_said_with_what_to_do(error, tmp_path):
+    remedy = "free space there and rerun to go on from what is saved, or choose another --out"
+    with (
+        pytest.raises(WorkError, match=f"^cannot write .*: No space left on device: {remedy}$"),
+        disk_errors(tmp_path),
+    ):
+        raise error
 
 
 def test_a_folder_remembers_its_purpose(tmp_path):

@@ -1,6 +1,6 @@
 """A Ray cluster and its workers: how it is reached, how each worker opens the model, and how its answers are taken.
 
-Ray restarts a worker that dies, on whatever node has room; until there is room, the others do its work. What workers
+A worker that dies is started anew, on whatever node has room; until there is room, the others do its work. What workers
 do, and in which order answers are taken in, is not known here. Ray is imported when it is used.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
@@ -35,7 +34,11 @@ LOCAL = "local"
 DEATHS = 3
 """Workers that one call may lose before it is given up: a node may be lost twice by chance."""
 
+NOTICE, LIMIT = 30.0, 600.0
+"""Seconds without any worker after which it is said what is waited for, and after which nothing is waited for."""
+
 QUIET = {
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else Ray prints pages of each worker that dies, at any level of logs
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # `uv run` would make Ray upload the working directory
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -46,8 +49,6 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 Else anybody who reaches the machine could give the workers code to run.
 """
-
-Packed = dict[str, tuple[NDArray[Any], NDArray[Any] | None, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -161,56 +162,104 @@ class Opener:
 
 
 class Workers:
-    """Handles of workers that Ray starts, with the first call, and starts again; they end with the handles.
+    """Handles of workers that are started with the first call, and anew when they die; they end with the handles.
 
-    A call to a worker that died fails at once, and is nobody's until the driver gives it to another: where a node is
-    lost, Ray itself would wait for room that may never come.
+    Ray itself restarts none: it would not say how often it did, and a call to one that it restarts fails all the same.
+
+    Args:
+        say: told in one line what is waited for, and of every worker that was lost.
     """
 
-    def __init__(self, kind: type[Opener], job: Job, count: int) -> None:
+    def __init__(self, kind: type[Opener], job: Job, count: int, say: Callable[[str], None]) -> None:
         self.job = job
         self._kind = kind
         self.count = count
-        self.places: dict[int, str] = {}
-        """Where each worker was when it last answered."""
-        self._reference: Any = None  # for as long as a worker may be started again with it
-        self._handles: list[Any] = []
-        self._asked: dict[int, Any] = {}  # by worker that has not answered yet, or was lost: where it is
+        self._say = say
+        self._places: dict[int, str] = {}  # where each worker was when it last answered
+        self._job: Any = None  # for as long as a worker may be started with it
+        self._handles: dict[int, Any] = {}
+        self._asked: dict[int, Any] = {}  # by worker that has not answered yet: where it is
+        self._died: Counter[int] = (
+            Counter()
+        )  # in a row before they answered; the last of `DEATHS` are not replaced
+        self._since: float | None = None  # when there began to be none
+        self._told = False
 
     def __getitem__(self, number: int) -> Any:
         return self._handles[number]
 
     def alive(self) -> list[int]:
-        """Workers that have answered since they were last lost; those that have not are asked (again)."""
+        """Workers that have answered where they are.
+
+        Raises:
+            WorkError: for long there was none, or all died before they answered.
+        """
         if not self._handles:
-            self._start()
-        ray = imported_ray()
+            self._job = imported_ray().put(self.job)
+            for number in range(self.count):
+                self._start(number)
         for number, place in list(self._asked.items()):
             if not answered(place):
                 continue
             try:
-                self.places[number] = ray.get(place)
+                self._places[number] = fetched(place, "was started")
+                self._died[number] = 0
                 del self._asked[number]
-            except ray.exceptions.RayError:
-                self.lose(number)
-        return [number for number in range(self.count) if number not in self._asked]
+            except WorkerLost:
+                self._died[number] += 1
+                if self._died[number] < DEATHS:
+                    self._start(number)
+                else:
+                    del self._asked[number]
+        gone = [number for number in range(self.count) if self._died[number] >= DEATHS]
+        if len(gone) == self.count:
+            raise WorkError(
+                f"workers died before they did anything, {DEATHS} in a row: try `python -c 'import theodolite.prune'` "
+                "on the nodes of the Ray cluster, and read their logs (/tmp/ray/session_latest/logs)"
+            )
+        alive = [number for number in range(self.count) if number not in (*self._asked, *gone)]
+        self._wait(bool(alive))
+        return alive
 
-    def lose(self, number: int) -> None:
-        """A call to this worker was lost: it gets none until it answers."""
+    def lose(self, number: int, doing: str) -> None:
+        """A call to this worker was lost when it was doing something: another is started in its place."""
+        if number not in self._asked:  # else this was told, and is being done
+            self._say(f"the worker on {self._places[number]} was lost when it {doing}; another takes over")
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        """It gets no call until it answers; the one before ends with its handle, where it was only out of reach."""
+        actor = imported_ray().remote(self._kind).options(scheduling_strategy="SPREAD", **self._needs)
+        self._handles[number] = actor.remote(self._job)
         self._asked[number] = self[number].place.remote()
 
-    def _start(self) -> None:
-        ray, opened = imported_ray(), self.job.checkpoint
-        resources = (
-            {"num_cpus": 1, "num_gpus": 1} if opened.device == "cuda" else {"num_cpus": opened.threads}
-        )
-        actor = ray.remote(self._kind).options(
-            scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=0, **resources
-        )
-        self._reference = ray.put(self.job)
-        self._handles = [actor.remote(self._reference) for _ in range(self.count)]
-        for number in range(self.count):
-            self.lose(number)
+    @property
+    def _needs(self) -> dict[str, int]:
+        opened = self.job.checkpoint
+        return {"num_cpus": 1, "num_gpus": 1} if opened.device == "cuda" else {"num_cpus": opened.threads}
+
+    def _wait(self, any_alive: bool) -> None:
+        """Say what is waited for, after a while, and end it after a long while."""
+        now = time.monotonic()
+        self._since = None if any_alive else self._since or now
+        waited = now - self._since if self._since else 0.0
+        if waited > LIMIT:
+            raise WorkError(
+                f"waited {LIMIT / 60:g} minutes for a worker, {self._lacking()}: end what else runs there, give "
+                "another address, or rerun when there is room to go on from what is saved"
+            )
+        if waited > NOTICE and not self._told:
+            self._told = True
+            self._say(f"waiting for a worker, {self._lacking()}")
+
+    def _lacking(self) -> str:
+        """What a worker needs, and what there is."""
+        ray = imported_ray()
+        free, there = ray.available_resources(), ray.cluster_resources()
+        needs = {name.removeprefix("num_").upper()[:-1]: count for name, count in self._needs.items()}
+        asked = " and ".join(f"{count} {name}" for name, count in needs.items())
+        has = " and ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in needs)
+        return f"which needs {asked} of one node; the Ray cluster has {has} free"
 
 
 def answered(reference: Any) -> bool:
@@ -247,43 +296,15 @@ def fetched(answer: Any, doing: str) -> Any:
 
 
 def given_up(doing: str) -> WorkError:
-    """What is raised for a call that has lost `DEATHS` workers."""
+    """What is raised for work that has lost `DEATHS` workers, the last when it was doing something."""
     return WorkError(
-        f"{DEATHS} workers died when each {doing}: if they ran out of memory, use a smaller --batch or larger "
-        "machines"
+        f"the same work ended {DEATHS} worker processes, the last when it {doing}: if they ran out of memory, use a "
+        "smaller --batch or larger machines"
     )
 
 
 def _node() -> str:
     return str(imported_ray().util.get_node_ip_address())
-
-
-def packed(state: dict[str, Tensor]) -> Packed:
-    """A state as arrays that travel without a copy, without the rows along dimension 1 that are zero in all layers.
-
-    A part of a corpus fills few groups of contexts and few places of the sample, and these are most of a state.
-    """
-    arrays: Packed = {}
-    for name, tensor in state.items():
-        rows = None
-        if tensor.ndim > 2:
-            filled = (tensor != 0).flatten(2).any(dim=2).any(dim=0)
-            rows = filled.nonzero().flatten()
-        values = tensor if rows is None or len(rows) == tensor.shape[1] else tensor[:, rows]
-        indices = None if values is tensor or rows is None else rows.numpy()
-        arrays[name] = (values.contiguous().numpy(), indices, tuple(tensor.shape))
-    return arrays
-
-
-def unpacked(state: Packed) -> dict[str, Tensor]:
-    """What `packed` was given."""
-    tensors = {}
-    for name, (values, rows, shape) in state.items():
-        filled = torch.from_numpy(np.array(values))  # Ray's own arrays are read-only
-        tensors[name] = filled if rows is None else filled.new_zeros(shape)
-        if rows is not None:
-            tensors[name][:, torch.from_numpy(np.array(rows))] = filled
-    return tensors
 
 
 @contextmanager

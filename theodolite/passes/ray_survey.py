@@ -25,6 +25,7 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit
+from theodolite.passes.packed_states import packed, unpacked
 from theodolite.passes.provenance import describe_corpus
 from theodolite.passes.ray_cluster import (
     DEATHS,
@@ -38,9 +39,7 @@ from theodolite.passes.ray_cluster import (
     given_up,
     imported_ray,
     offered,
-    packed,
     refuse_unopenable,
-    unpacked,
 )
 from theodolite.passes.ray_workers import SurveyJob, Worker
 from theodolite.passes.run import Run
@@ -87,12 +86,13 @@ def survey_on_ray(
         address: of a running cluster, as `ray.init` takes it ("auto": the one on this machine); "local" starts one here
             and stops it at the end. A process that is connected to a cluster already uses that one.
         actors: workers at most; None: as many as the cluster has room for.
-        say: told in one line of every worker that died or was lost.
+        say: told in one line of every worker that died or was lost, and what is waited for if there is none.
 
     Raises:
         UsageError: as `survey`; Ray is missing, no cluster answers, or a node has another checkpoint or other packages;
             the model was changed after it was opened.
-        WorkError: as `survey`; or three workers died of the same contexts or the same later pass.
+        WorkError: as `survey`; or three workers died of the same contexts or the same later pass, or as they started;
+            or the cluster had room for none in ten minutes.
     """
     check_fit(model, corpus)
     if corpus.images is not None:
@@ -103,14 +103,14 @@ def survey_on_ray(
         device, room = offered(torch.get_num_threads())
         job = SurveyJob(checkpoint_of(model, device), corpus, batch, seed, extra)
         count = min(room, actors or room, len(list(shards(len(corpus.contexts), batch))))
-        workers = Workers(Worker, job, count)
+        workers = Workers(Worker, job, count, say)
         fingerprint = survey_fingerprint(model, corpus, batch, seed, extra) | {"device": device}
 
         def remote(name: str) -> Stage:
             return Stage(name, TITLES[name], lambda states: _RemotePass(name, workers, given(name, states)))
 
         stages = [
-            Stage("corpus", TITLES["corpus"], lambda states: _ShardedPass(model, workers, say)),
+            Stage("corpus", TITLES["corpus"], lambda states: _ShardedPass(model, workers)),
             survey_facts(model, corpus, seed, fingerprint, extra),
             *map(remote, LATER),
         ]
@@ -143,10 +143,10 @@ class _Shard:
 class _ShardedPass(SurveyPass):
     """A pass whose batches are read elsewhere, and whose sums are merged here."""
 
-    def __init__(self, model: OpenModel, workers: Workers, say: Callable[[str], None]) -> None:
+    def __init__(self, model: OpenModel, workers: Workers) -> None:
         job = cast(SurveyJob, workers.job)
         super().__init__(model, job.corpus, job.seed, job.batch, job.extra)
-        self._workers, self._say = workers, say
+        self._workers = workers
         self._directions: Any = None
         self._lost: Counter[int] = Counter()  # by the first context of a shard
         self._todo: list[tuple[int, int]] = []  # a heap: whichever shard is waited for is given first
@@ -203,9 +203,7 @@ class _ShardedPass(SurveyPass):
                 raise given_up(shard.doing) from error
             del self._under_way[shard.first]
             heapq.heappush(self._todo, (shard.first, shard.last))
-            self._workers.lose(shard.worker)
-            place = self._workers.places[shard.worker]
-            self._say(f"the worker on {place} was lost when it {shard.doing}; another takes over")
+            self._workers.lose(shard.worker, shard.doing)
             return None
 
 
@@ -232,7 +230,7 @@ class _RemotePass:
             try:
                 self._state, self.notes = fetched(answer, doing)
             except WorkerLost:
-                self._workers.lose(worker)
+                self._workers.lose(worker, doing)
             else:
                 progress.checkpoint(1)
                 return

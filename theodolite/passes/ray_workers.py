@@ -10,7 +10,8 @@ from torch import Tensor
 
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State
-from theodolite.passes.ray_cluster import Job, Opener, Packed, packed, unpacked
+from theodolite.passes.packed_states import Packed, packed, unpacked
+from theodolite.passes.ray_cluster import Job, Opener
 from theodolite.passes.survey import later_pass
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.system.progress import Progress

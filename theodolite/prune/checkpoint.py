@@ -126,7 +126,7 @@ class UnfinishedPruning:
             matrices, notes = read_matrices(path)
         except WorkError as error:
             raise WorkError(f"{error}; remove it, and its block is pruned again") from error
-        if notes["fingerprint"] != self._fingerprint:
+        if _of_blocks(notes["fingerprint"]) != _of_blocks(self._fingerprint):
             differs = differences(
                 _options(notes["fingerprint"]), _options(self._fingerprint), None, self._corpus
             )
@@ -309,9 +309,22 @@ def _with_low_rank(matrix: PrunedMatrix, factors: tuple[Tensor, Tensor] | None) 
     return replace(matrix, left=factors[0], right=factors[1]) if factors else matrix
 
 
+def device_of(out: Path) -> str | None:
+    """The kind of device on which what is in `OUT` was made; None where there is nothing that can be read."""
+    try:
+        return str(read_json_checked(out / SETTINGS)["fingerprint"]["device"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """A fingerprint with each setting under its own name."""
     return {name: value for name, value in fingerprint.items() if name != "pruning"} | fingerprint["pruning"]
+
+
+def _of_blocks(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """What decides finished blocks: that they will be trained, as that parts the text, but not for how long."""
+    return _options(fingerprint) | {"recover": "recover" in fingerprint["pruning"]}
 
 
 def _by_name(low_rank: LowRank) -> dict[str, Tensor]:

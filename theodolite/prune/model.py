@@ -140,7 +140,7 @@ def prune_model(
         errors=errors,
     )
     plan = planned(model, corpus, asked, show_progress)
-    return PruningRun(plan, _in_this_process, show_progress).finished(write_extras)
+    return PruningRun(plan, in_this_process, show_progress).finished(write_extras)
 
 
 def _attention_of(model: OpenModel) -> Attention | None:
@@ -154,7 +154,8 @@ Calibrated = Callable[[Plan, Keep, Callable[[], None]], Calibration]
 """Begins to calibrate, given what keeps hidden states, and what is called after every batch and may raise to stop."""
 
 
-def _in_this_process(plan: Plan, keep: Keep, between: Callable[[], None]) -> Calibration:
+def in_this_process(plan: Plan, keep: Keep, between: Callable[[], None]) -> Calibration:
+    """Calibrate without workers."""
     if not plan.reads:
         return Unread()
     stream = BlockByBlock(plan.model, plan.calibration, plan.batch, between, keep)

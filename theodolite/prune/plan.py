@@ -188,8 +188,10 @@ def _recovery(model: OpenModel, corpus: Corpus, asked: Asked) -> Recovery | None
     if asked.recover is None:
         return None
     recovery = Recovery(corpus, asked.recover, batch_of(corpus, asked.batch), asked.seed)
-    if asked.form != ADAPTER or asked.out is None:
-        raise UsageError("--recover trains an adapter: give --format adapter, and a folder for it")
+    if asked.form != ADAPTER:
+        raise UsageError(f"--recover trains an adapter: give --format {ADAPTER} in place of {asked.form}")
+    if asked.out is None:
+        raise UsageError("recover writes an adapter: give out, a folder")
     recovery.check(model)
     return recovery
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
 from theodolite.models.guard import guarded, measures
+from theodolite.passes.packed_states import Packed, packed, unpacked
 from theodolite.passes.ray_cluster import (
     DEATHS,
     LOCAL,
     Job,
     Opener,
-    Packed,
     WorkerLost,
     Workers,
     checkpoint_of,
@@ -37,13 +38,11 @@ from theodolite.passes.ray_cluster import (
     given_up,
     imported_ray,
     offered,
-    packed,
     refuse_unopenable,
-    unpacked,
 )
 from theodolite.prune.calibration import InThisProcess
-from theodolite.prune.checkpoint import WriteExtras
-from theodolite.prune.model import PruningRun
+from theodolite.prune.checkpoint import WriteExtras, device_of
+from theodolite.prune.model import PruningRun, in_this_process
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.plan import Asked, Plan, planned
 from theodolite.prune.pruned import Pruned
@@ -85,14 +84,14 @@ def prune_on_ray(
         model: from `open_model`; it is pruned in place.
         corpus, method, sparsity, write_extras, show_progress: as for `prune_model`.
         address, actors: as for `survey_on_ray`; there are at most `sequential.SHARDS` workers.
-        say: told in one line of every worker that died or was lost.
+        say: told in one line of every worker that died or was lost, and what is waited for if there is none.
         options: further ones of `prune_model`.
 
     Raises:
         UsageError: as `prune_model` and `survey_on_ray`; or an option that needs the whole model in one process:
             `recover`, `sparsity_by`, a model from `open_streamed`.
-        WorkError: as `prune_model`; or three workers died of the same contexts. With `out`, finished blocks are saved:
-            the same call goes on from them.
+        WorkError: as `prune_model`; or three workers died of the same contexts, or as they started; or the cluster had
+            room for none in ten minutes. With `out`, finished blocks are saved: the same call goes on from them.
     """
     asked = Asked(method, sparsity, **options)
     if isinstance(model, OpenModel):  # else it is refused by its type
@@ -106,6 +105,10 @@ def prune_on_ray(
         raise UsageError(
             f"{method} reads no text that workers could share: leave out --ray, or give --errors"
         )
+    out = None if asked.out is None else Path(asked.out)
+    if out is not None and (device_there := device_of(out)):  # then no block is run, and no cluster needed
+        there = PruningRun(plan.read_on(device_there), in_this_process, show_progress)
+        return there.finished(write_extras)
     with connected(address):
         device, room = offered(torch.get_num_threads())
         plan = plan.read_on(device)
@@ -113,8 +116,8 @@ def prune_on_ray(
         checkpoint = checkpoint_of(model, device)
         job = PruningJob(checkpoint, plan.calibration, plan.batch, plan.settings.moments_damping, names)
         count = min(room, actors or room, len(shards(plan.calibration, plan.batch)))
-        workers = Workers(PruningWorker, job, count)
-        run = PruningRun(plan, lambda plan, keep, between: _OnRay(plan, workers, between, say), show_progress)
+        workers = Workers(PruningWorker, job, count, say)
+        run = PruningRun(plan, lambda plan, keep, between: _OnRay(plan, workers, between), show_progress)
         return run.finished(write_extras)
 
 
@@ -186,10 +189,8 @@ class PruningWorker(Opener):
 class _OnRay:
     """A text that is on the workers, as `Calibration` has it."""
 
-    def __init__(
-        self, plan: Plan, workers: Workers, between: Callable[[], None], say: Callable[[str], None]
-    ) -> None:
-        self._plan, self._workers, self._between, self._say = plan, workers, between, say
+    def __init__(self, plan: Plan, workers: Workers, between: Callable[[], None]) -> None:
+        self._plan, self._workers, self._between = plan, workers, between
         self._advanced = 0  # blocks that every worker is past
         self._lost: Counter[int] = Counter()  # by shard, in the current step
         self._worker_of: dict[int, int] = {}  # by shard
@@ -288,21 +289,20 @@ class _OnRay:
     def _replace(self, worker: int, doing: str) -> int:
         """Give the contexts of a worker that was lost to another one, and bring it to the current block."""
         while True:
-            self._workers.lose(worker)
             shards_lost = self._shards_of(worker)
             self._lost.update(shards_lost)
             if max(self._lost.values()) >= DEATHS:
                 raise given_up(doing)
-            place = self._workers.places[worker]
-            self._say(f"the worker on {place} was lost when it {doing}; another reads its contexts again")
+            self._workers.lose(worker, doing)
             self._worker_of |= dict.fromkeys(shards_lost, -1)
             worker = self._ready(1)[0]
             self._worker_of |= dict.fromkeys(shards_lost, worker)
+            doing = OPENED
             try:
-                self._waited(self._begin(worker), OPENED)
+                self._waited(self._begin(worker), doing)
                 for layer in range(self._advanced):
-                    answer = self._workers[worker].advance.remote(layer, self._pruned(layer))
-                    self._waited(answer, f"ran the pruned block {layer}")
+                    doing = f"ran the pruned block {layer} again"
+                    self._waited(self._workers[worker].advance.remote(layer, self._pruned(layer)), doing)
                 return worker
             except WorkerLost:
-                doing = "read the contexts of another again"
+                continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -139,18 +140,23 @@ def folder_purpose(path: Path, purpose: dict[str, Any], refusal: str | None = No
         return None
 
 
+FULL = {os.strerror(number) for number in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))}
+"""What the system says of a disk, or a quota, that is full."""
+
+
 @contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """Turn disk errors into one line that names the target.
+    """Turn disk errors into one line that names the target, and where the disk is full what to do.
 
     Raises:
         WorkError: in place of the error raised inside.
     """
     try:
         yield
-    except safetensors.SafetensorError as error:  # how safetensors reports a full disk
-        raise WorkError(f"cannot write {target}: {error}") from error
     except (FileExistsError, NotADirectoryError) as error:
         raise WorkError(f"cannot write {target}: {error.filename} is a file, not a folder") from error
-    except OSError as error:
-        raise WorkError(f"cannot write {target}: {error.strerror or error}") from error
+    except (OSError, safetensors.SafetensorError) as error:  # as either, a full disk may be reported
+        why = str(getattr(error, "strerror", None) or error)
+        full = next((said for said in FULL if said in why), None)
+        remedy = ": free space there and rerun to go on from what is saved, or choose another --out"
+        raise WorkError(f"cannot write {target}: {full + remedy if full else why}") from error
