@@ -53,6 +53,8 @@ def test_run_folders(folders, tmp_path):
     assert "◐ dense → destroyed" in stdout
     assert "◐ in part" in stdout
     assert "Next-token loss: " in stdout
+    assert "heads write nearly the same: " in stdout
+    assert "The text is predicted as well: " in stdout
     page = out / "sinks-compare"
     assert stdout.rstrip().endswith(f"Report: {page}/index.html")
     told = json.loads((out / "comparison.json").read_text())

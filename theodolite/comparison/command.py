@@ -19,7 +19,7 @@ from theodolite.comparison.candidates import Work, candidates_of, check, measure
 from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import LOW_RANK_CLAIM, experiment_of, outcome
 from theodolite.errors import UsageError
-from theodolite.judging import UNTESTABLE
+from theodolite.judging import UNTESTABLE, Verdict
 from theodolite.models.prompts import Focus
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Heading, Outcome
@@ -152,7 +152,7 @@ def write(compared: Compared, out: Path) -> Path:
 
 
 def show(compared: Compared, console: Console) -> None:
-    """Print, for each pair, the summary, a table of the parts, and a sentence on each."""
+    """Print, for each pair, the summary, a table of the parts, a sentence on each, and what outputs and loss say."""
     for audit in compared.audits:
         pair = escape(harmless(f"{audit.reference} → {audit.other}"))
         console.print(
@@ -167,12 +167,16 @@ def show(compared: Compared, console: Console) -> None:
                 console.print(
                     f"[bold]{name}[/bold]  Not compared: not every survey has a run FOLDER-{ending}."
                 )
-    for verdict in compared.outcome.verdicts:
-        if verdict.claim == LOW_RANK_CLAIM:
-            line = (
-                f"{MARKS[verdict.answer]} {LOW_RANK_CLAIM}: {verdict.answer}\n  {harmless(verdict.evidence)}"
-            )
-            console.print(f"\n{line}", markup=False, highlight=False)
+        judged = [verdict for part in audit.parts for verdict in part.further]
+        judged += [audit.loss.verdict("The text is predicted as well")] if audit.loss else []
+        _show_verdicts(judged, console)
+    _show_verdicts([each for each in compared.outcome.verdicts if each.claim == LOW_RANK_CLAIM], console)
+
+
+def _show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
+    for verdict in verdicts:
+        line = f"{MARKS[verdict.answer]} {verdict.claim}: {verdict.answer}\n  {harmless(verdict.evidence)}"
+        console.print(f"\n{line}", markup=False, highlight=False)
 
 
 def _counts(audit: Audit) -> Table:
