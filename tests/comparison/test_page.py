@@ -150,7 +150,7 @@ def test_the_page_tells_every_part_and_every_model(audits):
         for part in audit.parts:
             if len(part.table):
                 assert claims[f"{audit.other}, {part.name}"] == part.answer
-                assert (part.answer == "holds") == (part.decided > 0 and part.count("lost") == 0)
+                assert part.answer != "holds" or (part.decided > 0 and part.count("lost") == 0)
                 words = {"holds": "keeps", "in part": "partly keeps", "fails": "loses"}.get(part.answer)
                 group = next(
                     (g for g in audit.summary.split(".")[0].split("; it ") if f"its {part.name} " in g), ""
