@@ -244,7 +244,7 @@ def test_of_a_model_that_does_not_add_the_gallery_judges_nothing_about_addition(
     adds = {
         result["provenance"]["model"]["id"]
         for result in results.values()
-        if any("Addition is learned" in v["claim"] and v["answer"] == "holds" for v in result["verdicts"])
+        if any("Addition is learned" in v["claim"] and v["answer"] != "fails" for v in result["verdicts"])
     }
     for name, result in results.items():
         for verdict in result["verdicts"]:
