@@ -53,8 +53,8 @@ def test_run_folders(folders, tmp_path):
     assert "◐ dense → destroyed" in stdout
     assert "◐ in part" in stdout
     assert "Next-token loss: " in stdout
-    assert "heads write nearly the same: " in stdout
-    assert "The text is predicted as well: " in stdout
+    assert "destroyed, heads write nearly the same: " in stdout
+    assert "destroyed predicts the text as well: " in stdout
     page = out / "sinks-compare"
     assert stdout.rstrip().endswith(f"Report: {page}/index.html")
     told = json.loads((out / "comparison.json").read_text())

@@ -7,7 +7,7 @@ an intervention. Of models that differ in shape or tokenizer it matches the head
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -20,7 +20,7 @@ import theodolite.comparison.stream as stream
 from theodolite.comparison.outputs import Loss
 from theodolite.comparison.survival import LOST, NEW, SURVIVED, Survival
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, UNDECIDED, UNTESTABLE, Answer, combined
+from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, UNDECIDED, UNTESTABLE, Answer, Verdict, combined
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted, head_name, listed
@@ -73,6 +73,13 @@ class Audit:
         Not decided where all parts that are decided agree, and one is not.
         """
         return combined(part.answer for part in self.parts)
+
+    @property
+    def further(self) -> list[Verdict]:
+        """On more than what survives: whether heads write the same, and whether the text is predicted as well."""
+        more = [verdict for part in self.parts for verdict in part.further]
+        named = [replace(verdict, claim=f"{self.other}, {verdict.claim}") for verdict in more]
+        return named + ([self.loss.verdict(f"{self.other} predicts the text as well")] if self.loss else [])
 
     def __repr__(self) -> str:
         return f"Audit of {self.other} against {self.reference}: {self.summary}"

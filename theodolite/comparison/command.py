@@ -167,9 +167,7 @@ def show(compared: Compared, console: Console) -> None:
                 console.print(
                     f"[bold]{name}[/bold]  Not compared: not every survey has a run FOLDER-{ending}."
                 )
-        judged = [verdict for part in audit.parts for verdict in part.further]
-        judged += [audit.loss.verdict("The text is predicted as well")] if audit.loss else []
-        _show_verdicts(judged, console)
+        _show_verdicts(audit.further, console)
     _show_verdicts([each for each in compared.outcome.verdicts if each.claim == LOW_RANK_CLAIM], console)
 
 

@@ -94,11 +94,7 @@ def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
         )
         return
     parts = [_judged(audit.part(name), f"{audit.other}, {name}", words) for name, words in evidence.items()]
-    page.verdicts += [replace(mix_of(whole, parts), evidence=audit.summary), *parts]
-    for part in audit.parts:
-        page.verdicts += [replace(more, claim=f"{audit.other}, {more.claim}") for more in part.further]
-    if audit.loss is not None:
-        page.verdicts.append(audit.loss.verdict(f"{audit.other} predicts the text as well"))
+    page.verdicts += [replace(mix_of(whole, parts), evidence=audit.summary), *parts, *audit.further]
 
 
 def _judged(part: Survival, claim: str, sentence: str) -> Verdict:

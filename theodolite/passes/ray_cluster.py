@@ -179,9 +179,8 @@ class Workers:
         self._job: Any = None  # for as long as a worker may be started with it
         self._handles: dict[int, Any] = {}
         self._asked: dict[int, Any] = {}  # by worker that has not answered yet: where it is
-        self._died: Counter[int] = (
-            Counter()
-        )  # in a row before they answered; the last of `DEATHS` are not replaced
+        # In a row before they answered; the last of `DEATHS` are not replaced.
+        self._died: Counter[int] = Counter()
         self._since: float | None = None  # when there began to be none
         self._told = False
 

@@ -104,12 +104,7 @@ def _parsed(path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UsageError(f"cannot read the recipe {path}: {line}{error.problem}") from error
-    except (
-        OSError,
-        ValueError,
-        yaml.YAMLError,
-        RecursionError,
-    ) as error:  # ValueError: a date that is none, too
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: a wrong date, too
         raise UsageError(f"cannot read the recipe {path}: {first_line(error)}") from error
 
 

@@ -239,9 +239,11 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
     for name, (untouched, controls) in PAIRS.items():
         lost = _lost(table, name, untouched)
         by_control = np.concatenate([_lost(table, control, untouched) for control in controls], axis=1)
-        _claim(outcome, f"{WORDS[name]} costs accuracy after examples (section 3.5)", lost, by_control, [-1])
+        after = f"{WORDS[name]} costs accuracy after examples (section 3.5)"
+        _claim(outcome, after, "with five examples", lost[..., -1], by_control[..., -1])
         growing = f"{WORDS[name]} costs more, the more examples there are (section 3.5)"
-        _claim(outcome, growing, lost, by_control, [-1, 0])
+        less_none = (each[..., -1] - each[..., 0] for each in (lost, by_control))
+        _claim(outcome, growing, "with five examples less with none", *less_none)
         least = table[(table["model"] == name) & (table["shots"] == table["shots"].min())]["accuracy"]
         left = Estimate.mean(least.to_numpy(np.float64) - 1 / RULES.values, "models")
         floor = "" if left.value > left.margin else AT_CHANCE
@@ -264,20 +266,14 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
     )
 
 
-def _claim(outcome: Outcome, claim: str, lost: Floats, by_control: Floats, shots: list[int]) -> None:
-    """Accuracy lost after the first of the numbers of examples, less that after the second if there is one."""
-
-    def of(each: Floats) -> Floats:
-        at_first: Floats = each[..., shots[0]] - (each[..., shots[1]] if len(shots) > 1 else 0.0)
-        return at_first
-
-    hardest = of(by_control).max(axis=1)
+def _claim(outcome: Outcome, claim: str, what: str, lost: Floats, by_control: Floats) -> None:
+    """Judge accuracy that is lost (models, 1) against what controls lose (models, controls)."""
+    hardest = by_control.max(axis=1)
     outcome.claim(
         claim,
-        f"accuracy lost with five examples{' less with none' if len(shots) > 1 else ''} "
-        f"({Estimate.mean(of(lost)[:, 0], 'models')}) beyond the control that loses most "
+        f"accuracy lost {what} ({Estimate.mean(lost[:, 0], 'models')}) beyond the control that loses most "
         f"({Estimate.mean(hardest, 'models')}), paired by model",
-        Estimate.mean(of(lost)[:, 0] - hardest, "models"),
+        Estimate.mean(lost[:, 0] - hardest, "models"),
         MORE,
     )
 

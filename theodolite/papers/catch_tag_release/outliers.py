@@ -64,7 +64,8 @@ def outliers(study: Study, outcome: Outcome) -> None:
         raise UsageError("this experiment reads the text of the run again: pass it as well")
     seed = int(run.provenance["seed"])
     outliers = study.cached("outliers", lambda: find_outliers(study.require_model(), corpus, seed=seed))
-    parts = [find_outliers(study.require_model(), part, seed=seed) for part in parts_of(corpus)]
+    texts = parts_of(corpus)
+    parts = [find_outliers(study.require_model(), part, seed=seed) for part in texts]
     flags = ["published", "adaptive", "large_rms", "massive"]
     flagged, heads = (
         table[table[flags].any(axis=1)].reset_index(drop=True)
@@ -82,7 +83,7 @@ def outliers(study: Study, outcome: Outcome) -> None:
     _read(outcome, outliers)
     judge_consistency(outcome, outliers, parts)
     judge_massive(outcome, outliers, parts)
-    sinks = [sinks_of(study.require_model(), part) for part in parts_of(corpus)]
+    sinks = [sinks_of(study.require_model(), part) for part in texts]
     judge_sinks(outcome, (outliers, run.sinks), list(zip(parts, sinks, strict=True)), corpus)
     draw(outcome, outliers, len(corpus.contexts))
 

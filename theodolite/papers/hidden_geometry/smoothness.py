@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from theodolite.papers.hidden_geometry.addition_check import of_an_adder
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise
 from theodolite.papers.hidden_geometry.resampling import GroupedBasis, errors_of, grouped_basis
 from theodolite.papers.hidden_geometry.without_noise import (
-    estimated,
+    all_estimated,
     gram_without_noise,
     low_frequency_without_noise,
 )
@@ -92,7 +92,10 @@ def measures(bases: Tensor) -> Floats:
 
 
 def measures_without_noise(basis: GroupedBasis) -> dict[str, float]:
-    """What `DIFFERENCES` are of, free of the text's noise: means over layers; what noise hides counts as smooth."""
+    """What `DIFFERENCES` are of, in their order, free of the text's noise: means over layers.
+
+    What noise hides counts as smooth.
+    """
     gram = gram_without_noise(basis)
     # Of sums: a position that is hardly seen above its noise has no length to divide by.
     distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)
@@ -107,11 +110,6 @@ def measures_without_noise(basis: GroupedBasis) -> dict[str, float]:
         "low_frequency_10": torch.from_numpy(low_frequency_without_noise(basis)).nan_to_num(1.0),
     }
     return {name: float(value.double().mean()) for name, value in numbers.items()}
-
-
-def _beyond(name: str, limit: float, basis: GroupedBasis) -> float:
-    """One of them, less a limit."""
-    return measures_without_noise(basis)[name] - limit
 
 
 def _pictured(run: Run, bases: Tensor) -> Run:
@@ -147,6 +145,13 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         {"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True))
     )
     basis = grouped_basis(study)
+
+    @cache
+    def without_noise() -> dict[str, Estimate]:
+        assert basis is not None
+        known = all_estimated(basis, lambda each: measures_without_noise(each).values())
+        return dict(zip(DIFFERENCES, known, strict=True))
+
     # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
     errors = errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
     for error, (name, (what, measure, words, claim, criterion)) in zip(
@@ -165,8 +170,8 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         difference = Estimate(mean - centred_value, float(error), *OF_GROUPS)
         verdict = judge(claim, f"{values}; difference", difference, criterion)
         if verdict.answer not in OPEN and basis is not None:
-            without_noise = estimated(basis, partial(_beyond, name, centred_value))
-            verdict = unless_noise(verdict, run, without_noise, criterion)
+            known = without_noise()[name]
+            verdict = unless_noise(verdict, run, replace(known, value=known.value - centred_value), criterion)
         outcome.verdicts.append(verdict)
     bases = torch.cat([centred[None], learned])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite.judging import Criterion, Estimate
-from theodolite.measure.rank_correlation import rank_correlation
+from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.papers.localization.locater_grid import GridRun
 from theodolite.papers.localization.locater_training import Reduction, Setting
 from theodolite.passes.corpus_pass import perplexity_of
@@ -171,8 +171,7 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
     `name` from the one with the smaller `against` to the other.
 
     A few rank correlations over a few groups are often alike by chance, and then have no spread. Where their interval
-    is narrower than that of as many correlations of what has nothing to do with each other, it is taken for theirs:
-    such correlations over k groups have the variance 1/(k − 1) (Kendall).
+    is narrower than that of as many correlations of what has nothing to do with each other, it is taken for theirs.
     """
     values = []
     for _, of_seed in rows.groupby("seed"):
@@ -188,8 +187,11 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
     if not values:
         return Estimate(math.nan)
     known = Estimate.mean(values, "seeds")
-    by_chance = replace(known, error=1 / math.sqrt((len(groups) - 1) * known.n), by_chance=True)
-    return by_chance if len(groups) > 2 and known.margin < by_chance.margin else known
+    if len(groups) == 2:
+        return known
+    error = error_under_independence(len(groups)) / math.sqrt(known.n)
+    by_chance = replace(known, error=error, by_chance=True)
+    return by_chance if known.margin < by_chance.margin else known
 
 
 @dataclass(frozen=True)
