@@ -161,6 +161,8 @@ def compare(
         heads.head_types(reference, other),
         heads.spectra(reference, other),
     )
+    if _model_and_edits(reference) == _model_and_edits(other):
+        parts = tuple(part.of_one_model() for part in parts)
     loss = outputs.loss(*written) if written else None
     return Audit(*names, parts, summarise(parts, names[1], loss), runs, loss)
 

@@ -12,13 +12,18 @@ from theodolite.comparison.survival import (
     LOST,
     NEW,
     SURVIVED,
+    UNDECIDED,
     Flags,
     Survival,
     changes,
     clear,
     expected_by_chance,
+    looks_of,
+    margins,
+    share_error,
     statuses,
 )
+from theodolite.judging import Criterion
 from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, entropy_share
@@ -27,6 +32,8 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 
 TENTH = 0.1
 """An entropy survives that changes by at most this share of the maximum (ours)."""
+
+A_TENTH = Criterion("within", TENTH, "ours")
 
 RANGES = np.array(["collapsed", "", "uniform"])
 """A head below `ENTROPY_COLLAPSE`, between, and above the threshold of `UNIFORM_ATTENTION`, as shares of the
@@ -47,21 +54,42 @@ def entropies(reference: Run, other: Run) -> Survival:
     propagation_changes = changes(_values(reference, "propagation"), _values(other, "propagation"))
     table = table.join(propagation_changes.add_prefix("propagation_"))
     table["left_range"] = _entered_range(table["share_before"], table["share_after"])
+    contexts = reference.provenance["corpus"]["contexts"]
+    table["status"] = _entropy_statuses(
+        table, [_values(run, "entropy_se") for run in (reference, other)], contexts
+    )
     table = table[table["difference"].notna()].reset_index(drop=True)
     first, second = table["share_before"].to_numpy(), table["share_after"].to_numpy()
     ranges = range_of(first)[:, None] == range_of(second)
     holds: Flags = (np.abs(first[:, None] - second) <= TENTH) & ranges
-    table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
     return Survival(
         "entropies",
         "head",
         f"of a head: survives where it changes by at most {percent(TENTH)} of the maximum, and the head neither "
         f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE.limit)} of the maximum) or uniform "
-        f"(above {percent(UNIFORM_ATTENTION.threshold)})",
+        f"(above {percent(UNIFORM_ATTENTION.threshold)}), and is lost where not, each with whole 95 % intervals",
         table,
-        partial(_entropies_sentence, contexts=reference.provenance["corpus"]["contexts"]),
+        partial(_entropies_sentence, contexts=contexts),
         by_chance=expected_by_chance(holds),
+        contexts=contexts,
     )
+
+
+def _entropy_statuses(table: pd.DataFrame, errors: list[Floats], contexts: int) -> np.ndarray:
+    """By the change as a share of the maximum, and by where each entropy lies, with their intervals."""
+    looks = looks_of(int(table["difference"].notna().sum()))
+    of_shares, ends = [], []
+    for side, error in zip(("before", "after"), errors, strict=True):
+        share = table[f"share_{side}"]
+        of_shares.append(error * (share / table[side].where(table[side] > 0)).fillna(0))
+        margin = margins(of_shares[-1], contexts, looks)
+        ends.append([range_of(share - margin), range_of(share + margin)])
+    change = table["share_after"] - table["share_before"]
+    kept, lost = A_TENTH.decided(change, margins(np.hypot(*of_shares), contexts, looks))
+    (low, high), (new_low, new_high) = ends
+    kept &= (low == new_high) & (high == new_low)
+    lost |= (high < new_low) | (new_high < low)
+    return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
 
 
 def _values(run: Run, name: str) -> Floats:
@@ -109,15 +137,22 @@ def head_types(reference: Run, other: Run) -> Survival:
         least = role.threshold
         change = changes(_values(reference, role.column), _values(other, role.column)).fillna(0.0)
         table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=role.title, least=least)
-        table = table.join(change).assign(status=statuses(change, least))
+        table = table.join(change)
         tables.append(table[(table["before"] >= least) | (table["after"] >= least)])
+    table = pd.concat(tables, ignore_index=True)
+    contexts = reference.provenance["corpus"]["contexts"]
+    # A score is a mean over contexts of shares of attention.
+    table["se"] = share_error(table["before"], table["after"], contexts)
+    table["status"] = statuses(table, table["least"].to_numpy(), contexts)
     return Survival(
         "head types",
         "head role",
         "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in roles)
-        + "; survives where at least half of the score is left",
-        pd.concat(tables, ignore_index=True),
+        + "; survives where at least half of the score is left, and is lost where less is, each with the whole 95 % "
+        "interval (at most that of a share of the contexts)",
+        table,
         _types_sentence,
+        contexts=contexts,
     )
 
 
@@ -164,6 +199,7 @@ def spectra(reference: Run, other: Run) -> Survival:
         table,
         _spectra_sentence,
         by_chance=expected_by_chance(holds),
+        certain=True,
     )
 
 

@@ -242,16 +242,18 @@ def head_outputs(reference: Run, other: Run) -> Survival:
     ]
     table = pd.concat([rows.assign(layer=layer) for layer, rows in enumerate(layers)], ignore_index=True)
     table = table[(table["norm_before"] > 0) | (table["norm_after"] > 0)].reset_index(drop=True)
-    table["status"] = statuses(table, 1.0, int(context.max()) + 1)
+    contexts = int(context.max()) + 1
+    table["status"] = statuses(table, 1.0, contexts)
     return Survival(
         NAME,
         "head",
         f"what a head adds to the stream, o W_O, at {len(context)} tokens past the first: it survives where at least "
-        "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than "
-        "the 95 % interval (over contexts)",
+        "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, each with the "
+        "whole 95 % interval (over contexts)",
         table[["layer", "head", *(name for name in table if name not in ("layer", "head"))]],
         _sentence,
         least=1.0,
+        contexts=contexts,
         further=(judge(ALIKE_CLAIM, DIFFERENCE, _difference(reference, other, context), ALIKE),),
     )
 
@@ -299,7 +301,7 @@ def _compare_layer(
         relative = sizes[0] / sizes[1]
     table = pd.DataFrame({"head": range(len(old))})
     table = table.join(changes(writes.astype(float), np.where(writes, 1 - lost, sizes[2] > 0)))
-    table["se"] = np.where(writes, error, np.nan)
+    table["se"] = np.where(writes, error, 0.0)
     table["relative_difference"] = np.where(writes, relative, np.nan)
     return table.join(changes(sizes[1], sizes[2]).add_prefix("norm_"))
 

@@ -16,6 +16,7 @@ from theodolite.comparison.survival import (
     Survival,
     changes,
     clear,
+    share_error,
     statuses,
 )
 from theodolite.judging import Estimate
@@ -58,7 +59,7 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     change = changes(table["share_before"], table["share_after"])
     contexts = reference.provenance["corpus"]["contexts"]
     table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
-    table["se"] = _error(change["before"], change["after"], contexts)
+    table["se"] = share_error(change["before"], change["after"], contexts)
     table["status"] = statuses(table, LEAST_SHARE, contexts)
     order = ["before", "after", *KEY]
     table = table.sort_values(order, ascending=[False] * 2 + [True] * 4, ignore_index=True)
@@ -66,13 +67,13 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         "sinks",
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
-        "that is left, and is lost where less is, by more than the 95 % interval of the difference (contexts taken as "
-        "independent)",
+        "that is left, and is lost where less is, each with the whole 95 % interval (contexts taken as independent)",
         table,
         _sinks_sentence,
         weight="before",
         least=LEAST_SHARE,
         paired=None if places is None else kept_places(*places),
+        contexts=contexts,
     )
 
 
@@ -128,12 +129,6 @@ def _outer_join(before: pd.DataFrame, after: pd.DataFrame, columns: list[str]) -
     return table
 
 
-def _error(before: pd.Series, after: pd.Series, contexts: int) -> Floats:
-    """Of the difference of two shares of contexts, binomial, as if of two texts."""
-    variance = (before * (1 - before) + after * (1 - after)) / contexts
-    return np.asarray(np.sqrt(variance.clip(lower=0)))  # a sum of shares may be a rounding above 1
-
-
 def _sinks_sentence(part: Survival) -> str:
     table = part.table
     if not part.of_reference:
@@ -155,7 +150,7 @@ def _share_change(row: pd.Series) -> str:
 
 def tags(reference: Run, other: Run) -> Survival:
     """Tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after the head."""
-    values = ["share", "tag", "tag_se", "released", "released_se", "tagged", "row"]
+    values = ["share", "contexts", "tag", "tag_se", "released", "released_se", "tagged", "row"]
     table = _outer_join(_tagging(reference), _tagging(other), values)
     are_tags = [
         (table[f"tag_{side}"] >= TAGGED) & (table[f"share_{side}"] >= LEAST_SHARE)
@@ -163,17 +158,19 @@ def tags(reference: Run, other: Run) -> Survival:
     ]
     table = table[are_tags[0] | are_tags[1]].reset_index(drop=True)
     table = table.join(changes(table["tag_before"], table["tag_after"]))
-    table["se"] = np.hypot(table["tag_se_before"], table["tag_se_after"])
+    table["se"] = np.hypot(table["tag_se_before"], table["tag_se_after"]).replace(np.inf, np.nan)
     table["cosine"] = _cosines(reference, other, table)
     table["released_difference"] = table["released_after"] - table["released_before"]
     table["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
     contexts = reference.provenance["corpus"]["contexts"]
-    status = statuses(table, TAGGED, contexts)
-    rotated = (status == SURVIVED) & ~(table["cosine"] >= HALF**0.5)
+    seen = table[["contexts_before", "contexts_after"]].replace(0, np.nan).min(axis=1)
+    status = statuses(table, TAGGED, seen)
     shares = table["share_before"], table["share_after"]
-    moved = clear(shares[1] - shares[0], _error(*shares, contexts), contexts)
-    undirected = table["cosine"].isna() & ~moved
-    table["status"] = np.where(undirected, UNDECIDED, np.where(rotated, LOST, status))
+    moved = clear(shares[1] - shares[0], share_error(*shares, contexts), contexts)
+    gone = (status == LOST) & (table["cosine"].notna() | moved)
+    kept, turned = _along(table["cosine"], seen)
+    table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
+    table.loc[gone | turned & (table["tag_before"] >= TAGGED), "status"] = LOST
     order = ["tagged_before", "tagged_after", *KEY]
     table = table.sort_values(order, ascending=[False] * 2 + [True] * 4, ignore_index=True)
     return Survival(
@@ -182,12 +179,13 @@ def tags(reference: Run, other: Run) -> Survival:
         f"a sink in at least {percent(LEAST_SHARE)} of the contexts whose grouping explains at least "
         f"{percent(TAGGED)} of the variance of the head's output (η²); its tag survives where at least half of η² is "
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
-        f"{HALF**0.5:.2f}); less η² than half counts as lost if by more than the 95 % interval of the difference, "
-        "and a sink that is gone if its share of contexts fell by more than that",
+        f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval (of the squared "
+        "cosine that of a share of the contexts with the sink); a sink that is gone counts if its share fell clearly",
         table[[*KEY, *TAG_COLUMNS]],
         _tags_sentence,
         weight="tagged_before",
         least=TAGGED,
+        contexts=contexts,
     )
 
 
@@ -196,7 +194,20 @@ def _tagging(run: Run) -> pd.DataFrame:
     rows = run.traces.assign(row=np.arange(1.0, len(run.traces) + 1))
     # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
     absent = dict.fromkeys(("tag", "tag_se", "released", "released_se", "tagged"), 0.0)
+    # A tag whose error is not known, as of one context, is not certain.
+    rows["tag_se"] = rows["tag_se"].where(rows["tag"].isna() | rows["tag_se"].notna(), np.inf)
     return rows[rows["kind"] != "learned"].fillna(absent)
+
+
+def _along(cosine: pd.Series, contexts: pd.Series) -> tuple[pd.Series, pd.Series]:
+    """Whether at least half of the new direction's squared length lies along the old one, and whether less does.
+
+    The traces have one direction for all contexts, and so no spread. The squared cosine is a share, and is given the
+    largest error that a share of so many contexts can have (`Estimate.share`): below six nothing is decided.
+    """
+    share = cosine.clip(lower=0) ** 2
+    margin = contexts.map(lambda n: Estimate.share(0.5, n, "contexts").margin)
+    return share - margin >= HALF, share + margin < HALF
 
 
 def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:

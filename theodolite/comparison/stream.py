@@ -18,6 +18,7 @@ from theodolite.comparison.survival import (
     SURVIVED,
     Survival,
     changes,
+    share_error,
     statuses,
     within_errors,
 )
@@ -38,16 +39,20 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     layer, dimension = np.nonzero((before >= OUTLIER_SHARE) | (after >= OUTLIER_SHARE))
     change = changes(before[layer, dimension], after[layer, dimension])
     table = pd.DataFrame({"layer": layer, "dimension": dimension}).join(change)
-    table["status"] = statuses(change, OUTLIER_SHARE)
+    contexts = reference.provenance["corpus"]["contexts"]
+    table["se"] = share_error(change["before"], change["after"], contexts)
+    table["status"] = statuses(table, OUTLIER_SHARE, contexts)
     return Survival(
         "outlier dimensions",
         "outlier dimension",
         f"a dimension of a residual layer with |x| of 6 or more in at least {percent(OUTLIER_SHARE)} of the tokens "
-        "past the first; it survives where at least half of that share is left",
+        "past the first; it survives where at least half of that share is left, and is lost where less is, each with "
+        "the whole 95 % interval (at most that of a share of the contexts)",
         table,
         partial(_dimensions_sentence, noun="outlier dimension", same="shares"),
         weight="before",
         least=OUTLIER_SHARE,
+        contexts=contexts,
     )
 
 
@@ -66,15 +71,22 @@ def massive_activations(reference: Run, other: Run) -> Survival:
     filled = table.reset_index(drop=True).fillna({"count_before": 0, "count_after": 0})
     change = changes(filled["count_before"], filled["count_after"])
     table = filled[keys].join(change)
-    table["status"] = statuses(change, 1)
+    corpus = reference.provenance["corpus"]
+    # As a share of the tokens at this place: one a context, or all but one.
+    places = corpus["contexts"] * np.where(table["position"] == "first", 1.0, corpus["length"] - 1.0)
+    shares = change["before"] / places, change["after"] / places
+    table["se"] = places * share_error(*shares, corpus["contexts"])
+    table["status"] = statuses(table, 1, corpus["contexts"])
     return Survival(
         "massive activations",
         "massive dimension",
         "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
-        "median; it survives where it has at least half as many",
+        "median; it survives where it has at least half as many, and is lost where it has fewer, each with the whole "
+        "95 % interval (at most that of a share of the contexts)",
         table,
         partial(_dimensions_sentence, noun="massive activation", same="numbers"),
         least=1,
+        contexts=corpus["contexts"],
     )
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from scipy import stats
 
+from theodolite.estimates import CONFIDENCE
 from theodolite.judging import (
     SIGMAS,
     Answer,
     Criterion,
     Estimate,
-    Estimates,
     Verdict,
     judge,
     mix_of,
@@ -56,6 +57,8 @@ class Survival:
         least: what makes a unit of `before`; the column `least` where each has its own.
         paired: the share of the whole family that is left, with an error over contexts; None: it is read off the units.
         further: verdicts on more than what survives.
+        contexts: those that the units' errors rest on; 0: no errors are known, so that the part is not decided.
+        certain: no other text would say anything else: spectra of weights, or one model twice.
     """
 
     name: str
@@ -68,6 +71,8 @@ class Survival:
     least: float = 0.0
     paired: Estimate | None = None
     further: tuple[Verdict, ...] = ()
+    contexts: int = 0
+    certain: bool = False
 
     @property
     def sentence(self) -> str:
@@ -121,13 +126,18 @@ class Survival:
         if self.paired is not None:
             return self.paired
         survived, lost, unknown = self._weights()
-        if not unknown:
+        if self.certain and not unknown:
             return Estimate.exact(self._share(survived, lost))
         low, high = self._share(survived, lost + unknown), self._share(survived + unknown, lost)
         middle, half = (low + high) / 2, (high - low) / 2
-        if self.of_reference == 1:
+        if not self.contexts:
             return Estimate(middle)
-        return Estimate(middle, half / SIGMAS, self.of_reference, f"{self.unit}s", by_chance=True)
+        return Estimate(middle, half / SIGMAS, self.contexts, "contexts", by_chance=True)
+
+    def of_one_model(self) -> Survival:
+        """The part where both runs are of one model: if no number differs, all survives, on any text."""
+        part = replace(self, table=self.table.assign(status=SURVIVED), certain=True)
+        return part if part.exact else self
 
     def _weights(self) -> tuple[float, float, float]:
         """Of the units of the reference that survive, are lost, and are undecided."""
@@ -195,32 +205,58 @@ class Survival:
         return text
 
 
+def margins(errors: npt.ArrayLike, n: npt.ArrayLike, looks: int = 1) -> Floats:
+    """Half the widths of 95 % intervals (Student's t of n things, or as many a row), `looks` of which share the 5 %.
+
+    NaN where the error is not known, or rests on one thing.
+    """
+    sigmas = stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / looks, np.asarray(n, dtype=np.float64) - 1)
+    return np.asarray(sigmas * np.asarray(errors, dtype=np.float64))
+
+
+def looks_of(units: int) -> int:
+    """How many intervals share the 5 %: those of which one must err for a claim on nine tenths of the units to err."""
+    return int((1 - NEARLY_ALL.limit) * units + 1e-9) + 1
+
+
 def clear(differences: npt.ArrayLike, errors: npt.ArrayLike | None, n: int = 0) -> Flags:
     """Whether the 95 % interval of each difference leaves out 0; without an error every difference is certain."""
     sizes = np.abs(np.asarray(differences, dtype=np.float64))
-    errors = None if errors is None else np.asarray(errors, dtype=np.float64)
-    margins = np.nan_to_num(Estimates(sizes, errors, n).margins)
-    return A_CHANGE.decided(sizes, margins)[0]
+    return A_CHANGE.decided(sizes, 0.0 if errors is None else margins(errors, n))[0]
 
 
-def statuses(changed: pd.DataFrame, least: float, n: int = 0) -> npt.NDArray[np.str_]:
+def statuses(changed: pd.DataFrame, least: float | Floats, n: npt.ArrayLike = 0) -> npt.NDArray[np.str_]:
     """The status of each unit by the rule of halves.
 
-    A unit of the reference has at least `least` before. It survives where at least half of that is left; it is lost
-    where less is and the difference is `clear`, else undecided. What has `least` after only is new where there was
-    less than half of it before and the difference is clear, else undecided.
+    A unit of the reference has at least `least` before. It survives where at least half of that is left, and is lost
+    where less is, each with the whole interval of after − before/2; else it is undecided. What has `least` after only
+    is new where there was less than half of it before, with the whole interval, else undecided.
 
     Args:
         changed: one row per unit, at least `least` in one of `before` and `after`, 0 where it is absent; and `se`, the
-            standard error of the difference: without that column every difference is taken for certain.
+            standard error of the difference, which that of after − before/2 does not exceed. Without that column these
+            are facts about one text.
         least: what makes a unit.
-        n: how many contexts, or groups of them, the errors rest on.
+        n: how many contexts, or groups of them, the errors rest on, or how many in each row.
     """
     before, after = (changed[side].to_numpy() for side in ("before", "after"))
-    is_clear = clear(after - before, changed.get("se"), n)
-    known = np.where(after >= HALF * before, SURVIVED, np.where(is_clear, LOST, UNDECIDED))
-    unknown = np.where((before < HALF * after) & is_clear, NEW, UNDECIDED)
-    return np.where(before >= least, known, unknown)
+    is_unit = before >= least
+    margin = margins(changed["se"], n, looks_of(int(is_unit.sum()))) if "se" in changed else 0.0
+    halves = Criterion("at least", 0.0, "")
+    kept, lost = halves.decided(after - HALF * before, margin)
+    known = np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
+    unknown = np.where(halves.decided(before - HALF * after, margin)[1], NEW, UNDECIDED)
+    return np.where(is_unit, known, unknown)
+
+
+def share_error(before: pd.Series, after: pd.Series, contexts: int) -> Floats:
+    """Of the difference of two means over contexts of what is between 0 and 1, as if of two texts; at most.
+
+    A mean s of such numbers has at most the variance s (1 − s)/n, that of a share. Two contexts on either side are
+    added (Agresti & Coull 1998): what all of a few contexts do is not certain.
+    """
+    shares = ((side * contexts + 2) / (contexts + 4) for side in (before, after))
+    return np.asarray(np.sqrt(sum(s * (1 - s) for s in shares) / (contexts + 4)))
 
 
 def expected_by_chance(holds: Flags) -> float:
