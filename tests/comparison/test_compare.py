@@ -10,6 +10,7 @@ import pytest
 import scipy.linalg
 import torch
 from safetensors.numpy import load_file
+from scipy import stats
 
 from tests import planted
 from tests.comparison.conftest import CORPUS, IDS
@@ -97,13 +98,12 @@ def test_of_a_random_model_nothing_survives(pair):
     for part in audit.parts:
         assert not part.left > 0.1, part.name
         if part.name != "sinks":
-            assert part.answer in (FAILS, UNTESTABLE), part.name
+            assert part.answer in (FAILS, UNTESTABLE, UNDECIDED), part.name
     # No sink in any of 16 contexts: of all, 1 − 0.025^{1/16} = 0.206 of them may still have theirs.
     assert audit.part("sinks").answer == audit.answer == UNDECIDED
     assert "may keep its sinks (0 of 5)" in audit.summary
     unpaired = compare(pair().run, pair("random").run)
-    assert unpaired.summary.startswith("Nothing survives: neither sinks, outlier dimensions, ")
-    assert unpaired.answer == FAILS
+    assert unpaired.part("sinks").answer == FAILS
 
 
 def test_numbers_from_the_files_by_loops(pair):
@@ -122,12 +122,14 @@ def test_numbers_from_the_files_by_loops(pair):
     expected = {}
     for key in {*shares[0], *shares[1]}:
         before, after = (found.get(key, 0.0) for found in shares)
-        spread = sum(p * (1 - p) for p in (before, after)) / contexts
-        clear = abs(after - before) > 2 * spread**0.5
+        added = [(p * contexts + 2) / (contexts + 4) for p in (before, after)]
+        spread = sum(p * (1 - p) for p in added) / (contexts + 4)
+        margin = stats.t.ppf(0.975, contexts - 1) * spread**0.5  # of fewer than ten units, one looks
         if before >= 0.01:
-            status = "survived" if after >= before / 2 else "lost" if clear else "undecided"
+            left = after - before / 2
+            status = "survived" if left >= margin else "lost" if left <= -margin else "undecided"
         else:
-            status = "new" if before < after / 2 and clear else "undecided"
+            status = "new" if after / 2 - before > margin else "undecided"
         expected[key] = (before, after, spread**0.5, status)
     table = audit.part("sinks").table
     assert len(table) == len(expected)
@@ -186,7 +188,9 @@ def test_tags_from_the_files_by_loops(pair):
     assert (table["cosine"] < 1 - 1e-6).all()
 
 
-@pytest.mark.parametrize(("cosine", "status"), [(-1.0, "lost"), (0.69, "lost"), (0.72, "survived")])
+@pytest.mark.parametrize(
+    ("cosine", "status"), [(-1.0, "lost"), (0.4, "lost"), (0.69, "undecided"), (0.95, "survived")]
+)
 def test_a_tag_that_turned_too_far_is_lost(pair, cosine, status):
     """The same η² in another direction, of whose square half is along the old one or not."""
     first = pair()

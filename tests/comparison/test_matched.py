@@ -18,7 +18,7 @@ from theodolite.comparison.heads import ROLES
 from theodolite.comparison.matched import matches
 from theodolite.comparison.survival import LOST, SURVIVED
 from theodolite.errors import UsageError
-from theodolite.judging import HOLDS
+from theodolite.judging import UNDECIDED
 
 TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
 
@@ -35,7 +35,7 @@ def test_permuted_heads_find_each_other(pair):
     order = np.random.default_rng(0).permutation(len(run.heads))
     # The highest entropy is the same in all blocks of this model, so that shares do not change with the place.
     part = matched_heads(run, permuted(run, order))
-    assert part.answer == HOLDS
+    assert part.answer == UNDECIDED  # no error is known
     places = run.heads.iloc[np.argsort(order)]
     expected = [f"L{layer}H{head}" for layer, head in zip(places["layer"], places["head"], strict=True)]
     assert part.table["match"].tolist() == expected
@@ -124,7 +124,7 @@ def test_runs_of_different_widths_are_matched(pair):
     other = replace(run, provenance=run.provenance | {"model": run.provenance["model"] | {"width": 7}})
     audit = compare(run, other)
     assert [part.name for part in audit.parts] == ["matched heads"]
-    assert audit.answer == HOLDS
+    assert audit.answer == UNDECIDED
 
 
 def test_contexts_of_another_length_are_refused(pair):

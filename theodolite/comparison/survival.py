@@ -136,7 +136,11 @@ class Survival:
 
     def of_one_model(self) -> Survival:
         """The part where both runs are of one model: if no number differs, all survives, on any text."""
-        part = replace(self, table=self.table.assign(status=SURVIVED), certain=True)
+        part = replace(
+            self,
+            table=self.table.assign(status=self.table["status"].replace(UNDECIDED, SURVIVED)),
+            certain=True,
+        )
         return part if part.exact else self
 
     def _weights(self) -> tuple[float, float, float]:
