@@ -56,11 +56,11 @@ def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
 def beyond_random_order(
     lowest: Floats, constant: Floats, positions: int, errors: tuple[Floats, Floats] | None = None
 ) -> tuple[Floats, Floats]:
-    """How far a share of low frequencies lies from that of positions in random order (0) to all the energy (1).
+    """How far a share of low frequencies lies from the most that random order has on average (0) to all energy (1).
 
     1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))): in random order the constant frequency keeps its energy r_1, and of the
-    rest at most 9 of n − 1 parts are expected within the ten lowest, where it is all in the means of rows or of
-    columns. Constant matrices, whose order does not matter, are NaN.
+    rest at most 9 of n − 1 parts are expected within the ten lowest: so many where it is all in the means of rows or of
+    columns, else fewer, and 0 is a bound. Constant matrices, whose order does not matter, are NaN.
 
     Args:
         lowest, constant: r_10 and r_1. errors: their standard errors, which add up at most, as both are of one text.
