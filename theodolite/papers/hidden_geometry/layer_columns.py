@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import OPEN, Criterion, Estimate, Verdict, judge, unless_explained, untestable
+from theodolite.judging import OPEN, SIGMAS, Criterion, Estimate, Verdict, judge, unless_explained, untestable
 from theodolite.papers.experiment import Study
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.resampling import grouped_basis
@@ -44,12 +44,13 @@ def closest_model(run: Run) -> str:
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
     """The share of a model's heads that are so, with the error that it has where the criterion's limit is the truth.
 
-    √(p(1 − p)/H) at the limit p (the score test): heads are what is drawn, as if independently.
+    √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction): heads are
+    what is drawn, as if independently. With fewer than six, a limit of one half decides nothing.
     """
     values = np.array(list(are_so), dtype=bool)
     if not len(values):
         return Estimate(math.nan)
-    error = math.sqrt(criterion.limit * (1 - criterion.limit) / len(values))
+    error = math.sqrt(criterion.limit * (1 - criterion.limit) / len(values)) + 0.5 / len(values) / SIGMAS
     return Estimate(float(values.mean()), error, len(values), "heads", by_chance=True)
 
 
