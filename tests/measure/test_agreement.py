@@ -14,7 +14,7 @@ from theodolite.measure.agreement import (
     agreement,
     curve_errors,
     mean_over_heads,
-    others_mean,
+    others_median,
     partial_rank_correlation_of_heads,
     rank_correlation_of_heads,
 )
@@ -65,16 +65,26 @@ def test_agreement_is_cohens():
     assert np.isnan(agreement(names[[0] * 9], names[[0] * 9], 0)[0].value)
 
 
-def test_errors_of_curves_and_the_baseline_of_all_other_heads():
+def test_errors_of_curves():
     """Oracle: by hand, with a key that no query sees."""
     measured = torch.tensor([[0.0, 1.0, math.nan], [0.5, 0.5, 0.5], [1.0, 0.0, 1.0]]).double()
     predicted = torch.tensor([[0.5, 1.0, 0.3], [0.5, 0.5, 0.5], [0.0, 0.0, 1.0]]).double()
     errors = curve_errors(predicted, measured).numpy()
     np.testing.assert_allclose(errors, [0.25, 0, 1 / 3], rtol=1e-6)
     assert mean_over_heads(errors, 0).value == pytest.approx((0.25 + 0 + 1 / 3) / 3)
-    others = others_mean(measured)
-    np.testing.assert_allclose(others[0], [0.75, 0.25, 0.75])
-    np.testing.assert_allclose(others[1], [0.5, 0.5, 1.0])
+
+
+def test_the_baseline_is_the_median_of_all_other_heads():
+    """Oracle: numpy's nanmedian of the rows without each, where values tie, some are unknown, and no other has one."""
+    for heads in (1, 2, 7, 8):
+        curves = DRAWN.integers(0, 6, size=(heads, 200)) / 4
+        curves[DRAWN.random(curves.shape) < 0.3] = np.nan
+        others = others_median(torch.from_numpy(curves)).numpy()
+        for head in range(heads):
+            rest = np.delete(curves, head, axis=0)
+            known = np.isfinite(rest).any(axis=0)
+            np.testing.assert_allclose(others[head, known], np.nanmedian(rest[:, known], axis=0))
+            assert np.isnan(others[head, ~known]).all()
 
 
 def test_the_error_of_a_mean_over_heads_is_that_of_the_mean():

@@ -132,6 +132,9 @@ def test_table_3_takes_the_rows_that_the_run_has(run):
     shares = {f"{row}_low_frequency_{k}": 0.1 * k for row in ("pwp", "qk") for k in (1, 3, 5, 10)}
     full = reproduce("geometry/table3", replace(run, heads=run.heads.assign(**shares)))
     assert answers(full) == [HOLDS] * 3
+    nothing = reproduce("geometry/table3", replace(rough, heads=run.heads.assign(**shares)))
+    assert answers(nothing) == [FAILS, UNTESTABLE, UNTESTABLE]
+    assert "that could be inherited" in nothing.verdicts[2].evidence
     table = full.tables["shares"].set_index(["row", "where"])
     assert table.loc[("QK matrix", "this run"), "K = 3"] == pytest.approx(0.3)
     assert table.loc[("QK matrix", "GPT-2, Table 3"), "K = 10"] == 0.912

@@ -108,8 +108,15 @@ def curve_errors(
     return (predicted - measured).abs().nanmean(1)
 
 
-def others_mean(curve: Float[Tensor, "heads positions"]) -> Float[Tensor, "heads positions"]:
-    """For every head the mean curve of all others: a prediction that knows nothing of the head."""
-    known = curve.isfinite()
-    total, others = curve.nansum(0) - curve.nan_to_num(), known.sum(0) - known.long()
-    return torch.where(others > 0, total / others, torch.nan)
+def others_median(curve: Float[Tensor, "heads positions"]) -> Float[Tensor, "heads positions"]:
+    """For every head the median of all others, at each position: a prediction that knows nothing of the head.
+
+    No one curve has a smaller mean absolute error over the others. NaN where no other head has a number.
+    """
+    ordered, order = curve.sort(dim=0)  # NaN last
+    rank, known = order.argsort(dim=0), curve.isfinite()
+    others = known.sum(dim=0) - known.long()
+    middle = [((others - 1) // 2).clamp_min(0), others // 2]
+    # From a head's own place on, the others are one further in the order of all.
+    low, high = (ordered.gather(0, (at + (rank <= at)).clamp_max(len(curve) - 1)) for at in middle)
+    return torch.where(others > 0, (low + high) / 2, torch.nan)

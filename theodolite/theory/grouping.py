@@ -38,6 +38,21 @@ def explained_elsewhere(
     return _explained(x, group, shifts)
 
 
+def without_trend(
+    x: Float[Tensor, "tokens width"], position: Int[Tensor, " tokens"]
+) -> Float64[Tensor, "tokens width"]:
+    """The vectors less their least-squares quadratic in position (1, t, t²); zeros where only rounding is left.
+
+    Runs of tokens and vectors that drift along the prompt go together for no other reason than position, and most where
+    the first run begins with the prompt and the last one ends with it, as no shifted grouping does.
+    """
+    exact, t = x.double(), position.double() / max(1, len(x))
+    trend, _ = torch.linalg.qr(torch.stack([t**power for power in range(3)], dim=1))
+    left = exact - trend @ (trend.T @ exact)
+    rounding = torch.finfo(torch.float64).eps * len(x) * exact.norm()
+    return left if left.norm() > rounding else torch.zeros_like(left)
+
+
 def _explained(x: Tensor, group: Tensor, shifts: Iterable[int]) -> Tensor:
     names, of, sizes = group.unique(return_inverse=True, return_counts=True)
     centred = x.double() - x.double().mean(dim=0)

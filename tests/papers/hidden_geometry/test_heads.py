@@ -13,8 +13,11 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Criterion, judge
 from theodolite.papers import Study
 from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.hidden_geometry.heads import EARLIER, _by_layers, _over_heads
+from theodolite.papers.hidden_geometry.criteria import above_chance
+from theodolite.papers.hidden_geometry.heads import EARLIER, MANY_HEADS, _by_layers, _over_heads
 from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
+from theodolite.papers.hidden_geometry.prompt_logits import UNCHANGED
+from theodolite.papers.hidden_geometry.weights import MAJORITY
 
 FIGURE_25 = EXPERIMENTS["geometry/figure25"]
 
@@ -50,22 +53,24 @@ def test_few_heads_more_than_the_limit_decide_nothing(run):
     assert Study(_with(run, argmax_property=share)).outcome(FIGURE_25).verdicts[0].answer == UNDECIDED
 
 
-@pytest.mark.parametrize(("limit", "heads"), [(0.25, 24), (0.43, 144), (0.5, 24), (0.9, 144), (0.2, 1024)])
-def test_a_share_at_its_limit_holds_by_chance_alone_in_one_case_of_twenty_or_fewer(limit, heads):
-    """Oracle: the binomial distribution of heads that are so with the criterion's own probability."""
-    criterion = Criterion("at least", limit, "a test")
-    counts = np.arange(heads + 1)
-    answers = [
-        judge("", "", share_of_heads([True] * n + [False] * (heads - n), criterion), criterion)
-        for n in counts
-    ]
-    holds = np.array([verdict.answer == HOLDS for verdict in answers])
-    fails = np.array([verdict.answer == FAILS for verdict in answers])
-    probability = stats.binom.pmf(counts, heads, limit)
-    assert probability[holds].sum() <= 0.05
-    assert probability[fails].sum() <= 0.05
-    assert holds[-1]
-    assert fails[0]
+@pytest.mark.parametrize(
+    "limit",
+    [MAJORITY.limit, MANY_HEADS.limit, UNCHANGED.limit, *(above_chance(of).limit for of in (4, 5, 6))],
+)
+def test_a_share_at_its_limit_is_decided_by_chance_in_one_case_of_twenty_or_fewer(limit):
+    """Oracle: the binomial distribution, at every number of heads, with the criterion's own probability."""
+    criterion, decided = Criterion("at least", limit, "a test"), set()
+    for heads in range(4, 145):
+        counts = np.arange(heads + 1)
+        answers = np.array(
+            [
+                judge("", "", share_of_heads([True] * n + [False] * (heads - n), criterion), criterion).answer
+                for n in counts
+            ]
+        )
+        assert stats.binom.pmf(counts, heads, limit)[answers != UNDECIDED].sum() <= 0.05
+        decided |= {answers[0], answers[-1]}
+    assert decided == {HOLDS, FAILS, UNDECIDED}
 
 
 def test_a_correlation_within_its_error_decides_nothing(run):

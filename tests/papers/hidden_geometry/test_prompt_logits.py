@@ -55,22 +55,22 @@ def _answers(outcome) -> list[str]:
 
 
 def _attribution(run, **only: dict[str, float]):
-    """The run with five heads a pattern, score 0.8 over uniform attention of 0.1, and scores with one group only."""
+    """The run with six heads a pattern, score 0.8 over uniform attention of 0.1, and scores with one group only."""
     rows = [
         {"layer": layer, "head": place, "pattern": pattern, "score": 0.8, "group": group, "share": 0.2}
         | {"only": groups.get(group, 0.1), "without": 0.3, "uniform": 0.1}
         for place, (pattern, groups) in enumerate(only.items())
-        for layer in range(5)
+        for layer in range(6)
         for group in ATTRIBUTED
     ]
     return replace(run, attribution=pd.DataFrame(rows))
 
 
 def test_one_head_and_few_heads_decide_nothing(run):
-    """Oracle: one head of one, and three of three, which heads that are so in half of the cases give one time in 8."""
-    of_five = _attribution(run, previous={"position": 0.5, "pos-pos": 0.5})
-    for heads, answer in ((1, UNTESTABLE), (3, UNDECIDED), (5, HOLDS)):
-        table = of_five.attribution[of_five.attribution["layer"] < heads]
+    """Oracle: one head of one, and all of five or six: heads that are so by a coin agree one time in 16 or 32."""
+    of_six = _attribution(run, previous={"position": 0.5, "pos-pos": 0.5})
+    for heads, answer in ((1, UNTESTABLE), (5, UNDECIDED), (6, HOLDS)):
+        table = of_six.attribution[of_six.attribution["layer"] < heads]
         verdicts = (
             Study(replace(run, attribution=table)).outcome(EXPERIMENTS["geometry/attribution"]).verdicts
         )
@@ -85,7 +85,7 @@ def test_planted_heads_are_judged_as_they_were_planted(planted):  # noqa: F811
     for name in ("geometry/figure6", "geometry/attribution"):
         verdicts = study.outcome(EXPERIMENTS[name]).verdicts
         assert [v.answer for v in verdicts] == [UNTESTABLE] * 5  # one head each
-        assert all(": 1 ± 0.5 (1 head)" in v.evidence for v in verdicts[:4])
+        assert all(": 1 ± 0.8 (1 head)" in v.evidence for v in verdicts[:4])
         assert ["ours" in v.claim for v in verdicts] == [False, True, False, True, False]
     assert "L0H0" in study.outcome(EXPERIMENTS["geometry/figure6"]).verdicts[2].evidence
     shares = study.outcome(EXPERIMENTS["geometry/figure6"]).tables["shares"].set_index("panels")
@@ -133,13 +133,13 @@ def _shares(run, per_head: list[dict[tuple[str, str], float]]):
 
 
 def test_positional_constituents_are_counted_where_they_are_the_largest(run):
-    """Oracle: a table in which 10, then 1, and 6 of 20 heads owe most to position: of four groups, five by chance."""
+    """Oracle: a table in which 10, 6 and none of 20 heads owe most to position: of four groups, five by chance."""
     pos, context, constant = ("pos", "mean"), ("resid", "ctx"), ("mean", "bias")
-    for count, answer in ((10, HOLDS), (6, UNDECIDED), (1, FAILS)):  # pos × mean is no PWPᵀ
+    for count, answer, shown in ((10, HOLDS, "0.50"), (6, UNDECIDED, "0.30"), (0, FAILS, "0")):
         heads = [{pos: 0.6, context: 0.4}] * count + [{constant: 0.7, context: 0.3}] * (20 - count)
         outcome = Study(_shares(run, heads)).outcome(EXPERIMENTS["geometry/constituents"])
-        assert _answers(outcome) == [FAILS, answer]
-        assert f": {count / 20:.2f} ±" in outcome.verdicts[1].evidence
+        assert _answers(outcome) == [FAILS, answer]  # pos × mean is no PWPᵀ
+        assert f": {shown} ± 0.1" in outcome.verdicts[1].evidence
         heads = [{("pos", "pos"): 0.6} | {context: 0.4}] * count + heads[count:]
         assert _answers(Study(_shares(run, heads)).outcome(EXPERIMENTS["geometry/constituents"])) == [
             answer,
@@ -147,7 +147,7 @@ def test_positional_constituents_are_counted_where_they_are_the_largest(run):
         ]
     table = outcome.tables["shares"]
     assert "additive" not in table
-    assert table["constant"].sum() == pytest.approx(0.7 * 19)
+    assert table["constant"].sum() == pytest.approx(0.7 * 20)
     choice = outcome.exhibits[0].choice
     assert {"z", "text"} <= choice.variants()["0"][0].keys()
     assert choice.draw("0").data[0].z.shape == (5, 4)

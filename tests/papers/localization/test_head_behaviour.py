@@ -9,7 +9,7 @@ from scipy import stats
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.measure.agreement import others_mean
+from theodolite.measure.agreement import others_median
 from theodolite.papers import Study
 from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.localization.head_behaviour import judge_curves, judge_entropy
@@ -20,12 +20,12 @@ from theodolite.report.outcome import Outcome
 from theodolite.report.page import block_of
 
 
-def test_predicted_curves_are_judged_by_the_mean_curve_of_the_other_heads():
-    """Oracle: curves made up: an offset smaller than heads differ; one larger, though within a tenth; and the mean of
+def test_predicted_curves_are_judged_by_the_median_curve_of_the_other_heads():
+    """Oracle: curves made up: an offset smaller than heads differ; one larger, though within a tenth; and the median of
     all other heads itself, which is no nearer than itself."""
     generator = torch.Generator().manual_seed(0)
     measured = 0.5 + 0.1 * (torch.rand(24, 32, generator=generator, dtype=torch.float64) - 0.5)
-    curves = {"weights": measured + 0.005, "text": measured + 0.08, "increments": others_mean(measured)}
+    curves = {"weights": measured + 0.005, "text": measured + 0.08, "increments": others_median(measured)}
     predictions = {
         name: Prediction(curve, np.full(24, "uniform"), torch.ones(24).double())
         for name, curve in curves.items()

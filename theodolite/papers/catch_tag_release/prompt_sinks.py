@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.estimates import CONFIDENCE
-from theodolite.judging import FAILS, Criterion, Estimate, Verdict, judge, unless_explained
+from theodolite.judging import FAILS, HOLDS, Criterion, Estimate, Verdict, judge, unless_explained, untestable
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.papers.experiment import Experiment, Study, experiment
@@ -23,7 +24,12 @@ from theodolite.report.outcome import Outcome
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
 from theodolite.system.wording import counted, head_name, number, percent, shown_token
 from theodolite.theory.colouring import principal_scores, rgb, turned
-from theodolite.theory.grouping import chance_explained, explained_elsewhere, variance_explained
+from theodolite.theory.grouping import (
+    chance_explained,
+    explained_elsewhere,
+    variance_explained,
+    without_trend,
+)
 
 DEEPER = 4
 """Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
@@ -40,8 +46,15 @@ TIE = 1e-12
 
 RARE = Criterion("at most", TAIL, "of all places, its own among them")
 
+BY_CONSTRUCTION = (
+    "; nearly so by construction: the output mixes value vectors by attention, so that tokens that attend to one sink "
+    "share its value vector; what could fail is that the clusters remain"
+)
+
 CLUSTER = 2
 """Tokens that a group needs: one alone is no cluster."""
+
+DETRENDED = "less a quadratic in position"
 
 TAGGED = "Tokens cluster by the sink that they attend to in the output of the head (Fig. 2c)"
 RELEASED = "The clusters remain in the residual stream of deeper layers (Fig. 2d)"
@@ -82,8 +95,8 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
         )
     outcome.read(f"sinks of {head}", _listed_sinks(trace, tokens))
     for row in places.itertuples():
-        baselines = f"at random {number(row.by_chance)}, shifted {number(row.shifted)}"
-        explained = f"{number(row.variance_explained)} ({baselines})"
+        judged = f"{DETRENDED} {number(row.beyond_position)}, shifted {number(row.shifted)}"
+        explained = f"{number(row.variance_explained)} (at random {number(row.by_chance)}; {judged})"
         outcome.read(f"η² of the grouping by sink: {row.place}", explained)
     judge_places(outcome, trace, places)
     _figures(outcome, trace, tokens, sinks, scores, colours, groups)
@@ -131,22 +144,26 @@ def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
 
 
 def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Tensor) -> pd.DataFrame:
-    """One row per place: η², what a random grouping and the same one shifted along the prompt explain on average.
+    """One row per place: η², and what a random grouping explains on average.
 
-    gain: η² less that before the head. as_large, as_small: of so many shifts of the grouping, those whose gain is.
+    beyond_position: η² of the vectors less a quadratic in position, as are the columns after it. shifted: what the same
+    grouping, shifted along the prompt, explains on average. gain: beyond_position less that before the head. as_large,
+    as_small: of so many shifts of the grouping, those whose gain is.
     """
-    of_tokens = group[grouped]
+    of_tokens, position = group[grouped], grouped.nonzero().flatten()
     shifts = [1 + shift for shift in evenly(len(of_tokens) - 1, MOST_SHIFTS)]
-    eta, shifted = {}, {}
+    beyond, shifted = {}, {}
     for name, vectors in vectors_at.items():
-        eta[name] = variance_explained(vectors[grouped], of_tokens)
-        shifted[name] = explained_elsewhere(vectors[grouped], of_tokens, shifts)
-    before = next(iter(eta))
+        left = without_trend(vectors[grouped], position)
+        beyond[name] = variance_explained(left, of_tokens)
+        shifted[name] = explained_elsewhere(left, of_tokens, shifts)
+    before = next(iter(beyond))
     rows = []
-    for name, value in eta.items():
-        gain, gains = value - eta[before], shifted[name] - shifted[before]
+    for name, vectors in vectors_at.items():
+        gain, gains = beyond[name] - beyond[before], shifted[name] - shifted[before]
         rows.append(
-            {"place": name, "variance_explained": value, "by_chance": chance_explained(of_tokens)}
+            {"place": name, "variance_explained": variance_explained(vectors[grouped], of_tokens)}
+            | {"by_chance": chance_explained(of_tokens), "beyond_position": beyond[name]}
             | {"shifted": float(shifted[name].mean()), "gain": gain, "shifts": len(shifts)}
             | {"as_large": int((gains >= gain - TIE).sum()), "as_small": int((gains <= gain + TIE).sum())}
         )
@@ -167,20 +184,26 @@ def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> 
             f"need {CLUSTER} each, and all together {LEAST_SHIFTS + 1}, or chance alone would explain as much; give "
             "a longer prompt"
         )
-    for claim, place in ((TAGGED, 1), (RELEASED, len(places) - 1)):
-        if why or not math.isfinite(places["gain"].iloc[place]):
-            outcome.cannot_test(claim, why or "the vectors are all the same")
-        else:
-            outcome.verdicts.append(_by_shifts(claim, places.iloc[0], places.iloc[place]))
+    tagged = _judged(TAGGED, places, 1, why, BY_CONSTRUCTION)
+    if not why and tagged.answer != HOLDS:
+        why = f"no tags to remain (clusters in the output of the head: {tagged.answer})"
+    outcome.verdicts += [tagged, _judged(RELEASED, places, len(places) - 1, why)]
+
+
+def _judged(claim: str, places: pd.DataFrame, place: int, why: str, more: str = "") -> Verdict:
+    if why or not math.isfinite(places["gain"].iloc[place]):
+        return untestable(claim, why or "the vectors are all the same, or follow their position alone")
+    verdict = _by_shifts(claim, places.iloc[0], places.iloc[place])
+    return replace(verdict, evidence=verdict.evidence + more)
 
 
 def _by_shifts(claim: str, before: pd.Series, place: pd.Series) -> Verdict:
-    """A permutation test, exact for this prompt: all shifts are equally likely where the grouping means nothing."""
+    """A permutation test: all shifts are equally likely where the grouping means nothing and nothing drifts."""
     larger, smaller = ((1 + place[name]) / (1 + place["shifts"]) for name in ("as_large", "as_small"))
     what = (
-        f"η² of the {place['place']}, {number(place['variance_explained'])}, less that before the head, "
-        f"{number(before['variance_explained'])}: {number(place['gain'])}; places of the same runs in the prompt where "
-        "it is as large"
+        f"η² of the {place['place']}, {DETRENDED}, {number(place['beyond_position'])}, minus that before the head, "
+        f"{number(before['beyond_position'])}: {number(place['gain'])}; places of the same runs in the prompt where it "
+        "is as large"
     )
     explanation = f"it is as small in {percent(smaller)} of them, so that neither is rare"
     verdict = judge(claim, what, Estimate.exact(larger), RARE)

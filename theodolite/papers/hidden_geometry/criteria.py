@@ -31,8 +31,8 @@ SMOOTH = Criterion(
 MOSTLY = Criterion(
     "at least",
     0.5,
-    "“mostly in the low-frequency components” (section 3.2) read as: half of the way from positions in random order to "
-    "all (ours)",
+    "“mostly in the low-frequency components” (section 3.2) read as: half of the way to all from the most that random "
+    "order has on average (ours)",
 )
 UNLIKE_LANGUAGE = Criterion(
     "at most", 0.6, "section 4.3: “around 50%, … much less than 99%”; the tenth of leeway is ours"

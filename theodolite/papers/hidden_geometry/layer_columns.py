@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import OPEN, Criterion, Estimate, Verdict, judge, unless_explained, untestable
+from theodolite.judging import OPEN, SIGMAS, Criterion, Estimate, Verdict, judge, unless_explained, untestable
 from theodolite.papers.experiment import Study
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.resampling import grouped_basis
@@ -44,23 +44,24 @@ def closest_model(run: Run) -> str:
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
     """The share of a model's heads that are so, with the error that it has where the criterion's limit is the truth.
 
-    √(p(1 − p)/H) at the limit p (the score test): heads are what is drawn, as if independently.
+    √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction): heads are
+    what is drawn, as if independently. With fewer than six, a limit of one half decides nothing.
     """
     values = np.array(list(are_so), dtype=bool)
     if not len(values):
         return Estimate(math.nan)
-    error = math.sqrt(criterion.limit * (1 - criterion.limit) / len(values))
+    error = math.sqrt(criterion.limit * (1 - criterion.limit) / len(values)) + 0.5 / len(values) / SIGMAS
     return Estimate(float(values.mean()), error, len(values), "heads", by_chance=True)
 
 
 def beyond_random_order(
     lowest: Floats, constant: Floats, positions: int, errors: tuple[Floats, Floats] | None = None
 ) -> tuple[Floats, Floats]:
-    """How far a share of low frequencies lies from that of positions in random order (0) to all the energy (1).
+    """How far a share of low frequencies lies from the most that random order has on average (0) to all energy (1).
 
     1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))): in random order the constant frequency keeps its energy r_1, and of the
-    rest at most 9 of n − 1 parts are expected within the ten lowest, where it is all in the means of rows or of
-    columns. Constant matrices, whose order does not matter, are NaN.
+    rest at most 9 of n − 1 parts are expected within the ten lowest: so many where it is all in the means of rows or of
+    columns, else fewer, and 0 is a bound. Constant matrices, whose order does not matter, are NaN.
 
     Args:
         lowest, constant: r_10 and r_1. errors: their standard errors, which add up at most, as both are of one text.

@@ -14,7 +14,7 @@ from theodolite.measure.agreement import (
     agreement,
     curve_errors,
     mean_over_heads,
-    others_mean,
+    others_median,
     partial_rank_correlation_of_heads,
     rank_correlation_of_heads,
 )
@@ -126,7 +126,7 @@ def behaviour(study: Study, outcome: Outcome) -> None:
             f"ρ: {_shown(mean)}; η with entropy: {_shown(entropy)}; error of the curve: {_shown(errors[name])}; "
             f"same regime: {percent(shares[name])}",
         )
-    outcome.read("error of the mean curve of all other heads", _shown(errors["others"]))
+    outcome.read("error of the median curve of all other heads", _shown(errors["others"]))
     outcome.tables["heads"] = _heads(run, predictions, numbers, measured)
     rows = [
         {"from": SOURCES[name], "predicted": predicted, "measured": shown, "rank_correlation": of.value}
@@ -171,21 +171,21 @@ def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
 def judge_curves(
     outcome: Outcome, predictions: dict[str, Prediction], measured: Tensor, seed: int
 ) -> dict[str, OverHeads]:
-    """Judge each source's curves by how much nearer they are than the mean curve of all other heads, head by head.
+    """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head.
 
     Returns:
         The error of each source's curves, and of that baseline (`others`).
     """
-    baseline = curve_errors(others_mean(measured), measured).numpy()
+    baseline = curve_errors(others_median(measured), measured).numpy()
     errors = {"others": mean_over_heads(baseline, seed)}
     for name, label in SOURCES.items():
         of_heads = curve_errors(predictions[name].curve, measured).numpy()
         errors[name] = mean_over_heads(of_heads, seed)
         _claim(
             outcome,
-            "The predicted curve ρ_1 … ρ_T is nearer to the measured one than the mean curve of all other heads, from "
-            f"{label}",
-            "mean absolute error of ρ less that of the mean curve of all other heads, mean over heads",
+            "The predicted curve ρ_1 … ρ_T is nearer to the measured one than the median curve of all other heads, "
+            f"from {label}",
+            "mean absolute error of ρ less that of the median curve of all other heads, mean over heads",
             mean_over_heads(of_heads - baseline, seed),
             NEARER,
             f"; the errors: {_shown(errors[name])} and {_shown(errors['others'])}, close would be {CLOSE:g}",
