@@ -189,11 +189,22 @@ def test_tags_from_the_files_by_loops(pair):
 
 
 @pytest.mark.parametrize(
-    ("cosine", "status"), [(-1.0, "lost"), (0.4, "lost"), (0.69, "undecided"), (0.95, "survived")]
+    ("cosine", "error", "status"),
+    [
+        (-1.0, 0.1, "lost"),
+        (0.4, 0.1, "lost"),
+        (0.69, 0.001, "lost"),
+        (0.69, 0.1, "undecided"),
+        (0.72, 0.1, "undecided"),
+        (0.72, 0.001, "survived"),
+        (0.95, 0.1, "survived"),
+        (0.95, np.nan, "undecided"),
+    ],
 )
-def test_a_tag_that_turned_too_far_is_lost(pair, cosine, status):
+def test_a_tag_that_turned_too_far_is_lost(pair, cosine, error, status):
     """The same η² in another direction, of whose square half is along the old one or not."""
     first = pair()
+    first = first._replace(trace=replace(first.trace, traces=first.trace.traces.assign(direction_se=error)))
     directions = first.trace.arrays["tag_direction"].clone()
     unit = directions[0].double() / directions[0].double().norm()
     across = torch.roll(unit, 5) - torch.roll(unit, 5) @ unit * unit
@@ -205,6 +216,8 @@ def test_a_tag_that_turned_too_far_is_lost(pair, cosine, status):
         {(strongest["layer"], strongest["head"])} if status == "lost" else set()
     )
     assert ("rotated, cosine" in part.sentence) == (status == "lost")
+    row = (part.table["layer"] == strongest["layer"]) & (part.table["head"] == strongest["head"])
+    assert status in set(part.table.loc[row, "status"])
     assert part.table["cosine"].min() == pytest.approx(cosine, abs=1e-6)
 
 
@@ -318,7 +331,7 @@ def test_entropies_by_hand():
     after = np.array([0.59, 0.61, 0.04, 0.06, 0.997, 0.97])
     statuses = ["survived", "lost", "lost", "lost", "lost", "lost"]
     runs = [
-        replace(first, heads=first.heads.assign(entropy=share * highest, entropy_se=0.03 * highest))
+        replace(first, heads=first.heads.assign(entropy=share * highest, entropy_se=0.0005 * highest))
         for share in (before, after)
     ]
     part = compare(*runs).part("entropies")
@@ -330,7 +343,7 @@ def test_entropies_by_hand():
         return abs(before[i] - after[j]) <= 0.1 and between[0] == between[1]
 
     assert part.by_chance == pytest.approx(sum(survives(i, j) for i in range(6) for j in range(6)) / 6)
-    assert f"({part.by_chance:.1f} by chance), 5 within the 95 % interval" in part.sentence
+    assert f"({part.by_chance:.1f} by chance), 0 within the 95 % interval" in part.sentence
     assert "L0H2 (0.137 → 0.0913, now collapsed)" in part.sentence
 
 

@@ -18,7 +18,7 @@ from theodolite.comparison.heads import ROLES
 from theodolite.comparison.matched import matches
 from theodolite.comparison.survival import LOST, SURVIVED
 from theodolite.errors import UsageError
-from theodolite.judging import UNDECIDED
+from theodolite.judging import HOLDS, UNDECIDED
 
 TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
 
@@ -35,7 +35,7 @@ def test_permuted_heads_find_each_other(pair):
     order = np.random.default_rng(0).permutation(len(run.heads))
     # The highest entropy is the same in all blocks of this model, so that shares do not change with the place.
     part = matched_heads(run, permuted(run, order))
-    assert part.answer == UNDECIDED  # no error is known
+    assert part.answer == HOLDS
     places = run.heads.iloc[np.argsort(order)]
     expected = [f"L{layer}H{head}" for layer, head in zip(places["layer"], places["head"], strict=True)]
     assert part.table["match"].tolist() == expected
@@ -76,7 +76,7 @@ def test_a_head_whose_entropy_is_not_known_does_not_survive(pair):
     run = pair().run
     unknown = run.heads.assign(entropy=run.heads["entropy"].where(run.heads.index > 0))
     part = matched_heads(replace(run, heads=unknown), run)
-    assert part.table.loc[0, "status"] == LOST
+    assert part.table.loc[0, "status"] == "undecided"
     assert np.isnan(part.table.loc[0, "entropy_share_before"])
     assert (part.table.loc[1:, "status"] == SURVIVED).sum() >= len(run.heads) - 2
 
@@ -124,7 +124,15 @@ def test_runs_of_different_widths_are_matched(pair):
     other = replace(run, provenance=run.provenance | {"model": run.provenance["model"] | {"width": 7}})
     audit = compare(run, other)
     assert [part.name for part in audit.parts] == ["matched heads"]
-    assert audit.answer == UNDECIDED
+    assert audit.answer == HOLDS
+
+
+def test_heads_without_known_errors_are_not_decided(pair):
+    run = pair().run
+    older = replace(run, heads=run.heads.assign(entropy_se=np.nan))
+    part = matched_heads(older, older)
+    assert part.answer == UNDECIDED
+    assert part.count("undecided") == len(run.heads)
 
 
 def test_contexts_of_another_length_are_refused(pair):

@@ -204,7 +204,7 @@ def test_what_lost_most_of_its_units_hardly_ever_keeps_them(contexts, together):
         draws = generator.random((2, contexts, 1 if together else 12))
         before, after = (draws < true[:, None]).mean(axis=1)
         table = pd.DataFrame({"before": before, "after": after})
-        table["se"] = share_error(table["before"], table["after"], contexts)
+        table["se"] = np.hypot(*(share_error(share, contexts) for share in (before, after)))
         table["status"] = statuses(table, 0.01, contexts)
         survived += table["status"][0] == "survived"
         holds += replace(part(["lost"]), table=table, contexts=contexts).answer == "holds"

@@ -27,6 +27,12 @@ def entropies(weights: np.ndarray) -> np.ndarray:
     return -np.where(weights > 0, weights * np.log(np.where(weights > 0, weights, 1)), 0).sum(-1)
 
 
+def score_pairs(paid, able):
+    """Σ over contexts of a score, of how many queries could have it, and of their products."""
+    able = np.full_like(paid, able)
+    return np.stack([paid, able, paid**2, paid * able, able**2], axis=-1).sum(1)
+
+
 @pytest.fixture(scope="module")
 def state(weights) -> dict[str, torch.Tensor]:
     """Sums over the contexts, as `AttentionStatistics` names them."""
@@ -46,9 +52,8 @@ def state(weights) -> dict[str, torch.Tensor]:
         "sink": sink.sum(1).astype(float),
         "sink_later": sink[..., 1:].any(-1).sum(1).astype(float),
         "learned": np.zeros((LAYERS, HEADS)),
-        "previous": previous.sum(1),
-        "same": np.zeros((LAYERS, HEADS)),
-        "repeated": np.zeros(LAYERS),
+        "previous": score_pairs(previous, LENGTH - 1),
+        "same": np.zeros((LAYERS, HEADS, 5)),
         "received": mean_received.sum(1),
         "visible_keys": np.tile(np.arange(1.0, LENGTH + 1), (LAYERS, 1)),
         "propagates": (weights[..., -1, :] > 0.1).sum(1).astype(float),
@@ -68,6 +73,8 @@ def test_columns_are_means_over_contexts(weights, state):
     np.testing.assert_allclose(columns["sink_first"], first.mean(1))
     below = [weights[..., i, i - 1] for i in range(1, LENGTH)]
     np.testing.assert_allclose(columns["previous_token"], np.mean(below, axis=(0, 2)))
+    spread = np.mean(below, axis=0).std(1, ddof=1) / np.sqrt(CONTEXTS)
+    np.testing.assert_allclose(columns["previous_token_se"], spread, rtol=1e-6)
     assert np.isnan(columns["same_token"]).all()  # no token came twice
 
 

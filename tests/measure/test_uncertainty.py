@@ -14,7 +14,13 @@ from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments
 from theodolite.measure.geometry import geometry
-from theodolite.measure.uncertainty import Grouped, balanced_halves, half_sample_error, standard_errors
+from theodolite.measure.uncertainty import (
+    Grouped,
+    array_errors,
+    balanced_halves,
+    half_sample_error,
+    standard_errors,
+)
 
 CONTEXTS, LENGTH, WIDTH = 64, 18, 12
 SMOOTH = ("stable_rank", "relative_norm", "low_frequency_3", "incoherence_mean", "norm", "norm_first")
@@ -200,3 +206,44 @@ def test_constants_are_certain_and_too_few_contexts_say_nothing():
     few = errors(hidden(1, contexts=7), torch.zeros(7, dtype=torch.int64))
     assert few.keys() == whole.keys()
     assert np.isnan(list(few.values())).all()
+
+
+def test_errors_of_large_values_are_those_of_eight_groups():
+    """Oracle: s/√8 of the groups' shares and counts, written out."""
+    generator = torch.Generator().manual_seed(0)
+    h = hidden(0)
+    h[1, :, 1:, 3] = torch.where(torch.rand(CONTEXTS, 1, generator=generator) < 0.3, 9.0, 0.1)
+    h[1, 5, 4:9, 7] = 1e6
+    h[1, 40, 0, 7] = 1e6
+    (means, _, _, outliers), *_ = states(h)
+    found = array_errors(means, outliers)
+    groups = h[1].reshape(8, CONTEXTS // 8, LENGTH, WIDTH)
+    is_large = (groups[:, :, 1:].abs() >= 6).double().mean(dim=(1, 2))
+    expected = is_large.std(dim=0, correction=1) / 8**0.5
+    torch.testing.assert_close(found["outlier_share_se"][1], expected.float())
+    for name, place in (("massive_se", groups[:, :, 1:]), ("massive_first_se", groups[:, :, :1])):
+        counts = (place[..., 7] > 1e5).double().sum(dim=(1, 2))
+        assert found[name][1, 7] == pytest.approx(float(8 * counts.std(correction=1) / 8**0.5))
+    assert float(found["massive_se"][1, 7]) == pytest.approx(5.0)
+
+
+def test_what_sampling_moves_of_directions_is_known():
+    """Oracle: how far the directions of fresh corpora lie from those of the population, by dense SVD."""
+    waves = torch.cos(torch.pi / LENGTH * (torch.arange(LENGTH)[:, None] + 0.5) * torch.arange(1, 4))
+    truth = waves @ torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    true = torch.linalg.svd((truth[1:] - truth[1:].mean(0)).double()).Vh
+    moved, told = [], []
+    for seed in range(40):
+        h = hidden(seed)
+        (means, _, _, outliers), *_ = states(h)
+        told.append(array_errors(means, outliers)["subspace_error"][0, :3])
+        basis = h[0].double().mean(0)[1:]
+        own = torch.linalg.svd(basis - basis.mean(0)).Vh
+        moved.append(torch.stack([1 - (true[:k] @ own[:k].T).square().sum() / k for k in (1, 2, 3)]))
+    ratio = torch.stack(told).mean(0) / torch.stack(moved).mean(0)
+    assert ((ratio > 0.75) & (ratio < 1.33)).all(), ratio
+
+
+def test_few_contexts_have_no_errors_of_arrays():
+    (means, _, _, outliers), *_ = states(hidden(0, contexts=7))
+    assert all(values.isnan().all() for values in array_errors(means, outliers).values())

@@ -63,10 +63,18 @@ def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int)
     """`make_run` with what schema 2 added: standard errors, clusters, constituents and attribution."""
     run = make_run(blocks=blocks, heads=heads, seed=seed, **sizes)
     parts = _constituents(np.random.default_rng(seed + 1), blocks * heads, heads)
+    scores = dict.fromkeys(("previous_token_se", "same_token_se", "induction_se"), 0.01)
+    share = run.arrays["outlier_share"]
     return replace(
         run,
         layers=_with_errors(_with_clusters(run.layers)),
-        heads=_with_positional(run.heads.assign(**_coarse_shares(parts)), seed),
+        heads=_with_positional(run.heads.assign(**_coarse_shares(parts), **scores), seed),
+        outliers=run.outliers.assign(massive_se=0.1, massive_first_se=0.1),
+        arrays=run.arrays
+        | {
+            "outlier_share_se": torch.full_like(share, 0.001),
+            "subspace_error": torch.full((len(share), 20), 0.001, dtype=torch.float64),
+        },
         constituents=parts,
         attribution=_attribution(blocks, heads),
         provenance={**run.provenance, "schema_version": 2},

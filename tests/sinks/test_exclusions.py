@@ -104,7 +104,9 @@ def test_a_context_full_of_massive_activations_is_one_of_a_hundred():
     hidden[7, 1:, 3] = 500.0
     counts = OutlierCounts(1, 8, contexts=100)
     counts.update(0, hidden, 0)
-    table = pd.DataFrame(outlier_rows(counts.state(), {"readers": torch.full((1, 8, 101), 100 / 8)}))
+    readers = {"readers": torch.full((1, 8, 101), 100 / 8)}
+    no_errors = dict.fromkeys(("massive_se", "massive_first_se"), torch.zeros(1, 8))
+    table = pd.DataFrame(outlier_rows(counts.state(), readers, no_errors))
     corpus = PROVENANCE["corpus"] | {"contexts": 100, "length": 101}
     run = replace(SURVEYED, sinks=SINKS[:0], outliers=table, provenance=PROVENANCE | {"corpus": corpus})
     assert table["massive"].tolist() == [100]

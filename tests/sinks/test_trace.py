@@ -292,6 +292,20 @@ def _release(
     }
 
 
+def _direction_error(found: list[dict[str, Any]], direction: np.ndarray) -> float:
+    """Of a mean weighted by w: influence values (w d − w m)/Σw of each context, by the textbook; relative to ‖m‖."""
+    weight, own = {}, {}
+    for f in found:
+        weight[f["context"]] = weight.get(f["context"], 0) + f["weight"]
+        own[f["context"]] = own.get(f["context"], 0) + f["weight"] * f["difference"]
+    w = np.array(list(weight.values()))
+    if not w.sum() or w.sum() ** 2 / (w**2).sum() <= 1.5:
+        return math.nan
+    effective = w.sum() ** 2 / (w**2).sum()
+    influence = (np.array(list(own.values())) - w[:, None] * direction) / w.sum()
+    return math.sqrt((influence**2).sum() * effective / (effective - 1)) / float(np.linalg.norm(direction))
+
+
 def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, length: int) -> dict[str, Any]:
     found = pd.DataFrame([{k: v for k, v in f.items() if np.ndim(v) == 0} for f in row["found"]])
     weight, caught = found.weight.to_numpy(), found.caught.to_numpy()
@@ -300,6 +314,7 @@ def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, leng
     if weight.sum():
         direction = np.sum([f["weight"] * f["difference"] for f in row["found"]], axis=0) / weight.sum()
     value = np.sum([f["caught"] * f["value"] for f in row["found"]], axis=0) / max(caught.sum(), 1)
+    direction_se = _direction_error(row["found"], direction)
     own = sum(f["caught"] * np.linalg.norm(f["value"]) for f in row["found"])
     others = sum(f["caught"] * f["others"] for f in row["found"])
     product = np.linalg.norm(direction) * np.linalg.norm(value)
@@ -322,6 +337,7 @@ def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, leng
         "dimension_share": size.max() ** 2 / (size**2).sum() if size.any() else math.nan,
         "outlier_dimensions": " ".join(str(d) for d in order if size[d] > limit),
         "tag_direction": direction,
+        "direction_se": direction_se,
         **_release(of, layer, layers, row["chance"], row["shifted"]),
     }
     return columns | {"tagged": columns["caught"] * columns["tag"]}

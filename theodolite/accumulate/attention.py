@@ -14,7 +14,17 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.keyed import KeyedSums
-from theodolite.accumulate.sums import LayerSums, Mergeable, SavedState, State, each_part, include, placed
+from theodolite.accumulate.sums import (
+    PAIRS,
+    LayerSums,
+    Mergeable,
+    SavedState,
+    State,
+    each_part,
+    include,
+    pair_sums,
+    placed,
+)
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.summary import (
     SINK_THRESHOLD,
@@ -26,6 +36,8 @@ from theodolite.attention.summary import (
 )
 from theodolite.theory.singular import largest_singular_value
 
+SCORES = ("previous", "same")
+
 GRAM_TOLERANCE = 1e-4
 """Relative residual at which ‖X‖₂ is known: its own error is of second order in it, below float32's rounding."""
 
@@ -34,12 +46,12 @@ GRAM_TOLERANCE = 1e-4
 class Tokens:
     """A batch of token ids, and for every block of queries the pairs of equal tokens, the earlier one first.
 
-    `pairs[b][c]` holds (query − block start, key) for block b of context c.
+    `pairs[b][c]` holds (query − block start, key) for block b of context c; `repeated`: queries of it that have one.
     """
 
     ids: Int[Tensor, "batch positions"]
     pairs: list[list[tuple[Tensor, Tensor]]]
-    repeated: int
+    repeated: Int[Tensor, " batch"]
 
     @classmethod
     def of(cls, ids: Int[Tensor, "batch positions"], device: torch.device) -> Tokens:
@@ -47,14 +59,14 @@ class Tokens:
         length = ids.shape[1]
         positions = torch.arange(length)
         pairs = []
-        repeated = 0
+        repeated = torch.zeros(len(ids), dtype=torch.int64)
         for start in range(0, length, BLOCK):
             rows = slice(start, min(start + BLOCK, length))
             earlier = positions[: rows.stop] < positions[rows, None]
             of_contexts = []
-            for context in ids.cpu():
+            for place, context in enumerate(ids.cpu()):
                 equal = (context[rows, None] == context[: rows.stop]) & earlier
-                repeated += int(equal.any(dim=1).sum())
+                repeated[place] += equal.any(dim=1).sum()
                 row, column = equal.nonzero(as_tuple=True)
                 of_contexts.append((row.to(device), column.to(device)))
             pairs.append(of_contexts)
@@ -69,11 +81,12 @@ class AttentionStatistics(LayerSums):
     attention a key gets; propagates and last_sees (L, H, T) counts for the last query before trailing special
     tokens; sink (L, H, T) counts of contexts; sink_later (L, H), and with trailing special tokens sink_last (L,
     H), contexts with a sink among these, with more than one leading token sink_registers (L, H) likewise; previous,
-    same, learned (L, H) sums; largest_logit (L, H) maxima over the keys that queries see, −∞ before the first context;
-    log_sum_exp (L, H) sums, 0 of a query that sees no key; squared_lengths (L), squared_entropy and entropy_spread
-    (L, H): sums over contexts of their squared lengths, and weighted by these of their mean entropies, and of the
-    squared deviations from the mean so weighted; gram_norm (L) the largest
-    ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token; example_received and
+    same (L, H, PAIRS) sums over contexts of what queries pay the token before, or earlier equal ones, and of how many
+    queries have such a token, and of their products; learned (L, H) sums; largest_logit (L, H) maxima over the keys
+    that queries see, −∞ before the first context; log_sum_exp (L, H) sums, 0 of a query that sees no key;
+    squared_lengths (L), squared_entropy and entropy_spread (L, H): sums over contexts of their squared lengths, and
+    weighted by these of their mean entropies, and of the squared deviations from the mean so weighted; gram_norm (L)
+    the largest ‖XXᵀ‖₂ of a context's input X; example_received and
     example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows (layer, head, token, is
     first, contexts, sinks, sum of their positions): a token may be a sink at several positions of a context.
 
@@ -86,13 +99,14 @@ class AttentionStatistics(LayerSums):
         self, layers: int, heads: int, length: int, examples: int, trailing: int = 0, leading: int = 1
     ) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
-        by_head = ["sink_later", "previous", "same", "learned", "squared_entropy", "entropy_spread"]
+        by_head = ["sink_later", "learned", "squared_entropy", "entropy_spread"]
         by_head += ["largest_logit", "log_sum_exp"]
         by_head += ["sink_last"] if trailing else []
         by_head += ["sink_registers"] if leading > 1 else []
-        shapes: dict[str, tuple[int, ...]] = {"contexts": (), "squared_lengths": (), "repeated": ()}
+        shapes: dict[str, tuple[int, ...]] = {"contexts": (), "squared_lengths": ()}
         shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
-        self._of_heads = frozenset((*by_position, *by_head))
+        shapes |= dict.fromkeys(SCORES, (heads, PAIRS))
+        self._of_heads = frozenset((*by_position, *by_head, *SCORES))
         self._by_position = frozenset((*by_position, "readers", "visible_keys"))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
         shapes |= {"gram_norm": (), "visible_keys": (length,), "readers": (length,)}
@@ -126,7 +140,6 @@ class AttentionStatistics(LayerSums):
         self._sinks(layer, (received > SINK_THRESHOLD) & enough, tokens.ids)
         self._examples(layer, received * enough, first_context)
         self.add("visible_keys", layer, inputs.visible_keys().amax(dim=(0, 1)))
-        self.add("repeated", layer, torch.tensor(float(tokens.repeated), dtype=torch.float64, device=device))
         return output
 
     def add(self, name: str, layer: int, value: Tensor, group: int | None = None) -> None:
@@ -223,7 +236,8 @@ def _statistics(
 ) -> dict[str, Tensor]:
     """Sums over the contexts of one part, and by context what each key received; `output` is written."""
     device = output.device
-    scores = HeadScores(tokens, part, output.new_zeros(inputs.query.shape[1], 2, dtype=torch.float64))
+    sums = output.new_zeros(len(output), inputs.query.shape[1], len(SCORES), dtype=torch.float64)
+    scores = HeadScores(tokens, part, sums)
     summary = summarise(inputs, output, scores.visit, scores.visit_whole)
     visible, propagates = last_query(inputs, trailing)
     entropy, log_sum_exp = summary.entropy.double(), summary.log_sum_exp.double()
@@ -243,45 +257,49 @@ def _statistics(
         "largest_logit": summary.largest.double().amax(dim=(0, 2)),
         "log_sum_exp": log_sum_exp.masked_fill(log_sum_exp == -torch.inf, 0).sum(dim=(0, 2)),
     }
-    sums["previous"], sums["same"] = scores.sums.unbind(dim=1)
+    queries = torch.full((len(output),), entropy.shape[-1] - 1), tokens.repeated[part]
+    for name, paid, able in zip(SCORES, scores.sums.unbind(dim=2), queries, strict=True):
+        sums[name] = pair_sums(paid, able.to(paid)[:, None]).sum(dim=0)
     learned = summary.learned
-    sums["learned"] = torch.zeros_like(sums["same"]) if learned is None else learned.double().sum(dim=(0, 2))
+    sums["learned"] = (
+        torch.zeros_like(sums["squared_entropy"]) if learned is None else learned.double().sum(dim=(0, 2))
+    )
     return sums
 
 
 @dataclass(frozen=True)
 class HeadScores:
-    """What queries pay to the token before them and to earlier tokens equal to theirs: sums over queries, by head.
+    """What queries pay to the token before them and to earlier tokens equal to theirs: by context and head, summed.
 
     From the weights of blocks as they pass, or from normalisers where no weights are ever there.
     """
 
     tokens: Tokens
     part: slice
-    sums: Float64[Tensor, "heads kinds"]
+    sums: Float64[Tensor, "batch heads kinds"]
 
     def visit(
         self, start: int, first: int, head: int, weights: Float[Tensor, "batch heads rows keys"]
     ) -> None:
         """Take in the weights of queries from `start` over keys from `first`, of heads from `head`."""
-        sums = self.sums[head : head + weights.shape[1]]
+        sums = self.sums[:, head : head + weights.shape[1]]
         # Column c of the block is key first + c; row r's previous key is start + r − 1.
         previous = torch.diagonal(weights, offset=start - first - 1, dim1=-2, dim2=-1)
-        sums[:, 0] += previous.double().sum(dim=(0, 2))
+        sums[:, :, 0] += previous.double().sum(dim=2)
         for context, (row, key) in enumerate(self.tokens.pairs[start // BLOCK][self.part]):
             row, key = row.to(weights.device), key.to(weights.device)  # layers may be on several devices
             visible = (key >= first) & (key < first + weights.shape[-1])
             row, key = row[visible], key[visible]
-            sums[:, 1] += weights[context][:, row, key - first].double().sum(dim=1)
+            sums[context, :, 1] += weights[context][:, row, key - first].double().sum(dim=1)
 
     def visit_whole(self, summary: AttentionSummary) -> None:
         """Take in whole contexts from their summary."""
         inputs, normaliser = summary.inputs, summary.log_sum_exp
         query = torch.arange(1, inputs.query.shape[2], device=normaliser.device)
-        self.sums[:, 0] += weights_at(inputs, normaliser, query, query - 1).double().sum(dim=(0, 2))
+        self.sums[:, :, 0] += weights_at(inputs, normaliser, query, query - 1).double().sum(dim=2)
         for number, pairs in enumerate(self.tokens.pairs):
             for context, (row, key) in enumerate(pairs[self.part]):
                 part = slice(context, context + 1)
                 row, key = row.to(normaliser.device) + number * BLOCK, key.to(normaliser.device)
                 paid = weights_at(inputs.of_contexts(part), normaliser[part], row, key)
-                self.sums[:, 1] += paid.double().sum(dim=(0, 2))
+                self.sums[context, :, 1] += paid[0].double().sum(dim=1)

@@ -21,6 +21,9 @@ from theodolite.system.threads import parallel_map
 
 Result = TypeVar("Result")
 
+PAIRS = 5
+"""Σ b, Σ t, Σ b², Σ b t, Σ t² over contexts: from them comes Σb/Σt with its error (`measure.ratio`)."""
+
 State = dict[str, Tensor]
 """What an accumulator saves and what the measures read: name → tensor, leading with layers."""
 
@@ -34,6 +37,11 @@ def part_of(state: State, name: str) -> State:
     """The state that `joined` was given under this name."""
     prefix = name + "."
     return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+
+
+def pair_sums(b: Tensor, t: Tensor) -> Tensor:
+    """One pair's part of `PAIRS`, on a new last axis."""
+    return torch.stack(torch.broadcast_tensors(b, t, b * b, b * t, t * t), dim=-1)
 
 
 @runtime_checkable  # for the tests, which check annotations

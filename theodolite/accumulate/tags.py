@@ -17,13 +17,10 @@ from torch import Tensor
 
 from theodolite.accumulate.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.accumulate.keyed import KeyedSums
-from theodolite.accumulate.sums import State, joined, part_of
+from theodolite.accumulate.sums import PAIRS, State, joined, pair_sums, part_of
 
 FIRST, LATER, COLUMN, STRETCH = 0, 1, 2, 3
 """Kinds of sinks: position 0, a later token, a learned sink column, a token that catches a stretch only."""
-
-PAIRS = 5
-"""Σ b, Σ t, Σ b², Σ b t, Σ t² of a context's sums of squares between (b) and in total (t): a ratio with its error."""
 
 CROSSED = 4
 """Σ b b′, Σ b t′, Σ t b′, Σ t t′ with those of the layer that enters the block (′): a difference's error, paired."""
@@ -56,7 +53,9 @@ class Tags:
     Sums by sink: contexts in which it is one; sinks; position; received attention; caught queries, those that could
     be; how many sinks catch any, and their first and last caught query; weight n₁n₀/n of the two groups, and weighted
     by it the difference of their mean outputs (value_width); by caught queries the sink's value vector (value_width),
-    its length and the mean length of others.
+    its length and the mean length of others. With a context's weight w and its weighted difference s, all its sinks of
+    one row together: weight_square, Σ w², square, Σ ‖s W_O‖², and weighted, Σ w s (value_width), from which the
+    difference has its error over contexts.
 
     By head: contexts; moment (value_width, value_width) of its output, centred within contexts.
 
@@ -68,12 +67,22 @@ class Tags:
     def __init__(self, layers: int, value_width: int) -> None:
         places = 2 + layers
         both = {"pairs": (places, PAIRS), "crossed": (places, CROSSED), "chance": (places,), "shifted": ()}
-        single = ("contexts", "sinks", "position", "received", "caught", "seen", "weight")
+        single = (
+            "contexts",
+            "sinks",
+            "position",
+            "received",
+            "caught",
+            "seen",
+            "weight",
+            "weight_square",
+            "square",
+        )
         queries = ("catching", "first", "last")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
             (*single, *queries, "value_length", "other_length"), ()
         )
-        shapes |= {"difference": (value_width,), "value": (value_width,)}
+        shapes |= dict.fromkeys(("difference", "weighted", "value"), (value_width,))
         self.by_sink = KeyedSums(4, shapes | both)
         self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
 
@@ -89,6 +98,7 @@ class Tags:
         token = torch.where(named, ids.cpu()[position.clamp_min(0)], -1)
         head = catches.head.cpu()
         sinks = self.by_sink.rows(torch.stack([torch.full_like(head, layer), head, kind, token], dim=1))
+        sums = sums | _of_contexts(sinks, sums)
         catching_heads = head.unique()
         heads = self.by_head.rows(
             torch.stack([torch.full_like(catching_heads, layer), catching_heads], dim=1)
@@ -109,7 +119,7 @@ class Tags:
         for sums, group_rows, of in ((self.by_sink, rows[0], ""), (self.by_head, rows[1], "head_")):
             once, (b, t) = _of_rows(group_rows, squares[of + "pairs"])
             _, (b_before, t_before) = _of_rows(group_rows, before[of + "pairs"])
-            sums.at("pairs")[once, place] += torch.stack([b, t, b * b, b * t, t * t], dim=1)
+            sums.at("pairs")[once, place] += pair_sums(b, t)
             sums.at("crossed")[once, place] += torch.stack(
                 [b * b_before, b * t_before, t * b_before, t * t_before], dim=1
             )
@@ -128,6 +138,17 @@ class Tags:
         """Take in what another accumulator has seen."""
         self.by_sink.merge(other.by_sink)
         self.by_head.merge(other.by_head)
+
+
+def _of_contexts(sinks: Int[Tensor, " some"], sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`weight_square`, `square` and `weighted` of one context by sink: summed over all sinks of a row, its own."""
+    together = (sinks[:, None] == sinks).double()
+    weight, difference, products = (sums[name].cpu() for name in ("weight", "difference", "square"))
+    return {
+        "weight_square": weight * (together @ weight),
+        "square": (products * together).sum(dim=1),
+        "weighted": weight[:, None] * (together @ difference),
+    }
 
 
 def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -170,6 +191,8 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
         "weight": weight,
         # n₁n₀/n · (m₁ − m₀) is the centred sum itself.
         "difference": shifted,
+        # Of pairs of one head alone, which `_of_contexts` takes.
+        "square": (shifted.unsqueeze(1) @ metric[of]).squeeze(1) @ shifted.T,
         "value": sink_value * size.unsqueeze(1),
         "value_length": sink_length * size,
         "other_length": others * size,

@@ -24,7 +24,8 @@ from theodolite.comparison.survival import (
     statuses,
 )
 from theodolite.judging import Criterion
-from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
+from theodolite.logits.attribution import scored_sequences
+from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, entropy_share
 from theodolite.report.health import ENTROPY_COLLAPSE
@@ -55,9 +56,14 @@ def entropies(reference: Run, other: Run) -> Survival:
     table = table.join(propagation_changes.add_prefix("propagation_"))
     table["left_range"] = _entered_range(table["share_before"], table["share_after"])
     contexts = reference.provenance["corpus"]["contexts"]
-    table["status"] = _entropy_statuses(
-        table, [_values(run, "entropy_se") for run in (reference, other)], contexts
+    looks = looks_of(int(table["difference"].notna().sum()))
+    kept, lost = similar_entropies(
+        *([table[f"share_{side}"].to_numpy() for side in ("before", "after")]),
+        *(entropy_share_error(run) for run in (reference, other)),
+        contexts,
+        looks,
     )
+    table["status"] = np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
     table = table[table["difference"].notna()].reset_index(drop=True)
     first, second = table["share_before"].to_numpy(), table["share_after"].to_numpy()
     ranges = range_of(first)[:, None] == range_of(second)
@@ -75,21 +81,29 @@ def entropies(reference: Run, other: Run) -> Survival:
     )
 
 
-def _entropy_statuses(table: pd.DataFrame, errors: list[Floats], contexts: int) -> np.ndarray:
-    """By the change as a share of the maximum, and by where each entropy lies, with their intervals."""
-    looks = looks_of(int(table["difference"].notna().sum()))
-    of_shares, ends = [], []
-    for side, error in zip(("before", "after"), errors, strict=True):
-        share = table[f"share_{side}"]
-        of_shares.append(error * (share / table[side].where(table[side] > 0)).fillna(0))
-        margin = margins(of_shares[-1], contexts, looks)
-        ends.append([range_of(share - margin), range_of(share + margin)])
-    change = table["share_after"] - table["share_before"]
-    kept, lost = A_TENTH.decided(change, margins(np.hypot(*of_shares), contexts, looks))
+def similar_entropies(
+    before: Floats, after: Floats, before_se: Floats, after_se: Floats, contexts: int, looks: int
+) -> tuple[Flags, Flags]:
+    """Whether entropies (shares of the maximum) survive, and whether they are lost, each with whole intervals.
+
+    By the size of the change, and by where in `RANGES` each of them lies.
+    """
+    kept, lost = A_TENTH.decided(after - before, margins(np.hypot(before_se, after_se), contexts, looks))
+    ends = [
+        [range_of(share + sign * margins(error, contexts, looks)) for sign in (-1, 1)]
+        for share, error in ((before, before_se), (after, after_se))
+    ]
     (low, high), (new_low, new_high) = ends
-    kept &= (low == new_high) & (high == new_low)
-    lost |= (high < new_low) | (new_high < low)
-    return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
+    return kept & (low == new_high) & (high == new_low), lost | (high < new_low) | (new_high < low)
+
+
+def entropy_share_error(run: Run) -> Floats:
+    """Of the entropy of each head as a share of the maximum."""
+    entropy, share = _values(run, "entropy"), entropy_share(run)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        maximum = np.full(len(entropy), np.nan) if share is None else entropy / share
+    # A head whose entropy is 0 in every context has no error either, and no maximum that could be seen.
+    return np.where(entropy > 0, _values(run, "entropy_se") / maximum, _values(run, "entropy_se"))
 
 
 def _values(run: Run, name: str) -> Floats:
@@ -137,23 +151,37 @@ def head_types(reference: Run, other: Run) -> Survival:
         least = role.threshold
         change = changes(_values(reference, role.column), _values(other, role.column)).fillna(0.0)
         table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=role.title, least=least)
-        table = table.join(change)
+        table = table.join(change).assign(
+            se=np.hypot(*(score_error(run, role) for run in (reference, other))),
+            n=independent_scores(reference, role),
+        )
         tables.append(table[(table["before"] >= least) | (table["after"] >= least)])
     table = pd.concat(tables, ignore_index=True)
     contexts = reference.provenance["corpus"]["contexts"]
-    # A score is a mean over contexts of shares of attention.
-    table["se"] = share_error(table["before"], table["after"], contexts)
-    table["status"] = statuses(table, table["least"].to_numpy(), contexts)
+    table["status"] = statuses(table, table["least"].to_numpy(), table.pop("n"))
     return Survival(
         "head types",
         "head role",
         "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in roles)
         + "; survives where at least half of the score is left, and is lost where less is, each with the whole 95 % "
-        "interval (at most that of a share of the contexts)",
+        "interval",
         table,
         _types_sentence,
         contexts=contexts,
     )
+
+
+def score_error(run: Run, role: HeadRole) -> Floats:
+    """Of each head's score in a role: the survey's own, or at most that of a share of the contexts."""
+    if role in PATTERN_ROLES:
+        return _values(run, f"{role.column}_se")
+    return share_error(_values(run, role.column), run.provenance["corpus"]["contexts"])
+
+
+def independent_scores(run: Run, role: HeadRole) -> int:
+    """How many contexts, or random sequences, a score is the mean of."""
+    corpus = run.provenance["corpus"]
+    return scored_sequences(corpus["length"]) if role == INDUCTION else int(corpus["contexts"])
 
 
 def _types_sentence(part: Survival) -> str:

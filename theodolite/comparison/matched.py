@@ -9,8 +9,26 @@ import pandas as pd
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
-from theodolite.comparison.heads import ROLES, TENTH, range_of
-from theodolite.comparison.survival import HALF, LOST, SURVIVED, Flags, Survival
+from theodolite.comparison.heads import (
+    ROLES,
+    TENTH,
+    entropy_share_error,
+    independent_scores,
+    range_of,
+    score_error,
+    similar_entropies,
+)
+from theodolite.comparison.survival import (
+    HALF,
+    LEFT,
+    LOST,
+    SURVIVED,
+    UNDECIDED,
+    Flags,
+    Survival,
+    looks_of,
+    margins,
+)
 from theodolite.errors import UsageError
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.passes.run import Run
@@ -46,7 +64,6 @@ def matched_heads(reference: Run, other: Run) -> Survival:
         run.heads["layer"].to_numpy(dtype=np.float64)[of]
         for run, of in ((reference, places), (other, partners))
     ]
-    holds = _does_the_same(names, first, second)
     table = reference.heads[["layer", "head"]].reset_index(drop=True)
     table["match"] = ""
     table["depth_before"], table["depth_after"], table["difference"] = _depth(reference), np.nan, np.nan
@@ -57,20 +74,20 @@ def matched_heads(reference: Run, other: Run) -> Survival:
     for place, name in enumerate(names):
         table[f"{name}_before"], table[f"{name}_after"] = first[:, place], np.nan
         table.loc[places, f"{name}_after"] = second[partners, place]
-    survives = np.zeros(len(first), dtype=bool)
-    survives[places] = holds[places, partners]
-    table["status"] = np.where(survives, SURVIVED, LOST)
+    table["status"] = LOST
+    table.loc[places, "status"] = _statuses(names, first, second, (reference, other), (places, partners))
     return Survival(
         NAME,
         "head",
         "a head and its partner in the other model, matched by their roles, entropy and propagation: survives where at "
         f"least half of the score is left in each role that the head has, and the entropy differs by at most "
-        f"{percent(TENTH)} of the maximum",
+        f"{percent(TENTH)} of the maximum, and is lost where one of these is not so, each with the whole 95 % interval",
         table,
         partial(
             _sentence, unmatched=len(second) - len(partners), correlation=float(rank_correlation(*blocks))
         ),
         by_chance=_by_chance(names, first, second),
+        contexts=reference.provenance["corpus"]["contexts"],
     )
 
 
@@ -111,6 +128,30 @@ def _does_the_same(names: list[str], first: Floats, second: Floats) -> Flags:
             has = first[:, None, score] >= role.threshold
             same &= ~has | (second[None, :, score] >= HALF * first[:, None, score])
     return same
+
+
+def _statuses(
+    names: list[str], first: Floats, second: Floats, runs: tuple[Run, Run], at: tuple[np.ndarray, np.ndarray]
+) -> np.ndarray:
+    """Of each pair of heads, at places of either model: by entropy and by every role that the first one has.
+
+    The runs may be of other tokens of the text, so that the fewer contexts count.
+    """
+    contexts = min(run.provenance["corpus"]["contexts"] for run in runs)
+    looks = looks_of(len(first))
+    before, after = first[at[0]], second[at[1]]
+    shares = (side[:, names.index(ENTROPY)] for side in (before, after))
+    errors = (entropy_share_error(run)[of] for run, of in zip(runs, at, strict=True))
+    kept, lost = similar_entropies(*shares, *errors, contexts, looks)
+    for role in ROLES:
+        if role.column in names:
+            one, two = (side[:, names.index(role.column)] for side in (before, after))
+            error = np.hypot(*(score_error(run, role)[of] for run, of in zip(runs, at, strict=True)))
+            n = min(independent_scores(run, role) for run in runs)
+            enough, too_little = LEFT.decided(two - HALF * one, margins(error, n, looks))
+            has = one >= role.threshold
+            kept, lost = kept & (enough | ~has), lost | (too_little & has)
+    return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
 
 
 def _by_chance(names: list[str], first: Floats, second: Floats) -> float:

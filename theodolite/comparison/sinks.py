@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import torch
 
@@ -16,10 +17,12 @@ from theodolite.comparison.survival import (
     Survival,
     changes,
     clear,
+    looks_of,
+    margins,
     share_error,
     statuses,
 )
-from theodolite.judging import Estimate
+from theodolite.judging import Criterion, Estimate
 from theodolite.measure.tags import ratio
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
@@ -32,6 +35,8 @@ KEY = ["layer", "head", "kind", "token_id"]
 
 TAGGED = 0.1
 """A sink tags if its grouping explains so much of the variance of the head's output (that of `sinks/trace`)."""
+
+A_HALF = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
 
 TAG_COLUMNS = (
     *("token", "share_before", "share_after", "before", "after", "difference", "se", "cosine"),
@@ -59,7 +64,7 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     change = changes(table["share_before"], table["share_after"])
     contexts = reference.provenance["corpus"]["contexts"]
     table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
-    table["se"] = share_error(change["before"], change["after"], contexts)
+    table["se"] = np.hypot(*(share_error(change[side], contexts) for side in ("before", "after")))
     table["status"] = statuses(table, LEAST_SHARE, contexts)
     order = ["before", "after", *KEY]
     table = table.sort_values(order, ascending=[False] * 2 + [True] * 4, ignore_index=True)
@@ -150,7 +155,8 @@ def _share_change(row: pd.Series) -> str:
 
 def tags(reference: Run, other: Run) -> Survival:
     """Tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after the head."""
-    values = ["share", "contexts", "tag", "tag_se", "released", "released_se", "tagged", "row"]
+    values = ["share", "contexts", "tag", "tag_se", "direction_se"]
+    values += ["released", "released_se", "tagged", "row"]
     table = _outer_join(_tagging(reference), _tagging(other), values)
     are_tags = [
         (table[f"tag_{side}"] >= TAGGED) & (table[f"share_{side}"] >= LEAST_SHARE)
@@ -166,9 +172,12 @@ def tags(reference: Run, other: Run) -> Survival:
     seen = table[["contexts_before", "contexts_after"]].replace(0, np.nan).min(axis=1)
     status = statuses(table, TAGGED, seen)
     shares = table["share_before"], table["share_after"]
-    moved = clear(shares[1] - shares[0], share_error(*shares, contexts), contexts)
+    moved = clear(
+        shares[1] - shares[0], np.hypot(*(share_error(share, contexts) for share in shares)), contexts
+    )
     gone = (status == LOST) & (table["cosine"].notna() | moved)
-    kept, turned = _along(table["cosine"], seen)
+    noise = table["direction_se_before"] ** 2 + table["direction_se_after"] ** 2
+    kept, turned = _along(table["cosine"], noise, seen)
     table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
     table.loc[gone | turned & (table["tag_before"] >= TAGGED), "status"] = LOST
     order = ["tagged_before", "tagged_after", *KEY]
@@ -179,8 +188,8 @@ def tags(reference: Run, other: Run) -> Survival:
         f"a sink in at least {percent(LEAST_SHARE)} of the contexts whose grouping explains at least "
         f"{percent(TAGGED)} of the variance of the head's output (η²); its tag survives where at least half of η² is "
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
-        f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval (of the squared "
-        "cosine that of a share of the contexts with the sink); a sink that is gone counts if its share fell clearly",
+        f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval; a sink that "
+        "is gone counts if its share of contexts fell clearly",
         table[[*KEY, *TAG_COLUMNS]],
         _tags_sentence,
         weight="tagged_before",
@@ -194,20 +203,24 @@ def _tagging(run: Run) -> pd.DataFrame:
     rows = run.traces.assign(row=np.arange(1.0, len(run.traces) + 1))
     # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
     absent = dict.fromkeys(("tag", "tag_se", "released", "released_se", "tagged"), 0.0)
-    # A tag whose error is not known, as of one context, is not certain.
+    # A tag whose error is not known, as of one context or in an older trace, is not certain.
     rows["tag_se"] = rows["tag_se"].where(rows["tag"].isna() | rows["tag_se"].notna(), np.inf)
+    rows["direction_se"] = rows["direction_se"].fillna(np.inf) if "direction_se" in rows else np.inf
     return rows[rows["kind"] != "learned"].fillna(absent)
 
 
-def _along(cosine: pd.Series, contexts: pd.Series) -> tuple[pd.Series, pd.Series]:
+def _along(
+    cosine: pd.Series, noise: pd.Series, contexts: pd.Series
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Whether at least half of the new direction's squared length lies along the old one, and whether less does.
 
-    The traces have one direction for all contexts, and so no spread. The squared cosine is a share, and is given the
-    largest error that a share of so many contexts can have (`Estimate.share`): below six nothing is decided.
+    Of two unit vectors that sampling moves by δ and δ′ across themselves, the cosine moves by at most
+    √(‖δ‖² + ‖δ′‖²) sin θ to first order, in the root mean square, and is too small by cos θ (‖δ‖² + ‖δ′‖²)/2 on
+    average, to second order. `noise`: ‖δ‖² + ‖δ′‖².
     """
-    share = cosine.clip(lower=0) ** 2
-    margin = contexts.map(lambda n: Estimate.share(0.5, n, "contexts").margin)
-    return share - margin >= HALF, share + margin < HALF
+    error = np.sqrt(noise * (1 - cosine**2).clip(lower=0))
+    margin = margins(error, contexts, looks_of(len(cosine))) + cosine.abs() * noise / 2
+    return A_HALF.decided(cosine, margin)
 
 
 def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:

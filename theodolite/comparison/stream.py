@@ -16,21 +16,26 @@ from theodolite.comparison.survival import (
     LOST,
     NEW,
     SURVIVED,
+    UNDECIDED,
     Survival,
     changes,
-    share_error,
+    looks_of,
+    margins,
     statuses,
     within_errors,
 )
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.patches import grid_described
+from theodolite.judging import Criterion
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.passes.run import Run
-from theodolite.report.data import Floats, error_of, mean_over_layers, need, provenance, value_of
+from theodolite.report.data import Floats, array, error_of, mean_over_layers, need, provenance, value_of
 from theodolite.system.wording import counted, listed, number, percent
 
 NAMED = 5
 """Dimensions that a sentence names."""
+
+A_HALF = Criterion("at least", HALF, "ours")
 
 
 def outlier_dimensions(reference: Run, other: Run) -> Survival:
@@ -39,55 +44,70 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     layer, dimension = np.nonzero((before >= OUTLIER_SHARE) | (after >= OUTLIER_SHARE))
     change = changes(before[layer, dimension], after[layer, dimension])
     table = pd.DataFrame({"layer": layer, "dimension": dimension}).join(change)
-    contexts = reference.provenance["corpus"]["contexts"]
-    table["se"] = share_error(change["before"], change["after"], contexts)
-    table["status"] = statuses(table, OUTLIER_SHARE, contexts)
+    errors = [_array(run, "outlier_share_se", before)[layer, dimension] for run in (reference, other)]
+    table["se"] = np.hypot(*errors)
+    table["status"] = statuses(table, OUTLIER_SHARE, GROUPS)
     return Survival(
         "outlier dimensions",
         "outlier dimension",
         f"a dimension of a residual layer with |x| of 6 or more in at least {percent(OUTLIER_SHARE)} of the tokens "
         "past the first; it survives where at least half of that share is left, and is lost where less is, each with "
-        "the whole 95 % interval (at most that of a share of the contexts)",
+        "the whole 95 % interval",
         table,
         partial(_dimensions_sentence, noun="outlier dimension", same="shares"),
         weight="before",
         least=OUTLIER_SHARE,
-        contexts=contexts,
+        contexts=reference.provenance["corpus"]["contexts"],
     )
 
 
 def massive_activations(reference: Run, other: Run) -> Survival:
     """Massive activations by residual layer, dimension, and place: their number before and after."""
-    names = {"massive_first": "first", "massive": "later"}
     keys = ["layer", "dimension", "position"]
-    counts = [
-        run.outliers.rename(columns=names)
-        .melt(["layer", "dimension"], list(names.values()), "position", "count")
-        .astype({"position": object})  # pyarrow's texts cannot be merged where there are none
-        .query("count > 0")
-        for run in (reference, other)
-    ]
+    counts = [_massive(run) for run in (reference, other)]
     table = counts[0].merge(counts[1], "outer", keys, suffixes=("_before", "_after")).sort_values(keys)
-    filled = table.reset_index(drop=True).fillna({"count_before": 0, "count_after": 0})
+    # A dimension that has none in one model has none in any of its halves.
+    filled = table.reset_index(drop=True).fillna(dict.fromkeys(table.columns.drop(keys), 0.0))
     change = changes(filled["count_before"], filled["count_after"])
     table = filled[keys].join(change)
-    corpus = reference.provenance["corpus"]
-    # As a share of the tokens at this place: one a context, or all but one.
-    places = corpus["contexts"] * np.where(table["position"] == "first", 1.0, corpus["length"] - 1.0)
-    shares = change["before"] / places, change["after"] / places
-    table["se"] = places * share_error(*shares, corpus["contexts"])
-    table["status"] = statuses(table, 1, corpus["contexts"])
+    table["se"] = np.hypot(filled["se_before"], filled["se_after"]).replace(np.inf, np.nan)
+    table["status"] = statuses(table, 1, GROUPS)
     return Survival(
         "massive activations",
         "massive dimension",
         "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
         "median; it survives where it has at least half as many, and is lost where it has fewer, each with the whole "
-        "95 % interval (at most that of a share of the contexts)",
+        "95 % interval",
         table,
         partial(_dimensions_sentence, noun="massive activation", same="numbers"),
         least=1,
-        contexts=corpus["contexts"],
+        contexts=reference.provenance["corpus"]["contexts"],
     )
+
+
+def _massive(run: Run) -> pd.DataFrame:
+    """How many massive activations each dimension of a layer has at the first and at later tokens, and their errors."""
+    table = run.outliers
+    parts = [
+        pd.DataFrame(
+            {
+                "layer": table["layer"],
+                "dimension": table["dimension"],
+                "position": position,
+                "count": table[name],
+                # Infinite where it is not known: a missing row has none.
+                "se": table[f"{name}_se"].fillna(np.inf) if f"{name}_se" in table else np.inf,
+            }
+        ).astype({"position": object})  # pyarrow's texts cannot be merged where there are none
+        for name, position in (("massive_first", "first"), ("massive", "later"))
+    ]
+    return pd.concat(parts, ignore_index=True).query("count > 0")
+
+
+def _array(run: Run, name: str, like: Floats) -> Floats:
+    """An array of standard errors; NaN where a run of an older schema lacks it."""
+    found = array(run, name)
+    return np.full(like.shape, np.nan) if found is None else found.astype(np.float64)
 
 
 def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
@@ -117,17 +137,23 @@ def positions(reference: Run, other: Run) -> Survival:
         table = table.join(change)
         table[f"{name}_se"] = np.hypot(error_of(reference, name), error_of(other, name))
     overlaps, chance = overlap(reference, other)
-    table["overlap"], table["curve"] = overlaps, _curves(reference, other)
-    norm = table["relative_norm_after"] >= HALF * table["relative_norm_before"]
-    table["status"] = np.where(norm & (table["overlap"] >= HALF), SURVIVED, LOST)
+    table["overlap"], table["overlap_margin"] = overlaps, _overlap_margins(reference, other)
+    table["curve"] = _curves(reference, other)
+    norm = changes(table["relative_norm_before"], table["relative_norm_after"])
+    norm = statuses(norm.assign(se=table["relative_norm_se"]), 0.0, GROUPS)
+    kept, turned = A_HALF.decided(table["overlap"], table["overlap_margin"])
+    table["status"] = np.where(kept & (norm == SURVIVED), SURVIVED, UNDECIDED)
+    table.loc[turned | (norm == LOST), "status"] = LOST
     return Survival(
         "positional basis",
         "layer",
         "of a residual layer: survives where at least half of its leading directions, as many as the rank, are left "
-        "(overlap: mean squared cosine of the principal angles) and at least half of its relative norm; curve: "
-        "similarity of the positions' Gram matrices (linear CKA), which is invariant to rotation",
+        "(overlap: mean squared cosine of the principal angles) and at least half of its relative norm, and is lost "
+        "where less of one is, each with the whole 95 % interval; curve: similarity of the positions' Gram matrices "
+        "(linear CKA), which is invariant to rotation",
         table,
         partial(_positions_sentence, chance=chance),
+        contexts=reference.provenance["corpus"]["contexts"],
     )
 
 
@@ -179,10 +205,33 @@ def overlap(first: Run, second: Run) -> tuple[Floats, float]:
 
     And its mean for random directions, k/d.
     """
+    cosines = _squared_cosines(first, second)
+    width = need(first, "positional_basis").shape[2]
+    return np.array([c.mean() for c in cosines]), float(np.mean([len(c) for c in cosines])) / width
+
+
+def _squared_cosines(first: Run, second: Run) -> list[Floats]:
+    """Of the principal angles between the leading directions that `overlap` compares, k a layer."""
     ranks = np.maximum(np.nan_to_num(value_of(first, "rank")).astype(int), 1)
     bases = [torch.linalg.svd(basis, full_matrices=False).Vh for basis in _bases(first, second)]
-    parts = [
-        float((before[:k] @ after[:k].T).square().sum()) / k
+    return [
+        torch.linalg.svdvals(before[:k] @ after[:k].T).square().numpy()
         for before, after, k in zip(*bases, ranks, strict=True)
     ]
-    return np.array(parts), float(ranks.mean()) / bases[0].shape[2]
+
+
+def _overlap_margins(first: Run, second: Run) -> Floats:
+    """Half the width of the 95 % interval of `overlap`, a layer, from what sampling moves of either's directions.
+
+    A projector moves across its own directions, by ‖δ‖_F² = 2k e with e the `subspace_error`. tr(δ P′)/k is then at
+    most 2 √(e · mean c²(1 − c²)) to first order, c the cosines of the principal angles; to second order the overlap is
+    too small by at most the sum of both errors.
+    """
+    cosines = _squared_cosines(first, second)
+    moved = np.zeros(len(cosines))
+    for run in (first, second):
+        errors = array(run, "subspace_error")
+        known = [math.nan if errors is None else errors[layer, len(c) - 1] for layer, c in enumerate(cosines)]
+        moved += np.array(known, dtype=np.float64)
+    across = np.array([np.mean(c * (1 - c).clip(min=0)) for c in cosines])
+    return margins(2 * np.sqrt(moved * across), GROUPS, looks_of(len(moved))) + moved

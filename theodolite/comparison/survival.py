@@ -36,6 +36,9 @@ MORE_THAN_HARDLY_ANY = Criterion("more than", 0.1, "“loses” read as: a tenth
 A_CHANGE = Criterion("more than", 0.0, "ours")
 """Of the size of a difference."""
 
+LEFT = Criterion("at least", 0.0, "ours")
+"""Of what is left beyond the half that survives."""
+
 NAMED = 4
 """Units that a sentence names."""
 
@@ -176,6 +179,8 @@ class Survival:
     def exact(self) -> bool:
         """Whether nothing differs at all."""
         differences = [name for name in self.table if str(name).endswith("difference")]
+        if "cosine" in self.table and (self.table["cosine"] < 1 - 1e-6).any():
+            return False
         return self.count(SURVIVED) == len(self.table) and not self.table[differences].fillna(0).any(
             axis=None
         )
@@ -246,21 +251,20 @@ def statuses(changed: pd.DataFrame, least: float | Floats, n: npt.ArrayLike = 0)
     before, after = (changed[side].to_numpy() for side in ("before", "after"))
     is_unit = before >= least
     margin = margins(changed["se"], n, looks_of(int(is_unit.sum()))) if "se" in changed else 0.0
-    halves = Criterion("at least", 0.0, "")
-    kept, lost = halves.decided(after - HALF * before, margin)
+    kept, lost = LEFT.decided(after - HALF * before, margin)
     known = np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
-    unknown = np.where(halves.decided(before - HALF * after, margin)[1], NEW, UNDECIDED)
+    unknown = np.where(LEFT.decided(before - HALF * after, margin)[1], NEW, UNDECIDED)
     return np.where(is_unit, known, unknown)
 
 
-def share_error(before: pd.Series, after: pd.Series, contexts: int) -> Floats:
-    """Of the difference of two means over contexts of what is between 0 and 1, as if of two texts; at most.
+def share_error(shares: npt.ArrayLike, contexts: int) -> Floats:
+    """Of means over contexts of what is between 0 and 1; at most.
 
     A mean s of such numbers has at most the variance s (1 − s)/n, that of a share. Two contexts on either side are
     added (Agresti & Coull 1998): what all of a few contexts do is not certain.
     """
-    shares = ((side * contexts + 2) / (contexts + 4) for side in (before, after))
-    return np.asarray(np.sqrt(sum(s * (1 - s) for s in shares) / (contexts + 4)))
+    s = (np.asarray(shares, dtype=np.float64) * contexts + 2) / (contexts + 4)
+    return np.asarray(np.sqrt(s * (1 - s) / (contexts + 4)))
 
 
 def expected_by_chance(holds: Flags) -> float:

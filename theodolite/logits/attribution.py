@@ -18,7 +18,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.random_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
-from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, pattern_scores
+from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, scores_by_context
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -49,6 +49,11 @@ Chosen = dict[int, list[tuple[int, int]]]
 """Layer → (head, number of the pattern), in order."""
 
 
+def scored_sequences(length: int) -> int:
+    """On how many repeated random sequences every head is scored."""
+    return contexts_within(SCORED_TOKENS, length, 2, SCORED_CONTEXTS)
+
+
 class PatternPass:
     """Scores of every head on `length` random tokens: "induction", "previous", "same".
 
@@ -56,32 +61,33 @@ class PatternPass:
     one less. "induction" is mean attention from the second copy to the token after the first, "previous" from
     all but the first position to the one before, "same" from the second copy to the same token of the first.
 
-    State: scores (L, patterns, H), NaN where there is no room for two copies of two tokens, and of heads that are not.
+    State: scores and errors (L, patterns, H), means over the sequences and their standard errors; NaN where there is no
+    room for two copies of two tokens, and of heads that are not.
     """
 
     def __init__(self, model: OpenModel, length: int, seed: int) -> None:
         self.model = model
-        contexts = contexts_within(SCORED_TOKENS, length, 2, SCORED_CONTEXTS)
-        self.ids, self.patterns = repeated_patterns(model, length, contexts, seed)
+        self.ids, self.patterns = repeated_patterns(model, length, scored_sequences(length), seed)
         self.total = model.layers
         self.notes: dict[str, Any] = {}
         size = (model.layers, len(PATTERNS), model.heads)
-        self._scores = torch.full(size, torch.nan, dtype=torch.float64)
+        self._scores, self._errors = torch.full((2, *size), torch.nan, dtype=torch.float64)
 
     def state(self) -> State:
-        """The scores."""
-        return {"scores": self._scores}
+        """The scores and their errors."""
+        return {"scores": self._scores, "errors": self._errors}
 
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
         self._scores.copy_(state["scores"])
+        self._errors.copy_(state["errors"])
 
     @measures
     def run(self, progress: Progress) -> None:
         """One forward pass; what it has found is whole when all layers are."""
         progress.checkpoint(progress.done)
         if self.patterns and not progress.done:
-            with hooked(self.model, _PatternScores(self._scores, self.patterns, progress)):
+            with hooked(self.model, _PatternScores(self._scores, self._errors, self.patterns, progress)):
                 self.model.forward(self.ids)
         progress.checkpoint(self.total)
 
@@ -91,12 +97,16 @@ class _PatternScores(Hooks):
     """Writes the scores of each layer's heads."""
 
     scores: Float64[Tensor, "layers patterns heads"]
+    errors: Float64[Tensor, "layers patterns heads"]
     patterns: list[Pattern]
     progress: Progress
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Score one layer."""
-        self.scores[layer, :, : inputs.query.shape[1]] = pattern_scores(inputs, self.patterns)
+        scores = scores_by_context(inputs, self.patterns)
+        contexts, _, heads = scores.shape
+        self.scores[layer, :, :heads] = scores.mean(dim=0)
+        self.errors[layer, :, :heads] = scores.std(dim=0) / contexts**0.5
         self.progress.report(layer + 1)
         return attend(inputs)
 

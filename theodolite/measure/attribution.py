@@ -48,19 +48,27 @@ class Attribution:
 
 def pattern_scores(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "patterns heads"]:
     """Mean attention along each pattern, over contexts and the pattern's queries."""
+    return scores_by_context(inputs, patterns).mean(dim=0)
+
+
+def scores_by_context(
+    inputs: AttentionInputs, patterns: list[Pattern]
+) -> Float[Tensor, "contexts patterns heads"]:
+    """Mean attention along each pattern, over the pattern's queries."""
     batch, heads, queries, _ = inputs.query.shape
     cached = max(1, CACHED // (heads * min(BLOCK, queries) * inputs.key.shape[2]))
     sums = each_part(
         lambda part: _paid(inputs.of_contexts(part), patterns), batch, inputs.query.device, cached
     )
-    counts = torch.tensor([batch * len(p.queries) for p in patterns])
-    return torch.stack(sums).sum(dim=0).cpu() / counts[:, None]
+    counts = torch.tensor([len(p.queries) for p in patterns])
+    return torch.cat(sums).cpu() / counts[:, None]
 
 
-def _paid(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "patterns heads"]:
-    """Attention along each pattern, summed over contexts and the pattern's queries."""
+def _paid(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "contexts patterns heads"]:
+    """Attention along each pattern, summed over the pattern's queries."""
     device = inputs.query.device
-    scores = torch.zeros(len(patterns), inputs.query.shape[1], dtype=torch.float64, device=device)
+    batch, heads = inputs.query.shape[:2]
+    scores = torch.zeros(batch, len(patterns), heads, dtype=torch.float64, device=device)
     for block in inputs.blocks():
         weights = softmax(block.logits, inputs.sink)
         every = torch.arange(block.start, block.stop, device=device)
@@ -69,7 +77,7 @@ def _paid(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "pa
             inside = (every >= pattern.queries.start) & (every < pattern.queries.stop)
             inside &= (key >= block.first) & (key < block.last)
             paid = weights[:, :, every[inside] - block.start, key[inside] - block.first]
-            scores[number] += paid.sum(dim=(0, 2), dtype=torch.float64)
+            scores[:, number] += paid.sum(dim=2, dtype=torch.float64)
     return scores
 
 

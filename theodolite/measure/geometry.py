@@ -44,6 +44,8 @@ OUTLIER_SHARE = PUBLISHED.outlier_tokens
 LEAST_SHARE = 0.1
 """Of the contexts must reach a position, where they are of unlike lengths: its mean would be that of a few contexts."""
 
+COUNT_ERRORS = ("massive_se", "massive_first_se")
+
 SHOWN_SINGULAR_VALUES = 60
 SHOWN_FREQUENCIES = 10
 SHOWN_POSITIONS = 64
@@ -118,8 +120,13 @@ def positions_read(means: State) -> int:
     return int((readers >= LEAST_SHARE * readers[0]).sum())
 
 
-def outlier_rows(outliers: State, means: State, leading: int = 1) -> list[dict[str, float | int]]:
-    """One row for each layer's dimensions that are outliers, or carry a massive activation."""
+def outlier_rows(
+    outliers: State, means: State, errors: Arrays, leading: int = 1
+) -> list[dict[str, float | int]]:
+    """One row for each layer's dimensions that are outliers, or carry a massive activation.
+
+    With `massive_se` and `massive_first_se` of `errors`, those of `uncertainty.array_errors`.
+    """
     outlier, *counts = (outliers[name].sum(dim=1) for name in ("outlier", *MASSIVE_COUNTS))
     share = outlier / means["readers"][:, :, leading:].sum(dim=(1, 2))[:, None]
     notable = torch.stack([share >= OUTLIER_SHARE, *(count > 0 for count in counts)]).any(dim=0)
@@ -132,6 +139,7 @@ def outlier_rows(outliers: State, means: State, leading: int = 1) -> list[dict[s
             "maximum_first": float(outliers["maximum_first"][layer, dimension]),
         }
         | {name: int(count[layer, dimension]) for name, count in zip(MASSIVE_COUNTS, counts, strict=True)}
+        | {name: float(errors[name][layer, dimension]) for name in COUNT_ERRORS}
         for layer, dimension in notable.nonzero().tolist()
     ]
 

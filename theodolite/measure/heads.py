@@ -12,6 +12,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.corpus.ragged import NO_TOKEN
+from theodolite.measure.tags import ratio
 
 
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
@@ -38,7 +39,8 @@ def head_columns(attention: State) -> dict[str, list[float]]:
     these, which are then no later key; sink_registers: likewise of the tokens between [CLS] and the patches of an
     image. sink_learned: mean mass on a learned sink column.
     previous_token: mean attention from positions 1 … T−1 to the one before. same_token: mean attention to all
-    earlier equal tokens, over the queries that have one.
+    earlier equal tokens, over the queries that have one. previous_token_se, same_token_se: of these ratios of sums over
+    contexts, to first order.
     """
     contexts = attention["contexts"].view(-1, 1)
     queries = attention["readers"].sum(dim=-1, keepdim=True)
@@ -54,9 +56,9 @@ def head_columns(attention: State) -> dict[str, list[float]]:
         "sink_first": attention["sink"][:, :, 0] / contexts,
         "sink_later": attention["sink_later"] / contexts,
         "sink_learned": attention["learned"] / queries,
-        "previous_token": attention["previous"] / (queries - contexts),
-        "same_token": attention["same"] / attention["repeated"].view(-1, 1),  # 0/0 = NaN: no token came twice
     }
+    for name, of in (("previous_token", "previous"), ("same_token", "same")):
+        columns[name], columns[f"{name}_se"] = ratio(attention[of])  # 0/0 = NaN: no token came twice
     for name in ("sink_last", "sink_registers"):
         if name in attention:
             columns[name] = attention[name] / contexts

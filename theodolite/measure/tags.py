@@ -25,6 +25,8 @@ OUTLIER_RATIO = 6.0
 
 SHOWN_DIMENSIONS = 5
 
+DIRECTION_SUMS = ("weight", "weight_square", "square")
+
 
 @dataclass(frozen=True)
 class Written:
@@ -32,10 +34,12 @@ class Written:
 
     Attributes:
         direction, value: each sink's tag and value vector through W_O.
+        direction_se: how far sampling over contexts moves each direction, ‖δ‖ over its length, root mean square.
         principal, principal_share: the leading direction of each head's output, and its share of the variance.
     """
 
     direction: Float[Tensor, "sinks width"]
+    direction_se: Float[Tensor, " sinks"]
     value: Float[Tensor, "sinks width"]
     principal: Float[Tensor, "heads width"]
     principal_share: Float[Tensor, " heads"]
@@ -49,19 +53,43 @@ def layers_with_sinks(state: State) -> list[int]:
 def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width width"]) -> State:
     """What the sinks and heads of one layer write: the tensors of `Written`, those of all layers one after another."""
     sinks, heads = part_of(state, "by_sink"), part_of(state, "by_head")
-    weights = torch.stack([sinks["weight"], sinks["caught"]]).unsqueeze(2)
-    means = torch.stack([sinks["difference"], sinks["value"]]) / torch.where(weights > 0, weights, torch.nan)
+    weights = torch.stack([sinks["weight"], sinks["caught"], sinks["weight"]]).unsqueeze(2)
+    sums = torch.stack([sinks["difference"], sinks["value"], sinks["weighted"]])
+    means = sums / torch.where(weights > 0, weights, torch.nan)
     w_o = w_o.double().cpu()
     # Both kinds of rows are in the order of their keys: layers, and heads in them.
     of_heads = [(sinks["keys"][:, :2] == torch.tensor([layer, head])).all(dim=1) for head in range(len(w_o))]
     # One head at a time: it may have many sinks.
-    direction, value = torch.cat(
+    direction, value, weighted = torch.cat(
         [means[:, rows] @ w_head for rows, w_head in zip(of_heads, w_o, strict=True)], dim=1
     )
+    in_order = torch.cat([rows.nonzero().squeeze(1) for rows in of_heads])
+    error = _direction_error(direction, weighted, {name: sinks[name][in_order] for name in DIRECTION_SUMS})
     in_layer = heads["keys"][:, 0] == layer
     own = w_o[heads["keys"][in_layer, 1].long()]
     principal, share = _principal(heads["moment"][in_layer], own)
-    return {"direction": direction, "value": value, "principal": principal, "principal_share": share}
+    return {
+        "direction": direction,
+        "direction_se": error,
+        "value": value,
+        "principal": principal,
+        "principal_share": share,
+    }
+
+
+def _direction_error(
+    direction: Float[Tensor, "sinks width"], weighted: Float[Tensor, "sinks width"], sums: State
+) -> Float[Tensor, " sinks"]:
+    """√E‖δ‖²/‖m‖ of m = Σs/Σw, a ratio of sums over contexts, to first order; NaN of a single context's.
+
+    Args:
+        direction: m. weighted: Σ w s/Σw. sums: `DIRECTION_SUMS`.
+    """
+    weight, weight_square, square = (sums[name] for name in DIRECTION_SUMS)
+    length = direction.square().sum(dim=1)
+    moved = square - 2 * weight * (weighted * direction).sum(dim=1) + weight_square * length
+    effective = weight.square() / weight_square
+    return _error(moved.clamp_min(0) / (weight.square() * length), effective)
 
 
 def traces(
@@ -95,6 +123,7 @@ def traces(
         "first_caught": sums["first"] / sums["catching"],
         "last_caught": sums["last"] / sums["catching"],
         **columns_of_tags,
+        "direction_se": written.direction_se,
         "alignment": _cosine(direction, written.value),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),

@@ -17,13 +17,14 @@ from scipy.linalg import hadamard
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.means import Sample, decomposed
+from theodolite.accumulate.means import Sample, decomposed, decomposed_means
 from theodolite.accumulate.second_moments import low_rank
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.measure.clusters import clusters
 from theodolite.measure.geometry import (
     CUTOFFS,
+    SCREENOT_RANK,
     Columns,
     contextual,
     positions_read,
@@ -35,6 +36,9 @@ from theodolite.measure.geometry import (
 from theodolite.system.threads import parallel_map
 from theodolite.theory.singular import screenot_threshold
 from theodolite.theory.smoothness import Grid, frequencies_below, lowest_frequencies
+
+SPARE, ITERATIONS = 10, 2
+"""Directions beyond those that are wanted, and steps, of a subspace iteration."""
 
 
 def balanced_halves() -> Float[Tensor, "halves groups"]:
@@ -96,6 +100,84 @@ def standard_errors(
         for name, error in zip(rows[0], errors.tolist(), strict=True):
             columns.setdefault(f"{name}_se", []).append(error)
     return columns
+
+
+def array_errors(means: State, outliers: State, leading: int = 1) -> State:
+    """What sampling does to the arrays: errors by balanced halves, as of `standard_errors`; NaN below eight contexts.
+
+    Args:
+        means, outliers, leading: as for `standard_errors`.
+
+    Returns:
+        outlier_share_se, massive_se and massive_first_se (N, d), standard errors of the share of tokens and of the
+        counts of the whole corpus; subspace_error (N, K), K at most `SCREENOT_RANK`: how much of the squared length of
+        the k leading directions of the positional basis sampling moves, 1 − ‖VᵀV′‖_F²/k of those of a half (′) and of
+        all, in the mean of the halves. A half differs from the whole by as much as the whole from the truth.
+    """
+    contexts, readers = means["contexts"], means["readers"]
+    is_known = bool((contexts > 0).all())
+    halves = balanced_halves() if is_known else torch.ones(1, GROUPS, dtype=torch.float64)
+    known = 1.0 if is_known else math.nan
+    tokens = readers[:, :, leading:].sum(dim=2) @ halves.T
+    scale = contexts.sum(dim=1, keepdim=True) / (contexts @ halves.T)
+
+    def error(name: str, factor: Float[Tensor, "layers halves"]) -> Float[Tensor, "layers width"]:
+        of_halves = torch.einsum("hg,ngd->hnd", halves, outliers[name].double())
+        return (half_sample_error(of_halves * factor.T.unsqueeze(2)) * known).float()
+
+    read = positions_read(means)
+    whole = decomposed_means(means, leading=leading)[1][:, :read]
+    by_group = means["position_sum"][:, :, :read], readers[:, :, :read]
+    moved = [_moved(*layer, halves, leading) for layer in zip(whole, *by_group, strict=True)]
+    return {
+        "outlier_share_se": error("outlier", 1 / tokens),
+        "massive_se": error("massive", scale),
+        "massive_first_se": error("massive_first", scale),
+        "subspace_error": torch.stack(moved) * known,
+    }
+
+
+def _moved(
+    whole: Float[Tensor, "positions width"],
+    sums: Float[Tensor, "groups positions width"],
+    readers: Float[Tensor, "groups positions"],
+    halves: Float[Tensor, "halves groups"],
+    leading: int,
+) -> Float[Tensor, " directions"]:
+    """One layer's `subspace_error`, of `whole`, all contexts' positional basis."""
+    basis = whole[leading:]
+    most = min(SCREENOT_RANK, *basis.shape)
+    # Of the smaller Gram matrix, as a start: its small eigenvalues are not exact.
+    start = torch.linalg.eigh(
+        basis @ basis.T if len(basis) < basis.shape[1] else basis.T @ basis
+    ).eigenvectors
+    start = start.flip(1)[:, : most + SPARE]
+    directions = leading_directions(basis, basis.T @ start if len(basis) < basis.shape[1] else start)
+
+    def of_half(chosen: Float[Tensor, " groups"]) -> Tensor:
+        counts = chosen @ readers
+        _, pos, _ = decomposed(
+            torch.tensordot(chosen, sums, dims=1),
+            counts,
+            *(whole.new_zeros(0, whole.shape[1]), counts[:0]),
+            slice(leading, len(whole)),
+        )
+        # Where all contexts of a half are short, it has the first positions only.
+        reached = slice(leading, min(len(whole), int((counts > 0).sum())))
+        found = leading_directions(pos[reached], directions)[:, :most]
+        kept = (directions[:, :most].T @ found).square().cumsum(0).cumsum(1).diagonal()
+        return 1 - kept / torch.arange(1, most + 1)
+
+    return torch.stack(parallel_map(of_half, list(halves))).mean(dim=0).clamp_min(0)
+
+
+def leading_directions(
+    matrix: Float[Tensor, "rows width"], start: Float[Tensor, "width directions"]
+) -> Float[Tensor, "width directions"]:
+    """The leading right singular vectors by subspace iteration from `start`, which is near them (Saad 2011, ch. 5)."""
+    for _ in range(ITERATIONS):
+        start = torch.linalg.qr(matrix.T @ (matrix @ start)).Q
+    return start @ torch.linalg.svd(matrix @ start, full_matrices=False).Vh.T
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from theodolite.system.files import (
 from theodolite.system.run_folders import RUN, check_out, differences, provenance_at
 from theodolite.system.wording import tokens_of
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 ARRAYS = "arrays.safetensors"
 

@@ -22,17 +22,21 @@ from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.logits.attribution import PATTERNS, attribution_table
 from theodolite.logits.shares import shares_tables
-from theodolite.measure.geometry import geometry, outlier_rows
+from theodolite.measure.geometry import COUNT_ERRORS, geometry, outlier_rows
 from theodolite.measure.heads import examples_table, head_arrays, head_columns, heads_that_are, sinks_table
 from theodolite.measure.localization import entropy_bound, localization_tables
 from theodolite.measure.positional import COLUMNS as POSITIONAL
-from theodolite.measure.uncertainty import standard_errors
+from theodolite.measure.uncertainty import array_errors, standard_errors
 from theodolite.models.head_weights import EXACT
 from theodolite.passes.added_columns import added_columns
 from theodolite.passes.run import Run
 from theodolite.passes.stages import States
 
-OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS]
+OUTLIER_COLUMNS = [
+    *("layer", "dimension", "share", "maximum", "maximum_first"),
+    *MASSIVE_COUNTS,
+    *COUNT_ERRORS,
+]
 
 
 def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
@@ -59,8 +63,9 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
     if states.of("corpus.residual"):
         heads["entropy_bound"] = _entropy_bounds(states)
     if states.of("patterns"):
-        scores = states.of("patterns")["scores"]
-        heads["induction"] = scores[:, PATTERNS.index("induction")].flatten().tolist()
+        for name, of in (("induction", "scores"), ("induction_se", "errors")):
+            scores = states.of("patterns")[of]
+            heads[name] = scores[:, PATTERNS.index("induction")].flatten().tolist()
     weights = states.of("weights")
     heads |= {name: weights[name].flatten().tolist() for name in POSITIONAL if name in weights}
     if states.of("corpus.residual"):
@@ -144,6 +149,8 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     layers, arrays = geometry(means, residual, outliers, sample, labels, leading, shape)
     sketches, clusters = states.of("corpus.sketches"), arrays["context_cluster"]
     layers |= standard_errors(means, sketches, outliers, sample, labels, clusters, leading, shape)
+    errors = array_errors(means, outliers, leading)
+    arrays |= {name: errors[name] for name in errors if name not in COUNT_ERRORS}
     if grid is not None:
         arrays |= {
             "example_picture": own["pictures"],
@@ -158,7 +165,7 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     tables = {
         "layers": pd.DataFrame({"layer": range(len(arrays["mean"])), **layers}),
         "sinks": sinks_table(attention, text),
-        "outliers": pd.DataFrame(outlier_rows(outliers, means, leading), columns=OUTLIER_COLUMNS),
+        "outliers": pd.DataFrame(outlier_rows(outliers, means, errors, leading), columns=OUTLIER_COLUMNS),
         "examples": examples_table(attention, own["examples"], SINK_THRESHOLD, text),
     }
     return tables, arrays
