@@ -96,7 +96,8 @@ def test_the_head_that_lost_most_is_not_the_one_that_has_most(pair):
 def test_of_a_random_model_nothing_survives(pair):
     audit = of(pair("random"), pair())
     for part in audit.parts:
-        assert not part.left > 0.1, part.name
+        low = part.family.value - part.family.margin
+        assert not low > 0.1, part.name
         if part.name != "sinks":
             assert part.answer in (FAILS, UNTESTABLE, UNDECIDED), part.name
     # No sink in any of 16 contexts: of all, 1 − 0.025^{1/16} = 0.206 of them may still have theirs.

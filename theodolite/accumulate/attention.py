@@ -236,8 +236,8 @@ def _statistics(
 ) -> dict[str, Tensor]:
     """Sums over the contexts of one part, and by context what each key received; `output` is written."""
     device = output.device
-    sums = output.new_zeros(len(output), inputs.query.shape[1], len(SCORES), dtype=torch.float64)
-    scores = HeadScores(tokens, part, sums)
+    none = output.new_zeros(len(output), inputs.query.shape[1], len(SCORES), dtype=torch.float64)
+    scores = HeadScores(tokens, part, none)
     summary = summarise(inputs, output, scores.visit, scores.visit_whole)
     visible, propagates = last_query(inputs, trailing)
     entropy, log_sum_exp = summary.entropy.double(), summary.log_sum_exp.double()

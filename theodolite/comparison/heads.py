@@ -57,12 +57,9 @@ def entropies(reference: Run, other: Run) -> Survival:
     table["left_range"] = _entered_range(table["share_before"], table["share_after"])
     contexts = reference.provenance["corpus"]["contexts"]
     looks = looks_of(int(table["difference"].notna().sum()))
-    kept, lost = similar_entropies(
-        *([table[f"share_{side}"].to_numpy() for side in ("before", "after")]),
-        *(entropy_share_error(run) for run in (reference, other)),
-        contexts,
-        looks,
-    )
+    shares = table["share_before"].to_numpy(), table["share_after"].to_numpy()
+    errors = entropy_share_error(reference), entropy_share_error(other)
+    kept, lost = similar_entropies(shares, errors, contexts, looks)
     table["status"] = np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
     table = table[table["difference"].notna()].reset_index(drop=True)
     first, second = table["share_before"].to_numpy(), table["share_after"].to_numpy()
@@ -82,16 +79,16 @@ def entropies(reference: Run, other: Run) -> Survival:
 
 
 def similar_entropies(
-    before: Floats, after: Floats, before_se: Floats, after_se: Floats, contexts: int, looks: int
+    shares: tuple[Floats, Floats], errors: tuple[Floats, Floats], contexts: int, looks: int
 ) -> tuple[Flags, Flags]:
     """Whether entropies (shares of the maximum) survive, and whether they are lost, each with whole intervals.
 
     By the size of the change, and by where in `RANGES` each of them lies.
     """
-    kept, lost = A_TENTH.decided(after - before, margins(np.hypot(before_se, after_se), contexts, looks))
+    kept, lost = A_TENTH.decided(shares[1] - shares[0], margins(np.hypot(*errors), contexts, looks))
     ends = [
         [range_of(share + sign * margins(error, contexts, looks)) for sign in (-1, 1)]
-        for share, error in ((before, before_se), (after, after_se))
+        for share, error in zip(shares, errors, strict=True)
     ]
     (low, high), (new_low, new_high) = ends
     return kept & (low == new_high) & (high == new_low), lost | (high < new_low) | (new_high < low)
@@ -192,7 +189,7 @@ def _types_sentence(part: Survival) -> str:
         ]
         return f"All head roles survive, unchanged: {listed(survivors, len(ROLES))}."
     none = "No head of the reference has a role: no score reaches its threshold"
-    clauses = [part.counts() if part.decided else none]
+    clauses = [part.counts() if part.of_reference else none]
     return "; ".join(clauses + part.named(LOST, _role_change) + part.named(NEW, _role_change)) + "."
 
 

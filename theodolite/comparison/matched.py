@@ -140,9 +140,9 @@ def _statuses(
     contexts = min(run.provenance["corpus"]["contexts"] for run in runs)
     looks = looks_of(len(first))
     before, after = first[at[0]], second[at[1]]
-    shares = (side[:, names.index(ENTROPY)] for side in (before, after))
-    errors = (entropy_share_error(run)[of] for run, of in zip(runs, at, strict=True))
-    kept, lost = similar_entropies(*shares, *errors, contexts, looks)
+    entropy = names.index(ENTROPY)
+    errors = entropy_share_error(runs[0])[at[0]], entropy_share_error(runs[1])[at[1]]
+    kept, lost = similar_entropies((before[:, entropy], after[:, entropy]), errors, contexts, looks)
     for role in ROLES:
         if role.column in names:
             one, two = (side[:, names.index(role.column)] for side in (before, after))

@@ -238,18 +238,18 @@ def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
 
 def _tags_sentence(part: Survival) -> str:
     table = part.table
-    if not part.decided:
+    if not part.of_reference:
         clauses = ["No sink of the reference tags the tokens that it catches"]
     elif part.exact:
         return f"All {counted(len(table), 'tag')} survive, with the same strength and direction."
     else:
-        decided = table[table["status"].isin([SURVIVED, LOST])]
-        weights = decided["tagged_before"]
+        own = table[table["before"] >= part.least]
+        weights = own["tagged_before"]
         means = {
-            name: float(np.average(decided[name], weights=weights))
+            name: float(np.average(own[name], weights=weights))
             for name in ("before", "after", "released_before", "released_after")
         }
-        cosines = decided["cosine"].dropna()
+        cosines = own["cosine"].dropna()
         clauses = [
             part.counts(),
             f"η² in the head's output {number(means['before'])} → {number(means['after'])} on average, its maximum in "

@@ -120,7 +120,7 @@ def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
             f"All {counted(len(table), part.unit)} survive, with the same {same} "
             f"(of {listed([str(d) for d in layers_by_dimension.index], NAMED)})."
         )
-    clauses = [part.counts() if part.decided else f"The reference has no {noun}"]
+    clauses = [part.counts() if part.of_reference else f"The reference has no {noun}"]
     for status in (LOST, NEW):
         layers = table[table["status"] == status].groupby("dimension")["layer"].nunique()
         layers = layers.sort_values(ascending=False, kind="stable")

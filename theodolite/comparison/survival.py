@@ -115,12 +115,6 @@ class Survival:
         return is_open & (table["before"] >= table.get("least", self.least)) if "before" in table else is_open
 
     @property
-    def left(self) -> float:
-        """Weight that survives, of the weight that is decided, beyond chance: 1 all, 0 none; NaN: there is nothing."""
-        survived, lost, _ = self._weights()
-        return self._share(survived, lost)
-
-    @property
     def family(self) -> Estimate:
         """The share of the whole that is left, of all units of the reference: `paired`, or from what each unit says.
 
@@ -202,11 +196,12 @@ class Survival:
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
         survived, total = self.count(SURVIVED), self.of_reference
+        weights = self._weights()
         text = f"{survived} of {counted(total, self.unit)} {'survives' if survived == 1 else 'survive'}"
         if self.by_chance:
             text += f" ({self.by_chance:.1f} by chance)"
         elif self.weight and 0 < survived < total:
-            text += f" ({percent(self.left)} by weight)"
+            text += f" ({percent(weights[0] / sum(weights))} by weight)"
         if added := self.count(NEW):
             text += f", {added} new"
         if self.undecided:

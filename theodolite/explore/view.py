@@ -151,8 +151,8 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
         for layer_pass in layers:
             statistics.update(layer_pass.layer, layer_pass.inputs, tokens, first_context=0)
     state = statistics.state()
-    columns = head_columns(state)
-    del columns["entropy_se"]  # of one context there is none
+    # Of one context there are no errors.
+    columns = {name: values for name, values in head_columns(state).items() if not name.endswith("_se")}
     heads = heads_that_are(columns, model.heads_of)
     empty = pd.DataFrame()
     arrays = {"visible_keys": state["visible_keys"]}

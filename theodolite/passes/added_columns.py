@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from theodolite.accumulate.extra import Columns, Extra
 from theodolite.errors import UsageError
 from theodolite.measure.geometry import CUTOFFS
+from theodolite.measure.head_roles import PATTERN_ROLES
 from theodolite.measure.localization import MOMENTS
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.passes.stages import States
@@ -26,7 +27,8 @@ SURVEY_COLUMNS = {
     "layers": ("layer", *(f"{name}{suffix}" for name in _LAYERS for suffix in ("", "_se"))),
     "heads": (
         *("layer", "head", "spectrum_of", "entropy", "entropy_se", "entropy_bound", "propagation"),
-        *("sink_first", "sink_later", "sink_learned", "previous_token", "same_token", "induction"),
+        *("sink_first", "sink_later", "sink_learned"),
+        *(f"{role.column}{suffix}" for role in PATTERN_ROLES for suffix in ("", "_se")),
         *(f"{name}{suffix}" for name in (*MOMENTS, "regime", "regime_margin") for suffix in ("", "_data")),
         *(f"share_{part}" for part in ("position", "context", "cross", "constant", "additive")),
         *(f"qk_low_frequency_{cutoff}" for cutoff in CUTOFFS),

@@ -330,7 +330,10 @@ OTHER_TITLES: dict[str, str] = {
     f"{name}_low_frequency_{cutoff}": f"{title} low freq. K={cutoff}"
     for name, title in (("pwp", "PWPᵀ"), ("qk", "QK"))
     for cutoff in (1, 3, 5)
-} | {"entropy_se": "entropy, standard error"}
+} | {
+    f"{name}_se": f"{HEAD_MEASURES[name].title}, standard error"
+    for name in ("entropy", "previous_token", "same_token", "induction")
+}
 """Columns of the heads table that no picker offers: other cutoffs of a measure shown at K = 10, standard errors."""
 
 
