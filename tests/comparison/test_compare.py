@@ -195,8 +195,8 @@ def test_tags_from_the_files_by_loops(pair):
         (-1.0, 0.1, "lost"),
         (0.4, 0.1, "lost"),
         (0.69, 0.001, "lost"),
-        (0.69, 0.1, "undecided"),
-        (0.72, 0.1, "undecided"),
+        (0.69, 0.3, "undecided"),
+        (0.72, 0.3, "undecided"),
         (0.72, 0.001, "survived"),
         (0.95, 0.1, "survived"),
         (0.95, np.nan, "undecided"),
@@ -253,6 +253,35 @@ def test_a_rare_sink_that_is_gone_leaves_its_tag_undecided(pair):
         assert (part.count("lost"), part.count("undecided")) == (0, 1), name
 
 
+def in_groups(shares: torch.Tensor) -> torch.Tensor:
+    """The same share in each of eight groups of contexts."""
+    return shares[:, None].expand(-1, 8, -1).contiguous()
+
+
+def test_outlier_dimensions_are_decided_by_what_differs_in_the_same_contexts():
+    """Shares that vary much between contexts, half as large in the other model in each: clearer than two texts say."""
+    first = make_survey()
+    groups = torch.linspace(0.1, 0.9, 8)[None, :, None].expand(4, 8, 32)
+    for kept, expected in ((0.6, "survived"), (0.4, "lost")):
+        runs = [
+            replace(
+                first,
+                arrays=first.arrays
+                | {"outlier_share": by_group.mean(dim=1), "outlier_share_by_group": by_group.contiguous()},
+            )
+            for by_group in (groups, kept * groups)
+        ]
+        table = compare(*runs).part("outlier dimensions").table
+        assert (table["status"] == expected).all()
+        # Oracle: s/√8 of the groups' differences.
+        spread = (kept - 1) * np.linspace(0.1, 0.9, 8)
+        assert table["se"].to_numpy() == pytest.approx(spread.std(ddof=1) / 8**0.5, rel=1e-5)
+    older = [
+        replace(run, arrays={k: v for k, v in run.arrays.items() if "by_group" not in k}) for run in runs
+    ]
+    assert (compare(*older).part("outlier dimensions").table["status"] == "undecided").all()
+
+
 def test_outlier_dimensions_from_shares_by_loops():
     first, second = make_survey(seed=0), make_survey(seed=1)
     share = first.arrays["outlier_share"].clone()
@@ -260,7 +289,9 @@ def test_outlier_dimensions_from_shares_by_loops():
     other = share.clone()
     other[1, 3], other[2, 3], other[3, 5], other[0, 7] = 0.03, 0.09, 0.4, 0.3
     runs = [
-        replace(run, arrays=run.arrays | {"outlier_share": shares})
+        replace(
+            run, arrays=run.arrays | {"outlier_share": shares, "outlier_share_by_group": in_groups(shares)}
+        )
         for run, shares in ((first, share), (second, other))
     ]
     table = compare(*runs).part("outlier dimensions").table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,13 +35,15 @@ def one_context(seed: int, length: int = LENGTH, signal: float = 0.0) -> Context
     return catches, output, value, hidden
 
 
-def summed(contexts: list[Context], into: Tags | None = None) -> Tags:
-    """As the tracer adds up contexts of one layer."""
-    tags = into or Tags(1, WIDTH)
-    for catches, output, value, hidden in contexts:
+def summed(contexts: list[Context], into: Tags | None = None, numbers: Sequence[int] | None = None) -> Tags:
+    """As the tracer adds up contexts of one layer, of at most eight; `numbers`: which ones, in order 0, 1, …"""
+    tags = into or Tags(1, WIDTH, 8)
+    for number, (catches, output, value, hidden) in zip(
+        numbers or range(len(contexts)), contexts, strict=False
+    ):
         ids = torch.arange(output.shape[1]) % 3
         sums, place = measured(catches, HeadOutputs(output, value, W_O @ W_O.mT))
-        rows = tags.update(0, catches, ids, sums)
+        rows = tags.update(0, catches, ids, sums, number)
         before = released(catches, hidden)
         tags.add_place(rows, HEAD_OUTPUT, place, before)
         for layer in (0, 1):
@@ -72,13 +75,14 @@ def same(a: tuple[pd.DataFrame, pd.DataFrame], b: tuple[pd.DataFrame, pd.DataFra
 def test_order_halves_and_what_all_tokens_share_do_not_matter(seeds, cut):
     contexts = [one_context(seed, signal=0.5) for seed in seeds]
     whole = tables(summed(contexts), len(seeds))
-    same(tables(summed(contexts[::-1]), len(seeds)), whole)
+    places = range(len(contexts))
+    same(tables(summed(contexts[::-1], numbers=places[::-1]), len(seeds)), whole)
     halves = summed(contexts[:cut])
-    halves.merge(summed(contexts[cut:]))
+    halves.merge(summed(contexts[cut:], numbers=places[cut:]))
     same(tables(halves, len(seeds)), whole)
-    resumed = Tags(1, WIDTH)
+    resumed = Tags(1, WIDTH, 8)
     resumed.restore(summed(contexts[:cut]).state())
-    same(tables(summed(contexts[cut:], resumed), len(seeds)), whole)
+    same(tables(summed(contexts[cut:], resumed, places[cut:]), len(seeds)), whole)
     moved = [(catches, o + 3.0, v, h + 100.0) for catches, o, v, h in contexts]
     same(tables(summed(moved), len(seeds)), whole)
 
@@ -222,7 +226,7 @@ def test_two_sinks_of_one_token_are_one_row_and_one_observation():
 
 
 def test_tables_of_nothing_have_all_columns_in_their_types():
-    full, empty = tables(summed([one_context(6)]), 1), tables(Tags(1, WIDTH), 1)
+    full, empty = tables(summed([one_context(6)]), 1), tables(Tags(1, WIDTH, 8), 1)
     for one, other in zip(full, empty, strict=True):
         assert len(other) == 0
         assert one.dtypes.to_dict() == other.dtypes.to_dict()

@@ -219,8 +219,7 @@ def test_errors_of_large_values_are_those_of_eight_groups():
     found = array_errors(means, outliers)
     groups = h[1].reshape(8, CONTEXTS // 8, LENGTH, WIDTH)
     is_large = (groups[:, :, 1:].abs() >= 6).double().mean(dim=(1, 2))
-    expected = is_large.std(dim=0, correction=1) / 8**0.5
-    torch.testing.assert_close(found["outlier_share_se"][1], expected.float())
+    torch.testing.assert_close(found["outlier_share_by_group"][1], is_large.float())
     for name, place in (("massive_se", groups[:, :, 1:]), ("massive_first_se", groups[:, :, :1])):
         counts = (place[..., 7] > 1e5).double().sum(dim=(1, 2))
         assert found[name][1, 7] == pytest.approx(float(8 * counts.std(correction=1) / 8**0.5))
@@ -246,4 +245,7 @@ def test_what_sampling_moves_of_directions_is_known():
 
 def test_few_contexts_have_no_errors_of_arrays():
     (means, _, _, outliers), *_ = states(hidden(0, contexts=7))
-    assert all(values.isnan().all() for values in array_errors(means, outliers).values())
+    found = array_errors(means, outliers)
+    by_group = found.pop("outlier_share_by_group")
+    assert by_group.isnan().any(dim=1).all()  # a group is empty
+    assert all(values.isnan().all() for values in found.values())

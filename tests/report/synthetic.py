@@ -72,7 +72,7 @@ def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int)
         outliers=run.outliers.assign(massive_se=0.1, massive_first_se=0.1),
         arrays=run.arrays
         | {
-            "outlier_share_se": torch.full_like(share, 0.001),
+            "outlier_share_by_group": share[:, None].expand(-1, 8, -1).contiguous(),
             "subspace_error": torch.full((len(share), 20), 0.001, dtype=torch.float64),
         },
         constituents=parts,

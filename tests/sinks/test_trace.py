@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.linalg import hadamard
 
 from tests import checkpoints, planted
 from theodolite.corpus.corpus import Corpus
@@ -292,18 +293,19 @@ def _release(
     }
 
 
-def _direction_error(found: list[dict[str, Any]], direction: np.ndarray) -> float:
-    """Of a mean weighted by w: influence values (w d − w m)/Σw of each context, by the textbook; relative to ‖m‖."""
-    weight, own = {}, {}
-    for f in found:
-        weight[f["context"]] = weight.get(f["context"], 0) + f["weight"]
-        own[f["context"]] = own.get(f["context"], 0) + f["weight"] * f["difference"]
-    w = np.array(list(weight.values()))
-    if not w.sum() or w.sum() ** 2 / (w**2).sum() <= 1.5:
+def _direction_error(found: list[dict[str, Any]], contexts: int) -> float:
+    """Root mean square of ‖u′ − u‖, u′ of each half of eight groups of neighbours that Hadamard's matrix balances."""
+    if contexts < 8:
         return math.nan
-    effective = w.sum() ** 2 / (w**2).sum()
-    influence = (np.array(list(own.values())) - w[:, None] * direction) / w.sum()
-    return math.sqrt((influence**2).sum() * effective / (effective - 1)) / float(np.linalg.norm(direction))
+    of_groups = np.zeros((8, len(found[0]["difference"])))
+    for f in found:
+        of_groups[f["context"] * 8 // contexts] += f["weight"] * f["difference"]
+    signs = hadamard(8)[1:]
+    halves = np.concatenate([signs, -signs]).clip(min=0) @ of_groups
+    with np.errstate(invalid="ignore"):
+        units = halves / np.linalg.norm(halves, axis=1, keepdims=True)
+        unit = of_groups.sum(0) / np.linalg.norm(of_groups.sum(0))
+    return math.sqrt(((units - unit) ** 2).sum(1).mean())
 
 
 def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, length: int) -> dict[str, Any]:
@@ -314,7 +316,7 @@ def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, leng
     if weight.sum():
         direction = np.sum([f["weight"] * f["difference"] for f in row["found"]], axis=0) / weight.sum()
     value = np.sum([f["caught"] * f["value"] for f in row["found"]], axis=0) / max(caught.sum(), 1)
-    direction_se = _direction_error(row["found"], direction)
+    direction_se = _direction_error(row["found"], contexts)
     own = sum(f["caught"] * np.linalg.norm(f["value"]) for f in row["found"])
     others = sum(f["caught"] * f["others"] for f in row["found"])
     product = np.linalg.norm(direction) * np.linalg.norm(value)
@@ -462,6 +464,11 @@ def test_every_column_and_array_equals_the_dense_computation(family, dtype, kind
                 _close(got, value, max(tolerance, 1e-6) if direction else tolerance, (key, name))
     own = set(run.traces) - {"layer", "head", "kind", "token_id", "token"}
     arrays = {"tag_direction", "release", "release_se", "release_chance"}
+    if len(ids) >= 8:  # the sums by group have the direction of all
+        whole = run.arrays["tag_by_group"].double().sum(dim=1)
+        known = torch.isfinite(run.arrays["tag_direction"][: len(whole)]).all(dim=1)
+        alike = torch.cosine_similarity(whole, run.arrays["tag_direction"][: len(whole)].double())
+        assert (alike[known] > 1 - 1e-6).all()
     assert own | arrays == set(next(iter(traces.values())))
     assert run.traces.tagged.dropna().is_monotonic_decreasing
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from theodolite.accumulate.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.accumulate.keyed import KeyedSums
 from theodolite.accumulate.sums import PAIRS, State, joined, pair_sums, part_of
+from theodolite.corpus.groups import GROUPS, Groups
 
 FIRST, LATER, COLUMN, STRETCH = 0, 1, 2, 3
 """Kinds of sinks: position 0, a later token, a learned sink column, a token that catches a stretch only."""
@@ -52,10 +53,8 @@ class Tags:
 
     Sums by sink: contexts in which it is one; sinks; position; received attention; caught queries, those that could
     be; how many sinks catch any, and their first and last caught query; weight n₁n₀/n of the two groups, and weighted
-    by it the difference of their mean outputs (value_width); by caught queries the sink's value vector (value_width),
-    its length and the mean length of others. With a context's weight w and its weighted difference s, all its sinks of
-    one row together: weight_square, Σ w², square, Σ ‖s W_O‖², and weighted, Σ w s (value_width), from which the
-    difference has its error over contexts.
+    by it the difference of their mean outputs (G, value_width), by group of contexts; by caught queries the sink's
+    value vector (value_width), its length and the mean length of others.
 
     By head: contexts; moment (value_width, value_width) of its output, centred within contexts.
 
@@ -64,7 +63,8 @@ class Tags:
     output that the grouping explains on average when it is shifted along the context.
     """
 
-    def __init__(self, layers: int, value_width: int) -> None:
+    def __init__(self, layers: int, value_width: int, contexts: int) -> None:
+        self._groups = Groups(contexts)
         places = 2 + layers
         both = {"pairs": (places, PAIRS), "crossed": (places, CROSSED), "chance": (places,), "shifted": ()}
         single = (
@@ -82,12 +82,17 @@ class Tags:
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
             (*single, *queries, "value_length", "other_length"), ()
         )
-        shapes |= dict.fromkeys(("difference", "weighted", "value"), (value_width,))
+        shapes |= {"difference": (GROUPS, value_width), "value": (value_width,)}
         self.by_sink = KeyedSums(4, shapes | both)
         self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
 
     def update(
-        self, layer: int, catches: Catches, ids: Int[Tensor, " positions"], sums: dict[str, Tensor]
+        self,
+        layer: int,
+        catches: Catches,
+        ids: Int[Tensor, " positions"],
+        sums: dict[str, Tensor],
+        context: int,
     ) -> tuple[Tensor, Tensor]:
         """Take in what `measured` found in one layer of one context; the rows of its sinks and of its heads."""
         position = catches.position.cpu()
@@ -98,7 +103,7 @@ class Tags:
         token = torch.where(named, ids.cpu()[position.clamp_min(0)], -1)
         head = catches.head.cpu()
         sinks = self.by_sink.rows(torch.stack([torch.full_like(head, layer), head, kind, token], dim=1))
-        sums = sums | _of_contexts(sinks, sums)
+        sums = sums | {"difference": self._in_group(sums["difference"], context)}
         catching_heads = head.unique()
         heads = self.by_head.rows(
             torch.stack([torch.full_like(catching_heads, layer), catching_heads], dim=1)
@@ -111,6 +116,12 @@ class Tags:
         once = sinks.unique()
         self.by_sink.add("contexts", once, torch.ones(len(once)))
         return sinks, heads
+
+    def _in_group(self, values: Float[Tensor, "some width"], context: int) -> Tensor:
+        """What one context adds to sums by group."""
+        of_groups = values.new_zeros(len(values), GROUPS, values.shape[1])
+        of_groups[:, int(self._groups.of(torch.tensor(context)))] = values
+        return of_groups
 
     def add_place(
         self, rows: tuple[Tensor, Tensor], place: int, squares: dict[str, Tensor], before: dict[str, Tensor]
@@ -138,17 +149,6 @@ class Tags:
         """Take in what another accumulator has seen."""
         self.by_sink.merge(other.by_sink)
         self.by_head.merge(other.by_head)
-
-
-def _of_contexts(sinks: Int[Tensor, " some"], sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`weight_square`, `square` and `weighted` of one context by sink: summed over all sinks of a row, its own."""
-    together = (sinks[:, None] == sinks).double()
-    weight, difference, products = (sums[name].cpu() for name in ("weight", "difference", "square"))
-    return {
-        "weight_square": weight * (together @ weight),
-        "square": (products * together).sum(dim=1),
-        "weighted": weight[:, None] * (together @ difference),
-    }
 
 
 def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -191,8 +191,6 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
         "weight": weight,
         # n₁n₀/n · (m₁ − m₀) is the centred sum itself.
         "difference": shifted,
-        # Of pairs of one head alone, which `_of_contexts` takes.
-        "square": (shifted.unsqueeze(1) @ metric[of]).squeeze(1) @ shifted.T,
         "value": sink_value * size.unsqueeze(1),
         "value_length": sink_length * size,
         "other_length": others * size,

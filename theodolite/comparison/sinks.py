@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import torch
+from torch import Tensor
 
 from theodolite.comparison.outputs import PLACE, SINK_PLACES
 from theodolite.comparison.survival import (
@@ -22,8 +22,10 @@ from theodolite.comparison.survival import (
     share_error,
     statuses,
 )
+from theodolite.corpus.groups import GROUPS
 from theodolite.judging import Criterion, Estimate
 from theodolite.measure.tags import ratio
+from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing.sinks import sink_name
@@ -39,7 +41,17 @@ TAGGED = 0.1
 A_HALF = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
 
 TAG_COLUMNS = (
-    *("token", "share_before", "share_after", "before", "after", "difference", "se", "cosine"),
+    *(
+        "token",
+        "share_before",
+        "share_after",
+        "before",
+        "after",
+        "difference",
+        "se",
+        "cosine",
+        "cosine_margin",
+    ),
     *(
         "released_before",
         "released_after",
@@ -176,8 +188,10 @@ def tags(reference: Run, other: Run) -> Survival:
         shares[1] - shares[0], np.hypot(*(share_error(share, contexts) for share in shares)), contexts
     )
     gone = (status == LOST) & (table["cosine"].notna() | moved)
-    noise = table["direction_se_before"] ** 2 + table["direction_se_after"] ** 2
-    kept, turned = _along(table["cosine"], noise, seen)
+    noise = (table["direction_se_before"] ** 2 + table["direction_se_after"] ** 2) / 2
+    margin = margins(_cosine_error(reference, other, table), GROUPS, looks_of(len(table)))
+    table["cosine_margin"] = margin + noise.replace(np.inf, np.nan)
+    kept, turned = A_HALF.decided(table["cosine"], table["cosine_margin"])
     table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
     table.loc[gone | turned & (table["tag_before"] >= TAGGED), "status"] = LOST
     order = ["tagged_before", "tagged_after", *KEY]
@@ -209,31 +223,32 @@ def _tagging(run: Run) -> pd.DataFrame:
     return rows[rows["kind"] != "learned"].fillna(absent)
 
 
-def _along(
-    cosine: pd.Series, noise: pd.Series, contexts: pd.Series
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Whether at least half of the new direction's squared length lies along the old one, and whether less does.
-
-    Of two unit vectors that sampling moves by δ and δ′ across themselves, the cosine moves by at most
-    √(‖δ‖² + ‖δ′‖²) sin θ to first order, in the root mean square, and is too small by cos θ (‖δ‖² + ‖δ′‖²)/2 on
-    average, to second order. `noise`: ‖δ‖² + ‖δ′‖².
-    """
-    error = np.sqrt(noise * (1 - cosine**2).clip(lower=0))
-    margin = margins(error, contexts, looks_of(len(cosine))) + cosine.abs() * noise / 2
-    return A_HALF.decided(cosine, margin)
-
-
 def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
     """Of the directions of each tag before and after; NaN where one has none."""
-    directions = []
+    before, after = (run.arrays["tag_direction"] for run in (reference, other))
+    directions = _rows(before, table["row_before"]), _rows(after, table["row_after"])
+    return torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0).numpy()
+
+
+def _cosine_error(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
+    """Of `_cosines`, by the cosines in balanced halves of the contexts, which both models read.
+
+    What both directions owe to the same contexts makes them more alike in every half, and what they do not less alike;
+    the caller adds the share of their squared lengths that is due to the contexts, `noise`, to the margin. NaN where a
+    tag has no sums by group: in an older trace, or beyond the strongest.
+    """
+    halves = []
     for run, side in ((reference, "row_before"), (other, "row_after")):
-        stored = run.arrays["tag_direction"].double()
-        if not len(stored):
-            return np.full(len(table), np.nan)
-        padded = torch.cat([torch.full_like(stored[:1], torch.nan), stored])
-        rows = torch.from_numpy(table[side].to_numpy().astype(np.int64))
-        directions.append(torch.nn.functional.normalize(padded[rows], dim=1))
-    return (directions[0] * directions[1]).sum(dim=1).numpy()
+        by_group = run.arrays.get("tag_by_group", torch.empty(0, GROUPS, 1))
+        halves.append(balanced_halves() @ _rows(by_group, table[side]))
+    return half_sample_error(torch.cosine_similarity(halves[0], halves[1], dim=2, eps=0).T).numpy()
+
+
+def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
+    """Rows of an array, counted from 1; NaN for 0, and behind its end."""
+    padded = torch.cat([stored.double().new_full((1, *stored.shape[1:]), torch.nan), stored.double()])
+    number = torch.from_numpy(rows.to_numpy().astype(np.int64))
+    return padded[torch.where(number < len(padded), number, 0)]
 
 
 def _tags_sentence(part: Survival) -> str:

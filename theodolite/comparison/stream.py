@@ -28,6 +28,7 @@ from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.patches import grid_described
 from theodolite.judging import Criterion
 from theodolite.measure.geometry import OUTLIER_SHARE
+from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, array, error_of, mean_over_layers, need, provenance, value_of
 from theodolite.system.wording import counted, listed, number, percent
@@ -44,9 +45,13 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     layer, dimension = np.nonzero((before >= OUTLIER_SHARE) | (after >= OUTLIER_SHARE))
     change = changes(before[layer, dimension], after[layer, dimension])
     table = pd.DataFrame({"layer": layer, "dimension": dimension}).join(change)
-    errors = [_array(run, "outlier_share_se", before)[layer, dimension] for run in (reference, other)]
-    table["se"] = np.hypot(*errors)
-    table["status"] = statuses(table, OUTLIER_SHARE, GROUPS)
+    first, second = (_in_halves(run, layer, dimension) for run in (reference, other))
+    table["se"] = half_sample_error(second - first).numpy()
+    errors = (
+        half_sample_error(second - HALF * first).numpy(),
+        half_sample_error(first - HALF * second).numpy(),
+    )
+    table["status"] = statuses(table, OUTLIER_SHARE, GROUPS, errors)
     return Survival(
         "outlier dimensions",
         "outlier dimension",
@@ -104,10 +109,12 @@ def _massive(run: Run) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True).query("count > 0")
 
 
-def _array(run: Run, name: str, like: Floats) -> Floats:
-    """An array of standard errors; NaN where a run of an older schema lacks it."""
-    found = array(run, name)
-    return np.full(like.shape, np.nan) if found is None else found.astype(np.float64)
+def _in_halves(run: Run, layer: np.ndarray, dimension: np.ndarray) -> Float[Tensor, "halves units"]:
+    """Shares of tokens in balanced halves of the contexts; NaN where a run of an older schema, or of few, has none."""
+    by_group = run.arrays.get("outlier_share_by_group")
+    if by_group is None:
+        return torch.full((1, len(layer)), torch.nan, dtype=torch.float64)
+    return balanced_halves() @ by_group[layer, :, dimension].T.double() / (GROUPS // 2)
 
 
 def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:

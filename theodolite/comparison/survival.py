@@ -229,7 +229,12 @@ def clear(differences: npt.ArrayLike, errors: npt.ArrayLike | None, n: int = 0) 
     return A_CHANGE.decided(sizes, 0.0 if errors is None else margins(errors, n))[0]
 
 
-def statuses(changed: pd.DataFrame, least: float | Floats, n: npt.ArrayLike = 0) -> npt.NDArray[np.str_]:
+def statuses(
+    changed: pd.DataFrame,
+    least: float | Floats,
+    n: npt.ArrayLike = 0,
+    errors: tuple[Floats, Floats] | None = None,
+) -> npt.NDArray[np.str_]:
     """The status of each unit by the rule of halves.
 
     A unit of the reference has at least `least` before. It survives where at least half of that is left, and is lost
@@ -242,13 +247,16 @@ def statuses(changed: pd.DataFrame, least: float | Floats, n: npt.ArrayLike = 0)
             are facts about one text.
         least: what makes a unit.
         n: how many contexts, or groups of them, the errors rest on, or how many in each row.
+        errors: of after − before/2 and of before − after/2, where they are known better than by `se`.
     """
     before, after = (changed[side].to_numpy() for side in ("before", "after"))
     is_unit = before >= least
-    margin = margins(changed["se"], n, looks_of(int(is_unit.sum()))) if "se" in changed else 0.0
-    kept, lost = LEFT.decided(after - HALF * before, margin)
+    looks = looks_of(int(is_unit.sum()))
+    errors = errors or (changed.get("se", 0.0),) * 2
+    of_left, of_new = (margins(error, n, looks) if np.ndim(error) else 0.0 for error in errors)
+    kept, lost = LEFT.decided(after - HALF * before, of_left)
     known = np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
-    unknown = np.where(LEFT.decided(before - HALF * after, margin)[1], NEW, UNDECIDED)
+    unknown = np.where(LEFT.decided(before - HALF * after, of_new)[1], NEW, UNDECIDED)
     return np.where(is_unit, known, unknown)
 
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, part_of
 from theodolite.accumulate.tags import HEAD_OUTPUT
+from theodolite.corpus.groups import GROUPS
+from theodolite.measure.uncertainty import balanced_halves
 from theodolite.theory.outliers import MAD_TO_SD
 
 KINDS = ("first", "later", "learned", "stretch")
@@ -25,7 +27,8 @@ OUTLIER_RATIO = 6.0
 
 SHOWN_DIMENSIONS = 5
 
-DIRECTION_SUMS = ("weight", "weight_square", "square")
+STRONGEST = 64
+"""So many sinks, those that tag most tokens, keep their tags by group of contexts."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,16 @@ class Written:
 
     Attributes:
         direction, value: each sink's tag and value vector through W_O.
-        direction_se: how far sampling over contexts moves each direction, ‖δ‖ over its length, root mean square.
+        direction_se: how far sampling over contexts moves each direction's unit vector, root mean square.
+        by_group: sums that are along the direction of `STRONGEST` sinks in each group of contexts, and `by_group_row`,
+            which sinks these are.
         principal, principal_share: the leading direction of each head's output, and its share of the variance.
     """
 
     direction: Float[Tensor, "sinks width"]
     direction_se: Float[Tensor, " sinks"]
+    by_group: Float[Tensor, "strongest groups width"]
+    by_group_row: Int[Tensor, " strongest"]
     value: Float[Tensor, "sinks width"]
     principal: Float[Tensor, "heads width"]
     principal_share: Float[Tensor, " heads"]
@@ -53,43 +60,48 @@ def layers_with_sinks(state: State) -> list[int]:
 def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width width"]) -> State:
     """What the sinks and heads of one layer write: the tensors of `Written`, those of all layers one after another."""
     sinks, heads = part_of(state, "by_sink"), part_of(state, "by_head")
-    weights = torch.stack([sinks["weight"], sinks["caught"], sinks["weight"]]).unsqueeze(2)
-    sums = torch.stack([sinks["difference"], sinks["value"], sinks["weighted"]])
+    weights = torch.stack([sinks["weight"], sinks["caught"]]).unsqueeze(2)
+    sums = torch.stack([sinks["difference"].sum(dim=1), sinks["value"]])
     means = sums / torch.where(weights > 0, weights, torch.nan)
     w_o = w_o.double().cpu()
     # Both kinds of rows are in the order of their keys: layers, and heads in them.
     of_heads = [(sinks["keys"][:, :2] == torch.tensor([layer, head])).all(dim=1) for head in range(len(w_o))]
     # One head at a time: it may have many sinks.
-    direction, value, weighted = torch.cat(
+    direction, value = torch.cat(
         [means[:, rows] @ w_head for rows, w_head in zip(of_heads, w_o, strict=True)], dim=1
     )
-    in_order = torch.cat([rows.nonzero().squeeze(1) for rows in of_heads])
-    error = _direction_error(direction, weighted, {name: sinks[name][in_order] for name in DIRECTION_SUMS})
+    turned = torch.cat(
+        [_turned(sinks["difference"][rows], w @ w.mT) for rows, w in zip(of_heads, w_o, strict=True)]
+    )
+    tagged = (sinks["caught"] * ratio(sinks["pairs"][:, HEAD_OUTPUT])[0]).nan_to_num(nan=-1.0)
+    strongest = tagged.argsort(descending=True, stable=True)[:STRONGEST].sort().values
+    strongest = strongest[sinks["keys"][strongest, 0] == layer]
+    of_strongest = w_o[sinks["keys"][strongest, 1].long()]
     in_layer = heads["keys"][:, 0] == layer
     own = w_o[heads["keys"][in_layer, 1].long()]
     principal, share = _principal(heads["moment"][in_layer], own)
     return {
         "direction": direction,
-        "direction_se": error,
+        "direction_se": turned,
+        "by_group": sinks["difference"][strongest] @ of_strongest,
+        "by_group_row": strongest,
         "value": value,
         "principal": principal,
         "principal_share": share,
     }
 
 
-def _direction_error(
-    direction: Float[Tensor, "sinks width"], weighted: Float[Tensor, "sinks width"], sums: State
+def _turned(
+    by_group: Float[Tensor, "sinks groups value_width"], metric: Float[Tensor, "value_width value_width"]
 ) -> Float[Tensor, " sinks"]:
-    """√E‖δ‖²/‖m‖ of m = Σs/Σw, a ratio of sums over contexts, to first order; NaN of a single context's.
+    """Distance of the unit vectors of halves of the contexts from that of all, root mean square; lengths by `metric`.
 
-    Args:
-        direction: m. weighted: Σ w s/Σw. sums: `DIRECTION_SUMS`.
+    A half differs from the whole by as much as the whole from the truth. NaN where a half has no direction.
     """
-    weight, weight_square, square = (sums[name] for name in DIRECTION_SUMS)
-    length = direction.square().sum(dim=1)
-    moved = square - 2 * weight * (weighted * direction).sum(dim=1) + weight_square * length
-    effective = weight.square() / weight_square
-    return _error(moved.clamp_min(0) / (weight.square() * length), effective)
+    halves, whole = balanced_halves() @ by_group, by_group.sum(dim=1, keepdim=True)
+    product = ((halves @ metric) * whole).sum(dim=2)
+    lengths = [((vectors @ metric) * vectors).sum(dim=2) for vectors in (halves, whole)]
+    return (2 - 2 * product / (lengths[0] * lengths[1]).sqrt()).mean(dim=1).clamp_min(0).sqrt()
 
 
 def traces(
@@ -98,8 +110,10 @@ def traces(
     """One row a sink (layer, head, kind, token), those that tag most tokens first, and the arrays of these rows.
 
     Arrays: tag_direction (rows, d), the mean difference in the residual stream between what the head gives the
-    tokens that the sink caught and the others; release, release_se (rows, L + 1), η² by residual layer from the one
-    that enters the block on, NaN before; release_chance, what a random grouping explains on average.
+    tokens that the sink caught and the others; tag_by_group (at most `STRONGEST`, G, d), the sums behind
+    it of each group of contexts, in its direction but of another length; release, release_se (rows, L + 1), η² by
+    residual layer from the one that enters the block on, NaN before; release_chance, what a random grouping explains on
+    average.
     """
     sums = part_of(state, "by_sink")
     keys = sums["keys"].long()
@@ -123,7 +137,7 @@ def traces(
         "first_caught": sums["first"] / sums["catching"],
         "last_caught": sums["last"] / sums["catching"],
         **columns_of_tags,
-        "direction_se": written.direction_se,
+        "direction_se": written.direction_se if contexts >= GROUPS else torch.full_like(sinks, torch.nan),
         "alignment": _cosine(direction, written.value),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),
@@ -134,7 +148,12 @@ def traces(
     table = table.sort_values(names, ascending=[False, True, True, True], na_position="last")
     order = torch.from_numpy(table.index.to_numpy(copy=True))
     sorted_arrays = {name: values[order] for name, values in arrays.items()}
-    return table.reset_index(drop=True), {"tag_direction": direction[order].float()} | sorted_arrays
+    place = torch.full_like(order, len(written.by_group))
+    place[written.by_group_row] = torch.arange(len(written.by_group))
+    none = written.by_group.new_full((1, *written.by_group.shape[1:]), torch.nan)
+    by_group = torch.cat([written.by_group, none])[place[order[:STRONGEST]]]
+    directions = {"tag_direction": direction[order].float(), "tag_by_group": by_group.float()}
+    return table.reset_index(drop=True), directions | sorted_arrays
 
 
 def traced_heads(state: State, written: Written, contexts: int) -> tuple[pd.DataFrame, dict[str, Tensor]]:

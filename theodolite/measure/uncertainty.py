@@ -109,8 +109,9 @@ def array_errors(means: State, outliers: State, leading: int = 1) -> State:
         means, outliers, leading: as for `standard_errors`.
 
     Returns:
-        outlier_share_se, massive_se and massive_first_se (N, d), standard errors of the share of tokens and of the
-        counts of the whole corpus; subspace_error (N, K), K at most `SCREENOT_RANK`: how much of the squared length of
+        outlier_share_by_group (N, G, d), shares of tokens whose mean over the groups is that of the corpus, up to what
+        groups differ in size; massive_se and massive_first_se (N, d), standard errors of counts of the whole corpus;
+        subspace_error (N, K), K at most `SCREENOT_RANK`: how much of the squared length of
         the k leading directions of the positional basis sampling moves, 1 − ‖VᵀV′‖_F²/k of those of a half (′) and of
         all, in the mean of the halves. A half differs from the whole by as much as the whole from the truth.
     """
@@ -118,21 +119,21 @@ def array_errors(means: State, outliers: State, leading: int = 1) -> State:
     is_known = bool((contexts > 0).all())
     halves = balanced_halves() if is_known else torch.ones(1, GROUPS, dtype=torch.float64)
     known = 1.0 if is_known else math.nan
-    tokens = readers[:, :, leading:].sum(dim=2) @ halves.T
+    tokens = readers[:, :, leading:].sum(dim=2)
     scale = contexts.sum(dim=1, keepdim=True) / (contexts @ halves.T)
 
-    def error(name: str, factor: Float[Tensor, "layers halves"]) -> Float[Tensor, "layers width"]:
+    def error(name: str) -> Float[Tensor, "layers width"]:
         of_halves = torch.einsum("hg,ngd->hnd", halves, outliers[name].double())
-        return (half_sample_error(of_halves * factor.T.unsqueeze(2)) * known).float()
+        return (half_sample_error(of_halves * scale.T.unsqueeze(2)) * known).float()
 
     read = positions_read(means)
     whole = decomposed_means(means, leading=leading)[1][:, :read]
     by_group = means["position_sum"][:, :, :read], readers[:, :, :read]
     moved = [_moved(*layer, halves, leading) for layer in zip(whole, *by_group, strict=True)]
     return {
-        "outlier_share_se": error("outlier", 1 / tokens),
-        "massive_se": error("massive", scale),
-        "massive_first_se": error("massive_first", scale),
+        "outlier_share_by_group": (outliers["outlier"] / tokens[:, :, None]).float(),
+        "massive_se": error("massive"),
+        "massive_first_se": error("massive_first"),
         "subspace_error": torch.stack(moved) * known,
     }
 

@@ -75,8 +75,8 @@ class TracePass(CorpusPass):
         self._stretches = stretches
         self._metric = metric
         self._trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
-        self.tags = Tags(model.layers, metric.shape[-1])
-        self._ids = torch.empty(0)
+        self.tags = Tags(model.layers, metric.shape[-1], self.total)
+        self._ids, self._first = torch.empty(0), 0
         self._entering = torch.empty(0)
         self._caught: list[list[_LayerCatch]] = []
 
@@ -87,7 +87,7 @@ class TracePass(CorpusPass):
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Contexts `first …` come next: nothing of theirs is caught yet."""
-        self._ids = ids
+        self._ids, self._first = ids, first
         self._caught = [[] for _ in ids]
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -137,7 +137,7 @@ class TracePass(CorpusPass):
         for context, (_, catches, numbers) in enumerate(results):
             if numbers is not None:
                 sums, tag, before = numbers
-                rows = self.tags.update(layer, catches, self._ids[context], sums)
+                rows = self.tags.update(layer, catches, self._ids[context], sums, self._first + context)
                 self.tags.add_place(rows, HEAD_OUTPUT, tag, before)
                 self.tags.add_place(rows, 1 + layer, before, before)
                 self._caught[context].append(_LayerCatch(catches, rows, before))
@@ -182,7 +182,8 @@ def trace_sinks(
 
     Returns:
         A run with `traces` (one row per layer, head and sink, the strongest first), `heads`, and the arrays
-        `tag_direction`, `release`, `release_se`, `release_chance` (rows of `traces`), `head_release`,
+        `tag_direction`, `release`, `release_se`, `release_chance` (rows of `traces`), `tag_by_group` (the first of
+        them, eight groups of contexts, width), `head_release`,
         `head_release_se`, `head_release_chance`, `principal_direction` (rows of `heads`).
 
     Raises:
