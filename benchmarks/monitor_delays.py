@@ -3,8 +3,8 @@
 `python -m benchmarks.monitor_delays --shakespeare FILE --wikitext FILE --runs FOLDER --out
 docs/results/monitor-delays.json` trains small models and prints the table of docs/monitor-experiment.md. The monitor's
 limits were set on Shakespeare, and so are its rivals': on all training runs there that end well, as a user would have
-them; and for comparison on those at `CHOSEN` alone. Judged are two other texts, two other sizes and other seeds. Stop
-it at any time: what is in the folder is not trained again.
+them; and for comparison on those at `CHOSEN` alone, and in hindsight on those that are judged. Judged are two other
+texts, two other sizes and other seeds. Stop it at any time: what is in the folder is not trained again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RATES = {
     "rising to 1e-1 over 200 steps": LearningRate(1e-1, warm_up=200),
 }
 CALIBRATION_SEEDS, CALIBRATION_SIZE = (0, 1, 2), {"3 layers, d = 64": SIZE}
-SEEDS, SIZES = (10, 11, 12), {"2 layers, d = 32": (2, 4, 32), "4 layers, d = 64": (4, 4, 64)}
+SEEDS, SIZES = (10, 11, 12, 13, 14), {"2 layers, d = 32": (2, 4, 32), "4 layers, d = 64": (4, 4, 64)}
 
 
 def trained(
@@ -91,8 +91,8 @@ def watched(
 def lines(table: pd.DataFrame) -> str:
     """The table of docs/monitor-experiment.md."""
     head = (
-        "| detector | healthy runs with an alarm | failing runs caught | monitor first, rival first, tie (groups) | "
-        "monitor less rival, median steps | the monitor is |"
+        "| detector | healthy runs with an alarm | failing runs caught | groups: monitor first, rival first, tie | "
+        "steps from rival to monitor, median | the monitor is |"
     )
     rows = [
         f"| {row.detector} | {row.false_runs} of {row.healthy}: {100 * row.false_runs / row.healthy:.0f} % "
@@ -100,7 +100,7 @@ def lines(table: pd.DataFrame) -> str:
         + (
             "| | |"
             if row.detector == MONITOR
-            else f"{row.monitor_first:.0f}, {row.rival_first:.0f}, {row.ties:.0f} (p = {row.p:.1g}) | "
+            else f"{row.monitor_first:.0f}, {row.rival_first:.0f}, {row.ties:.0f} ({_chance(row.p)}) | "
             f"{row.median:.0f} ({row.low:.0f} to {row.high:.0f}) | {row.verdict} |"
         )
         for row in table.itertuples()
@@ -110,6 +110,10 @@ def lines(table: pd.DataFrame) -> str:
         .replace("-", "−")
         .replace("−−−", "---")
     )
+
+
+def _chance(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.1g}"
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -135,19 +139,26 @@ def main(given: Sequence[str] | None = None) -> None:
         ),
         "seed": list(SEEDS),
         "calibration": json.loads(run_table(calibration).to_json(orient="records")),
+        "runs": json.loads(run_table(runs).to_json(orient="records")),
     }
-    calibrations = {
-        "limits of all healthy rates": calibration,
-        f"limits of {CHOSEN} alone": [run for run in calibration if run.rate == CHOSEN],
+    of_all = limits(calibration)
+    judged = judged_runs(runs, of_all)
+    by_monitor = int(judged.loc[~judged["failed"], MONITOR].notna().sum())
+    choices = {
+        "limits of all healthy rates": of_all,
+        f"limits of {CHOSEN} alone": limits([run for run in calibration if run.rate == CHOSEN]),
+        "limits of hindsight": limits(runs, by_monitor),
     }
-    for name, of_runs in calibrations.items():
-        of = limits(of_runs)
+    for name, of in choices.items():
         rows = judged_runs(runs, of)
         table = summary(rows)
         result[name] = {
             "limits": of,
             "summary": json.loads(table.to_json(orient="records")),
-            "runs": json.loads(rows.to_json(orient="records")),
+            "first alarms": {
+                detector: json.loads(rows[detector].to_json(orient="values"))
+                for detector in table["detector"]
+            },
         }
         print(f"{name}\n\n{lines(table)}\n")
     if options.out:

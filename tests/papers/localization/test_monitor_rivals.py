@@ -78,6 +78,15 @@ def test_no_healthy_calibration_run_is_alarming_and_anything_worse_is():
     assert all(any(run[name] > 0 for run in first) for name in RIVALS)
 
 
+def test_limits_of_hindsight():
+    """Oracle: by hand. Of four healthy runs one exceeds the second highest of their largest logits."""
+    runs = [watched(0.01, tables(logits=logits), seed) for seed, logits in enumerate((4.0, 7.0, 5.0, 6.0))]
+    of = limits(runs, allowed=1)
+    assert of["largest logit"] == 6
+    assert [first_alarms(run.tables, of)["largest logit"] for run in runs][1] == 10
+    assert judged_runs(runs, of)["largest logit"].notna().sum() == 1
+
+
 def test_first_alarms():
     """Oracle: by hand. The norm jumps to five times its median at steps 60 and 200; the loss is 2 nats higher at step
     80; the logit exceeds its limit at the looks 100 and 110; a loss that is no number exceeds every limit."""
