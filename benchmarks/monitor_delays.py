@@ -2,8 +2,9 @@
 
 `python -m benchmarks.monitor_delays --shakespeare FILE --wikitext FILE --runs FOLDER --out
 docs/results/monitor-delays.json` trains small models and prints the table of docs/monitor-experiment.md. The monitor's
-limits were set on Shakespeare, and so are its rivals'; judged are two other texts, two other sizes, other rates and
-seeds. Stop it at any time: what is in the folder is not trained again.
+limits were set on Shakespeare, and so are its rivals': on all training runs there that end well, as a user would have
+them; and for comparison on those at `CHOSEN` alone, and in hindsight on those that are judged. Judged are two other
+texts, two other sizes and other seeds. Stop it at any time: what is in the folder is not trained again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -19,24 +20,34 @@ import torch
 
 from benchmarks.results import made_by
 from theodolite.corpus.documents import python_topics
-from theodolite.papers.localization.monitor_rivals import Tables, Watched, judged_runs, limits, summary
+from theodolite.papers.localization.monitor_rivals import (
+    MONITOR,
+    Tables,
+    Watched,
+    judged_runs,
+    limits,
+    run_table,
+    summary,
+)
 from theodolite.papers.localization.monitor_runs import EVERY, LENGTH, SIZE, train_with_monitor
 from theodolite.papers.training.tasks import Characters
 from theodolite.papers.training.training_loop import LearningRate
 
 STEPS = 300
-CALIBRATION = {"1e-3": LearningRate(1e-3)}, (0, 1, 2), {"3 layers, d = 64": SIZE}
-"""Rates, seeds and sizes; on Shakespeare, at the rate, size and seeds of `localization/monitor`."""
+CHOSEN = "1e-3"
+"""The rate of `localization/monitor`."""
 
-REFERENCE = "1e-3"
 RATES = {
-    REFERENCE: LearningRate(1e-3),
     "3e-4": LearningRate(3e-4),
+    CHOSEN: LearningRate(1e-3),
+    "3e-3": LearningRate(3e-3),
+    "6e-3": LearningRate(6e-3),
+    "1e-2": LearningRate(1e-2),
     "2e-2 from the first step": LearningRate(2e-2),
     "rising to 1e-1 over 200 steps": LearningRate(1e-1, warm_up=200),
 }
-SIZES = {"2 layers, d = 32": (2, 4, 32), "4 layers, d = 64": (4, 4, 64)}
-SEEDS = (10, 11)
+CALIBRATION_SEEDS, CALIBRATION_SIZE = (0, 1, 2), {"3 layers, d = 64": SIZE}
+SEEDS, SIZES = (10, 11, 12, 13, 14), {"2 layers, d = 32": (2, 4, 32), "4 layers, d = 64": (4, 4, 64)}
 
 
 def trained(
@@ -54,54 +65,55 @@ def trained(
     return {each: pd.read_json(place / f"{each}.json", orient="table") for each in names}
 
 
-def compared(
-    folder: Path, calibration: Characters, texts: dict[str, Characters]
-) -> tuple[dict[str, float], pd.DataFrame]:
-    """The rivals' limits, and `judged_runs` of every text, size, rate and seed."""
-    rates, seeds, sizes = CALIBRATION
-    of = limits(
-        [
-            trained(folder, f"calibration {rate} {size} {seed}", calibration, rates[rate], seed, sizes[size])
-            for rate in rates
-            for size in sizes
-            for seed in seeds
-        ]
-    )
-    watched = []
-    for seed in SEEDS:
-        for text, task in texts.items():
-            for size, shape in SIZES.items():
-                runs = {
-                    name: trained(folder, f"{text} {size} {name} {seed}", task, rate, seed, shape)
-                    for name, rate in RATES.items()
-                }
-                watched += [
-                    Watched(
-                        text,
-                        size,
-                        name,
-                        seed,
-                        RATES[name].peak > RATES[REFERENCE].peak,
-                        tables,
-                        runs[REFERENCE],
-                    )
-                    for name, tables in runs.items()
-                ]
-    return of, judged_runs(watched, of)
+def watched(
+    folder: Path,
+    texts: Mapping[str, Characters],
+    sizes: Mapping[str, tuple[int, int, int]],
+    seeds: Sequence[int],
+) -> list[Watched]:
+    """The training runs of every text, size, seed and rate."""
+    return [
+        Watched(
+            text,
+            size,
+            rate,
+            seed,
+            of.peak,
+            trained(folder, f"{text} {size} {rate} {seed}", task, of, seed, shape),
+        )
+        for seed in seeds
+        for text, task in texts.items()
+        for size, shape in sizes.items()
+        for rate, of in RATES.items()
+    ]
 
 
 def lines(table: pd.DataFrame) -> str:
     """The table of docs/monitor-experiment.md."""
     head = (
-        "| detector | false alarms per 10,000 healthy steps | failing runs caught | before the loss is behind | "
-        "steps after it, median (least to most) |"
+        "| detector | healthy runs with an alarm | failing runs caught | groups: monitor first, rival first, tie | "
+        "steps from rival to monitor, median | the monitor is |"
     )
     rows = [
-        f"| {row.detector} | {row.false_rate:.1f} ({row.false_low:.1f} to {row.false_high:.1f}) | {row.caught} of "
-        f"{row.failing} | {row.before_loss} | {row.late_median:.0f} ({row.late_low:.0f} to {row.late_high:.0f}) |"
+        f"| {row.detector} | {row.false_runs} of {row.healthy}: {100 * row.false_runs / row.healthy:.0f} % "
+        f"({100 * row.false_low:.0f} to {100 * row.false_high:.0f}) | {row.caught} of {row.failing} | "
+        + (
+            "| | |"
+            if row.detector == MONITOR
+            else f"{row.monitor_first:.0f}, {row.rival_first:.0f}, {row.ties:.0f} ({_chance(row.p)}) | "
+            f"{row.median:.0f} ({row.low:.0f} to {row.high:.0f}) | {row.verdict} |"
+        )
         for row in table.itertuples()
     ]
-    return "\n".join([head, "| --- | --- | --- | --- | --- |", *rows]).replace("-", "−").replace("−−−", "---")
+    return (
+        "\n".join([head, "| --- | --- | --- | --- | --- | --- |", *rows])
+        .replace("-", "−")
+        .replace("−−−", "---")
+    )
+
+
+def _chance(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.1g}"
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -117,21 +129,40 @@ def main(given: Sequence[str] | None = None) -> None:
         "Python's docs": Characters.of_text(python, LENGTH),
         "WikiText-2": Characters.of_file(options.wikitext, LENGTH),
     }
-    of, rows = compared(options.runs, Characters.of_file(options.shakespeare, LENGTH), texts)
-    table = summary(rows)
-    if options.out:
-        result = {
-            **made_by(
-                "python -m benchmarks.monitor_delays --shakespeare FILE --wikitext FILE --runs FOLDER --out "
-                "docs/results/monitor-delays.json"
-            ),
-            "seed": list(SEEDS),
+    shakespeare = {"Shakespeare": Characters.of_file(options.shakespeare, LENGTH)}
+    calibration = watched(options.runs, shakespeare, CALIBRATION_SIZE, CALIBRATION_SEEDS)
+    runs = watched(options.runs, texts, SIZES, SEEDS)
+    result: dict[str, object] = {
+        **made_by(
+            "python -m benchmarks.monitor_delays --shakespeare FILE --wikitext FILE --runs FOLDER --out "
+            "docs/results/monitor-delays.json"
+        ),
+        "seed": list(SEEDS),
+        "calibration": json.loads(run_table(calibration).to_json(orient="records")),
+        "runs": json.loads(run_table(runs).to_json(orient="records")),
+    }
+    of_all = limits(calibration)
+    judged = judged_runs(runs, of_all)
+    by_monitor = int(judged.loc[~judged["failed"], MONITOR].notna().sum())
+    choices = {
+        "limits of all healthy rates": of_all,
+        f"limits of {CHOSEN} alone": limits([run for run in calibration if run.rate == CHOSEN]),
+        "limits of hindsight": limits(runs, by_monitor),
+    }
+    for name, of in choices.items():
+        rows = judged_runs(runs, of)
+        table = summary(rows)
+        result[name] = {
             "limits": of,
             "summary": json.loads(table.to_json(orient="records")),
-            "runs": json.loads(rows.to_json(orient="records")),
+            "first alarms": {
+                detector: json.loads(rows[detector].to_json(orient="values"))
+                for detector in table["detector"]
+            },
         }
+        print(f"{name}\n\n{lines(table)}\n")
+    if options.out:
         options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(lines(table))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from theodolite.papers.localization.monitor_runs import (
     LossThresholds,
     behind,
     compare_learning_rates,
+    restricted_lead,
     rises,
     stalls,
     train_with_monitor,
@@ -87,6 +88,22 @@ def test_behind_by_a_constant():
     losses = FALLING.copy()
     losses[40:] += 2 * BEHIND
     assert behind(losses, FALLING) in (50, 51)  # the tenth step is a tie, decided by rounding
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "lead"),
+    [
+        (40, 100, 60),
+        (100, 40, -60),
+        (40, None, 160),
+        (math.nan, 150, -50),
+        (math.nan, None, 0),
+        (40, math.nan, 160),
+    ],
+)
+def test_what_never_comes_comes_at_the_end(first, other, lead):
+    """Oracle: by hand, of 200 steps."""
+    assert restricted_lead(first, other, 200) == lead
 
 
 @pytest.fixture(scope="module")

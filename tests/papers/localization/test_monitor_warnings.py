@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from tests.report.drawn import drawn, finite
-from theodolite.judging import FAILS, HOLDS, UNDECIDED
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.papers import reproduce
 from theodolite.papers.localization import monitor_warnings
 from theodolite.papers.localization.monitor_runs import HEALTHY, compare_learning_rates
@@ -18,31 +18,29 @@ from theodolite.report.outcome import Outcome
 NEVER = np.nan
 
 
-def runs(healthy: list[float], failing: list[tuple[float, float]]) -> pd.DataFrame:
-    """Healthy trainings with their first alarms, and failing ones with the first alarm and when the loss notices."""
-    rows = [(HEALTHY, first, NEVER) for first in healthy]
-    rows += [("too high", *moments) for moments in failing]
-    table = pd.DataFrame(rows, columns=["pace", "first_alarm", "loss_notices"])
-    table["lead"] = table["loss_notices"] - table["first_alarm"]
-    return table
+def runs(healthy: list[float], leads: list[list[float]]) -> pd.DataFrame:
+    """Healthy training runs with their first alarms, and failing ones with their leads, seed by seed."""
+    rows = [(HEALTHY, seed, first, NEVER, NEVER) for seed, first in enumerate(healthy)]
+    rows += [("too high", seed, 40, 40 + lead, lead) for seed, of in enumerate(leads) for lead in of]
+    return pd.DataFrame(rows, columns=["pace", "seed", "first_alarm", "loss_notices", "lead"])
 
 
 @pytest.mark.parametrize(
-    ("healthy", "failing", "verdicts"),
+    ("healthy", "leads", "verdicts"),
     [
-        ([NEVER] * 110, [(40, 200)] * 6, [HOLDS, HOLDS]),
-        ([NEVER] * 110, [(40, NEVER)] * 6, [HOLDS, HOLDS]),
-        ([NEVER] * 3, [(40, 200)] * 5 + [(90, 90)], [UNDECIDED, UNDECIDED]),
-        ([NEVER] * 3, [(90, 90)] * 6, [FAILS, UNDECIDED]),
-        ([NEVER] * 3, [(NEVER, 200)] * 6, [FAILS, UNDECIDED]),
-        ([NEVER] * 3, [(NEVER, NEVER)] * 6, [FAILS, UNDECIDED]),
-        ([30] * 3, [(40, 200)] * 6, [HOLDS, FAILS]),
+        ([NEVER] * 110, [[300, 100], [280, 120], [320, 60]], [HOLDS, HOLDS]),
+        # Means over seeds of 160, 10 and 40: their interval reaches 0, though six runs of six are earlier.
+        ([NEVER] * 3, [[300, 20], [10, 10], [20, 60]], [UNDECIDED, UNDECIDED]),
+        ([NEVER] * 3, [[-300, -100], [-280, -120], [-320, -60]], [FAILS, UNDECIDED]),
+        ([NEVER] * 3, [[0, 0]] * 3, [UNDECIDED, UNDECIDED]),
+        ([NEVER], [[300, 100]], [UNTESTABLE, UNTESTABLE]),
+        ([30] * 3, [[300, 100], [280, 120], [320, 60]], [HOLDS, FAILS]),
     ],
 )
-def test_verdicts(healthy: list[float], failing: list[tuple[float, float]], verdicts: list[str]) -> None:
-    """Oracle: who came first, read off the numbers, and the interval of a share of n: 1.96/(2√n) + 1/(2n) at most."""
+def test_verdicts(healthy: list[float], leads: list[list[float]], verdicts: list[str]) -> None:
+    """Oracle: Student's t over means of seeds, and the interval of a share of n: 1.96/(2√n) + 1/(2n) at most."""
     outcome = Outcome()
-    monitor_warnings.judge_warnings(outcome, runs(healthy, failing))
+    monitor_warnings.judge_warnings(outcome, runs(healthy, leads))
     assert [verdict.answer for verdict in outcome.verdicts] == verdicts
 
 

@@ -86,9 +86,8 @@ def compare_learning_rates(
 
     Returns:
         runs: one row per training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
-            loss_notices (the earlier of both), lead (loss_notices − first_alarm; at least steps − first_alarm where
-            the loss never notices: `lead_at_least`), behind_healthy, final_loss (mean of the last 20 steps). Steps
-            are numbers of updates done; empty where it never happens.
+            loss_notices (the earlier of both), lead (loss_notices − first_alarm: `restricted_lead`), behind_healthy,
+            final_loss (mean of the last 20 steps). Steps are numbers of updates done; empty where it never happens.
         losses: pace, seed, step, loss, smoothed, gradient_norm. looks: pace, seed, step and the numbers of `scalars`.
         alarms: pace, seed, step, kind, layer, head, value, slope.
     """
@@ -217,10 +216,19 @@ def behind(losses: np.ndarray, healthy: np.ndarray) -> int | None:
     return _first(smoothed(losses[:shared]) > smoothed(healthy[:shared]) + BEHIND)
 
 
+def restricted_lead(first: float, other: float | None, steps: float) -> float:
+    """Steps from a first alarm to another sign; what never comes (NaN, None) counts as coming after all `steps`.
+
+    The difference is then too small, never of the wrong sign.
+    """
+    moments = [steps if moment is None or math.isnan(moment) else moment for moment in (first, other)]
+    return moments[1] - moments[0]
+
+
 def _compared(
     losses: np.ndarray, healthy: np.ndarray, alarms: pd.DataFrame, signs: LossThresholds, steps: int
 ) -> dict[str, object]:
-    first = alarms["step"].min()  # NaN where there is none, as all that is reckoned from it
+    first = alarms["step"].min()  # NaN where there is none
     entropy = alarms.loc[alarms["kind"] == "entropy collapse", "step"]
     rise, stall = rises(losses, signs), stalls(losses, signs)
     notices = min((step for step in (rise, stall) if step is not None), default=None)
@@ -231,8 +239,7 @@ def _compared(
         "loss_rises": rise,
         "loss_stalls": stall,
         "loss_notices": notices,
-        "lead": None if notices is None else notices - first,
-        "lead_at_least": steps - first if notices is None else None,
+        "lead": restricted_lead(first, notices, steps),
         "behind_healthy": behind(losses, healthy),
         "final_loss": float(losses[-SMOOTHED:].mean()),
     }
