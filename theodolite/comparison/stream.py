@@ -143,8 +143,9 @@ def positions(reference: Run, other: Run) -> Survival:
         change = changes(value_of(reference, name), value_of(other, name)).add_prefix(f"{name}_")
         table = table.join(change)
         table[f"{name}_se"] = np.hypot(error_of(reference, name), error_of(other, name))
-    overlaps, chance = overlap(reference, other)
-    table["overlap"], table["overlap_margin"] = overlaps, _overlap_margins(reference, other)
+    cosines = _squared_cosines(reference, other)
+    table["overlap"] = [c.mean() for c in cosines]
+    table["overlap_margin"] = _overlap_margins(cosines, reference, other)
     table["curve"] = _curves(reference, other)
     norm = changes(table["relative_norm_before"], table["relative_norm_after"])
     norm = statuses(norm.assign(se=table["relative_norm_se"]), 0.0, GROUPS)
@@ -159,7 +160,7 @@ def positions(reference: Run, other: Run) -> Survival:
         "where less of one is, each with the whole 95 % interval; curve: similarity of the positions' Gram matrices "
         "(linear CKA), which is invariant to rotation",
         table,
-        partial(_positions_sentence, chance=chance),
+        partial(_positions_sentence, chance=_chance(cosines, reference)),
         contexts=reference.provenance["corpus"]["contexts"],
     )
 
@@ -213,8 +214,11 @@ def overlap(first: Run, second: Run) -> tuple[Floats, float]:
     And its mean for random directions, k/d.
     """
     cosines = _squared_cosines(first, second)
-    width = need(first, "positional_basis").shape[2]
-    return np.array([c.mean() for c in cosines]), float(np.mean([len(c) for c in cosines])) / width
+    return np.array([c.mean() for c in cosines]), _chance(cosines, first)
+
+
+def _chance(cosines: list[Floats], run: Run) -> float:
+    return float(np.mean([len(c) for c in cosines])) / need(run, "positional_basis").shape[2]
 
 
 def _squared_cosines(first: Run, second: Run) -> list[Floats]:
@@ -227,16 +231,15 @@ def _squared_cosines(first: Run, second: Run) -> list[Floats]:
     ]
 
 
-def _overlap_margins(first: Run, second: Run) -> Floats:
+def _overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
     """Half the width of the 95 % interval of `overlap`, a layer, from what sampling moves of either's directions.
 
     A projector moves across its own directions, by ‖δ‖_F² = 2k e with e the `subspace_error`. tr(δ P′)/k is then at
     most 2 √(e · mean c²(1 − c²)) to first order, c the cosines of the principal angles; to second order the overlap is
     too small by at most the sum of both errors.
     """
-    cosines = _squared_cosines(first, second)
     moved = np.zeros(len(cosines))
-    for run in (first, second):
+    for run in runs:
         errors = array(run, "subspace_error")
         known = [math.nan if errors is None else errors[layer, len(c) - 1] for layer, c in enumerate(cosines)]
         moved += np.array(known, dtype=np.float64)
