@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.comparison.outputs import PLACE, SINK_PLACES
@@ -14,6 +15,7 @@ from theodolite.comparison.survival import (
     NEW,
     SURVIVED,
     UNDECIDED,
+    Flags,
     Survival,
     changes,
     clear,
@@ -39,6 +41,8 @@ TAGGED = 0.1
 """A sink tags if its grouping explains so much of the variance of the head's output (that of `sinks/trace`)."""
 
 A_HALF = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
+
+NO_GROUPS = torch.empty(0, GROUPS, 1)
 
 TAG_COLUMNS = (
     *(
@@ -188,10 +192,9 @@ def tags(reference: Run, other: Run) -> Survival:
         shares[1] - shares[0], np.hypot(*(share_error(share, contexts) for share in shares)), contexts
     )
     gone = (status == LOST) & (table["cosine"].notna() | moved)
-    noise = (table["direction_se_before"] ** 2 + table["direction_se_after"] ** 2) / 2
-    margin = margins(_cosine_error(reference, other, table), GROUPS, looks_of(len(table)))
-    table["cosine_margin"] = margin + noise.replace(np.inf, np.nan)
-    kept, turned = A_HALF.decided(table["cosine"], table["cosine_margin"])
+    sides = ((reference, "row_before"), (other, "row_after"))
+    by_group = [_rows(run.arrays.get("tag_by_group", NO_GROUPS), table[side]) for run, side in sides]
+    table["cosine_margin"], kept, turned = kept_directions(table, by_group[0], by_group[1])
     table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
     table.loc[gone | turned & (table["tag_before"] >= TAGGED), "status"] = LOST
     order = ["tagged_before", "tagged_after", *KEY]
@@ -230,18 +233,25 @@ def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
     return torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0).numpy()
 
 
-def _cosine_error(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
-    """Of `_cosines`, by the cosines in balanced halves of the contexts, which both models read.
+def kept_directions(
+    table: pd.DataFrame, before: Float[Tensor, "tags groups width"], after: Float[Tensor, "tags groups width"]
+) -> tuple[Floats, Flags, Flags]:
+    """Half the width of the 95 % interval of `cosine`, and whether at least half of the square is kept, or is not.
 
-    What both directions owe to the same contexts makes them more alike in every half, and what they do not less alike;
-    the caller adds the share of their squared lengths that is due to the contexts, `noise`, to the margin. NaN where a
-    tag has no sums by group: in an older trace, or beyond the strongest.
+    The error is that of the cosines in balanced halves of the contexts, which both models read. What both directions
+    owe to these contexts makes them more alike in every half, and what only one does less alike: by the share of the
+    squared lengths that is due to the contexts at most, which is added.
+
+    Args:
+        table: tags with cosine, direction_se_before and direction_se_after.
+        before, after: sums along the directions by group of contexts; NaN of a tag that has none, in an older trace or
+            beyond the strongest.
     """
-    halves = []
-    for run, side in ((reference, "row_before"), (other, "row_after")):
-        by_group = run.arrays.get("tag_by_group", torch.empty(0, GROUPS, 1))
-        halves.append(balanced_halves() @ _rows(by_group, table[side]))
-    return half_sample_error(torch.cosine_similarity(halves[0], halves[1], dim=2, eps=0).T).numpy()
+    halves = balanced_halves() @ before, balanced_halves() @ after
+    error = half_sample_error(torch.cosine_similarity(halves[0], halves[1], dim=2, eps=0).T).numpy()
+    owed = (table["direction_se_before"] ** 2 + table["direction_se_after"] ** 2) / 2
+    margin = margins(error, GROUPS, looks_of(len(table))) + owed.replace(np.inf, np.nan).to_numpy()
+    return margin, *A_HALF.decided(table["cosine"].to_numpy(), margin)
 
 
 def _rows(stored: Tensor, rows: pd.Series) -> Tensor:

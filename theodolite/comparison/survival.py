@@ -173,8 +173,8 @@ class Survival:
     def exact(self) -> bool:
         """Whether nothing differs at all."""
         differences = [name for name in self.table if str(name).endswith("difference")]
-        if "cosine" in self.table and (self.table["cosine"] < 1 - 1e-6).any():
-            return False
+        if any((self.table[name] < 1 - 1e-6).any() for name in ("cosine", "overlap") if name in self.table):
+            return False  # in other directions
         return self.count(SURVIVED) == len(self.table) and not self.table[differences].fillna(0).any(
             axis=None
         )
