@@ -9,9 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.report.synthetic import make_survey
+from tests.report.synthetic import leading_in_halves, make_run, make_survey
+from theodolite.accumulate.means import decomposed_means
 from theodolite.comparison import compare
 from theodolite.comparison.sinks import kept_directions
+from theodolite.comparison.stream import A_HALF, overlap_margins, squared_cosines
+from theodolite.measure.uncertainty import array_errors
+from theodolite.passes.run import Run
 
 TRIALS, WIDTH = 200, 32
 
@@ -57,7 +61,7 @@ def test_a_tag_that_is_clearly_kept_or_turned_is_said_to_be(shared):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(0.001, "survived"), (0.2, "undecided"), (np.nan, "undecided")]
+    ("error", "status"), [(0.001, "survived"), (0.3, "undecided"), (np.nan, "undecided")]
 )
 def test_a_basis_whose_directions_sampling_moves_is_not_decided(error, status):
     """A third of the directions of every layer are others: two thirds are left."""
@@ -74,11 +78,66 @@ def test_a_basis_whose_directions_sampling_moves_is_not_decided(error, status):
         moved = basis[layer].clone()
         moved[1:] = u[:, : len(s)] * s @ v[order][: len(s)]
         turned.append(moved)
-    errors = {"subspace_error": torch.full((len(rank), 20), error, dtype=torch.float64)}
+    errors = torch.full((len(rank), 20), error, dtype=torch.float64)
     runs = [
-        replace(first, arrays=first.arrays | errors | {"positional_basis": each})
+        replace(
+            first,
+            arrays=first.arrays
+            | {
+                "subspace_error": errors,
+                "positional_basis": each,
+                "subspace_of_half": leading_in_halves(each),
+            },
+        )
         for each in (basis, torch.stack(turned))
     ]
     table = compare(*runs).part("positional basis").table
     assert table["overlap"].to_numpy() == pytest.approx(1 - rank // 3 / rank)
     assert (table["status"] == status).all()
+
+
+def bases(true: float, noise: float, shared: float, seed: int) -> tuple[Run, Run]:
+    """Two models' means of positions by group, of bases whose two directions overlap so much; and their errors."""
+    generator = np.random.default_rng(seed)
+    positions, width, rank = 40, 24, 2
+    waves = np.cos(np.pi / positions * (np.arange(positions)[:, None] + 0.5) * np.arange(1, rank + 1))
+    old = np.eye(width)[:rank]
+    new = true**0.5 * old + (1 - true) ** 0.5 * np.eye(width)[rank : 2 * rank]
+    one, two = generator.normal(size=(2, 8, positions, width)) * noise * 8**0.5
+    runs = []
+    for directions, own in ((old, one), (new, shared * one + (1 - shared**2) ** 0.5 * two)):
+        means = {
+            "position_sum": torch.from_numpy(8 * (waves @ directions / 20**0.5 + own))[None],
+            "readers": torch.full((1, 8, positions), 8.0, dtype=torch.float64),
+            "contexts": torch.full((1, 8), 8.0, dtype=torch.float64),
+            "context_mean": torch.zeros(1, 4, width, dtype=torch.float64),
+            "context_tokens": torch.full((1, 4), positions - 1.0, dtype=torch.float64),
+        }
+        counts = torch.zeros(1, 8, width, dtype=torch.float64)
+        arrays = array_errors(means, dict.fromkeys(("outlier", "massive", "massive_first"), counts))
+        pos = decomposed_means(means)[1]
+        layers = pd.DataFrame({"rank": [float(rank)]})
+        runs.append(replace(make_run(), layers=layers, arrays=arrays | {"positional_basis": pos.float()}))
+    return runs[0], runs[1]
+
+
+def kept(true: float, noise: float, shared: float, trials: int = 20) -> tuple[float, float]:
+    """How often directions that overlap so much are said to be kept, and to be lost."""
+    found = []
+    for seed in range(trials):
+        cosines = squared_cosines(*(runs := bases(true, noise, shared, seed)))
+        found.append(A_HALF.decided(float(cosines[0].mean()), overlap_margins(cosines, *runs)[0]))
+    is_kept, is_lost = np.mean(found, axis=0, dtype=float)
+    return float(is_kept), float(is_lost)
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.02, 0.05, 0.2])
+@pytest.mark.parametrize("shared", [0.0, 0.9, 1.0])
+def test_a_basis_just_below_the_limit_is_hardly_ever_kept_nor_one_just_above_lost(noise, shared):
+    assert kept(0.45, noise, shared)[0] <= 0.05
+    assert kept(0.55, noise, shared)[1] <= 0.05
+
+
+def test_a_basis_that_is_clearly_kept_or_lost_is_said_to_be():
+    assert kept(0.9, 0.02, 0.9)[0] > 0.95
+    assert kept(0.1, 0.02, 0.9)[1] > 0.95

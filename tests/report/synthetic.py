@@ -74,11 +74,18 @@ def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int)
         | {
             "outlier_share_by_group": share[:, None].expand(-1, 8, -1).contiguous(),
             "subspace_error": torch.full((len(share), 20), 0.001, dtype=torch.float64),
+            "subspace_of_half": leading_in_halves(run.arrays["positional_basis"]),
         },
         constituents=parts,
         attribution=_attribution(blocks, heads),
         provenance={**run.provenance, "schema_version": 2},
     )
+
+
+def leading_in_halves(basis: torch.Tensor) -> torch.Tensor:
+    """Leading directions of a positional basis, the same in each of seven halves of the contexts."""
+    directions = torch.linalg.svd(basis[:, 1:].double(), full_matrices=False).Vh[:, None, :20]
+    return directions.expand(-1, 7, -1, -1).half()
 
 
 def weights_only(run: Run) -> Run:

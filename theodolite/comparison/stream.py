@@ -30,7 +30,7 @@ from theodolite.judging import Criterion
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.passes.run import Run
-from theodolite.report.data import Floats, array, error_of, mean_over_layers, need, provenance, value_of
+from theodolite.report.data import Floats, error_of, mean_over_layers, need, provenance, value_of
 from theodolite.system.wording import counted, listed, number, percent
 
 NAMED = 5
@@ -143,9 +143,9 @@ def positions(reference: Run, other: Run) -> Survival:
         change = changes(value_of(reference, name), value_of(other, name)).add_prefix(f"{name}_")
         table = table.join(change)
         table[f"{name}_se"] = np.hypot(error_of(reference, name), error_of(other, name))
-    cosines = _squared_cosines(reference, other)
+    cosines = squared_cosines(reference, other)
     table["overlap"] = [c.mean() for c in cosines]
-    table["overlap_margin"] = _overlap_margins(cosines, reference, other)
+    table["overlap_margin"] = overlap_margins(cosines, reference, other)
     table["curve"] = _curves(reference, other)
     norm = changes(table["relative_norm_before"], table["relative_norm_after"])
     norm = statuses(norm.assign(se=table["relative_norm_se"]), 0.0, GROUPS)
@@ -213,7 +213,7 @@ def overlap(first: Run, second: Run) -> tuple[Floats, float]:
 
     And its mean for random directions, k/d.
     """
-    cosines = _squared_cosines(first, second)
+    cosines = squared_cosines(first, second)
     return np.array([c.mean() for c in cosines]), _chance(cosines, first)
 
 
@@ -221,7 +221,7 @@ def _chance(cosines: list[Floats], run: Run) -> float:
     return float(np.mean([len(c) for c in cosines])) / need(run, "positional_basis").shape[2]
 
 
-def _squared_cosines(first: Run, second: Run) -> list[Floats]:
+def squared_cosines(first: Run, second: Run) -> list[Floats]:
     """Of the principal angles between the leading directions that `overlap` compares, k a layer."""
     ranks = np.maximum(np.nan_to_num(value_of(first, "rank")).astype(int), 1)
     bases = [torch.linalg.svd(basis, full_matrices=False).Vh for basis in _bases(first, second)]
@@ -231,17 +231,18 @@ def _squared_cosines(first: Run, second: Run) -> list[Floats]:
     ]
 
 
-def _overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
-    """Half the width of the 95 % interval of `overlap`, a layer, from what sampling moves of either's directions.
+def overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
+    """Half the width of the 95 % interval of `overlap`, a layer, as of tags (`sinks.kept_directions`).
 
-    A projector moves across its own directions, by ‖δ‖_F² = 2k e with e the `subspace_error`. tr(δ P′)/k is then at
-    most 2 √(e · mean c²(1 − c²)) to first order, c the cosines of the principal angles; to second order the overlap is
-    too small by at most the sum of both errors.
+    The error is that of the overlaps in halves of the contexts, which both models read, and what they may owe to these
+    contexts is added: the share of the directions that sampling moves, `subspace_error`. NaN where a run of an older
+    schema, or of few contexts, has neither.
     """
-    moved = np.zeros(len(cosines))
-    for run in runs:
-        errors = array(run, "subspace_error")
-        known = [math.nan if errors is None else errors[layer, len(c) - 1] for layer, c in enumerate(cosines)]
-        moved += np.array(known, dtype=np.float64)
-    across = np.array([np.mean(c * (1 - c).clip(min=0)) for c in cosines])
-    return margins(2 * np.sqrt(moved * across), GROUPS, looks_of(len(moved))) + moved
+    if not all("subspace_of_half" in run.arrays for run in runs):
+        return np.full(len(cosines), np.nan)
+    errors, owed = [], []
+    for layer, k in enumerate(len(c) for c in cosines):
+        one, two = (run.arrays["subspace_of_half"][layer, :, :k].double() for run in runs)
+        errors.append(half_sample_error((one @ two.mT).square().sum(dim=(1, 2)) / k))
+        owed.append(sum(float(run.arrays["subspace_error"][layer, k - 1]) for run in runs) / 2)
+    return margins(torch.stack(errors), GROUPS, looks_of(len(owed))) + np.array(owed)

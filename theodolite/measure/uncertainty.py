@@ -114,6 +114,7 @@ def array_errors(means: State, outliers: State, leading: int = 1) -> State:
         subspace_error (N, K), K at most `SCREENOT_RANK`: how much of the squared length of
         the k leading directions of the positional basis sampling moves, 1 − ‖VᵀV′‖_F²/k of those of a half (′) and of
         all, in the mean of the halves. A half differs from the whole by as much as the whole from the truth.
+        subspace_of_half (N, 7, K, d): these directions of one half of each pair of complements, in float16.
     """
     contexts, readers = means["contexts"], means["readers"]
     is_known = bool((contexts > 0).all())
@@ -129,23 +130,25 @@ def array_errors(means: State, outliers: State, leading: int = 1) -> State:
     read = positions_read(means)
     whole = decomposed_means(means, leading=leading)[1][:, :read]
     by_group = means["position_sum"][:, :, :read], readers[:, :, :read]
-    moved = [_moved(*layer, halves, leading) for layer in zip(whole, *by_group, strict=True)]
+    layers = [_subspaces(*layer, halves, leading) for layer in zip(whole, *by_group, strict=True)]
+    errors, directions = zip(*layers, strict=True)
     return {
         "outlier_share_by_group": (outliers["outlier"] / tokens[:, :, None]).float(),
         "massive_se": error("massive"),
         "massive_first_se": error("massive_first"),
-        "subspace_error": torch.stack(moved) * known,
+        "subspace_error": torch.stack(errors) * known,
+        "subspace_of_half": torch.stack(directions) * known,
     }
 
 
-def _moved(
+def _subspaces(
     whole: Float[Tensor, "positions width"],
     sums: Float[Tensor, "groups positions width"],
     readers: Float[Tensor, "groups positions"],
     halves: Float[Tensor, "halves groups"],
     leading: int,
-) -> Float[Tensor, " directions"]:
-    """One layer's `subspace_error`, of `whole`, all contexts' positional basis."""
+) -> tuple[Float[Tensor, " directions"], Float[Tensor, "pairs directions width"]]:
+    """One layer's `subspace_error` and `subspace_of_half`; `whole`: all contexts' positional basis."""
     basis = whole[leading:]
     most = min(SCREENOT_RANK, *basis.shape)
     # Of the smaller Gram matrix, as a start: its small eigenvalues are not exact.
@@ -165,11 +168,12 @@ def _moved(
         )
         # Where all contexts of a half are short, it has the first positions only.
         reached = slice(leading, min(len(whole), int((counts > 0).sum())))
-        found = leading_directions(pos[reached], directions)[:, :most]
-        kept = (directions[:, :most].T @ found).square().cumsum(0).cumsum(1).diagonal()
-        return 1 - kept / torch.arange(1, most + 1)
+        return leading_directions(pos[reached], directions)[:, :most].T
 
-    return torch.stack(parallel_map(of_half, list(halves))).mean(dim=0).clamp_min(0)
+    found = torch.stack(parallel_map(of_half, list(halves)))
+    kept = (found @ directions[:, :most]).square().cumsum(1).cumsum(2).diagonal(dim1=1, dim2=2)
+    error = (1 - kept / torch.arange(1, most + 1)).mean(dim=0).clamp_min(0)
+    return error, found[: len(halves) // 2].half()
 
 
 def leading_directions(
