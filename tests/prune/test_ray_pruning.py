@@ -271,9 +271,11 @@ def test_what_workers_cannot_do_is_refused(anew, corpus, tmp_path, monkeypatch):
     """Before any cluster is looked for."""
     model = anew("gpt2")
     for options in ({"recover": 3}, {"sparsity_by": "owl"}):
-        with pytest.raises(UsageError, match="workers have no --stream, --recover and --sparsity-by"):
+        with pytest.raises(
+            UsageError, match="--ray: no worker has all of the text and the model: leave out --"
+        ):
             prune_on_ray(model, corpus, "oats", 0.5, **options)
-    with pytest.raises(UsageError, match="workers have no --stream"):
+    with pytest.raises(UsageError, match="every worker has the whole model in memory: leave out --stream"):
         prune_on_ray(
             open_streamed(write("gpt2", tmp_path / "gpt2")), corpus, "oats", 0.5, out=tmp_path / "out"
         )
@@ -309,7 +311,7 @@ def test_the_command_asks_workers(arguments, address, tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--ray", "--device", "cpu"], "--ray: each worker has one device: leave out --device"),
-        (["--ray", "--stream"], "--ray: no worker has all of the text and the model: leave out --stream"),
+        (["--ray", "--stream"], "--ray: every worker has the whole model in memory: leave out --stream"),
         (["--ray", "--recover", "3"], "leave out --recover"),
         (["--ray", "--sparsity-by", "owl"], "leave out --sparsity-by"),
         (["--actors", "2"], "without --ray there are no workers: leave out --actors"),

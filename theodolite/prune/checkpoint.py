@@ -34,7 +34,7 @@ from theodolite.models.loading import without_progress_bars
 from theodolite.models.streamed import save_checkpoint
 from theodolite.models.streamed_blocks import save_config
 from theodolite.passes.run import Workspace
-from theodolite.prune.adapter import has_layer, write_adapter, writes_adapter
+from theodolite.prune.adapter import has_layer, write_adapter
 from theodolite.prune.compressed import write_compressed
 from theodolite.prune.pruned import (
     LOW_RANK,
@@ -55,7 +55,7 @@ from theodolite.system.checksums import (
 )
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 from theodolite.system.locks import locked
-from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already
+from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already, writes_adapter
 from theodolite.system.run_folders import differences
 
 

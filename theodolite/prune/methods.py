@@ -26,15 +26,13 @@ from theodolite.prune.patterns import (
     pattern_of,
     sparsity_of,
 )
+from theodolite.system.pruning_options import DAMPING
 
 GivenPattern = str | tuple[int, int] | None
 """None, or N:M as "2:4" or (2, 4): at most N of every M consecutive inputs of an output are kept."""
 
 INPUTS_AT_ONCE = 128
 """Inputs per block of SparseGPT, within which entries are selected jointly, as in the released code."""
-
-DAMPING = 0.1
-"""Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
 _SUBBLOCK = 16
 """Inputs per matrix product within a block, where no pattern sets it."""

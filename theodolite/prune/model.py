@@ -28,17 +28,22 @@ from theodolite.passes.provenance import describe_corpus, describe_model, descri
 from theodolite.prune.calibration import Calibration, InThisProcess, Unread
 from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_block
 from theodolite.prune.devices import pruned_block
-from theodolite.prune.methods import DAMPING
-from theodolite.prune.oats import ITERATIONS, RANK_RATIO
-from theodolite.prune.plan import Asked, Plan, planned
+from theodolite.prune.plan import Plan, planned
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
-from theodolite.prune.quantised import GROUP
 from theodolite.prune.recover import recovered
 from theodolite.prune.sequential import BlockByBlock, Keep, keeping
-from theodolite.prune.settings import RankRatio, Sparsity
 from theodolite.prune.skipped import Matrices
 from theodolite.system.choices import ATTENTIONS, Attention
 from theodolite.system.progress import ShowProgress
+from theodolite.system.pruning_options import (
+    DAMPING,
+    GROUP,
+    ITERATIONS,
+    RANK_RATIO,
+    PruningOptions,
+    RankRatio,
+    Sparsity,
+)
 
 SCHEMA_VERSION = 1
 
@@ -118,28 +123,8 @@ def prune_model(
             quantised or under an intervention, or `out` holds something else.
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
-    asked = Asked(
-        method=method,
-        sparsity=sparsity,
-        sparsity_by=sparsity_by,
-        pattern=pattern,
-        rank_ratio=rank_ratio,
-        iterations=iterations,
-        seed=seed,
-        damping=damping,
-        exact=exact,
-        skip=skip,
-        recipe=recipe,
-        bits=bits,
-        group=group,
-        recover=recover,
-        out=out,
-        form=form,
-        batch=batch,
-        devices=devices,
-        errors=errors,
-    )
-    plan = planned(model, corpus, asked, show_progress)
+    options = PruningOptions.among(locals())
+    plan = planned(model, corpus, options, show_progress)
     return PruningRun(plan, in_this_process, show_progress).finished(write_extras)
 
 
@@ -156,10 +141,10 @@ Calibrated = Callable[[Plan, Keep, Callable[[], None]], Calibration]
 
 def in_this_process(plan: Plan, keep: Keep, between: Callable[[], None]) -> Calibration:
     """Calibrate without workers."""
-    if not plan.reads:
+    if not plan.options.reads_text:
         return Unread()
     stream = BlockByBlock(plan.model, plan.calibration, plan.batch, between, keep)
-    return InThisProcess(stream, plan.settings.moments_damping)
+    return InThisProcess(stream, plan.options.moments_damping)
 
 
 @dataclass(frozen=True)
@@ -182,19 +167,19 @@ class PruningRun:
 
     def finished(self, write_extras: WriteExtras) -> Pruned:
         """Prune, and write the checkpoint where one is asked for; or read it where it is there."""
-        asked = self.plan.asked
-        if asked.out is None:
+        options = self.plan.options
+        if options.out is None:
             return self.run(None)
         fingerprint = json.loads(json.dumps(self.plan.fingerprint))
-        unfinished = UnfinishedPruning(Path(asked.out), fingerprint, describe_corpus(self.plan.corpus))
+        unfinished = UnfinishedPruning(Path(options.out), fingerprint, describe_corpus(self.plan.corpus))
         with unfinished.claimed():
-            written = unfinished.finished(asked.form)
+            written = unfinished.finished(options.form)
             if written is not None:
                 if self.model.streamed is None:
-                    self.restore(Path(asked.out))
+                    self.restore(Path(options.out))
                 return written
             pruned = self.run(unfinished)
-            return unfinished.finish(self.model, self.matrices, pruned, asked.form, write_extras)
+            return unfinished.finish(self.model, self.matrices, pruned, options.form, write_extras)
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
@@ -230,7 +215,7 @@ class PruningRun:
         self.show_progress(total, total)
         seconds = time.monotonic() - started
         plan = self.plan
-        provenance = described | describe_pass(self.model, plan.corpus, plan.settings.seed, plan.fingerprint)
+        provenance = described | describe_pass(self.model, plan.corpus, plan.options.seed, plan.fingerprint)
         left = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
         pruning = {"schema_version": SCHEMA_VERSION, **plan.fingerprint["pruning"], "left_dense": left} | told
         attention = _attention_of(self.model)
@@ -278,7 +263,7 @@ class PruningRun:
 
     def _record(self) -> None:
         digest = hashlib.sha256(json.dumps(self.plan.fingerprint).encode()).hexdigest()
-        self.model.record_intervention(f"pruned({self.plan.settings.method}, sha256:{digest[:16]})")
+        self.model.record_intervention(f"pruned({self.plan.options.method}, sha256:{digest[:16]})")
 
     def _pruned_block(
         self, text: Calibration, layer: int, total: int

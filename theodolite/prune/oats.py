@@ -34,10 +34,8 @@ from theodolite.prune.patterns import (
     checked_weight,
     pattern_of,
 )
+from theodolite.system.pruning_options import ITERATIONS, RANK_RATIO
 from theodolite.system.threads import using_threads
-
-RANK_RATIO, ITERATIONS = 0.25, 80
-"""Defaults: κ, share of the kept parameters in the low-rank part; alternations, as published."""
 
 _SMALL = 256
 """Matrices with fewer rows or columns get a full SVD in each step, on one thread: a second one brings nothing, and

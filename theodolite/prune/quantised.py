@@ -17,19 +17,18 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.prune.methods import (
-    DAMPING,
     INPUTS_AT_ONCE,
     HessianFactor,
     changed_in_blocks,
     check_inputs_of,
     factor_hessian,
 )
-from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.patterns import checked_inputs, checked_weight
 from theodolite.system.choices import check_bits
+from theodolite.system.pruning_options import DAMPING, GROUP, ITERATIONS, RANK_RATIO
 
-BITS, GROUP = 4, 128
-"""Defaults."""
+BITS = 4
+"""Unless others are given."""
 
 _BEYOND = 20
 """Scales that are tried beyond those at which the largest weight of a group is a last point of the grid: a sixteenth

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
 from theodolite.models.guard import guarded, measures
@@ -44,11 +43,11 @@ from theodolite.prune.calibration import InThisProcess
 from theodolite.prune.checkpoint import WriteExtras, device_of
 from theodolite.prune.model import PruningRun, in_this_process
 from theodolite.prune.moments import InputMoments
-from theodolite.prune.plan import Asked, Plan, planned
+from theodolite.prune.plan import Plan, planned
 from theodolite.prune.pruned import Pruned
 from theodolite.prune.sequential import BlockByBlock, shards
-from theodolite.prune.settings import Sparsity
 from theodolite.system.progress import ShowProgress
+from theodolite.system.pruning_options import PruningOptions, Sparsity
 
 SECONDS = 0.2
 """How long the driver waits for workers before it hears of Ctrl-C."""
@@ -93,18 +92,10 @@ def prune_on_ray(
         WorkError: as `prune_model`; or three workers died of the same contexts, or as they started; or the cluster had
             room for none in ten minutes. With `out`, finished blocks are saved: the same call goes on from them.
     """
-    asked = Asked(method, sparsity, **options)
+    asked = PruningOptions(method, sparsity, **options)
     if isinstance(model, OpenModel):  # else it is refused by its type
-        if model.streamed is not None or asked.recover is not None or asked.sparsity_by is not None:
-            raise UsageError(
-                "workers have no --stream, --recover and --sparsity-by: leave them out, or --ray"
-            )
         refuse_unopenable(model, actors, "prune it with `prune_model`")
-    plan = planned(model, corpus, asked, show_progress)
-    if not plan.reads:
-        raise UsageError(
-            f"{method} reads no text that workers could share: leave out --ray, or give --errors"
-        )
+    plan = planned(model, corpus, asked, show_progress, on_ray=True)
     out = None if asked.out is None else Path(asked.out)
     if out is not None and (device_there := device_of(out)):  # then no block is run, and no cluster needed
         there = PruningRun(plan.read_on(device_there), in_this_process, show_progress)
@@ -114,7 +105,7 @@ def prune_on_ray(
         plan = plan.read_on(device)
         names = [[matrix.key for matrix in block] for block in plan.matrices]
         checkpoint = checkpoint_of(model, device)
-        job = PruningJob(checkpoint, plan.calibration, plan.batch, plan.settings.moments_damping, names)
+        job = PruningJob(checkpoint, plan.calibration, plan.batch, plan.options.moments_damping, names)
         count = min(room, actors or room, len(shards(plan.calibration, plan.batch)))
         workers = Workers(PruningWorker, job, count, say)
         run = PruningRun(plan, lambda plan, keep, between: _OnRay(plan, workers, between), show_progress)
@@ -206,7 +197,7 @@ class _OnRay:
 
     def moments(self, layer: int, matrices: Sequence[Matrix]) -> InputMoments:
         """Merged from those of the shards, in order."""
-        moments = InputMoments(matrices, self._plan.settings.moments_damping)
+        moments = InputMoments(matrices, self._plan.options.moments_damping)
         asked: dict[int, tuple[int, Any, Any]] = {}  # shard → its worker, that it was read, its sums
         ahead, total = len(set(self._worker_of.values())), len(self._worker_of)
         merged = 0
