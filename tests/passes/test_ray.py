@@ -320,8 +320,9 @@ def test_two_surveys_do_not_write_to_one_folder(cluster, opened, corpus, tmp_pat
         survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", actors=1)
 
 
-def test_a_finished_run_is_not_read_again(cluster, alone, opened, corpus):
-    """And no worker is started for it: that one process wrote it makes no difference."""
+def test_a_finished_run_is_not_read_again(alone, opened, corpus, monkeypatch):
+    """Nor is a cluster looked for, or where it is refused; that one process wrote it makes no difference."""
+    monkeypatch.setattr(distribute, "connected", None)
     calls: list[int] = []
     again = survey_on_ray(
         opened("gpt2"),
@@ -332,6 +333,10 @@ def test_a_finished_run_is_not_read_again(cluster, alone, opened, corpus):
     )
     assert not calls
     assert again.heads.equals(alone.heads)
+    with pytest.raises(
+        UsageError, match=r"holds a run of another model, corpus or options \(--seed 0 there, 1"
+    ):
+        survey_on_ray(opened("gpt2"), corpus, alone.folder, batch=BATCH, seed=1)
 
 
 def test_wrong_calls_are_refused(cluster, opened, corpus, monkeypatch):

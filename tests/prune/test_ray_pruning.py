@@ -279,6 +279,8 @@ def test_what_workers_cannot_do_is_refused(anew, corpus, tmp_path, monkeypatch):
         prune_on_ray(
             open_streamed(write("gpt2", tmp_path / "gpt2")), corpus, "oats", 0.5, out=tmp_path / "out"
         )
+    with pytest.raises(UsageError, match="prune_on_ray has no option nosuch: give those of prune_model"):
+        prune_on_ray(model, corpus, "wanda", 0.5, nosuch=1)
     with pytest.raises(UsageError, match="0 actors read nothing"):
         prune_on_ray(model, corpus, "wanda", 0.5, actors=0)
     with model.intervention("keys masked"), pytest.raises(UsageError, match="anew, without keys masked"):

@@ -25,6 +25,7 @@ from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.system import embedded
+from theodolite.system.checksums import read_json_checked
 from theodolite.system.choices import Attention
 from theodolite.system.interrupt import starting_others
 
@@ -115,6 +116,17 @@ def _source(name: str) -> str | None:
     if name == embedded.NAME:
         return None
     return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def device_in(record: Path) -> str | None:
+    """The kind of device on which what a finished folder holds was made, by its record; None where that is not there.
+
+    What is finished is read by this, without a cluster that would say on which device it would be made now.
+    """
+    try:
+        return str(read_json_checked(record)["fingerprint"]["device"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 class Opener:

@@ -309,14 +309,6 @@ def _with_low_rank(matrix: PrunedMatrix, factors: tuple[Tensor, Tensor] | None) 
     return replace(matrix, left=factors[0], right=factors[1]) if factors else matrix
 
 
-def device_of(out: Path) -> str | None:
-    """The kind of device on which what is in `OUT` was made; None where there is nothing that can be read."""
-    try:
-        return str(read_json_checked(out / SETTINGS)["fingerprint"]["device"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """A fingerprint with each setting under its own name."""
     return {name: value for name, value in fingerprint.items() if name != "pruning"} | fingerprint["pruning"]

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
 from theodolite.models.guard import guarded, measures
@@ -33,6 +35,7 @@ from theodolite.passes.ray_cluster import (
     Workers,
     checkpoint_of,
     connected,
+    device_in,
     fetched,
     given_up,
     imported_ray,
@@ -40,13 +43,14 @@ from theodolite.passes.ray_cluster import (
     refuse_unopenable,
 )
 from theodolite.prune.calibration import InThisProcess
-from theodolite.prune.checkpoint import WriteExtras, device_of
+from theodolite.prune.checkpoint import WriteExtras
 from theodolite.prune.model import PruningRun, in_this_process
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.plan import Plan, planned
 from theodolite.prune.pruned import Pruned
 from theodolite.prune.sequential import BlockByBlock, shards
 from theodolite.system.progress import ShowProgress
+from theodolite.system.pruned_folders import SETTINGS
 from theodolite.system.pruning_options import PruningOptions, Sparsity
 
 SECONDS = 0.2
@@ -92,12 +96,16 @@ def prune_on_ray(
         WorkError: as `prune_model`; or three workers died of the same contexts, or as they started; or the cluster had
             room for none in ten minutes. With `out`, finished blocks are saved: the same call goes on from them.
     """
+    unknown = options.keys() - signature(PruningOptions).parameters.keys()
+    if unknown:
+        raise UsageError(f"prune_on_ray has no option {min(unknown)}: give those of prune_model")
     asked = PruningOptions(method, sparsity, **options)
     if isinstance(model, OpenModel):  # else it is refused by its type
         refuse_unopenable(model, actors, "prune it with `prune_model`")
     plan = planned(model, corpus, asked, show_progress, on_ray=True)
-    out = None if asked.out is None else Path(asked.out)
-    if out is not None and (device_there := device_of(out)):  # then no block is run, and no cluster needed
+    if asked.out is not None and (
+        device_there := device_in(Path(asked.out) / SETTINGS)
+    ):  # then no block is run
         there = PruningRun(plan.read_on(device_there), in_this_process, show_progress)
         return there.finished(write_extras)
     with connected(address):
