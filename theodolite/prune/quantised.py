@@ -66,7 +66,7 @@ class Quantised:
         return self.codes.to(self.dtype) * _spread(self.scale.to(self.dtype), inputs)
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
-        """The sum as one matrix."""
+        """The sum as one matrix in the dtype of the weight, rounded once more where there is a low-rank part."""
         if self.left is None or self.right is None:
             return self.rounded()
         return (self.rounded().double() + self.left.double() @ self.right.double()).to(self.dtype)
