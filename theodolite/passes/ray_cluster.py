@@ -35,6 +35,9 @@ LOCAL = "local"
 DEATHS = 3
 """Workers that one call may lose before it is given up: a node may be lost twice by chance."""
 
+SECONDS = 0.2
+"""How long a driver waits for workers before it hears of Ctrl-C."""
+
 NOTICE, LIMIT = 30.0, 600.0
 """Seconds without any worker after which it is said what is waited for, and after which nothing is waited for."""
 

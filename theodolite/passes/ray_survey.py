@@ -30,6 +30,7 @@ from theodolite.passes.provenance import describe_corpus
 from theodolite.passes.ray_cluster import (
     DEATHS,
     LOCAL,
+    SECONDS,
     WorkerLost,
     Workers,
     answered,
@@ -56,9 +57,6 @@ SHARDS = 256
 
 AHEAD = 2
 """Shards for each worker that may be under way or wait for an earlier one: this bounds the memory that they take."""
-
-SECONDS = 0.2
-"""How long the driver waits for workers before it shows progress, and hears of Ctrl-C."""
 
 
 @measures

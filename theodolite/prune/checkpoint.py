@@ -58,6 +58,12 @@ from theodolite.system.locks import locked
 from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already, writes_adapter
 from theodolite.system.run_folders import differences
 
+WEIGHTS = "weights"
+"""Beside the checksums of single files: that of the weights and the adapter together."""
+
+WriteExtras = Callable[[Pruned, Path], object]
+"""Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
+
 
 def write_block(
     matrices: Sequence[Matrix], pruned: Sequence[PrunedMatrix], *, sparse_alone: bool = False
@@ -71,13 +77,6 @@ def write_block(
     for own, approximation in zip(matrices, pruned, strict=True):
         alone = sparse_alone and has_layer(approximation)
         own.write(approximation.sparse if alone else approximation.merged(own.holder.device))
-
-
-WEIGHTS = "weights"
-"""Beside the checksums of single files: that of the weights and the adapter together."""
-
-WriteExtras = Callable[[Pruned, Path], object]
-"""Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
 
 
 class UnfinishedPruning:
