@@ -29,6 +29,7 @@ from theodolite.passes.packed_states import Packed, packed, unpacked
 from theodolite.passes.ray_cluster import (
     DEATHS,
     LOCAL,
+    SECONDS,
     Job,
     Opener,
     WorkerLost,
@@ -44,17 +45,14 @@ from theodolite.passes.ray_cluster import (
 )
 from theodolite.prune.calibration import InThisProcess
 from theodolite.prune.checkpoint import WriteExtras
-from theodolite.prune.model import PruningRun, in_this_process
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.plan import Plan, planned
 from theodolite.prune.pruned import Pruned
+from theodolite.prune.pruning_run import PruningRun, in_this_process
 from theodolite.prune.sequential import BlockByBlock, shards
 from theodolite.system.progress import ShowProgress
 from theodolite.system.pruned_folders import SETTINGS
 from theodolite.system.pruning_options import PruningOptions, Sparsity
-
-SECONDS = 0.2
-"""How long the driver waits for workers before it hears of Ctrl-C."""
 
 OPENED = "opened the model and began to read"
 

@@ -1,45 +1,26 @@
-"""How a model is pruned: the settings, checked against its matrices, and one matrix pruned by them."""
+"""How the matrices of a model are pruned: the options, checked against them, and what differs from one to another."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
-from theodolite.prune.methods import (
-    INPUTS_AT_ONCE,
-    HessianFactor,
-    count_left,
-    factor_hessian,
-    magnitude,
-    sparsegpt_factored,
-    wanda,
-)
+from theodolite.prune.methods import INPUTS_AT_ONCE, count_left, factor_hessian
 from theodolite.prune.moments import Moments
-from theodolite.prune.oats import oats, rank_and_entries
+from theodolite.prune.oats import rank_and_entries
+from theodolite.prune.one_matrix import approximated, pruned_matrix
 from theodolite.prune.patterns import check_sparsity, pattern_of
-from theodolite.prune.quantised import (
-    Quantised,
-    gptq_factored,
-    group_of,
-    quantised_bits,
-    quantised_oats,
-    rank_at,
-    round_to_nearest,
-)
+from theodolite.prune.quantised import group_of, rank_at
 from theodolite.system.choices import check_number
 from theodolite.system.pruned_folders import writes_adapter
 from theodolite.system.pruning_options import PruningOptions, RankRatio, Sparsity
-
-NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
 
 
 @dataclass(frozen=True)
@@ -129,131 +110,9 @@ class PruningSettings:
     def prune(
         self, matrix: Matrix, moments: Moments, device: torch.device | None = None
     ) -> tuple[PrunedMatrix, dict[str, Any]]:
-        """One matrix pruned, in its own dtype, and its row of the table.
-
-        Args:
-            matrix, moments: of its inputs.
-            device: that of the moments, on which it is pruned; None: where it is.
-
-        Raises:
-            WorkError: nothing was seen to enter a matrix that every token should reach.
-        """
-        options = self.options
-        if not moments.count and not matrix.is_of_expert and options.weighs_inputs:
-            blind = "magnitude" if options.bits is None else "round"
-            raise WorkError(
-                f"nothing was seen to enter {matrix.parameter} while its block read the text, so that {options.method} "
-                f"cannot weigh its inputs: use --method {blind}, which weighs none"
-            )
-        weight = matrix.read().to(device)
+        """As `pruned_matrix`, by the sparsity and the rank ratio of this matrix."""
         at = matrix.layer, matrix.key
-        share, ratio = self.sparsity[at], self.rank_ratio[at]
-        approximation = self._pruned(weight, moments, share, ratio)
-        pruned = PrunedMatrix(
-            key=matrix.key,
-            parameter=matrix.parameter,
-            expert=matrix.expert,
-            dimension=matrix.dimension,
-            rows=matrix.rows,
-            # A negative zero would not outlive packing.
-            sparse=torch.where(approximation.sparse == 0, 0, approximation.sparse),
-            left=approximation.left,
-            right=approximation.right,
-            scale=approximation.scale,
-        )
-        precision = torch.promote_types(weight.dtype, torch.float32)
-        lost = moments.squared_norms((weight.double() - pruned.merged().double()).to(precision))
-        whole = moments.squared_norms(weight.to(precision))
-        exact, scaled = (
-            math.sqrt(max(missing, 0) / all_) if all_ > 0 else math.nan
-            for missing, all_ in zip(lost, whole, strict=True)
-        )
-        return pruned, {
-            "layer": matrix.layer,
-            "matrix": matrix.name,
-            "expert": -1 if matrix.expert is None else matrix.expert,
-            "parameter": matrix.parameter,
-            "outputs": matrix.shape[0],
-            "inputs": matrix.shape[1],
-            "method": options.method,
-            "asked": math.nan if share is None else share,
-            **self._counts(pruned),
-            "error": exact,
-            "error_scaled": scaled,
-            "damping": approximation.damping,
-            "tokens": moments.count,
-            "fallback": approximation.fallback if moments.count or not options.weighs_inputs else NO_TOKENS,
-        }
-
-    def _pruned(
-        self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float
-    ) -> _Approximation:
-        options, pattern = self.options, self.options.pattern
-        if options.bits is not None:
-            return self._quantised(weight, moments, ratio)
-        if options.method == "magnitude":
-            return _Approximation(magnitude(weight, sparsity, pattern))
-        if options.method == "wanda":
-            return _Approximation(wanda(weight, moments.diagonal.sqrt(), sparsity, pattern))
-        if options.method == "sparsegpt":
-            factor = moments.factor
-            assert factor is not None
-            pruned = sparsegpt_factored(weight, factor, sparsity, pattern)
-            return _Approximation(pruned, damping=factor.damping, fallback=self._raised(factor))
-        split = oats(
-            weight,
-            moments.diagonal,
-            sparsity,
-            ratio,
-            options.iterations,
-            pattern,
-            seed=options.seed,
-            exact=options.exact,
-        )
-        stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
-        if not split.left.numel():
-            return _Approximation(split.sparse, fallback=stalled)
-        return _Approximation(split.sparse, split.left, split.right, fallback=stalled)
-
-    def _quantised(self, weight: Tensor, moments: Moments, ratio: float) -> _Approximation:
-        method, bits, group = self.options.method, self.options.bits, self.options.group
-        assert bits is not None
-        if method == "round":
-            return _of(round_to_nearest(weight, bits, group))
-        factor = moments.factor
-        assert factor is not None
-        if method == "gptq":
-            quantised = gptq_factored(weight, factor, bits, group)
-        else:
-            iterations = self.options.iterations
-            quantised = quantised_oats(
-                weight, moments.diagonal, bits, group, ratio, iterations, factor=factor
-            )
-        return _of(quantised, factor.damping, self._raised(factor))
-
-    def _raised(self, factor: HessianFactor) -> str:
-        return f"damping raised to {factor.damping:g}" if factor.damping > self.options.damping else ""
-
-    def _counts(self, pruned: PrunedMatrix) -> dict[str, Any]:
-        """Sparsity reached, rank, nonzero entries, bits of one, and bytes: dense and as stored."""
-        low_rank = [factor for factor in (pruned.left, pruned.right) if factor is not None]
-        entries, size = pruned.sparse.numel(), pruned.sparse.element_size()
-        nonzeros = int((pruned.sparse != 0).sum())
-        inside = sum(factor.numel() for factor in low_rank)
-        bits = self.options.bits
-        if bits is None:
-            stored = nonzeros * size + -(-entries // 8)
-        else:
-            outputs, inputs = pruned.sparse.shape
-            stored = -(-quantised_bits((outputs, inputs), bits, self.options.group, pruned.sparse.dtype) // 8)
-        return {
-            "sparsity": 1 - (nonzeros + inside) / entries if bits is None else math.nan,
-            "rank": low_rank[1].shape[0] if low_rank else 0,
-            "nonzeros": nonzeros,
-            "bits": bits or 8 * size,
-            "dense_bytes": entries * size,
-            "compact_bytes": stored + inside * size,
-        }
+        return pruned_matrix(self.options, matrix, moments, self.sparsity[at], self.rank_ratio[at], device)
 
     def rank_of(self, matrix: Matrix) -> int:
         """Of the low-rank part that a matrix gets."""
@@ -286,7 +145,7 @@ class PruningSettings:
         ones = torch.ones(inputs, dtype=torch.float64)
         damping = options.moments_damping
         factor = None if damping is None else factor_hessian(ones.diag(), damping)
-        self._pruned(torch.ones(1, inputs), Moments(1, ones, factor), sparsity, ratio)
+        approximated(options, torch.ones(1, inputs), Moments(1, ones, factor), sparsity, ratio)
 
 
 def _share_at(sparsity: Sparsity, matrix: Matrix) -> float | None:
@@ -309,21 +168,3 @@ def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
     if list(by_block) == list(range(len(by_block))) and all(len(found) == 1 for found in by_block.values()):
         return [found.pop() for found in by_block.values()]
     return {f"{layer}/{key}": value for (layer, key), value in values.items()}
-
-
-@dataclass(frozen=True)
-class _Approximation:
-    """A pruned matrix as a method returns it."""
-
-    sparse: Tensor
-    left: Tensor | None = None
-    right: Tensor | None = None
-    damping: float = math.nan
-    fallback: str = ""
-    scale: Tensor | None = None
-
-
-def _of(quantised: Quantised, damping: float = math.nan, fallback: str = "") -> _Approximation:
-    return _Approximation(
-        quantised.rounded(), quantised.left, quantised.right, damping, fallback, quantised.scale
-    )
