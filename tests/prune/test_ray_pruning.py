@@ -271,9 +271,7 @@ def test_what_workers_cannot_do_is_refused(anew, corpus, tmp_path, monkeypatch):
     """Before any cluster is looked for."""
     model = anew("gpt2")
     for options in ({"recover": 3}, {"sparsity_by": "owl"}):
-        with pytest.raises(
-            UsageError, match="--ray: no worker has all of the text and the model: leave out --"
-        ):
+        with pytest.raises(UsageError, match="--ray: no worker has all of the text: leave out --"):
             prune_on_ray(model, corpus, "oats", 0.5, **options)
     with pytest.raises(UsageError, match="every worker has the whole model in memory: leave out --stream"):
         prune_on_ray(

@@ -102,6 +102,6 @@ def prune_model(
             quantised or under an intervention, or `out` holds something else.
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
-    options = PruningOptions.among(locals())
+    options = PruningOptions.among(locals())  # a test says that they agree
     plan = planned(model, corpus, options, show_progress)
     return PruningRun(plan, in_this_process, show_progress).finished(write_extras)

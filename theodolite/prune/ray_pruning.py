@@ -89,8 +89,8 @@ def prune_on_ray(
         options: further ones of `prune_model`.
 
     Raises:
-        UsageError: as `prune_model` and `survey_on_ray`; or an option that needs the whole model in one process:
-            `recover`, `sparsity_by`, a model from `open_streamed`.
+        UsageError: as `prune_model` and `survey_on_ray`; or what needs all of the text in one process (`recover`,
+            `sparsity_by`), or less than the whole model in each (a model from `open_streamed`).
         WorkError: as `prune_model`; or three workers died of the same contexts, or as they started; or the cluster had
             room for none in ten minutes. With `out`, finished blocks are saved: the same call goes on from them.
     """

@@ -94,7 +94,7 @@ class PruningOptions:
         if on_ray:
             refuse_unread("--ray: every worker has the whole model in memory", {"--stream": streamed or None})
             given = {"--recover": self.recover, "--sparsity-by": self.sparsity_by}
-            refuse_unread("--ray: no worker has all of the text and the model", given)
+            refuse_unread("--ray: no worker has all of the text", given)
             if not self.reads_text:
                 raise UsageError(
                     f"{self.method} reads no text that workers could share: leave out --ray, or give --errors"
