@@ -118,6 +118,7 @@ def killed(cluster, opened, corpus, tmp_path_factory) -> tuple[Run, list[int], l
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distribute, "Worker", slow_worker(0.5))
+        patch.setattr(crew, "NOTICE", crew.LIMIT)  # workers start slowly on a busy machine
         out = tmp_path_factory.mktemp("killed") / "run"
         run = survey_on_ray(
             opened("gpt2"), corpus, out, batch=BATCH, actors=2, show_progress=show, say=told.append
