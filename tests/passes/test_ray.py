@@ -118,6 +118,7 @@ def killed(cluster, opened, corpus, tmp_path_factory) -> tuple[Run, list[int], l
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distribute, "Worker", slow_worker(0.5))
+        patch.setattr(crew, "NOTICE", crew.LIMIT)  # workers start slowly on a busy machine
         out = tmp_path_factory.mktemp("killed") / "run"
         run = survey_on_ray(
             opened("gpt2"), corpus, out, batch=BATCH, actors=2, show_progress=show, say=told.append
@@ -320,8 +321,9 @@ def test_two_surveys_do_not_write_to_one_folder(cluster, opened, corpus, tmp_pat
         survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", actors=1)
 
 
-def test_a_finished_run_is_not_read_again(cluster, alone, opened, corpus):
-    """And no worker is started for it: that one process wrote it makes no difference."""
+def test_a_finished_run_is_not_read_again(alone, opened, corpus, monkeypatch):
+    """Nor is a cluster looked for, or where it is refused; that one process wrote it makes no difference."""
+    monkeypatch.setattr(distribute, "connected", None)
     calls: list[int] = []
     again = survey_on_ray(
         opened("gpt2"),
@@ -332,6 +334,10 @@ def test_a_finished_run_is_not_read_again(cluster, alone, opened, corpus):
     )
     assert not calls
     assert again.heads.equals(alone.heads)
+    with pytest.raises(
+        UsageError, match=r"holds a run of another model, corpus or options \(--seed 0 there, 1"
+    ):
+        survey_on_ray(opened("gpt2"), corpus, alone.folder, batch=BATCH, seed=1)
 
 
 def test_wrong_calls_are_refused(cluster, opened, corpus, monkeypatch):

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import signal
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from typer.main import get_command
 
 from tests.cli.test_cli import TEXT, call, wait_for
 from tests.processes import Started, command
 from tests.prune.families import write
 from tests.slow import slow_but
-from theodolite.cli.app import app
 from theodolite.prune import prune_model
 from theodolite.prune.checkpoint import UnfinishedPruning
 from theodolite.report.drawing.pruning import error_map
+from theodolite.system.pruning_options import PruningOptions
 
 RESULT = Path("report") / "sinks-prune" / "result.json"
 
@@ -34,12 +33,16 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_help_gives_the_defaults_of_prune_model():
-    """They are written out there: the help must not wait for the import that knows them."""
-    defaults = inspect.signature(prune_model).parameters
-    options = {option.name: option.help for option in get_command(app).commands["prune"].params}
-    for name in ("rank_ratio", "damping"):
-        assert f"[default: {defaults[name].default}]" in options[name]
+def test_the_options_are_those_of_prune_model():
+    """Names, defaults and types."""
+    asked = {
+        name: (each.default, each.annotation) for name, each in signature(PruningOptions).parameters.items()
+    }
+    takes = {
+        name: (each.default, each.annotation) for name, each in signature(prune_model).parameters.items()
+    }
+    assert takes.items() >= asked.items()
+    assert takes.keys() - asked.keys() == {"model", "corpus", "write_extras", "show_progress"}
 
 
 def _arguments(model: Path, text: Path, out: Path, *more: object) -> list[object]:

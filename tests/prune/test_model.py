@@ -396,7 +396,7 @@ def test_a_method_that_weighs_no_inputs_runs_no_block(method, options, tmp_path,
     read, unread = opened_anew("gpt2", tmp_path), opened_anew("gpt2", tmp_path)
     dense = read.hf.transformer.h[0].mlp.c_fc.weight.detach().double().clone()
     with_errors = prune_model(read, corpus_of(), method, errors=True, **options)
-    monkeypatch.setattr("theodolite.prune.model.BlockByBlock", None)
+    monkeypatch.setattr("theodolite.prune.pruning_run.BlockByBlock", None)
     pruned = prune_model(unread, corpus_of(), method, **options)
     assert all(map(torch.equal, unread.hf.state_dict().values(), read.hf.state_dict().values()))
     assert with_errors.provenance["fingerprint"] != pruned.provenance["fingerprint"]

@@ -142,7 +142,7 @@ def test_stopped_while_it_trains_it_goes_on_to_the_same_bytes(steps, tmp_path, m
         path.name: path.stat().st_mtime_ns for path in (tmp_path / "parts.partial").glob("*.safetensors")
     }
     assert len(saved) == 3
-    monkeypatch.setattr("theodolite.prune.model.pruned_block", None)
+    monkeypatch.setattr("theodolite.prune.pruning_run.pruned_block", None)
     pruned("gpt2", tmp_path, "parts")
     whole_files, files = contents(tmp_path / "whole"), contents(tmp_path / "parts")
     config = json.loads(whole_files.pop("adapter/adapter_config.json"))

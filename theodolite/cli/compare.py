@@ -17,13 +17,13 @@ from theodolite.cli.options import (
     Batch,
     Opening,
     Text,
-    refuse_unread,
     say_where,
     short_name,
 )
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
+from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
 from theodolite.system.interrupt import interruptible
 from theodolite.system.run_folders import is_run

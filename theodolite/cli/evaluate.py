@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Opening, Text, refuse_unread
+from theodolite.cli.options import AsJson, Opening, Text
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
 from theodolite.system import embedded
+from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
 from theodolite.system.interrupt import interruptible
 

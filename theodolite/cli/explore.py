@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import Model, Opening, Text, contexts_help, refuse_unread, short_name
+from theodolite.cli.options import Model, Opening, Text, contexts_help, short_name
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
+from theodolite.system.choices import refuse_unread
 from theodolite.system.interrupt import interruptible
 from theodolite.system.run_folders import check_run
 

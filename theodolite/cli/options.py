@@ -6,7 +6,7 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -19,7 +19,7 @@ from theodolite.cli.screen import progress, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
-from theodolite.system.choices import check_attention, check_dtype
+from theodolite.system.choices import check_attention, check_dtype, refuse_unread
 from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
@@ -58,15 +58,6 @@ RunFolder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS].")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only the tables, as JSON.")]
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        metavar="[ADDRESS]",
-        help="Run on a Ray cluster at ADDRESS (auto for the one on this machine, or HOST:PORT); without an address, "
-        "start a local one (needs theodolite[ray]).",
-    ),
-]
-Actors = Annotated[int | None, typer.Option(help="Maximum number of --ray workers [default: all that fit].")]
 
 
 @dataclass(frozen=True)
@@ -375,17 +366,6 @@ def _print_tables(run: Run) -> None:
 def say_where(page: Path, as_json: bool) -> None:
     """Print where a page is: on standard error if JSON goes to standard output."""
     (screen if as_json else Console(soft_wrap=True)).print(f"Report: {page}", highlight=False)
-
-
-def refuse_unread(who: str, given: Mapping[str, object]) -> None:
-    """Refuse options that would be ignored.
-
-    Raises:
-        UsageError: one of them was given.
-    """
-    for what, value in given.items():
-        if value is not None:
-            raise UsageError(f"{who}: leave out {what}")
 
 
 def default_folder(model: OpenModel, corpus: Corpus, kind: str = "") -> Path:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -14,31 +14,27 @@ import typer
 from rich.console import Console
 
 from theodolite.cli import completion
+from theodolite.cli.cluster import Cluster
 from theodolite.cli.options import (
-    Actors,
     AsJson,
     Batch,
     Model,
     Opening,
-    Ray,
     Text,
     contexts_help,
-    refuse_unread,
     say_where,
 )
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
-from theodolite.system.choices import WEIGH_NO_INPUTS, check_form, check_method
+from theodolite.system.choices import refuse_unread
 from theodolite.system.interrupt import interruptible
 from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
+from theodolite.system.pruning_options import DAMPING, GROUP, RANK_RATIO, PruningOptions
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
 
 WRITING = "writing the checkpoint and its report"
-
-READERS = {"--rank-ratio": ("oats",), "--exact": ("oats",), "--damping": ("sparsegpt", "gptq")}
-"""The methods that read an option; with `--bits`, OATS reads both. `--seed` also draws texts, so every one reads it."""
 
 
 @dataclass(frozen=True)
@@ -57,75 +53,76 @@ class _CalibrationText(Text):
             raise UsageError(f"{self.corpus} is a test part, and calibrates nothing: use --corpus {train}")
 
 
-def prune_command(
-    *,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pruned checkpoint.")],
-    model: Model = None,
+@dataclass(frozen=True)
+class _Pruning:
+    """Options of how a model is pruned, called as `prune_model` calls them; None: its default."""
+
     method: Annotated[
         str,
         typer.Option(
             help="oats, sparsegpt, wanda or magnitude; with --bits oats, gptq or round.",
             autocompletion=completion.methods,
         ),
-    ] = "oats",
+    ] = "oats"
     sparsity: Annotated[
         str | None,
         typer.Option(
             help="Share of entries removed: one number, or one per block with commas [default: 0.5, or the pattern's]."
         ),
-    ] = None,
+    ] = None
     sparsity_by: Annotated[
         str | None,
         typer.Option(
             help="owl or tags: blocks with more outliers, or whose sinks tag more, keep more; --sparsity is the mean."
         ),
-    ] = None,
+    ] = None
     pattern: Annotated[
         str | None,
         typer.Option(help="N:M sparsity such as 2:4: at most 2 of every 4 consecutive inputs are kept."),
-    ] = None,
+    ] = None
     bits: Annotated[
         int | None, typer.Option(help="Quantise to 8, 4 or 3 bits, instead of removing entries.")
-    ] = None,
+    ] = None
     group: Annotated[
         int | None,
-        typer.Option(help="With --bits: inputs that share a scale; 0: all of an output [default: 128]."),
-    ] = None,
+        typer.Option(help=f"With --bits: inputs that share a scale; 0: all of an output [default: {GROUP}]."),
+    ] = None
     rank_ratio: Annotated[
         float | None,
         typer.Option(
-            help="oats only: share of the kept parameters (with --bits: bytes) in the low-rank part [default: 0.25]."
+            help="oats only: share of the kept parameters (with --bits: bytes) in the low-rank part "
+            f"[default: {RANK_RATIO}]."
         ),
-    ] = None,
+    ] = None
     damping: Annotated[
         float | None,
         typer.Option(
             help="sparsegpt, and with --bits gptq and oats: added to the Hessian's diagonal, as a share of its mean "
-            "[default: 0.1]."
+            f"[default: {DAMPING}]."
         ),
-    ] = None,
+    ] = None
     exact: Annotated[
         bool,
         typer.Option(
             "--exact", help="oats only: a full SVD in every iteration, as published; ten times slower."
         ),
-    ] = False,
+    ] = False
     skip: Annotated[
         str | None,
         typer.Option(help="Globs of matrices that stay dense, with commas: mlp.down_proj,model.layers.0.*"),
-    ] = None,
+    ] = None
     recover: Annotated[
         int | None,
         typer.Option(
             help="--format adapter only: steps in which the low-rank parts are trained on nine tenths of the text."
         ),
-    ] = None,
+    ] = None
     recipe: Annotated[
         Path | None,
         typer.Option(
             help="YAML file with skip, and sparsity and rank_ratio by name: {mlp.*: 0.6, 11.*: 0.3}."
         ),
-    ] = None,
+    ] = None
     form: Annotated[
         str,
         typer.Option(
@@ -134,27 +131,63 @@ def prune_command(
             "or factored (smaller, for theodolite).",
             autocompletion=completion.forms,
         ),
-    ] = "merged",
+    ] = "merged"
     errors: Annotated[
         bool,
         typer.Option(
             "--errors", help="magnitude and round only: run the text too, for the errors of outputs."
         ),
-    ] = False,
+    ] = False
+    devices: Annotated[
+        str | None,
+        typer.Option(help="Devices that share the matrices of a block, with commas: cuda:0,cuda:1"),
+    ] = None
+
+    def options(self, *, streamed: bool, on_ray: bool, **others: Any) -> PruningOptions:
+        """With those that stand elsewhere on the command line, checked.
+
+        Raises:
+            UsageError: as `PruningOptions.checked`; an option that would be ignored, or one that cannot be read.
+        """
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        given |= {"sparsity": self._sparsity(), "skip": _names(self.skip), "devices": _names(self.devices)}
+        options = PruningOptions(**given, **others).checked(streamed=streamed, on_ray=on_ray)
+        of_oats = {"--rank-ratio": self.rank_ratio, "--exact": self.exact or None}
+        unread = {} if self.method == "oats" else of_oats
+        unread |= {} if options.needs_full_moments else {"--damping": self.damping}
+        refuse_unread(f"{self.method} has no such option", unread)
+        if self.bits is None:
+            refuse_unread("nothing is quantised without --bits", {"--group": self.group})
+        if options.weighs_inputs:
+            refuse_unread(f"{self.method} reads the text anyway", {"--errors": self.errors or None})
+        return options
+
+    def _sparsity(self) -> float | list[float] | None:
+        if self.sparsity is None:
+            return None if self.pattern or self.bits is not None else 0.5
+        try:
+            numbers = [float(part) for part in self.sparsity.split(",")]
+            return numbers if "," in self.sparsity else numbers[0]
+        except ValueError:
+            raise UsageError(
+                f"sparsity {self.sparsity!r} is neither a number nor numbers separated by commas"
+            ) from None
+
+
+def prune_command(
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pruned checkpoint.")],
+    model: Model = None,
+    how: _Pruning,
     stream: Annotated[
         bool,
         typer.Option("--stream", help="Read the model's files block by block: memory is that of one block."),
     ] = False,
-    devices: Annotated[
-        str | None,
-        typer.Option(help="Devices that share the matrices of a block, with commas: cuda:0,cuda:1"),
-    ] = None,
     text: _CalibrationText,
     as_json: AsJson = False,
     batch: Batch = None,
     opening: Opening,
-    ray: Ray = None,
-    actors: Actors = None,
+    cluster: Cluster,
 ) -> None:
     """Prune a model layer by layer, each block calibrated on the pruned ones before it, and write the checkpoint.
 
@@ -165,29 +198,10 @@ def prune_command(
     Example: theodolite prune gpt2 --method oats --sparsity 0.5 --corpus notes.txt --out gpt2-oats
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        check_method(method, bits)
-        check_form(form)
-        given = {"--rank-ratio": rank_ratio, "--damping": damping, "--exact": exact or None}
-        reads_all = method == "oats" and bits is not None
-        unread = {
-            name: value for name, value in given.items() if method not in READERS[name] and not reads_all
-        }
-        refuse_unread(f"{method} has no such option", unread)
-        refuse_unread("nothing is quantised without --bits", {"--group": group if bits is None else None})
-        if method not in WEIGH_NO_INPUTS:
-            refuse_unread(f"{method} reads the text anyway", {"--errors": errors or None})
-        asked = _numbers(sparsity) if sparsity is not None else None if pattern or bits is not None else 0.5
-        options: dict[str, Any] = {
-            "rank_ratio": rank_ratio,
-            "damping": damping,
-            "exact": exact or None,
-            "bits": bits,
-            "group": group,
-            "errors": errors or None,
-        }
-        opening = _for_workers(ray, actors, opening, recover, sparsity_by, stream)
-        if stream:
-            refuse_unread("--stream has the model never whole in memory", {"--recover": recover})
+        options = how.options(
+            streamed=stream, on_ray=cluster.ray is not None, out=out, batch=batch, seed=text.seed
+        )
+        opening = cluster.opening(opening)
         opening.check(model)
         text.check()
         _refuse_existing(out, model)
@@ -206,28 +220,16 @@ def prune_command(
                     show(WRITING, 0, 1)
 
             prune: Callable[..., Pruned] = prune_model
-            if ray is not None:
+            if cluster.ray is not None:
                 from theodolite.prune.ray_pruning import prune_on_ray
 
-                prune = functools.partial(prune_on_ray, address=ray, actors=actors, say=say_dimly)
+                prune = partial(prune_on_ray, address=cluster.ray, actors=cluster.actors, say=say_dimly)
             pruned = prune(
                 opened,
                 corpus,
-                method,
-                asked,
-                sparsity_by=sparsity_by,
-                pattern=pattern,
-                recover=recover,
-                recipe=recipe,
-                skip=_names(skip),
-                devices=_names(devices),
-                seed=text.seed,
-                out=out,
-                form=form,
-                batch=batch,
+                **vars(options),
                 write_extras=lambda done, folder: write_page(done, folder / "report"),
                 show_progress=show_progress,
-                **{name: value for name, value in options.items() if value is not None},
             )
             if is_done:
                 say_dimly(f"{out} holds this pruning already: nothing is pruned again")
@@ -242,37 +244,6 @@ def _names(text: str | None) -> list[str]:
     if "" in names:
         raise UsageError(f"{text!r} has no name before or after one of its commas: give names alone")
     return names
-
-
-def _numbers(text: str) -> float | list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-        return numbers if "," in text else numbers[0]
-    except ValueError:
-        raise UsageError(f"sparsity {text!r} is neither a number nor numbers separated by commas") from None
-
-
-def _for_workers(
-    ray: str | None,
-    actors: int | None,
-    opening: Opening,
-    recover: int | None,
-    sparsity_by: str | None,
-    stream: bool,
-) -> Opening:
-    """How the model is opened here; with `--ray`, on the CPU: workers run its blocks."""
-    if ray is None:
-        refuse_unread("without --ray there are no workers", {"--actors": actors})
-        return opening
-    refuse_unread(
-        "--ray: each worker has one device",
-        {"--device": opening.device, "--device-map": opening.device_map},
-    )
-    refuse_unread(
-        "--ray: no worker has all of the text and the model",
-        {"--stream": stream or None, "--recover": recover, "--sparsity-by": sparsity_by},
-    )
-    return replace(opening, device="cpu")
 
 
 def _refuse_existing(out: Path, model: str | None) -> None:

@@ -21,12 +21,12 @@ from theodolite.cli.options import (
     RunFolder,
     Text,
     default_folder,
-    refuse_unread,
     say_where,
     short_name,
 )
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
+from theodolite.system.choices import refuse_unread
 from theodolite.system.experiment_names import named
 from theodolite.system.files import check_target, json_text
 from theodolite.system.interrupt import interruptible

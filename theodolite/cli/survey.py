@@ -5,30 +5,28 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from theodolite.cli.cluster import Cluster
 from theodolite.cli.options import (
-    Actors,
     AsJson,
     Batch,
     Models,
     Opening,
-    Ray,
     RunFolder,
     Text,
     default_folder,
     finish,
-    refuse_unread,
     say_where,
 )
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.allocator import keep_pages
+from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
 from theodolite.system.interrupt import interruptible
 from theodolite.system.run_folders import UNTRAINED, check_out
@@ -56,8 +54,7 @@ def survey_command(
     batch: Batch = None,
     baseline: Baseline = None,
     opening: Opening,
-    ray: Ray = None,
-    actors: Actors = None,
+    cluster: Cluster,
 ) -> None:
     """Measure a model on a text: tables, arrays and a report. Of several models, also a page with curves over training.
 
@@ -67,22 +64,16 @@ def survey_command(
         keep_pages()
         if baseline not in (None, UNTRAINED):
             raise UsageError(f"there is no baseline {visible(baseline, 40)}: use --baseline {UNTRAINED}")
-        if ray is None:
-            refuse_unread("without --ray there are no workers", {"--actors": actors})
-        else:
-            refuse_unread(
-                "--ray: each worker has one device",
-                {"--device": opening.device, "--device-map": opening.device_map},
-            )
+        opening = cluster.opening(opening)
+        if cluster.ray is not None:
             refuse_unread("--ray: an untrained model is no checkpoint", {"--baseline": baseline})
-            opening = replace(opening, device="cpu")
         opening.check(*(models or ()))
         text.check()
         check_target(out)
         if models is None or len(models) < 2:
             check_out(out)
         survey_one = functools.partial(
-            _survey_one, text=text, batch=batch, opening=opening, ray=ray, actors=actors, stopped=stopped
+            _survey_one, text=text, batch=batch, opening=opening, cluster=cluster, stopped=stopped
         )
         if models is None or len(models) < 2:
             run, page = survey_one(models[0] if models else None, out, baseline=baseline)
@@ -118,8 +109,7 @@ def _survey_one(
     text: Text,
     batch: int | None,
     opening: Opening,
-    ray: str | None,
-    actors: int | None,
+    cluster: Cluster,
     stopped: Callable[[], bool],
     baseline: str | None = None,
     of: str = "",
@@ -131,7 +121,7 @@ def _survey_one(
     corpus = text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
     with bars(stopped, of=of) as show:
-        if ray is None:
+        if cluster.ray is None:
             from theodolite.passes.survey import survey
 
             run = survey(opened, corpus, folder, batch=batch, seed=text.seed, show_progress=show)
@@ -142,8 +132,8 @@ def _survey_one(
                 opened,
                 corpus,
                 folder,
-                address=ray,
-                actors=actors,
+                address=cluster.ray,
+                actors=cluster.actors,
                 batch=batch,
                 seed=text.seed,
                 show_progress=show,

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import refuse_unread, say_where
+from theodolite.cli.options import say_where
 from theodolite.cli.screen import one_line_errors, say_dimly
 from theodolite.errors import UsageError
+from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
 
 EVERY = 5.0

@@ -25,6 +25,7 @@ from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.system import embedded
+from theodolite.system.checksums import read_json_checked
 from theodolite.system.choices import Attention
 from theodolite.system.interrupt import starting_others
 
@@ -33,6 +34,9 @@ LOCAL = "local"
 
 DEATHS = 3
 """Workers that one call may lose before it is given up: a node may be lost twice by chance."""
+
+SECONDS = 0.2
+"""How long a driver waits for workers before it hears of Ctrl-C."""
 
 NOTICE, LIMIT = 30.0, 600.0
 """Seconds without any worker after which it is said what is waited for, and after which nothing is waited for."""
@@ -115,6 +119,17 @@ def _source(name: str) -> str | None:
     if name == embedded.NAME:
         return None
     return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def device_in(record: Path) -> str | None:
+    """The kind of device on which what a finished folder holds was made, by its record; None where that is not there.
+
+    What is finished is read by this, without a cluster that would say on which device it would be made now.
+    """
+    try:
+        return str(read_json_checked(record)["fingerprint"]["device"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 class Opener:

@@ -30,11 +30,13 @@ from theodolite.passes.provenance import describe_corpus
 from theodolite.passes.ray_cluster import (
     DEATHS,
     LOCAL,
+    SECONDS,
     WorkerLost,
     Workers,
     answered,
     checkpoint_of,
     connected,
+    device_in,
     fetched,
     given_up,
     imported_ray,
@@ -43,20 +45,18 @@ from theodolite.passes.ray_cluster import (
 )
 from theodolite.passes.ray_workers import SurveyJob, Worker
 from theodolite.passes.run import Run
-from theodolite.passes.stages import Stage, run_into
+from theodolite.passes.stages import Stage, finished_in, run_into
 from theodolite.passes.survey import LATER, TITLES, given, survey_facts, survey_fingerprint
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.tabulate import tabulate
 from theodolite.system.progress import Progress, ShowStage
+from theodolite.system.run_folders import RUN
 
 SHARDS = 256
 """At most, beside the first, however long the corpus: the driver merges so many states. A death costs 1/256 at most."""
 
 AHEAD = 2
 """Shards for each worker that may be under way or wait for an earlier one: this bounds the memory that they take."""
-
-SECONDS = 0.2
-"""How long the driver waits for workers before it shows progress, and hears of Ctrl-C."""
 
 
 @measures
@@ -99,12 +99,17 @@ def survey_on_ray(
         raise UsageError("workers read text, not images: survey them with `survey` (leave out --ray)")
     refuse_unopenable(model, actors, "survey it with `survey`")
     batch = batch_of(corpus, batch)
+    fingerprint, described = survey_fingerprint(model, corpus, batch, seed, extra), describe_corpus(corpus)
+    if out is not None and (device_there := device_in(Path(out) / RUN)):
+        finished = finished_in(out, fingerprint | {"device": device_there}, described)
+        if finished is not None:
+            return finished
     with connected(address):
         device, room = offered(torch.get_num_threads())
         job = SurveyJob(checkpoint_of(model, device), corpus, batch, seed, extra)
         count = min(room, actors or room, len(list(shards(len(corpus.contexts), batch))))
         workers = Workers(Worker, job, count, say)
-        fingerprint = survey_fingerprint(model, corpus, batch, seed, extra) | {"device": device}
+        fingerprint |= {"device": device}
 
         def remote(name: str) -> Stage:
             return Stage(name, TITLES[name], lambda states: _RemotePass(name, workers, given(name, states)))
@@ -119,7 +124,7 @@ def survey_on_ray(
             lambda states: tabulate(states, extra),
             out,
             fingerprint,
-            corpus=describe_corpus(corpus),
+            corpus=described,
             checkpoint_seconds=checkpoint_seconds,
             show_progress=show_progress,
         )

@@ -129,6 +129,13 @@ def run_into(
         return workspace.finish(run)
 
 
+def finished_in(out: str | Path, fingerprint: dict[str, Any], corpus: dict[str, Any]) -> Run | None:
+    """The run in `out` where `run_into` would make none; its arguments and errors are those of `run_into`."""
+    workspace = Workspace(Path(out), fingerprint, corpus)
+    with locked(workspace.out):
+        return workspace.finished()
+
+
 def run_stages(stages: Sequence[Stage], show_progress: ShowStage) -> States:
     """Run all stages in memory, for tables that are no `Run`.
 

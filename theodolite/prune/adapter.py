@@ -10,7 +10,6 @@ is B A itself. Experts have no layer that an adapter goes around: their low-rank
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.factored import PrunedMatrix, by_module
-from theodolite.system.pruned_folders import ADAPTER, ADAPTER_FILES, COMPRESSED
+from theodolite.system.pruned_folders import ADAPTER_FILES
 
 PREFIX = "base_model.model."  # of PEFT, before the names of the model's modules
-
-
-def writes_adapter(form: str, method: str) -> bool:
-    """Whether low-rank parts are written as an adapter."""
-    return form == ADAPTER or (form == COMPRESSED and method == "oats")
-
-
-def refuse_form(form: str, method: str, bits: int | None) -> None:
-    """Raise `UsageError` where what a method leaves cannot be written so, or PEFT is needed and not installed."""
-    if form == "factored" and bits is not None:
-        raise UsageError("quantised weights have no zeros to leave out: use --format merged")
-    if not writes_adapter(form, method):
-        return
-    if method != "oats":
-        raise UsageError(
-            f"{method} has no low-rank part that an adapter could hold: use oats, or --format merged"
-        )
-    if find_spec("peft") is None:
-        raise UsageError("adapters are PEFT's: pip install peft, or choose another --format")
 
 
 def has_layer(matrix: PrunedMatrix) -> bool:

@@ -34,7 +34,7 @@ from theodolite.models.loading import without_progress_bars
 from theodolite.models.streamed import save_checkpoint
 from theodolite.models.streamed_blocks import save_config
 from theodolite.passes.run import Workspace
-from theodolite.prune.adapter import has_layer, write_adapter, writes_adapter
+from theodolite.prune.adapter import has_layer, write_adapter
 from theodolite.prune.compressed import write_compressed
 from theodolite.prune.pruned import (
     LOW_RANK,
@@ -55,8 +55,14 @@ from theodolite.system.checksums import (
 )
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 from theodolite.system.locks import locked
-from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already
+from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already, writes_adapter
 from theodolite.system.run_folders import differences
+
+WEIGHTS = "weights"
+"""Beside the checksums of single files: that of the weights and the adapter together."""
+
+WriteExtras = Callable[[Pruned, Path], object]
+"""Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
 
 
 def write_block(
@@ -71,13 +77,6 @@ def write_block(
     for own, approximation in zip(matrices, pruned, strict=True):
         alone = sparse_alone and has_layer(approximation)
         own.write(approximation.sparse if alone else approximation.merged(own.holder.device))
-
-
-WEIGHTS = "weights"
-"""Beside the checksums of single files: that of the weights and the adapter together."""
-
-WriteExtras = Callable[[Pruned, Path], object]
-"""Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
 
 
 class UnfinishedPruning:
@@ -307,14 +306,6 @@ class UnfinishedPruning:
 def _with_low_rank(matrix: PrunedMatrix, factors: tuple[Tensor, Tensor] | None) -> PrunedMatrix:
     """With a low-rank part that may have been trained since the block was saved."""
     return replace(matrix, left=factors[0], right=factors[1]) if factors else matrix
-
-
-def device_of(out: Path) -> str | None:
-    """The kind of device on which what is in `OUT` was made; None where there is nothing that can be read."""
-    try:
-        return str(read_json_checked(out / SETTINGS)["fingerprint"]["device"])
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:

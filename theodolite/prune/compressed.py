@@ -22,17 +22,12 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix, by_module
-from theodolite.system.choices import PACKED_BITS
 
 FORMAT = "pack-quantized"
 
 
-def refuse_unpackable(bits: int | None, matrices: Sequence[Sequence[Matrix]]) -> None:
-    """Raise `UsageError` where nothing is quantised, or a matrix or its bits are none that readers unpack."""
-    if bits not in PACKED_BITS:
-        raise UsageError(
-            f"--format compressed is for --bits {' or '.join(map(str, PACKED_BITS))}: choose them, or --format merged"
-        )
+def refuse_unpackable(matrices: Sequence[Sequence[Matrix]]) -> None:
+    """Raise `UsageError` where a matrix is none that readers unpack."""
     for matrix in (matrix for block in matrices for matrix in block):
         kind = type(matrix.module)
         if kind is not nn.Linear or matrix.expert is not None:

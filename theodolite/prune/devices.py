@@ -81,14 +81,14 @@ def _on_devices(
     together = moments.together(matrices)
     for group in sorted(together, key=lambda group: _work(matrices, group), reverse=True):
         groups.put(group)
-    if not settings.needs_full_moments:  # of several matrices, which may go to several devices
+    if not settings.options.needs_full_moments:  # of several matrices, which may go to several devices
         diagonals = [moments.of(matrix) for matrix in matrices]
     ended: SimpleQueue[tuple[int, PrunedAndRow] | BaseException] = SimpleQueue()
     stopped = threading.Event()
 
     def prune(number: int, device: torch.device) -> PrunedAndRow:
         matrix = matrices[number]
-        full = settings.needs_full_moments
+        full = settings.options.needs_full_moments
         of_inputs = moments.of(matrix, device) if full else diagonals[number].diagonal_on(device)
         pruned, row = settings.prune(matrix, of_inputs, device)
         return pruned.to(matrix.holder.device), row

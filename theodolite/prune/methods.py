@@ -24,8 +24,10 @@ from theodolite.prune.patterns import (
     checked_weight,
     largest,
     pattern_of,
+    precision_of,
     sparsity_of,
 )
+from theodolite.system.pruning_options import DAMPING
 
 GivenPattern = str | tuple[int, int] | None
 """None, or N:M as "2:4" or (2, 4): at most N of every M consecutive inputs of an output are kept."""
@@ -33,10 +35,7 @@ GivenPattern = str | tuple[int, int] | None
 INPUTS_AT_ONCE = 128
 """Inputs per block of SparseGPT, within which entries are selected jointly, as in the released code."""
 
-DAMPING = 0.1
-"""Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
-
-_SUBBLOCK = 16
+SUBBLOCK = 16
 """Inputs per matrix product within a block, where no pattern sets it."""
 
 _FACTORED_AT_ONCE = 512
@@ -69,7 +68,7 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
     weight = checked_weight(weight)
     n_of_m = pattern_of(pattern, weight.shape[1])
     share = sparsity_of(sparsity, n_of_m)
-    scores = weight.abs().to(_precision(weight))
+    scores = weight.abs().to(precision_of(weight))
     if n_of_m:
         mask = n_of_m.largest(scores)
     else:
@@ -100,7 +99,7 @@ def wanda(
     norms = checked_inputs("input_norm", input_norm, weight)
     n_of_m = pattern_of(pattern, weight.shape[1])
     share = sparsity_of(sparsity, n_of_m)
-    precision = _precision(weight)
+    precision = precision_of(weight)
     scores = weight.abs().to(precision) * _near_one(norms).to(precision)
     mask = n_of_m.largest(scores) if n_of_m else largest(scores, count_left(weight.shape[1], share))
     return torch.where(mask, weight, 0)
@@ -305,7 +304,7 @@ def changed_in_blocks(
         block: inputs per block.
         change_block: changes weights (inputs of the block, outputs) in place, given U of the block, and which it is.
     """
-    precision = _precision(weight)
+    precision = precision_of(weight)
     # Transposed: an input's weights to all outputs, read and written together, are contiguous.
     alive = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
     changed, change = alive.clone(), torch.empty_like(alive)
@@ -334,7 +333,7 @@ def _prune_block(
     mask = torch.empty_like(rows, dtype=torch.bool)
     if isinstance(keep, int):
         mask = largest((rows / scale).abs().view(1, -1), keep).view(rows.shape)
-    edges = range(0, len(rows), keep.of if isinstance(keep, Pattern) else _SUBBLOCK)
+    edges = range(0, len(rows), keep.of if isinstance(keep, Pattern) else SUBBLOCK)
     for first, last in itertools.pairwise((*edges, len(rows))):
         group = slice(first, last)
         rows[group].addmm_(upper[:first, group].mT, errors[:first], alpha=-1)
@@ -357,7 +356,3 @@ def _near_one(norms: Float64[Tensor, " inputs"]) -> Float64[Tensor, " inputs"]:
     """Norms divided by a power of two near the largest: exact, and in the range of float32."""
     exponent = int(torch.frexp(norms.max()).exponent)
     return norms * 2.0 ** min(-exponent, 1000)  # 2^1023 is the largest
-
-
-def _precision(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)

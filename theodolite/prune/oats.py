@@ -33,11 +33,10 @@ from theodolite.prune.patterns import (
     checked_inputs,
     checked_weight,
     pattern_of,
+    precision_of,
 )
+from theodolite.system.pruning_options import ITERATIONS, RANK_RATIO
 from theodolite.system.threads import using_threads
-
-RANK_RATIO, ITERATIONS = 0.25, 80
-"""Defaults: κ, share of the kept parameters in the low-rank part; alternations, as published."""
 
 _SMALL = 256
 """Matrices with fewer rows or columns get a full SVD in each step, on one thread: a second one brings nothing, and
@@ -81,12 +80,9 @@ class SparseLowRank:
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
         """The sum as one matrix in the dtype of its parts, rounded once."""
-        dtype = self.sparse.dtype
-        sparse, left, right = (
-            factor.to(torch.promote_types(dtype, torch.float32))
-            for factor in (self.sparse, self.left, self.right)
-        )
-        return torch.addmm(sparse, left, right).to(dtype)
+        precision = precision_of(self.sparse)
+        sparse, left, right = (part.to(precision) for part in (self.sparse, self.left, self.right))
+        return torch.addmm(sparse, left, right).to(self.sparse.dtype)
 
 
 @dataclass(frozen=True)
@@ -141,7 +137,7 @@ def oats(
     budget = rank_and_entries(weight.shape, sparsity, rank_ratio, pattern)
     if iterations < 1:
         raise UsageError(f"iterations is {iterations}: give 1 or more")
-    original = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    original = weight.to(precision_of(weight))
     scale = (moments / moments.max()).sqrt().to(original.dtype)
     scaled = original * scale
     generator = torch.Generator(weight.device).manual_seed(seed)

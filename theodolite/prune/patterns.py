@@ -126,6 +126,11 @@ def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:
     return weight.detach().contiguous()
 
 
+def precision_of(weight: Tensor) -> torch.dtype:
+    """In which a weight is pruned: float32, or float64 if it is that."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
 def checked_inputs(
     name: str, values: object, weight: Float[Tensor, "outputs inputs"]
 ) -> Float[Tensor, " inputs"]:

@@ -6,7 +6,7 @@ result. How blocks are run is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,49 +18,20 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.prune.adapter import refuse_form, writes_adapter
 from theodolite.prune.by_block import DenseReading, check_sparsity_by
 from theodolite.prune.compressed import refuse_unpackable
 from theodolite.prune.devices import usable_devices
-from theodolite.prune.methods import DAMPING
 from theodolite.prune.names import Names
-from theodolite.prune.oats import ITERATIONS, RANK_RATIO
-from theodolite.prune.quantised import GROUP
 from theodolite.prune.recipe import Recipe
 from theodolite.prune.recover import Recovery
-from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
+from theodolite.prune.settings import PruningSettings
 from theodolite.prune.skipped import Matrices, without_skipped
-from theodolite.system.choices import check_form, check_whole
 from theodolite.system.progress import ShowProgress
-from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, refuse_inside
+from theodolite.system.pruned_folders import COMPRESSED, SETTINGS, refuse_inside
+from theodolite.system.pruning_options import PruningOptions
 
 PRUNED_SHARE = 0.3
 """Share of exact zeros in its matrices above which a model counts as already pruned."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options of `prune_model` that decide its result or its folder; they are explained there."""
-
-    method: str
-    sparsity: Sparsity = None
-    sparsity_by: str | None = None
-    pattern: str | None = None
-    rank_ratio: RankRatio = RANK_RATIO
-    iterations: int = ITERATIONS
-    seed: int = 0
-    damping: float = DAMPING
-    exact: bool = False
-    skip: Sequence[str] = ()
-    recipe: str | Path | None = None
-    bits: int | None = None
-    group: int = GROUP
-    recover: int | None = None
-    out: str | Path | None = None
-    form: str = "merged"
-    batch: int | None = None
-    devices: Sequence[str] = ()
-    errors: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +41,7 @@ class Plan:
     Attributes:
         model: it will be pruned.
         corpus: the whole text.
-        asked: what was asked, with what a recipe skips.
+        options: as they were given, and what a recipe skips.
         matrices: those that are pruned, of every block.
         settings: of each of them.
         recovery: what follows the pruning, if anything does.
@@ -80,7 +51,7 @@ class Plan:
 
     model: OpenModel
     corpus: Corpus
-    asked: Asked
+    options: PruningOptions
     matrices: Matrices
     settings: PruningSettings
     recovery: Recovery | None
@@ -90,17 +61,12 @@ class Plan:
     @property
     def batch(self) -> int:
         """Contexts per forward pass."""
-        return batch_of(self.corpus, self.asked.batch)
+        return batch_of(self.corpus, self.options.batch)
 
     @property
     def calibration(self) -> Corpus:
         """The text on which blocks are run."""
         return self.recovery.read if self.recovery else self.corpus
-
-    @property
-    def reads(self) -> bool:
-        """Whether blocks are run on the text."""
-        return self.settings.weighs_inputs or self.asked.errors
 
     def read_on(self, device: str) -> Plan:
         """The same, where blocks are run on this kind of device; that on which matrices are pruned may be another."""
@@ -110,12 +76,20 @@ class Plan:
         return replace(self, fingerprint=self.fingerprint | {"device": device, "pruning": pruning})
 
 
-def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowProgress) -> Plan:
+def planned(
+    model: OpenModel,
+    corpus: Corpus,
+    options: PruningOptions,
+    show_progress: ShowProgress,
+    *,
+    on_ray: bool = False,
+) -> Plan:
     """The plan of what is asked.
 
     Args:
         model: dense; for a sparsity by outliers it reads the text.
         show_progress: as for `prune_model`, while that is done.
+        on_ray: workers of a Ray cluster are to run the blocks.
 
     Raises:
         UsageError: as `prune_model`.
@@ -123,109 +97,43 @@ def planned(model: OpenModel, corpus: Corpus, asked: Asked, show_progress: ShowP
     check_fit(model, corpus, least_contexts=1)
     if corpus.images is not None:
         raise UsageError(f"{model.id} reads images: only models of text are pruned")
-    check_form(asked.form)
-    devices = usable_devices(asked.devices)
-    _refuse_streamed(model, asked)
-    recovery = _recovery(model, corpus, asked)
-    if isinstance(asked.sparsity, str):
-        raise UsageError("sparsity is a number, or one a block: give no text")
-    skip = asked.skip
-    if isinstance(skip, str) or not isinstance(skip, Collection) or not all(isinstance(s, str) for s in skip):
-        raise UsageError(f"skip is {skip!r}: give a list of names")
-    if asked.sparsity_by is not None and asked.bits is not None:
-        raise UsageError("bits say how weights are stored, not which: leave out --sparsity-by")
-    if asked.out is not None:
-        refuse_inside(Path(asked.out), model.id)
-    refuse_form(asked.form, asked.method, asked.bits)
-    of_file = None if asked.recipe is None else Recipe.read(asked.recipe)
+    options = options.checked(streamed=model.streamed is not None, on_ray=on_ray)
+    devices, batch = usable_devices(options.devices), batch_of(corpus, options.batch)
+    recovery = None
+    if options.recover is not None:
+        recovery = Recovery(corpus, options.recover, batch, options.seed)
+        recovery.check(model)
+    if options.out is not None:
+        refuse_inside(Path(options.out), model.id)
+    of_file = None if options.recipe is None else Recipe.read(options.recipe)
     given_by = dict.fromkeys(of_file.skip, f"{of_file.path}: skip") if of_file else {}
-    given_by |= dict.fromkeys(skip, "--skip")
-    asked = replace(asked, skip=tuple(given_by))
-    as_a_whole = asked.form in ("factored", COMPRESSED)
-    by_layer = f"--format {asked.form}" if as_a_whole else "--recover" if recovery else None
+    given_by |= dict.fromkeys(options.skip, "--skip")
+    options = replace(options, skip=tuple(given_by))
+    as_a_whole = options.form in ("factored", COMPRESSED)
+    by_layer = f"--format {options.form}" if as_a_whole else "--recover" if recovery else None
     matrices = without_skipped(model, _dense_matrices(model), given_by, by_layer)
-    if asked.form == COMPRESSED:
-        refuse_unpackable(asked.bits, matrices)
-    check_whole(iterations=asked.iterations, seed=asked.seed, group=asked.group)
-    if of_file and of_file.rank_ratio and asked.method != "oats":
-        raise UsageError(f"{of_file.path}: {asked.method} has no low-rank part: leave rank_ratio out")
+    if options.form == COMPRESSED:
+        refuse_unpackable(matrices)
+    if of_file and of_file.rank_ratio and options.method != "oats":
+        raise UsageError(f"{of_file.path}: {options.method} has no low-rank part: leave rank_ratio out")
     calibration = recovery.read if recovery else corpus
-    batch = batch_of(corpus, asked.batch)
-    settings = _settings(model, calibration, batch, asked, of_file, matrices, show_progress)
-    beside_experts = [matrix for block in matrices for matrix in block if matrix.expert is None]
-    if writes_adapter(asked.form, asked.method) and not any(map(settings.rank_of, beside_experts)):
-        raise UsageError(
-            "every matrix gets rank 0, which leaves no low-rank part that an adapter could hold: choose a larger rank "
-            "ratio, or another --format"
-        )
+    if options.sparsity_by is not None:
+        mean = check_sparsity_by(options.sparsity_by, options.sparsity, options.pattern)
+        total = sum(map(len, matrices))
+        beside = None if options.out is None else Path(options.out).parent  # OUT.partial is not claimed yet
+        reading = DenseReading(model, calibration, matrices, batch, beside, lambda: show_progress(0, total))
+        options = replace(options, sparsity=reading.sparsities(options.sparsity_by, mean))
+    by_recipe = of_file.settings(Names(model), matrices) if of_file else {}
+    settings = PruningSettings.of(options, matrices, by_recipe)
     _refuse_short(calibration, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
         "corpus": corpus.sha256,
         "batch": batch,
-        "pruning": settings.fingerprint()
-        | ({"skip": sorted(set(asked.skip))} if asked.skip else {})
-        | ({"recover": asked.recover} if asked.recover else {})
-        | ({"sparsity_by": asked.sparsity_by} if asked.sparsity_by else {})
-        | ({"errors": True} if asked.errors and not settings.weighs_inputs else {}),
+        "pruning": settings.fingerprint(),
     }
-    plan = Plan(model, corpus, asked, matrices, settings, recovery, devices, fingerprint)
+    plan = Plan(model, corpus, options, matrices, settings, recovery, devices, fingerprint)
     return plan.read_on(model.device.type)
-
-
-def _refuse_streamed(model: OpenModel, asked: Asked) -> None:
-    """Refuse what a model whose blocks are read as they run has no place for."""
-    if model.streamed is None:
-        return
-    if asked.out is None:
-        raise UsageError(f"the blocks of {model.id} are read from its files and not kept: give out, a folder")
-    if asked.recover is not None:
-        raise UsageError("recover trains a model in memory: use open_model")
-
-
-def _recovery(model: OpenModel, corpus: Corpus, asked: Asked) -> Recovery | None:
-    """How low-rank parts are trained afterwards, checked."""
-    if asked.recover is None:
-        return None
-    recovery = Recovery(corpus, asked.recover, batch_of(corpus, asked.batch), asked.seed)
-    if asked.form != ADAPTER:
-        raise UsageError(f"--recover trains an adapter: give --format {ADAPTER} in place of {asked.form}")
-    if asked.out is None:
-        raise UsageError("recover writes an adapter: give out, a folder")
-    recovery.check(model)
-    return recovery
-
-
-def _settings(
-    model: OpenModel,
-    calibration: Corpus,
-    batch: int,
-    asked: Asked,
-    of_file: Recipe | None,
-    matrices: Matrices,
-    show_progress: ShowProgress,
-) -> PruningSettings:
-    """The settings of each matrix, by what was asked, by outliers and by a recipe."""
-    sparsity = asked.sparsity
-    if asked.sparsity_by is not None:
-        mean, total = check_sparsity_by(asked.sparsity_by, sparsity, asked.pattern), sum(map(len, matrices))
-        beside = None if asked.out is None else Path(asked.out).parent  # OUT.partial is not claimed yet
-        reading = DenseReading(model, calibration, matrices, batch, beside, lambda: show_progress(0, total))
-        sparsity = reading.sparsities(asked.sparsity_by, mean)
-    return PruningSettings.of(
-        asked.method,
-        sparsity,
-        asked.pattern,
-        asked.rank_ratio,
-        asked.iterations,
-        asked.seed,
-        asked.damping,
-        matrices,
-        exact=asked.exact,
-        bits=asked.bits,
-        group=asked.group,
-        by_recipe=of_file.settings(Names(model), matrices) if of_file else {},
-    )
 
 
 def _dense_matrices(model: OpenModel) -> Matrices:
@@ -258,10 +166,10 @@ def _dense_matrices(model: OpenModel) -> Matrices:
 
 
 def _refuse_short(corpus: Corpus, matrices: Matrices, settings: PruningSettings) -> None:
-    tokens = len(corpus.tokens)
+    tokens, method = len(corpus.tokens), "SparseGPT" if settings.options.bits is None else "GPTQ"
     widest = max(matrix.shape[1] for block in matrices for matrix in block)
-    if settings.needs_full_moments and tokens < widest:
+    if settings.options.needs_full_moments and tokens < widest:
         raise UsageError(
-            f"{tokens} tokens do not calibrate {'SparseGPT' if settings.bits is None else 'GPTQ'} for matrices of "
+            f"{tokens} tokens do not calibrate {method} for matrices of "
             f"{widest} inputs: give more text, or more --contexts"
         )

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.prune.methods import (
-    DAMPING,
     INPUTS_AT_ONCE,
+    SUBBLOCK,
     HessianFactor,
     changed_in_blocks,
     check_inputs_of,
     factor_hessian,
 )
-from theodolite.prune.oats import ITERATIONS, RANK_RATIO
-from theodolite.prune.patterns import checked_inputs, checked_weight
+from theodolite.prune.patterns import checked_inputs, checked_weight, precision_of
 from theodolite.system.choices import check_bits
+from theodolite.system.pruning_options import DAMPING, GROUP, ITERATIONS, RANK_RATIO
 
-BITS, GROUP = 4, 128
-"""Defaults."""
+BITS = 4
+"""Unless others are given."""
 
 _BEYOND = 20
 """Scales that are tried beyond those at which the largest weight of a group is a last point of the grid: a sixteenth
@@ -37,9 +37,6 @@ more of the points each time, so that the largest weights are cut and the others
 
 _NEARBY = (0.97, 1.0, 1.03)
 """The same, of a scale that was chosen for nearly the same weights."""
-
-_AT_ONCE = 16
-"""Inputs per matrix product within a block."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +64,7 @@ class Quantised:
         return self.codes.to(self.dtype) * _spread(self.scale.to(self.dtype), inputs)
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
-        """The sum as one matrix."""
+        """The sum as one matrix in the dtype of the weight, rounded once more where there is a low-rank part."""
         if self.left is None or self.right is None:
             return self.rounded()
         return (self.rounded().double() + self.left.double() @ self.right.double()).to(self.dtype)
@@ -124,7 +121,7 @@ def round_to_nearest(weight: Tensor, bits: int = BITS, group: int = GROUP) -> Qu
     """
     weight = checked_weight(weight)
     check_bits(bits)
-    original, ones = _wide(weight), torch.ones(weight.shape[1]).to(weight.device)
+    original, ones = weight.to(precision_of(weight)), torch.ones(weight.shape[1]).to(weight.device)
     width = group_of(group, weight.shape[1])
     scale = _searched(original, ones, _largest(original, width), _first(bits), bits, weight.dtype)
     return _quantised(original, scale, bits, weight.dtype)
@@ -172,10 +169,10 @@ def _gptq(weight: Tensor, factor: HessianFactor, bits: int, group: int, dtype: t
     """`dtype`: of what is quantised, of which `weight` may be a part that is not rounded to it."""
     width = group_of(group, weight.shape[1])
     costs = factor.upper.diagonal().square()
-    costs = (costs / costs.max()).to(_wide(weight).dtype)
+    costs = (costs / costs.max()).to(precision_of(weight))
     scales: list[Tensor] = []
     if not group:
-        alive = torch.where(factor.dead, 0, _wide(weight))
+        alive = torch.where(factor.dead, 0, weight.to(precision_of(weight)))
         scales.append(_searched(alive, costs, _largest(alive, width), _first(bits), bits, dtype))
 
     def round_block(rows: Tensor, upper: Tensor, now: slice) -> None:
@@ -183,7 +180,7 @@ def _gptq(weight: Tensor, factor: HessianFactor, bits: int, group: int, dtype: t
             scales.append(_searched(rows.T, costs[now], _largest(rows.T, width), _first(bits), bits, dtype))
         _round_block(rows, upper, scales[-1].squeeze(1).to(rows.dtype), bits)
 
-    rounded = changed_in_blocks(_wide(weight), factor, group or INPUTS_AT_ONCE, round_block)
+    rounded = changed_in_blocks(weight.to(precision_of(weight)), factor, group or INPUTS_AT_ONCE, round_block)
     return _quantised(rounded, torch.cat(scales, dim=1), bits, dtype)
 
 
@@ -223,7 +220,7 @@ def quantised_oats(
         raise UsageError(f"iterations is {iterations}: give 1 or more")
     width = group_of(group, weight.shape[1])
     rank = rank_at((weight.shape[0], weight.shape[1]), bits, group, rank_ratio, weight.dtype)
-    original = _wide(weight)
+    original = weight.to(precision_of(weight))
     importance = (moments / moments.max()).to(original.dtype)
     left, right = _low_rank(original, importance, rank, None)
     scale, tried = _largest(original - left @ right, width), _first(bits)
@@ -302,10 +299,10 @@ def _round_block(
 ) -> None:
     """Put some inputs on their grid in place, each after what the errors of the earlier ones ask of it."""
     errors = torch.empty_like(rows)
-    for first in range(0, len(rows), _AT_ONCE):
-        now = slice(first, first + _AT_ONCE)
+    for first in range(0, len(rows), SUBBLOCK):
+        now = slice(first, first + SUBBLOCK)
         rows[now].addmm_(upper[:first, now].mT, errors[:first], alpha=-1)
-        for i in range(first, min(first + _AT_ONCE, len(rows))):
+        for i in range(first, min(first + SUBBLOCK, len(rows))):
             if i > first:
                 rows[i].addmv_(errors[first:i].mT, upper[first:i, i], alpha=-1)
             rounded = _on_grid(rows[i], scale, bits)
@@ -329,10 +326,6 @@ def _on_grid(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
 def _spread(scale: Float[Tensor, "outputs groups"], inputs: int) -> Float[Tensor, "outputs inputs"]:
     """Each scale at each of its inputs."""
     return scale.repeat_interleave(inputs // scale.shape[1], dim=1)
-
-
-def _wide(weight: Tensor) -> Tensor:
-    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:

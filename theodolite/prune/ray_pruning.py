@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ from theodolite.passes.packed_states import Packed, packed, unpacked
 from theodolite.passes.ray_cluster import (
     DEATHS,
     LOCAL,
+    SECONDS,
     Job,
     Opener,
     WorkerLost,
     Workers,
     checkpoint_of,
     connected,
+    device_in,
     fetched,
     given_up,
     imported_ray,
@@ -41,17 +44,15 @@ from theodolite.passes.ray_cluster import (
     refuse_unopenable,
 )
 from theodolite.prune.calibration import InThisProcess
-from theodolite.prune.checkpoint import WriteExtras, device_of
-from theodolite.prune.model import PruningRun, in_this_process
+from theodolite.prune.checkpoint import WriteExtras
 from theodolite.prune.moments import InputMoments
-from theodolite.prune.plan import Asked, Plan, planned
+from theodolite.prune.plan import Plan, planned
 from theodolite.prune.pruned import Pruned
+from theodolite.prune.pruning_run import PruningRun, in_this_process
 from theodolite.prune.sequential import BlockByBlock, shards
-from theodolite.prune.settings import Sparsity
 from theodolite.system.progress import ShowProgress
-
-SECONDS = 0.2
-"""How long the driver waits for workers before it hears of Ctrl-C."""
+from theodolite.system.pruned_folders import SETTINGS
+from theodolite.system.pruning_options import PruningOptions, Sparsity
 
 OPENED = "opened the model and began to read"
 
@@ -88,25 +89,21 @@ def prune_on_ray(
         options: further ones of `prune_model`.
 
     Raises:
-        UsageError: as `prune_model` and `survey_on_ray`; or an option that needs the whole model in one process:
-            `recover`, `sparsity_by`, a model from `open_streamed`.
+        UsageError: as `prune_model` and `survey_on_ray`; or what needs all of the text in one process (`recover`,
+            `sparsity_by`), or less than the whole model in each (a model from `open_streamed`).
         WorkError: as `prune_model`; or three workers died of the same contexts, or as they started; or the cluster had
             room for none in ten minutes. With `out`, finished blocks are saved: the same call goes on from them.
     """
-    asked = Asked(method, sparsity, **options)
+    unknown = options.keys() - signature(PruningOptions).parameters.keys()
+    if unknown:
+        raise UsageError(f"prune_on_ray has no option {min(unknown)}: give those of prune_model")
+    asked = PruningOptions(method, sparsity, **options)
     if isinstance(model, OpenModel):  # else it is refused by its type
-        if model.streamed is not None or asked.recover is not None or asked.sparsity_by is not None:
-            raise UsageError(
-                "workers have no --stream, --recover and --sparsity-by: leave them out, or --ray"
-            )
         refuse_unopenable(model, actors, "prune it with `prune_model`")
-    plan = planned(model, corpus, asked, show_progress)
-    if not plan.reads:
-        raise UsageError(
-            f"{method} reads no text that workers could share: leave out --ray, or give --errors"
-        )
-    out = None if asked.out is None else Path(asked.out)
-    if out is not None and (device_there := device_of(out)):  # then no block is run, and no cluster needed
+    plan = planned(model, corpus, asked, show_progress, on_ray=True)
+    if asked.out is not None and (
+        device_there := device_in(Path(asked.out) / SETTINGS)
+    ):  # then no block is run
         there = PruningRun(plan.read_on(device_there), in_this_process, show_progress)
         return there.finished(write_extras)
     with connected(address):
@@ -114,7 +111,7 @@ def prune_on_ray(
         plan = plan.read_on(device)
         names = [[matrix.key for matrix in block] for block in plan.matrices]
         checkpoint = checkpoint_of(model, device)
-        job = PruningJob(checkpoint, plan.calibration, plan.batch, plan.settings.moments_damping, names)
+        job = PruningJob(checkpoint, plan.calibration, plan.batch, plan.options.moments_damping, names)
         count = min(room, actors or room, len(shards(plan.calibration, plan.batch)))
         workers = Workers(PruningWorker, job, count, say)
         run = PruningRun(plan, lambda plan, keep, between: _OnRay(plan, workers, between), show_progress)
@@ -206,7 +203,7 @@ class _OnRay:
 
     def moments(self, layer: int, matrices: Sequence[Matrix]) -> InputMoments:
         """Merged from those of the shards, in order."""
-        moments = InputMoments(matrices, self._plan.settings.moments_damping)
+        moments = InputMoments(matrices, self._plan.options.moments_damping)
         asked: dict[int, tuple[int, Any, Any]] = {}  # shard → its worker, that it was read, its sums
         ahead, total = len(set(self._worker_of.values())), len(self._worker_of)
         merged = 0

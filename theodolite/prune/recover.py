@@ -67,8 +67,6 @@ class Recovery:
 
     def check(self, model: OpenModel) -> None:
         """Raise `UsageError` where the low-rank parts cannot be trained, or what it brings could not be told."""
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise UsageError(f"recover is {self.steps}: give a number of steps, 1 or more")
         if len(self.corpus.contexts) < 2 * HELD_OUT or self.corpus.lengths is not None:
             raise UsageError(
                 f"--recover holds out a tenth of the contexts: give {2 * HELD_OUT} or more, all of one length"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from theodolite.errors import UsageError
@@ -82,3 +83,14 @@ def check_form(form: str) -> None:
     """Raise `UsageError` where it is none of `FORMS`."""
     if form not in FORMS:
         raise UsageError(f"unknown format {form}: use one of {', '.join(FORMS)}")
+
+
+def refuse_unread(who: str, given: Mapping[str, object]) -> None:
+    """Refuse options that would be ignored.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    for what, value in given.items():
+        if value is not None:
+            raise UsageError(f"{who}: leave out {what}")

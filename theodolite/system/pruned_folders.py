@@ -21,14 +21,18 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What PEFT calls the files of an adapter."""
 
 
+def writes_adapter(form: object, method: object) -> bool:
+    """Whether a checkpoint of this format has its low-rank parts as an adapter."""
+    return form == ADAPTER or (form == COMPRESSED and method == "oats")
+
+
 def adapter_in(folder: Path) -> Path | None:
     """Where a pruned checkpoint has its low-rank parts as an adapter; None of another, or of another folder.
 
     Raises:
         UsageError: it should have one.
     """
-    form, method = _written(folder)
-    if form != ADAPTER and not (form == COMPRESSED and method == "oats"):
+    if not writes_adapter(*_written(folder)):
         return None
     # Without the second, PEFT would look for pickled weights, and then for a model of this name on the hub.
     if not all((folder / ADAPTER / name).is_file() for name in ADAPTER_FILES):
