@@ -212,7 +212,7 @@ def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeyp
     assert len(deeper) == 2
     verdict = compared.outcome.verdicts[0]
     assert verdict.claim.startswith("The low-rank term makes the sinks of its layer")
-    assert "ablating it leaves 0\u00a0% of them" in verdict.evidence
+    assert "ablating it leaves 0\u00a0% of them at their place" in verdict.evidence
     page = compared.outcome.exhibits[0]
     assert page.title.startswith("Attention of L0H")
     assert len(page.figure.data) == 4

@@ -80,8 +80,10 @@ def part(outcomes: list[str], weights: list[float] | None = None, by_chance: flo
 def test_what_is_left():
     some = part(["survived", "lost", "lost", "new", "undecided"], [0.6, 0.1, 0.1, 9.0, 0.2])
     family = some.family
+    # What weighs how much is known from 400 contexts: the score test's interval of a share at nine tenths.
+    sample = 1.96 * (0.9 * 0.1 / 400) ** 0.5 + 0.5 / 400
     ends = family.value - family.margin, family.value + family.margin
-    assert ends == pytest.approx((0.6 / 1.0, (0.6 + 0.2) / 1.0))
+    assert ends == pytest.approx((0.6 - sample, 0.6 + 0.2 + sample), abs=1e-5)
     assert (
         some.counts()
         == "1 of 4 sinks survives (60\u00a0% by weight), 1 new, 1 undecided (within the 95 % interval)"
@@ -92,7 +94,7 @@ def test_what_is_left():
 
     assert left(["survived"] * 3 + ["lost"], by_chance=2.0) == pytest.approx((3 - 2) / (4 - 2))
     assert left(["survived", "lost", "lost"], by_chance=2.0) == 0  # worse than chance
-    assert left(["survived", "lost"], by_chance=2.0) == 0  # by chance all of them would
+    assert np.isnan(left(["survived", "lost"], by_chance=2.0))  # by chance all of them would
     assert left(["survived", "new"]) == 1
     assert left(["lost"]) == 0
     assert np.isnan(left(["new"]))
@@ -216,3 +218,31 @@ def test_what_lost_most_of_its_units_hardly_ever_keeps_them(contexts, together):
         holds += replace(part(["lost"]), table=table, contexts=contexts).answer == "holds"
     assert holds <= 0.05 * trials
     assert survived <= 0.05 * trials
+
+
+@pytest.mark.parametrize("contexts", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize(("rare", "share"), [(12, 0.012), (25, 0.012), (40, 0.015)])
+def test_one_heavy_unit_does_not_keep_what_rare_ones_lose(contexts, rare, share):
+    """A unit in all contexts is kept, and all rare ones are lost, of which few contexts show few: never "holds"."""
+    generator = np.random.default_rng(contexts + rare)
+    true = np.array([1.0] + [share] * rare)
+    true_left = 1 / true.sum()
+    assert true_left < 0.9
+    holds, trials = 0, 200
+    for _ in range(trials):
+        before = (generator.random((contexts, rare + 1)) < true).mean(axis=0)
+        after = np.where(np.arange(rare + 1) == 0, before, 0.0)
+        table = pd.DataFrame({"before": before, "after": after})[before >= 0.01].reset_index(drop=True)
+        table["se"] = np.hypot(*(share_error(table[side], contexts) for side in ("before", "after")))
+        table["status"] = statuses(table, 0.01, contexts)
+        family = replace(part(["lost"], [1.0]), table=table, contexts=contexts, least=0.01)
+        holds += family.answer == "holds"
+    assert holds <= 0.05 * trials
+
+
+def test_what_chance_would_keep_as_well_is_not_testable():
+    for outcomes in (["survived"] * 16, ["survived"] * 15 + ["lost"]):
+        assert part(outcomes, by_chance=15.0).answer == "not testable here"
+    # No cliff: one more that is lost changes the share by what it weighs.
+    shares = [part(["survived"] * (20 - n) + ["lost"] * n, by_chance=10.0).family.value for n in range(5)]
+    assert np.diff(shares) == pytest.approx([-0.1] * 4)

@@ -65,7 +65,7 @@ def test_missing_damaged_and_newer_runs(tmp_path):
     with pytest.raises(UsageError, match="incomplete or damaged"):
         Run.load(folder)
     (folder / "run.json").write_text(json.dumps({"schema_version": 99}))
-    with pytest.raises(UsageError, match="schema 99, this theodolite reads up to 4: upgrade"):
+    with pytest.raises(UsageError, match="schema 99, this theodolite reads up to 5: upgrade"):
         Run.load(folder)
     (folder / "run.json").write_text("{")
     with pytest.raises(UsageError, match="damaged"):
@@ -122,7 +122,7 @@ def test_a_run_of_schema_1_has_no_constituents(tmp_path):
 def test_a_run_of_schema_1_is_not_made_anew_without_a_word(tmp_path):
     folder = small_run().save(tmp_path / "run").folder
     older(folder, "sha256", schema_version=1)
-    with pytest.raises(UsageError, match="of an older theodolite \\(schema 1, now 4\\)"):
+    with pytest.raises(UsageError, match="of an older theodolite \\(schema 1, now 5\\)"):
         Workspace(folder, {"a": 1}).finished()
 
 

@@ -23,7 +23,7 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, UNDECIDED, UNTESTABLE, Answer, Verdict, combined
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
-from theodolite.system.wording import counted, head_name, listed
+from theodolite.system.wording import counted, head_name, listed, percent
 
 MOST_HARDEST = 3
 """If more heads than this tie for hit hardest, none is named."""
@@ -277,10 +277,10 @@ def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
     groups: dict[str, list[str]] = {verb: [] for verb in VERBS.values()}
     for part in parts:
         if part.answer != UNTESTABLE:
-            unknown = f", {part.undecided} undecided" if part.undecided else ""
-            groups[VERBS[part.answer]].append(
-                f"its {part.name} ({part.count(SURVIVED)} of {part.of_reference}{unknown})"
-            )
+            how_many = f"{part.count(SURVIVED)} of {part.of_reference}{part.and_undecided}"
+            if part.paired is not None:
+                how_many = f"{percent(part.paired.value)} at the same places"
+            groups[VERBS[part.answer]].append(f"its {part.name} ({how_many})")
     clauses = [f"{verb} {listed(names, 9)}" for verb, names in groups.items() if names]
     text = f"{other} {'; it '.join(clauses)}"
     if new_units := [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]:

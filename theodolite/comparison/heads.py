@@ -126,7 +126,7 @@ def _entropies_sentence(part: Survival, contexts: int) -> str:
     survived = part.count(SURVIVED)
     clauses = [
         f"{survived} of {counted(len(table), 'head')} {'keeps its' if survived == 1 else 'keep their'} entropy "
-        f"({part.by_chance:.1f} by chance), {near} within the 95 % interval; mean "
+        f"({part.by_chance:.1f} by chance){part.and_undecided}, {near} differ by less than the 95 % interval; mean "
         f"{number(table['before'].mean())} → {number(table['after'].mean())} nats, propagation "
         f"{percent(table['propagation_before'].mean())} → {percent(table['propagation_after'].mean())}"
     ]

@@ -322,8 +322,8 @@ def _sentence(part: Survival) -> str:
     survived = part.count(SURVIVED)
     median = table.loc[table["before"] > 0, "relative_difference"].median()
     clauses = [
-        f"{survived} of {counted(part.of_reference, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; "
-        f"median relative difference is {number(float(median))}"
+        f"{survived} of {counted(part.of_reference, 'head')} {'keeps its' if survived == 1 else 'keep their'} output"
+        f"{part.and_undecided}; median relative difference is {number(float(median))}"
     ]
     return "; ".join(clauses + part.named(LOST, _described_head, table["after"])) + "."
 

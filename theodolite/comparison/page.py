@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ import theodolite.comparison.matched as matched
 import theodolite.comparison.outputs as outputs
 from theodolite.comparison.audit import Audit
 from theodolite.comparison.candidates import HeadOnPrompt, Measured
-from theodolite.comparison.sinks import KEY
+from theodolite.comparison.sinks import KEY, kept_places
 from theodolite.comparison.survival import HALF, MORE_THAN_HARDLY_ANY, NEARLY_ALL, Survival
 from theodolite.judging import (
     HOLDS,
@@ -52,7 +53,7 @@ def outcome(
     """
     page = Outcome()
     if ablated := [model for model in measured if model.candidate.layer is not None]:
-        _judge_term(page, ablated, audits)
+        _judge_term(page, ablated, {model.candidate.name: model for model in measured}, audits)
     for place, audit in enumerate(audits):
         _judge_parts(page, audit, explain=place == 0)
     for name in audits[0].tables:
@@ -125,31 +126,38 @@ def _of_the_layer(ablated: Sequence[Measured], audits: Sequence[Audit]) -> pd.Da
     return table.sort_values(["with_term", *KEY], ascending=[False] + [True] * 4, ignore_index=True)
 
 
-def _judge_term(page: Outcome, ablated: Sequence[Measured], audits: Sequence[Audit]) -> None:
-    """Whether ablating a layer's low-rank term removes its sinks, and a random part of the same size does not."""
+def _judge_term(
+    page: Outcome, ablated: Sequence[Measured], measured: Mapping[str, Measured], audits: Sequence[Audit]
+) -> None:
+    """Whether ablating a layer's low-rank term removes its sinks, and a random part of the same size does not.
+
+    By the share of them that are at the same place of the same context, paired by context.
+    """
     layer, contexts = ablated[0].candidate.layer, ablated[0].run.provenance["corpus"]["contexts"]
     table = page.tables["sinks_of_the_layer"] = _of_the_layer(ablated, audits)
     before = float(table["with_term"].sum())
     if before * contexts < FEWEST_SINKS:
         page.cannot_test(LOW_RANK_CLAIM, f"layer {layer} has too few sinks in this text, with the term")
         return
-    without, at_random = (
-        float(np.minimum(table["with_term"], table[name]).sum()) / before
-        for name in ("without_term", "without_random_part")
-    )
+    reference_of = {audit.other: measured[audit.reference] for audit in audits if audit.reference in measured}
+    left = [
+        kept_places(reference_of[model.candidate.name].outputs, model.outputs, layer) or Estimate(math.nan)
+        for model in ablated
+    ]
     shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (ablated[0].taken or {}).items()]
     judged, control = (
         judge(
             LOW_RANK_CLAIM,
-            f"left without {what}",
-            Estimate.share(share, before * contexts, "sinks"),
+            f"left at their place without {what}",
+            estimate,
             criterion,
         )
-        for what, share, criterion in (("it", without, GONE), ("the random part", at_random, STAY))
+        for what, estimate, criterion in (("it", left[0], GONE), ("the random part", left[1], STAY))
     )
     evidence = (
-        f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves {percent(without)} of "
-        f"them ({listed(shares)}), ablating a random part with the same singular values {percent(at_random)}; "
+        f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves "
+        f"{percent(left[0].value)} of them at their place ({listed(shares)}), ablating a random part with the same "
+        f"singular values {percent(left[1].value)}; "
         f"{judged.evidence}; {control.evidence}"
     )
     # What stays without the term needs no control.

@@ -18,7 +18,6 @@ from theodolite.comparison.survival import (
     Flags,
     Survival,
     changes,
-    clear,
     looks_of,
     margins,
     share_error,
@@ -40,7 +39,7 @@ KEY = ["layer", "head", "kind", "token_id"]
 TAGGED = 0.1
 """A sink tags if its grouping explains so much of the variance of the head's output (that of `sinks/trace`)."""
 
-A_HALF = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
+ALONG = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
 
 NO_GROUPS = torch.empty(0, GROUPS, 1)
 
@@ -56,15 +55,8 @@ TAG_COLUMNS = (
         "cosine",
         "cosine_margin",
     ),
-    *(
-        "released_before",
-        "released_after",
-        "released_difference",
-        "released_se",
-        "tagged_before",
-        "tagged_after",
-    ),
-    "status",
+    *("released_before", "released_after", "released_difference", "released_se"),
+    *("tagged_before", "tagged_after", "status"),
 )
 
 
@@ -77,29 +69,35 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     """
     table = _outer_join(_shares(reference), _shares(other), ["share"])
     table = table[(table["share_before"] >= LEAST_SHARE) | (table["share_after"] >= LEAST_SHARE)]
-    change = changes(table["share_before"], table["share_after"])
     contexts = reference.provenance["corpus"]["contexts"]
-    table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
-    table["se"] = np.hypot(*(share_error(change[side], contexts) for side in ("before", "after")))
-    table["status"] = statuses(table, LEAST_SHARE, contexts)
+    left = _sinks_left(table["share_before"], table["share_after"], contexts)
+    table = table[[*KEY, "token"]].reset_index(drop=True).join(left)
     order = ["before", "after", *KEY]
     table = table.sort_values(order, ascending=[False] * 2 + [True] * 4, ignore_index=True)
+    paired = None if places is None else kept_places(*places)
     return Survival(
         "sinks",
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
-        "that is left, and is lost where less is, each with the whole 95 % interval (contexts taken as independent)",
+        "that is left, and is lost where less is, each with the whole 95 % interval (contexts taken as independent)"
+        + (
+            "; all of them together by the share that is at the same place of the same context"
+            if paired
+            else ""
+        ),
         table,
         _sinks_sentence,
         weight="before",
         least=LEAST_SHARE,
-        paired=None if places is None else kept_places(*places),
+        paired=paired,
         contexts=contexts,
     )
 
 
-def kept_places(reference: Run, other: Run) -> Estimate | None:
+def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimate | None:
     """The share of the reference's sinks (layer, head, position of a context) that are sinks of the other, too.
+
+    Of one layer, or of all.
 
     With the standard error of a ratio of means over contexts, of which a few may be alike by chance: the interval is at
     least Clopper & Pearson's where all are, 1 − 0.025^{1/n}. What did not happen in three contexts may in the fourth.
@@ -110,6 +108,8 @@ def kept_places(reference: Run, other: Run) -> Estimate | None:
     places, others = (
         pd.DataFrame(run.arrays[SINK_PLACES].numpy(), columns=PLACE) for run in (reference, other)
     )
+    if layer is not None:
+        places = places[places["layer"] == layer].reset_index(drop=True)
     if not len(places):
         return None
     if torch.equal(reference.arrays["written"], other.arrays["written"]):
@@ -129,6 +129,13 @@ def kept_places(reference: Run, other: Run) -> Estimate | None:
         return Estimate(float(share), n=1, of="contexts")
     least = (1 - 0.025 ** (1 / len(b))) / Estimate(0.0, 1.0, len(b)).margin
     return Estimate(float(share), max(float(error), least), len(b), "contexts")
+
+
+def _sinks_left(before: pd.Series, after: pd.Series, contexts: int) -> pd.DataFrame:
+    """The change of shares of contexts, its error, and the status of each sink."""
+    change = changes(before, after)
+    change["se"] = np.hypot(*(share_error(change[side], contexts) for side in ("before", "after")))
+    return change.assign(status=statuses(change, LEAST_SHARE, contexts))
 
 
 def _shares(run: Run) -> pd.DataFrame:
@@ -157,10 +164,9 @@ def _sinks_sentence(part: Survival) -> str:
     elif part.exact:
         return f"All {counted(len(table), 'sink')} survive, in the same number of contexts."
     else:
-        decided = table[table["status"].isin([SURVIVED, LOST])]
-        by_head = (decided["status"] == SURVIVED).groupby([decided["layer"], decided["head"]]).all()
-        by_head_text = f"{int(by_head.sum())} of {counted(len(by_head), 'head')} with sinks keep theirs"
-        clauses = [f"{part.counts()}; {by_head_text}"]
+        clauses = [part.counts()]
+        if part.paired is not None:
+            clauses.append(f"the share that is at the same place of the same context is {part.paired}")
     clauses += part.named(LOST, _share_change) + part.named(NEW, _share_change, -table["after"])
     return "; ".join(clauses) + "."
 
@@ -187,11 +193,8 @@ def tags(reference: Run, other: Run) -> Survival:
     contexts = reference.provenance["corpus"]["contexts"]
     seen = table[["contexts_before", "contexts_after"]].replace(0, np.nan).min(axis=1)
     status = statuses(table, TAGGED, seen)
-    shares = table["share_before"], table["share_after"]
-    moved = clear(
-        shares[1] - shares[0], np.hypot(*(share_error(share, contexts) for share in shares)), contexts
-    )
-    gone = (status == LOST) & (table["cosine"].notna() | moved)
+    sinks_left = _sinks_left(table["share_before"], table["share_after"], contexts)
+    gone = (status == LOST) & (table["cosine"].notna() | (sinks_left["status"] == LOST))
     sides = ((reference, "row_before"), (other, "row_after"))
     by_group = [_rows(run.arrays.get("tag_by_group", NO_GROUPS), table[side]) for run, side in sides]
     table["cosine_margin"], kept, turned = kept_directions(table, by_group[0], by_group[1])
@@ -205,8 +208,8 @@ def tags(reference: Run, other: Run) -> Survival:
         f"a sink in at least {percent(LEAST_SHARE)} of the contexts whose grouping explains at least "
         f"{percent(TAGGED)} of the variance of the head's output (η²); its tag survives where at least half of η² is "
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
-        f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval; a sink that "
-        "is gone counts if its share of contexts fell clearly",
+        f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval; of a sink "
+        "that is gone, if the sink is lost",
         table[[*KEY, *TAG_COLUMNS]],
         _tags_sentence,
         weight="tagged_before",
@@ -251,7 +254,7 @@ def kept_directions(
     error = half_sample_error(torch.cosine_similarity(halves[0], halves[1], dim=2, eps=0).T).numpy()
     owed = (table["direction_se_before"] ** 2 + table["direction_se_after"] ** 2) / 2
     margin = margins(error, GROUPS, looks_of(len(table))) + owed.replace(np.inf, np.nan).to_numpy()
-    return margin, *A_HALF.decided(table["cosine"].to_numpy(), margin)
+    return margin, *ALONG.decided(table["cosine"].to_numpy(), margin)
 
 
 def _rows(stored: Tensor, rows: pd.Series) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from theodolite.comparison.survival import (
     HALF,
     LOST,
+    NAMED,
     NEW,
     SURVIVED,
     UNDECIDED,
@@ -32,9 +33,6 @@ from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, error_of, mean_over_layers, need, provenance, value_of
 from theodolite.system.wording import counted, listed, number, percent
-
-NAMED = 5
-"""Dimensions that a sentence names."""
 
 A_HALF = Criterion("at least", HALF, "ours")
 
@@ -125,7 +123,7 @@ def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
         layers_by_dimension = table.groupby("dimension")["layer"].count()
         return (
             f"All {counted(len(table), part.unit)} survive, with the same {same} "
-            f"(of {listed([str(d) for d in layers_by_dimension.index], NAMED)})."
+            f"(dimensions {listed([str(d) for d in layers_by_dimension.index], NAMED)})."
         )
     clauses = [part.counts() if part.of_reference else f"The reference has no {noun}"]
     for status in (LOST, NEW):
@@ -180,7 +178,8 @@ def _positions_sentence(part: Survival, chance: float) -> str:
     if part.exact:
         return f"The positional basis survives in all {counted(len(table), 'layer')}, unchanged."
     clauses = [
-        f"The positional basis survives in {part.count(SURVIVED)} of {counted(len(table), 'layer')}: mean rank "
+        f"The positional basis survives in {part.count(SURVIVED)} of {counted(len(table), 'layer')}"
+        f"{part.and_undecided}: mean rank "
         f"{_moved(table, 'rank')}, mean relative norm {_moved(table, 'relative_norm')}",
         f"overlap of its leading directions {number(float(table['overlap'].mean()), 2)} (random: {number(chance, 2)}), "
         f"similarity of its Gram matrix (linear CKA) {number(float(table['curve'].mean()), 2)}",

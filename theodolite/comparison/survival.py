@@ -21,6 +21,7 @@ from theodolite.judging import (
     Verdict,
     judge,
     mix_of,
+    untestable,
 )
 from theodolite.report.data import Floats
 from theodolite.system.wording import counted, listed, percent
@@ -90,6 +91,7 @@ class Survival:
     def row(self) -> dict[str, Any]:
         """Its line in the table of all parts."""
         counts = {status: self.count(status) for status in (SURVIVED, LOST, NEW, UNDECIDED)}
+        counts[UNDECIDED] = self.undecided  # of the reference
         beyond = {"by_chance": self.by_chance, "left": self.family.value}
         return {"part": self.name, "answer": self.answer} | counts | beyond
 
@@ -118,18 +120,24 @@ class Survival:
     def family(self) -> Estimate:
         """The share of the whole that is left, of all units of the reference: `paired`, or from what each unit says.
 
-        Then the interval goes from where all undecided ones are lost to where all of them survive.
+        Then the interval goes from where all undecided ones are lost to where all of them survive. Where units have
+        weights, which ones there are and what they weigh is itself known from these contexts only: the score test's
+        interval of a share of so many contexts at a limit of nine tenths (or of one) is added, √(0.9 · 0.1/n) with
+        half a context (Yates).
         """
         if self.paired is not None:
             return self.paired
         survived, lost, unknown = self._weights()
+        total = survived + lost + unknown
         if self.certain and not unknown:
-            return Estimate.exact(self._share(survived, lost))
-        low, high = self._share(survived, lost + unknown), self._share(survived + unknown, lost)
-        middle, half = (low + high) / 2, (high - low) / 2
+            return Estimate.exact(self._share(survived, total))
+        low, high = self._share(survived, total), self._share(survived + unknown, total)
         if not self.contexts:
-            return Estimate(middle)
-        return Estimate(middle, half / SIGMAS, self.contexts, "contexts", by_chance=True)
+            return Estimate((low + high) / 2)
+        limit = NEARLY_ALL.limit
+        of_sample = math.sqrt(limit * (1 - limit) / self.contexts) + 0.5 / self.contexts / SIGMAS
+        error = (high - low) / 2 / SIGMAS + (of_sample if self.weight else 0.0)
+        return Estimate((low + high) / 2, error, self.contexts, "contexts", by_chance=True)
 
     def of_one_model(self) -> Survival:
         """The part where both runs are of one model: if no number differs, all survives, on any text."""
@@ -149,17 +157,24 @@ class Survival:
         )
         return survived, lost, unknown
 
-    def _share(self, survived: float, lost: float) -> float:
-        if survived == 0 or lost == 0:
-            return math.nan if survived == lost else float(survived > 0)
-        beyond = survived - self.by_chance
-        return beyond / (beyond + lost) if beyond > 0 else 0.0
+    def _share(self, survived: float, total: float) -> float:
+        """What survives beyond chance, of what could."""
+        could = total - self.by_chance
+        return max(survived - self.by_chance, 0.0) / could if could > 0 else math.nan
+
+    @property
+    def _is_all_chance(self) -> bool:
+        """Whether chance alone would keep what is asked for."""
+        return self.by_chance >= NEARLY_ALL.limit * max(self.of_reference, 1)
 
     def verdict(self, claim: str) -> Verdict:
         """Whether the part survives, by the share that is left with its interval.
 
-        It holds if nearly all of it is left, fails if hardly any is, and holds in part if neither.
+        It holds if nearly all of it is left, fails if hardly any is, and holds in part if neither. Where chance would
+        keep nearly all as well, nothing can be told.
         """
+        if self._is_all_chance:
+            return untestable(claim, f"by chance {self.by_chance:.1f} of {self.of_reference} would survive")
         what = f"share of the {self.name} that is left"
         limits = NEARLY_ALL, MORE_THAN_HARDLY_ANY
         return mix_of(claim, [judge(claim, what, self.family, limit) for limit in limits])
@@ -192,6 +207,11 @@ class Survival:
             rows = rows.loc[order[rows.index].sort_values(kind="stable").index]
         names = [describe(row) for _, row in rows.iterrows()]
         return [f"{title or status}: {listed(names, NAMED)}"] if names else []
+
+    @property
+    def and_undecided(self) -> str:
+        """`, 7 undecided`, where some are; behind how many survive."""
+        return f", {self.undecided} undecided" if self.undecided else ""
 
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""

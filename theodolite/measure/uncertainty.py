@@ -168,7 +168,8 @@ def _subspaces(
         )
         # Where all contexts of a half are short, it has the first positions only.
         reached = slice(leading, min(len(whole), int((counts > 0).sum())))
-        return leading_directions(pos[reached], directions)[:, :most].T
+        found = leading_directions(pos[reached], directions)[:, :most]
+        return functional.pad(found, (0, most - found.shape[1])).T
 
     found = torch.stack(parallel_map(of_half, list(halves)))
     kept = (found @ directions[:, :most]).square().cumsum(1).cumsum(2).diagonal(dim1=1, dim2=2)
