@@ -54,7 +54,7 @@ def main(calibrations: tuple[int, ...] = CALIBRATIONS, contexts: int = JUDGED) -
         "code": Corpus.stdlib_code(tokenizer, LENGTH, contexts),
     }
     reference = {name: perplexity(dense, text).each for name, text in texts.items()}
-    before = _runs(dense, texts["held-out"])
+    before = _runs(dense, texts["code"])
     losses: dict[str, dict[str, list[np.ndarray]]] = {name: {text: [] for text in texts} for name in MODELS}
     values: dict[str, Any] = {
         f"dense: loss on {name}": float(each.mean()) for name, each in reference.items()
@@ -70,7 +70,7 @@ def main(calibrations: tuple[int, ...] = CALIBRATIONS, contexts: int = JUDGED) -
                 entries = (table["outputs"] * table["inputs"]).sum()
                 values[f"{name}: bits a weight"] = float(8 * table["compact_bytes"].sum() / entries)
                 values[f"{name}: error_scaled"] = float(table["error_scaled"].mean())
-                values |= _what_survives(name, before, _runs(model, texts["held-out"]))
+                values |= _what_survives(name, before, _runs(model, texts["code"]))
         for text in texts:
             values |= _difference(f"{name}: loss more on {text}", losses[name][text], [reference[text]])
             means = [float((each - reference[text]).mean()) for each in losses[name][text]]
