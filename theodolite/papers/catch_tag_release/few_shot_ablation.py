@@ -27,7 +27,7 @@ from theodolite.attention.summary import summarise
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM, prompt_ids
 from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
-from theodolite.judging import HOLDS, Criterion, Estimate, unless_explained
+from theodolite.judging import HOLDS, Criterion, Estimate, all_of, judge, unless_explained
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.catch_tag_release.few_shot import COMMAND, PROMPT_SEED, calibration_prompts, models_in
@@ -237,13 +237,37 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
         shares = "; ".join(f"{name} {percent(share)}" for name, share in hidden.items())
         outcome.read("attention that went there, in heads with sinks", shares)
     for name, (untouched, controls) in PAIRS.items():
-        lost = _lost(table, name, untouched)
-        by_control = np.concatenate([_lost(table, control, untouched) for control in controls], axis=1)
+        lost = _lost(table, name, untouched)[:, 0]
+        # The control that loses most, model by model and for each number of examples.
+        hardest = np.concatenate([_lost(table, control, untouched) for control in controls], axis=1).max(
+            axis=1
+        )
         after = f"{WORDS[name]} costs accuracy after examples (section 3.5)"
-        _claim(outcome, after, "with five examples", lost[..., -1], by_control[..., -1])
+        means = f"({Estimate.mean(lost[:, -1], 'models')}) beyond the control that loses most"
+        what = f"accuracy lost with five examples {means} ({Estimate.mean(hardest[:, -1], 'models')})"
+        if name in hidden:
+            most = max(hidden[control] for control in controls)
+            what += (
+                f", which hides {percent(most)} of the attention where the sinks hide {percent(hidden[name])}"
+            )
+        beyond = lost - hardest
+        outcome.claim(after, f"{what}, paired by model", Estimate.mean(beyond[:, -1], "models"), MORE)
         growing = f"{WORDS[name]} costs more, the more examples there are (section 3.5)"
-        less_none = (each[..., -1] - each[..., 0] for each in (lost, by_control))
-        _claim(outcome, growing, "with five examples less with none", *less_none)
+        examples = np.arange(beyond.shape[1]) - (beyond.shape[1] - 1) / 2
+        trend = {
+            "rise an example, least squares over all numbers": beyond @ examples / (examples @ examples),
+            "with five examples less with four": beyond[:, -1] - beyond[:, -2],
+        }
+        by_model = (
+            judge(
+                growing,
+                f"accuracy lost beyond that control, {of}, by model",
+                Estimate.mean(values, "models"),
+                MORE,
+            )
+            for of, values in trend.items()
+        )
+        outcome.verdicts.append(all_of(growing, list(by_model)))
         least = table[(table["model"] == name) & (table["shots"] == table["shots"].min())]["accuracy"]
         left = Estimate.mean(least.to_numpy(np.float64) - 1 / RULES.values, "models")
         floor = "" if left.value > left.margin else AT_CHANCE
@@ -263,18 +287,6 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
         "lines that fall behind their controls from left to right.",
         f"{ZHANG}, sections 3.4 and 3.5; the interventions are ours",
         wide=True,
-    )
-
-
-def _claim(outcome: Outcome, claim: str, what: str, lost: Floats, by_control: Floats) -> None:
-    """Judge accuracy that is lost (models, 1) against what controls lose (models, controls)."""
-    hardest = by_control.max(axis=1)
-    outcome.claim(
-        claim,
-        f"accuracy lost {what} ({Estimate.mean(lost[:, 0], 'models')}) beyond the control that loses most "
-        f"({Estimate.mean(hardest, 'models')}), paired by model",
-        Estimate.mean(lost[:, 0] - hardest, "models"),
-        MORE,
     )
 
 
