@@ -79,8 +79,8 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
 def kept_places(reference: Run, other: Run) -> Estimate | None:
     """The share of the reference's sinks (layer, head, position of a context) that are sinks of the other, too.
 
-    With the standard error of a ratio of means over contexts, of which a few may be alike by chance: the interval is at
-    least Clopper & Pearson's where all are, 1 − 0.025^{1/n}. What did not happen in three contexts may in the fourth.
+    With the standard error of a ratio of means over contexts, of which a few may be alike by chance
+    (`Estimate.floored`). What did not happen in three contexts may in the fourth.
     Exact where every head writes the very same. None: not known of both, or there are no sinks.
     """
     if SINK_PLACES not in reference.arrays or SINK_PLACES not in other.arrays:
@@ -105,8 +105,7 @@ def kept_places(reference: Run, other: Run) -> Estimate | None:
     share, error = ratio(torch.tensor(sums, dtype=torch.float64))
     if len(b) == 1:
         return Estimate(float(share), n=1, of="contexts")
-    least = (1 - 0.025 ** (1 / len(b))) / Estimate(0.0, 1.0, len(b)).margin
-    return Estimate(float(share), max(float(error), least), len(b), "contexts")
+    return Estimate(float(share), float(error), len(b), "contexts").floored()
 
 
 def _shares(run: Run) -> pd.DataFrame:
