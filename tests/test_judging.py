@@ -127,6 +127,17 @@ def test_an_error_says_what_it_rests_on():
     assert str(Estimate.mean([2.0], "seeds")) == "2 (1 seed)"
 
 
+def test_no_spread_is_no_certainty():
+    """Oracle: Clopper & Pearson's bound where all of n are alike, times the span; NaN, one, exact stay."""
+    low = stats.binomtest(12, 12).proportion_ci(0.95, "exact").low
+    for known, count in ((Estimate(1.0, 0.0, 12, "draws"), 0), (Estimate(1.0, 0.0, 4, "parts"), 12)):
+        assert known.floored(2.0, count).margin == pytest.approx(2 * (1 - low))
+    assert Estimate(0.5, 0.3, 12, "draws").floored().error == 0.3
+    assert math.isnan(Estimate(0.5, math.nan, 12, "draws").floored().error)
+    for known in (Estimate.exact(1.0), Estimate.mean([2.0], "seeds")):
+        assert known.floored() is known
+
+
 @pytest.mark.parametrize("trials", [5, 12, 40])
 def test_a_share_is_judged_by_the_score_test(trials):
     """Oracle: the chi-squared test against one half with Yates's correction."""

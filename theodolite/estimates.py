@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,21 @@ class Estimate:
         values = np.asarray(values, dtype=np.float64)
         error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         return cls(float(values.mean()), error, len(values), of)
+
+    def floored(self, span: float = 1.0, count: int = 0) -> Estimate:
+        """The same, with an interval of at least span·(1 − 0.025^{1/n}) on either side: no spread is no certainty.
+
+        What was alike in n things is otherwise in up to that share of all (Clopper & Pearson's bound). For numbers that
+        take few values: shares, counts, correlations over few places. Where no error is known, none is given.
+
+        Args:
+            span: how far apart the numbers of two things can be: 1 of shares.
+            count: n, if the error rests on fewer, as on parts of n contexts.
+        """
+        if self.n < 2:
+            return self
+        least = span * (1 - ((1 - CONFIDENCE) / 2) ** (1 / (count or self.n)))
+        return replace(self, error=float(np.maximum(self.error, least / replace(self, error=1.0).margin)))
 
     @property
     def margin(self) -> float:

@@ -97,11 +97,9 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
 def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimate | None:
     """The share of the reference's sinks (layer, head, position of a context) that are sinks of the other, too.
 
-    Of one layer, or of all.
-
-    With the standard error of a ratio of means over contexts, of which a few may be alike by chance: the interval is at
-    least Clopper & Pearson's where all are, 1 − 0.025^{1/n}. What did not happen in three contexts may in the fourth.
-    Exact where every head writes the very same. None: not known of both, or there are no sinks.
+    Of one layer, or of all. With the standard error of a ratio of means over contexts, of which a few may be alike by
+    chance (`Estimate.floored`): what did not happen in three contexts may in the fourth. Exact where every head writes
+    the very same. None: not known of both, or there are no sinks.
     """
     if SINK_PLACES not in reference.arrays or SINK_PLACES not in other.arrays:
         return None
@@ -127,8 +125,7 @@ def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimat
     share, error = ratio(torch.tensor(sums, dtype=torch.float64))
     if len(b) == 1:
         return Estimate(float(share), n=1, of="contexts")
-    least = (1 - 0.025 ** (1 / len(b))) / Estimate(0.0, 1.0, len(b)).margin
-    return Estimate(float(share), max(float(error), least), len(b), "contexts")
+    return Estimate(float(share), float(error), len(b), "contexts").floored()
 
 
 def _sinks_left(before: pd.Series, after: pd.Series, contexts: int) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion
 from theodolite.measure.geometry import random_cosine
 from theodolite.papers import EXPERIMENTS, Study
+from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import beyond_random_order, smooth_verdict
 from theodolite.papers.hidden_geometry.positional_basis import scale_growth
 from theodolite.papers.hidden_geometry.random_rotations import random_cosines
@@ -88,6 +89,11 @@ def test_claims_on_the_curve_have_errors_and_are_open_without(run):
     assert (moved.tables["shape"]["share_of_two_directions_se"] > 0).all()
     assert "no standard errors" in Study(run).outcome(figure).verdicts[1].evidence
     assert {v.answer for v in still.verdicts[:2]} <= {HOLDS, FAILS}
+    # Turns are judged as they were measured, and only where the curve is continuous.
+    shape = still.tables["shape"]
+    continuous = shape[shape["smooth_roughness"] <= criteria.CONTINUOUS.limit]
+    assert [row.value for row in still.verdicts[2].parts] == continuous["turns"].tolist()
+    assert len(continuous) > 0
 
 
 def test_positions_in_random_order_are_at_zero_or_below():

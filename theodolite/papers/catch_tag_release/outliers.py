@@ -104,14 +104,19 @@ def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
     return sinks_table(states.of("corpus.attention"), text_of_tokens(model, corpus))
 
 
-def _estimate(measure: Callable[[Found], float], whole: Found, parts: Sequence[Found]) -> Estimate:
-    """A number of the whole text, with the error of a mean over its parts; of parts that have none, as many fewer."""
+def _estimate(
+    measure: Callable[[Found], float], whole: Found, parts: Sequence[Found], contexts: int
+) -> Estimate:
+    """A share or count of the whole text, with the error of a mean over its parts; of parts that have none, fewer.
+
+    What does not vary over the parts may in as many contexts more (`Estimate.floored`).
+    """
     values = np.array([measure(part) for part in parts])
     values = values[np.isfinite(values)]
     if len(values) < 2:
         return Estimate(measure(whole))
     error = float(values.std(ddof=1)) / len(values) ** 0.5
-    return Estimate(measure(whole), error, len(values), "parts")
+    return Estimate(measure(whole), error, len(values), "parts").floored(count=contexts)
 
 
 def _even(outliers: Outliers) -> float:
@@ -136,7 +141,7 @@ def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outl
         f"not far below it (lowest: {number(large['consistency'].min())} of it; Gaussian numbers: "
         f"{number(GAUSSIAN_CONSISTENCY)}; {apart})"
     )
-    outcome.claim(claim, what, _estimate(_even, outliers, parts), CONSISTENT)
+    outcome.claim(claim, what, _estimate(_even, outliers, parts, _contexts(outliers)), CONSISTENT)
 
 
 def _at_delimiters(outliers: Outliers) -> float:
@@ -157,16 +162,16 @@ def _staying(outliers: Outliers) -> float:
 
 
 def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
-    """What Sun et al. 2024 say of massive activations, of those found by either rule."""
-    if outliers.massive.empty:
+    """What Sun et al. 2024 say of massive activations, where their rule finds any: then of those of either rule."""
+    if missing := _nothing(outliers):
         for name in ("tokens", "delimiters", "dimensions", "sudden", "stays"):
-            outcome.cannot_test(CLAIMS[name], _nothing(outliers))
+            outcome.cannot_test(CLAIMS[name], missing)
         return
     dimensions = sorted(set(outliers.massive["dimension"]))
     width = len(set(outliers.dimensions["dimension"]))
     few = Criterion("at most", max(4.0, 0.01 * width), "“few” read as: 4, or 1 % of them (ours)")
     lives = outliers.growth.drop_duplicates(["dimension", "token_id", "first"])
-    followed = f"median of {len(lives)} dimensions of tokens"
+    followed = f"median of {counted(len(lives), 'pair')} of token and dimension"
     gone = int(lives["vanishes"].notna().sum())
     first = percent(float(outliers.layers["tokens_first"].max()))
     measures: dict[str, tuple[str, Callable[[Outliers], float], Criterion]] = {
@@ -195,7 +200,11 @@ def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers
         ),
     }
     for name, (what, measure, criterion) in measures.items():
-        outcome.claim(CLAIMS[name], what, _estimate(measure, outliers, parts), criterion)
+        estimate = _estimate(measure, outliers, parts, _contexts(outliers))
+        if name == "sudden" and len({measure(part) for part in parts}) == 1:
+            # Of position 0 with one token, by causality: no context can tell how far off it is.
+            estimate = Estimate(estimate.value)
+        outcome.claim(CLAIMS[name], what, estimate, criterion)
 
 
 def judge_sinks(
@@ -210,8 +219,7 @@ def judge_sinks(
         whole: outliers, and sinks as the run's table has them. parts: the same of parts of the text.
     """
     outliers, sinks = whole
-    if outliers.massive.empty or sinks.empty:
-        missing = _nothing(outliers) if outliers.massive.empty else "no attention sink in this run"
+    if missing := _nothing(outliers) or ("no attention sink in this run" if sinks.empty else ""):
         for name in ("at sinks", "sinks at"):
             outcome.cannot_test(CLAIMS[name], missing)
         return
@@ -231,7 +239,8 @@ def judge_sinks(
         chance = _chance(others, corpus)
         criterion = Criterion("at least", max(0.5, chance), "half, and more than of all tokens (ours)")
         what = f"share of {what} (baseline: {percent(chance)} of all tokens of the text)"
-        outcome.claim(CLAIMS[name], what, _estimate(measure, whole, parts), criterion)
+        estimate = _estimate(measure, whole, parts, len(corpus.contexts))
+        outcome.claim(CLAIMS[name], what, estimate, criterion)
 
 
 def _caught(sinks: pd.DataFrame) -> pd.DataFrame:
@@ -244,14 +253,28 @@ def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> flo
     return float((amount * _among(tokens, others)).sum() / amount.sum())
 
 
+def _contexts(outliers: Outliers) -> int:
+    return int(outliers.numbers["contexts"])
+
+
 def _nothing(outliers: Outliers) -> str:
+    """Why nothing can be said of massive activations: the published rule finds none; empty: it does."""
+    if outliers.layers["massive_published"].any():
+        return ""
+    by_layer = outliers.massive[["token_id", "first", "dimension"]]
+    tokens = len(by_layer[~by_layer["first"]]["token_id"].unique()) + bool(by_layer["first"].any())
+    others = (
+        f"{counted(tokens, 'token')} (position 0 as one), {counted(by_layer['dimension'].nunique(), 'dimension')}"
+        if tokens
+        else "none either"
+    )
     largest = float(outliers.dimensions[["maximum", "maximum_first"]].to_numpy().max())
     ratio = float(
         (outliers.dimensions[["maximum", "maximum_first"]].max(axis=1) / typical_rms(outliers)).max()
     )
     return (
-        f"no massive activation by either rule: the largest |x| is {number(largest)}, and no value more than "
-        f"{number(ratio)} times the RMS of its layer's median dimension"
+        f"no massive activation by the published rule: the largest |x| is {number(largest)}, and no value more than "
+        f"{number(ratio)} times the RMS of its layer's median dimension; by comparison with its layer: {others}"
     )
 
 

@@ -182,7 +182,7 @@ def _judge_oats(outcome: Outcome, dense: ModelSinks, oats: ModelSinks) -> None:
 
 
 def _kept(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Estimate:
-    return Estimate(*kept_sinks(dense, other, layer), len(dense.sinks), "contexts")
+    return Estimate(*kept_sinks(dense, other, layer), len(dense.sinks), "contexts").floored()
 
 
 def _judge_method(
@@ -198,7 +198,7 @@ def _judge_method(
     outcome.claim(
         f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)",
         f"share kept by OATS less that kept by {name} (paired by context)",
-        Estimate(mean, error, len(gain), "contexts"),
+        Estimate(mean, error, len(gain), "contexts").floored(),
         MORE,
     )
 

@@ -142,7 +142,8 @@ def against_control(
     what = f"{measured}; {'falls' if sign < 0 else 'rises'} more than under the hardest of them{part}"
     hardest = "beyond_most" if sign > 0 else "beyond_least"
     gain = sign * row[hardest] - least * abs(row["untouched"])
-    return _more(claim, what, gain, row[f"{hardest}_se"], row["contexts"])
+    step = 1.0 if measure in (HEAD_SINKS, LATER_SINKS) else 0.0  # of sinks, which may change alike by chance
+    return _more(claim, what, gain, row[f"{hardest}_se"], row["contexts"], step=step)
 
 
 def against_others(table: pd.DataFrame) -> Verdict:
@@ -164,11 +165,16 @@ def against_others(table: pd.DataFrame) -> Verdict:
 
 
 def _more(
-    claim: str, what: str, gain: float, error: float, contexts: int, criterion: Criterion = MORE
+    claim: str,
+    what: str,
+    gain: float,
+    error: float,
+    contexts: int,
+    criterion: Criterion = MORE,
+    step: float = 0.0,
 ) -> Verdict:
-    """Judge a difference paired by context."""
+    """Judge a difference paired by context; `step`: the least by which a context's can differ from another's."""
     if not math.isfinite(error):
         return untestable(claim, f"{what}: too few contexts; {criterion}")
-    return judge(
-        claim, f"{what}, by", Estimate(float(gain), float(error), int(contexts), "contexts"), criterion
-    )
+    known = Estimate(float(gain), float(error), int(contexts), "contexts").floored(step)
+    return judge(claim, f"{what}, by", known, criterion)

@@ -209,15 +209,15 @@ def _shape(basis: Tensor, plane: Tensor, noise_variance: Floats, noisy: float) -
 def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) -> None:
     shape, errors = shape_of(run), shape_errors(run, grouped_basis(study, run))
     layers, smooth = len(shape), shape["smooth_roughness"].to_numpy()
-    turned = np.where(criteria.CONTINUOUS.met(smooth), shape["turns"], 0.0)
 
     def estimates(name: str, values: Floats) -> Estimates:
         return Estimates(values, errors[name].to_numpy(), *OF_GROUPS)
 
+    roughness_known = estimates("smooth_roughness", smooth)
     outcome.claim(
         f"Positions form a continuous curve ({place})",
         "roughness on two directions (mean squared step over that in random order, sampling noise taken out)",
-        estimates("smooth_roughness", smooth),
+        roughness_known,
         criteria.CONTINUOUS,
     )
     outcome.claim(
@@ -226,12 +226,14 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
         estimates("share_of_two_directions", shape["share_of_two_directions"].to_numpy()),
         criteria.DOMINANT,
     )
-    outcome.claim(
-        f"The curve is often a spiral ({place})",
-        "turns about its centre, of curves that are continuous",
-        estimates("turns", np.where(np.isnan(smooth), np.nan, turned)),
-        criteria.SPIRAL_TURNS,
-    )
+    continuous, _ = criteria.CONTINUOUS.decided(smooth, roughness_known.shared_margins)
+    claim = f"The curve is often a spiral ({place})"
+    if continuous.any():
+        turned = estimates("turns", np.where(continuous, shape["turns"], np.nan))
+        what = "turns about its centre, where the curve is known to be continuous"
+        outcome.claim(claim, what, turned, criteria.SPIRAL_TURNS)
+    else:
+        outcome.cannot_test(claim, "no layer's curve is known to be continuous")
     means = {name: bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
     outcome.read("share of energy in two directions, mean (sd)", means["share_of_two_directions"])
     outcome.read(

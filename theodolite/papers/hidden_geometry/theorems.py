@@ -101,10 +101,13 @@ def _judge_premise(outcome: Outcome, premise: Estimates, measured: Floats, where
         f"bound over the error of no approximation {where}, as contexts grow without limit (on these contexts "
         f"{number(measured.min())} to {number(measured.max())})"
     )
-    if np.isfinite(premise.values).any():
+    if premise.errors is not None and np.isfinite(premise.errors).any():
         outcome.claim(claim, what, premise, OF_USE)
     else:
-        why = "some position is not seen above the noise of these contexts, or the text is not at hand"
+        why = (
+            "some position is not seen above the noise of these contexts, or of seven eighths of them, which its "
+            "error takes, or the text is not at hand"
+        )
         outcome.cannot_test(claim, f"{what}: {why}; use more --contexts")
 
 
