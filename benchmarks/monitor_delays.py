@@ -92,21 +92,22 @@ def lines(table: pd.DataFrame) -> str:
     """The table of docs/monitor-experiment.md."""
     head = (
         "| detector | healthy runs with an alarm | failing runs caught | groups: monitor first, rival first, tie | "
-        "steps from rival to monitor, median | the monitor is |"
+        "steps from rival to monitor, median | the monitor is | in runs that both catch, median |"
     )
     rows = [
         f"| {row.detector} | {row.false_runs} of {row.healthy}: {100 * row.false_runs / row.healthy:.0f} % "
         f"({100 * row.false_low:.0f} to {100 * row.false_high:.0f}) | {row.caught} of {row.failing} | "
         + (
-            "| | |"
+            "| | | |"
             if row.detector == MONITOR
             else f"{row.monitor_first:.0f}, {row.rival_first:.0f}, {row.ties:.0f} ({_chance(row.p)}) | "
-            f"{row.median:.0f} ({row.low:.0f} to {row.high:.0f}) | {row.verdict} |"
+            f"{row.median:.0f} ({row.low:.0f} to {row.high:.0f}) | {row.verdict} | "
+            f"{row.both_median:.0f} in {row.both:.0f} |"
         )
         for row in table.itertuples()
     ]
     return (
-        "\n".join([head, "| --- | --- | --- | --- | --- | --- |", *rows])
+        "\n".join([head, "| --- | --- | --- | --- | --- | --- | --- |", *rows])
         .replace("-", "−")
         .replace("−−−", "---")
     )
@@ -144,6 +145,9 @@ def main(given: Sequence[str] | None = None) -> None:
     of_all = limits(calibration)
     judged = judged_runs(runs, of_all)
     by_monitor = int(judged.loc[~judged["failed"], MONITOR].notna().sum())
+    result["alarms of the monitor in healthy runs, all heads and layers"] = sum(
+        len(run.tables["alarms"]) for run, failed in zip(runs, judged["failed"], strict=True) if not failed
+    )
     choices = {
         "limits of all healthy rates": of_all,
         f"limits of {CHOSEN} alone": limits([run for run in calibration if run.rate == CHOSEN]),

@@ -21,6 +21,7 @@ from theodolite.papers.localization.monitor_rivals import (
     limits,
     loss_spikes,
     median_interval,
+    poisson_interval,
     run_table,
     summary,
 )
@@ -144,6 +145,11 @@ def test_false_alarms_are_counted_by_training_run():
     assert (row["false_runs"], row["healthy"], row["failing"]) == (2, 10, 0)
     assert stats.binom.cdf(2, 10, row["false_high"]) == pytest.approx(0.025)
     assert stats.binom.sf(1, 10, row["false_low"]) == pytest.approx(0.025)
+    # Two in 3,000 steps are 6.7 in 10,000.
+    assert row["false_rate"] == pytest.approx(20 / 3)
+    assert stats.poisson.cdf(2, row["rate_high"] * 0.3) == pytest.approx(0.025)
+    assert stats.poisson.sf(1, row["rate_low"] * 0.3) == pytest.approx(0.025)
+    assert poisson_interval(0) == (0, pytest.approx(-math.log(0.025)))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +172,13 @@ def test_which_is_earlier(moments: list[tuple[float, float]], counts: tuple[int,
     assert (row["monitor_first"], row["rival_first"], row["ties"]) == counts
     assert row["verdict"] == verdict
     assert row["caught"] == sum(not math.isnan(rival) for _, rival in moments)
+
+
+def test_delays_of_runs_that_both_catch():
+    """Oracle: by hand. Three of six runs have alarms of both; never counts as nothing there."""
+    moments = [(40, 60), (50, 45), (20, 120), (20, math.nan), (math.nan, 30), (math.nan, math.nan)]
+    row = summary(table(moments)).set_index("detector").loc["loss rises"]
+    assert (row["both"], row["both_median"]) == (3, -20)
 
 
 def test_differences_are_of_groups():

@@ -158,9 +158,12 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         false_runs of healthy, their share with its exact 95 % interval (`false_low`, `false_high`; Clopper & Pearson
-        1934) as if runs were independent; caught of failing. For a rival further: monitor_first, rival_first, ties
-        (groups of training runs by the mean of `differences`), `p` of the two-sided sign test without ties; the
-        median difference in steps with its interval (`low`, `high`) and the `verdict` that follows.
+        1934) as if runs were independent; first alarms per 10,000 healthy steps (`false_rate`, with its
+        `poisson_interval`: `rate_low`, `rate_high`); caught of failing. For a rival further: monitor_first,
+        rival_first, ties (groups of training runs by the mean of `differences`), `p` of the two-sided sign test
+        without ties; the median difference in steps with its interval (`low`, `high`) and the `verdict` that follows;
+        the failing training runs that `both` catch, and the median over them of the steps from the rival's first
+        alarm to the monitor's (`both_median`), in which nothing stands for never.
     """
     healthy, failing = rows[~rows["failed"]], rows[rows["failed"]]
     table = []
@@ -170,8 +173,15 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
         if len(healthy):
             interval = stats.binomtest(false, len(healthy)).proportion_ci(CONFIDENCE, "exact")
             row |= {"false_low": float(interval.low), "false_high": float(interval.high)}
+            per = 10_000 / int(healthy["steps"].sum())
+            low, high = poisson_interval(false)
+            row |= {"false_rate": per * false, "rate_low": per * low, "rate_high": per * high}
         row |= {"caught": caught, "failing": len(failing)}
-        table.append(row | (compared(differences(failing, detector)) if detector != MONITOR else {}))
+        if detector != MONITOR:
+            steps = (failing[MONITOR] - failing[detector]).dropna()
+            row |= compared(differences(failing, detector))
+            row |= {"both": len(steps), "both_median": float(steps.median())}
+        table.append(row)
     return pd.DataFrame(table)
 
 
@@ -212,3 +222,10 @@ def median_interval(values: Floats) -> tuple[float, float]:
     k = int(stats.binom.ppf((1 - CONFIDENCE) / 2, n, 0.5))
     ordered = np.sort(values)
     return (float(ordered[k - 1]), float(ordered[n - k])) if k else (-math.inf, math.inf)
+
+
+def poisson_interval(count: int) -> tuple[float, float]:
+    """The exact 95 % interval of the mean of a Poisson distribution from one count (Garwood 1936)."""
+    tail = (1 - CONFIDENCE) / 2
+    low = float(stats.chi2.ppf(tail, 2 * count)) / 2 if count else 0.0
+    return low, float(stats.chi2.isf(tail, 2 * count + 2)) / 2
