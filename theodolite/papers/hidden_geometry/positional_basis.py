@@ -233,7 +233,7 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
         what = "turns about its centre, where the curve is known to be continuous"
         outcome.claim(claim, what, turned, criteria.SPIRAL_TURNS)
     else:
-        outcome.cannot_test(claim, "no layer's curve is known to be continuous")
+        outcome.cannot_test(claim, f"of {len(shape)} layers none has a curve that is known to be continuous")
     means = {name: bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
     outcome.read("share of energy in two directions, mean (sd)", means["share_of_two_directions"])
     outcome.read(
