@@ -59,6 +59,12 @@ def few_threads_and_shards() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """In each test again: another module's, in between, may have left others."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     """27 contexts in batches of 2: a shard of 2, two of 10, and one of 5 whose last batch is not full."""

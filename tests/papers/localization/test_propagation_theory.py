@@ -175,12 +175,12 @@ def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
 
 def made_up(entropy_by_scale: dict[float, tuple[float, float]]) -> Simulation:
     """Two scales at each of two means and a mean of 0; positions propagate less at the smaller scale."""
-    draws = torch.arange(4, dtype=torch.float64) * 1e-3
+    draws = torch.arange(40, dtype=torch.float64) * 1e-3
     entropy = torch.stack([value + draws for pair in entropy_by_scale.values() for value in pair])
-    shares = torch.zeros(6, 4, 4, dtype=torch.float64)
+    shares = torch.zeros(6, 40, 4, dtype=torch.float64)
     shares[0::2, :, 0] = 1.0
     shares[1::2] = 1.0
-    return Simulation(shares, entropy, entropy, torch.zeros(6, 4, 3), walks=200)
+    return Simulation(shares, entropy, entropy, torch.zeros(6, 40, 3), walks=200)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_entropy_is_judged_at_each_fixed_mean(entropies, answer, monkeypatch):
     """Oracle: entropies put in, those of mean 0 the other way. In the first case they also fall as the mean grows, and
     with it over all pairs, which A2 says nothing about."""
     monkeypatch.setattr(
-        localization_walks, "SETTING", WalkSetting(means=tuple(entropies), scales=(0.1, 2.0), draws=4)
+        localization_walks, "SETTING", WalkSetting(means=tuple(entropies), scales=(0.1, 2.0), draws=40)
     )
     outcome = Outcome()
     sims = {"isotropic": made_up(entropies)}
