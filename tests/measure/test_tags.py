@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.accumulate.test_catches import random_catches, sums_of_squares
 from theodolite.accumulate.catches import Catches
 from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
-from theodolite.measure.tags import Written, difference, ratio, traced_heads, traces, written
+from theodolite.measure.ratios import difference, ratio
+from theodolite.measure.tags import Written, traced_heads, traces, written
 
 LENGTH, WIDTH, D = 20, 4, 10
 W_O = torch.randn(2, WIDTH, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)

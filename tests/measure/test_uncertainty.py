@@ -10,7 +10,7 @@ import torch
 from scipy.fft import dctn
 
 from tests import dense
-from theodolite.accumulate.means import Means, Sample
+from theodolite.accumulate.means import Means, Sample, decomposed_means
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments
 from theodolite.measure.geometry import geometry
@@ -216,7 +216,7 @@ def test_errors_of_large_values_are_those_of_eight_groups():
     h[1, 5, 4:9, 7] = 1e6
     h[1, 40, 0, 7] = 1e6
     (means, _, _, outliers), *_ = states(h)
-    found = array_errors(means, outliers)
+    found = array_errors(means, outliers, decomposed_means(means)[1])
     groups = h[1].reshape(8, CONTEXTS // 8, LENGTH, WIDTH)
     is_large = (groups[:, :, 1:].abs() >= 6).double().mean(dim=(1, 2))
     torch.testing.assert_close(found["outlier_share_by_group"][1], is_large.float())
@@ -235,7 +235,7 @@ def test_what_sampling_moves_of_directions_is_known():
     for seed in range(40):
         h = hidden(seed)
         (means, _, _, outliers), *_ = states(h)
-        told.append(array_errors(means, outliers)["subspace_error"][0, :3])
+        told.append(array_errors(means, outliers, decomposed_means(means)[1])["subspace_error"][0, :3])
         basis = h[0].double().mean(0)[1:]
         own = torch.linalg.svd(basis - basis.mean(0)).Vh
         moved.append(torch.stack([1 - (true[:k] @ own[:k].T).square().sum() / k for k in (1, 2, 3)]))
@@ -245,7 +245,7 @@ def test_what_sampling_moves_of_directions_is_known():
 
 def test_few_contexts_have_no_errors_of_arrays():
     (means, _, _, outliers), *_ = states(hidden(0, contexts=7))
-    found = array_errors(means, outliers)
+    found = array_errors(means, outliers, decomposed_means(means)[1])
     by_group = found.pop("outlier_share_by_group")
     assert by_group.isnan().any(dim=1).all()  # a group is empty
     assert all(values.isnan().all() for values in found.values())

@@ -22,7 +22,7 @@ from theodolite.system.threads import parallel_map
 Result = TypeVar("Result")
 
 PAIRS = 5
-"""Σ b, Σ t, Σ b², Σ b t, Σ t² over contexts: from them comes Σb/Σt with its error (`measure.ratio`)."""
+"""Σ b, Σ t, Σ b², Σ b t, Σ t² over contexts: from them comes Σb/Σt with its error (`measure.ratios`)."""
 
 State = dict[str, Tensor]
 """What an accumulator saves and what the measures read: name → tensor, leading with layers."""

@@ -67,17 +67,7 @@ class Tags:
         self._groups = Groups(contexts)
         places = 2 + layers
         both = {"pairs": (places, PAIRS), "crossed": (places, CROSSED), "chance": (places,), "shifted": ()}
-        single = (
-            "contexts",
-            "sinks",
-            "position",
-            "received",
-            "caught",
-            "seen",
-            "weight",
-            "weight_square",
-            "square",
-        )
+        single = ("contexts", "sinks", "position", "received", "caught", "seen", "weight")
         queries = ("catching", "first", "last")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
             (*single, *queries, "value_length", "other_length"), ()

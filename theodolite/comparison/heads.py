@@ -12,7 +12,6 @@ from theodolite.comparison.survival import (
     LOST,
     NEW,
     SURVIVED,
-    UNDECIDED,
     Flags,
     Survival,
     changes,
@@ -21,6 +20,7 @@ from theodolite.comparison.survival import (
     looks_of,
     margins,
     share_error,
+    status_of,
     statuses,
 )
 from theodolite.judging import Criterion
@@ -60,7 +60,7 @@ def entropies(reference: Run, other: Run) -> Survival:
     shares = table["share_before"].to_numpy(), table["share_after"].to_numpy()
     errors = entropy_share_error(reference), entropy_share_error(other)
     kept, lost = similar_entropies(shares, errors, contexts, looks)
-    table["status"] = np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
+    table["status"] = status_of(kept, lost)
     table = table[table["difference"].notna()].reset_index(drop=True)
     first, second = table["share_before"].to_numpy(), table["share_after"].to_numpy()
     ranges = range_of(first)[:, None] == range_of(second)

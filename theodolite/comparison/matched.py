@@ -23,11 +23,11 @@ from theodolite.comparison.survival import (
     LEFT,
     LOST,
     SURVIVED,
-    UNDECIDED,
     Flags,
     Survival,
     looks_of,
     margins,
+    status_of,
 )
 from theodolite.errors import UsageError
 from theodolite.measure.rank_correlation import rank_correlation
@@ -151,7 +151,7 @@ def _statuses(
             enough, too_little = LEFT.decided(two - HALF * one, margins(error, n, looks))
             has = one >= role.threshold
             kept, lost = kept & (enough | ~has), lost | (too_little & has)
-    return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
+    return status_of(kept, lost)
 
 
 def _by_chance(names: list[str], first: Floats, second: Floats) -> float:

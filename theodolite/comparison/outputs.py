@@ -24,7 +24,7 @@ from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, st
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.judging import Criterion, Estimate, Verdict, judge
-from theodolite.measure.tags import ratio
+from theodolite.measure.ratios import ratio
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import (

@@ -25,7 +25,7 @@ from theodolite.comparison.survival import (
 )
 from theodolite.corpus.groups import GROUPS
 from theodolite.judging import Criterion, Estimate
-from theodolite.measure.tags import ratio
+from theodolite.measure.ratios import ratio
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats

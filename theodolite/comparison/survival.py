@@ -275,9 +275,14 @@ def statuses(
     errors = errors or (changed.get("se", 0.0),) * 2
     of_left, of_new = (margins(error, n, looks) if np.ndim(error) else 0.0 for error in errors)
     kept, lost = LEFT.decided(after - HALF * before, of_left)
-    known = np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
+    known = status_of(kept, lost)
     unknown = np.where(LEFT.decided(before - HALF * after, of_new)[1], NEW, UNDECIDED)
     return np.where(is_unit, known, unknown)
+
+
+def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:
+    """Of each unit of the reference, by what its intervals decide."""
+    return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
 
 
 def share_error(shares: npt.ArrayLike, contexts: int) -> Floats:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.corpus.ragged import NO_TOKEN
-from theodolite.measure.tags import ratio
+from theodolite.measure.ratios import ratio
 
 
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from scipy.linalg import hadamard
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.means import Sample, decomposed, decomposed_means
+from theodolite.accumulate.means import Sample, decomposed
 from theodolite.accumulate.second_moments import low_rank
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS, Groups
@@ -102,11 +102,14 @@ def standard_errors(
     return columns
 
 
-def array_errors(means: State, outliers: State, leading: int = 1) -> State:
+def array_errors(
+    means: State, outliers: State, pos: Float[Tensor, "layers positions width"], leading: int = 1
+) -> State:
     """What sampling does to the arrays: errors by balanced halves, as of `standard_errors`; NaN below eight contexts.
 
     Args:
         means, outliers, leading: as for `standard_errors`.
+        pos: the positional basis of all contexts, as `decomposed_means` has it; positions behind the last are ignored.
 
     Returns:
         outlier_share_by_group (N, G, d), shares of tokens whose mean over the groups is that of the corpus, up to what
@@ -128,9 +131,8 @@ def array_errors(means: State, outliers: State, leading: int = 1) -> State:
         return (half_sample_error(of_halves * scale.T.unsqueeze(2)) * known).float()
 
     read = positions_read(means)
-    whole = decomposed_means(means, leading=leading)[1][:, :read]
-    by_group = means["position_sum"][:, :, :read], readers[:, :, :read]
-    layers = [_subspaces(*layer, halves, leading) for layer in zip(whole, *by_group, strict=True)]
+    read_by = pos[:, :read], means["position_sum"][:, :, :read], readers[:, :, :read]
+    layers = [_subspaces(*layer, halves, leading) for layer in zip(*read_by, strict=True)]
     errors, directions = zip(*layers, strict=True)
     return {
         "outlier_share_by_group": (outliers["outlier"] / tokens[:, :, None]).float(),

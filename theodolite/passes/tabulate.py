@@ -149,7 +149,7 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     layers, arrays = geometry(means, residual, outliers, sample, labels, leading, shape)
     sketches, clusters = states.of("corpus.sketches"), arrays["context_cluster"]
     layers |= standard_errors(means, sketches, outliers, sample, labels, clusters, leading, shape)
-    errors = array_errors(means, outliers, leading)
+    errors = array_errors(means, outliers, survey_means(states)[1], leading)
     arrays |= {name: errors[name] for name in errors if name not in COUNT_ERRORS}
     if grid is not None:
         arrays |= {

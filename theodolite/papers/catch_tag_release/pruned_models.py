@@ -22,7 +22,7 @@ from theodolite.accumulate.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.measure.tags import ratio
+from theodolite.measure.ratios import ratio
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.experiment import corpus_subset
