@@ -42,6 +42,7 @@ from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
 from theodolite.system.choices import Attention, check_dtype
+from theodolite.system.processor import say_if_slow
 
 RUNNING_ERRORS = (
     RuntimeError,
@@ -81,7 +82,8 @@ def open_model(
         device: where the model goes; a CUDA device if there is one, else the CPU.
         device_map: spread the model over devices instead (needs `pip install theodolite[accelerate]`).
         revision: a branch, tag or commit on the hub.
-        tower: of a checkpoint with two (CLIP): "text" or "vision", None: text; `say` is told which in one line.
+        tower: of a checkpoint with two (CLIP): "text" or "vision", None: text.
+        say: told in a line which tower it is, and of a dtype in which this processor is slow.
         packed: of a factored checkpoint: keep matrices as packed in memory as in their files, and unpack each for the
             time of its products; half the memory, and slower.
 
@@ -113,6 +115,7 @@ def open_model(
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
     refuse_nonfinite_weights(model)
+    say_if_slow(model.dtype, model.device, say)
     source = Source.of_transformers(model, attention)
     if tokenizer is None and source.vocabulary is not None:
         tokenizer = load_tokenizer(place, revision)

@@ -28,6 +28,7 @@ from theodolite.models.streamed_blocks import StreamedBlocks
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
 from theodolite.system.choices import check_dtype
+from theodolite.system.processor import say_if_slow
 
 
 @measures
@@ -47,7 +48,7 @@ def open_streamed(
 
     Args:
         path_or_id, dtype, device, revision: as in `open_model`.
-        say: told in a line why the model was opened whole, if it was.
+        say: told in a line why the model was opened whole, if it was, and of a dtype in which this processor is slow.
         show_progress: told (0, 1) before each block is read, then (bytes done, bytes in all) while the files are
             hashed; it may raise to stop.
 
@@ -58,11 +59,13 @@ def open_streamed(
     target = usable_device(device)
     try:
         with read_in_parts():
-            return _open(path_or_id, dtype, target, revision, show_progress)
+            model = _open(path_or_id, dtype, target, revision, show_progress)
     except CannotReadLazily as reason:
-        model = open_model(path_or_id, dtype=dtype, device=device, revision=revision)
+        model = open_model(path_or_id, dtype=dtype, device=device, revision=revision, say=say)
         say(f"opened whole, since {reason}")
         return model
+    say_if_slow(model.hf.dtype, target, say)
+    return model
 
 
 def _open(

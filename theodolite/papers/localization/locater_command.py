@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -14,6 +13,7 @@ from theodolite.papers.localization.grid_text import TextFiles
 from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, train_grid
 from theodolite.papers.localization.locater_training import PUBLISHED_STEPS, Recipe, Reduction
 from theodolite.passes.corpus_pass import perplexity_of
+from theodolite.system.processor import multiplies_halves
 from theodolite.train.penalty import Gradient
 
 WORDS = "words"
@@ -57,7 +57,7 @@ def train_locater(
             raise UsageError(f"--{name} is '{given}'; choose {' or '.join(get_args(choices))}.")
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
-    recipe = replace(Recipe(), vocabulary=_vocabulary(vocabulary))
+    recipe = Recipe(vocabulary=_vocabulary(vocabulary), bfloat16=multiplies_halves(device))
     lists: dict[str, Any] = {
         name: _numbers(name, given) for name, given in numbers.items() if given is not None
     }

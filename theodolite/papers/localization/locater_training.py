@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -35,6 +35,7 @@ from theodolite.papers.training.training_loop import (
 )
 from theodolite.system.checksums import write_checked
 from theodolite.system.files import disk_errors, folder_purpose, json_text, write_atomically, write_text
+from theodolite.system.processor import multiplies_halves
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 
@@ -62,14 +63,15 @@ class Recipe:
     0.1 on embeddings and on both sublayers' outputs and none in attention, sinusoidal positions, embeddings times √d,
     no tied output, its initial weights, weight decay on all parameters and decoupled (p −= rate · decay · p), batches
     of whole blocks of the running text in another order every epoch. Ours: the vocabulary (theirs is of whole words:
-    None); bfloat16 in place of float16, and in the output's products only, where nearly all of the time goes.
+    None); bfloat16 in place of float16 (float32 on processors without), and in the output's products only, where nearly
+    all of the time goes.
     """
 
     length: int = 64
     batch: int = 64
     vocabulary: int | None = 2048
     dropout: float = 0.1
-    bfloat16: bool = True
+    bfloat16: bool = field(default_factory=multiplies_halves)
     measure_every: int = 250  # steps
     measured_windows: int = 512  # of the held-out text, evenly chosen; the last measurement takes all
     checkpoint_every: int = 1000  # steps

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -271,8 +271,8 @@ def _tasks(config: EmbeddedConfig) -> str:
 
 def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
     """The call that repeats the training run: on the command line where that has the options, else in Python."""
-    names = (field.name for field in fields(config))
-    changed = {n: getattr(config, n) for n in names if getattr(config, n) != getattr(EmbeddedConfig, n)}
+    default = asdict(EmbeddedConfig())
+    changed = {name: value for name, value in asdict(config).items() if value != default[name]}
     if python_text and changed.keys() <= {"steps", "seed"}:
         options = {"out": result.folder.name, **changed, "threads": result.threads}
         return "theodolite train embedded " + " ".join(f"--{name} {value}" for name, value in options.items())

@@ -8,7 +8,7 @@ So the three are one architecture with the same number of weights, but for the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from transformers import (
 
 from theodolite.errors import UsageError
 from theodolite.papers.training.training_loop import LearningRate
+from theodolite.system.processor import multiplies_halves
 
 NoOp = Literal["none", "off-by-one", "learned"]
 NO_OPS: tuple[NoOp, ...] = ("none", "off-by-one", "learned")
@@ -67,7 +68,8 @@ class EmbeddedConfig:
     initial_deviation: float = 0.06  # of the weights, at the beginning
     repeats: float = 0.2  # share of the contexts that are a few tokens again and again
     backcopies: float = 0.05  # share of them in which the token before a trigger stands behind it once more
-    bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
+    # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
+    bfloat16: bool = field(default_factory=multiplies_halves)
     checkpoint_every: int = 500  # steps
     seed: int = 0
     no_op: NoOp | None = None  # gpt-oss in place of Llama
@@ -94,7 +96,8 @@ class TaskModelConfig:
     positions: str = "learned"  # or "rotary"
     warm_up: int = 100  # steps
     weight_decay: float = 0.1  # on matrices only
-    bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
+    # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
+    bfloat16: bool = field(default_factory=multiplies_halves)
     checkpoint_every: int = 250  # steps
     series: bool = False  # keep the weights of some steps: of SERIES, or of the task's own
     optimizer: Literal["adamw", "sgd"] = "adamw"
