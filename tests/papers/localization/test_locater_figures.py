@@ -206,6 +206,11 @@ def test_against_none_and_weight_decay() -> None:
     assert answers["LocAteR does better than equally tuned weight decay (ours)"] == FAILS
     assert answers["With LocAteR the perplexity improves (“eventually”, section 7)"] == FAILS
     assert "With stronger κ₂ the perplexity improves" not in answers
+    claim = "LocAteR does better than equally tuned weight decay (ours)"
+    one = grid(1.0, reductions=["mean"])
+    assert verdicts(one)[claim] == UNDECIDED
+    other = [run for run in worse if run.setting.reduction == "sum"]
+    assert verdicts([*one, *other])[claim] == UNDECIDED
 
 
 def test_the_best_setting_is_not_judged_on_what_it_was_chosen_by() -> None:
