@@ -244,23 +244,21 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
     outcome.figure(
         "principal-components",
         "Positions and context vectors on two principal components",
-        geometry.spiral(run, layers // 2),
+        by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
         "Each layer's positional basis (violet: early, green: late) on its two leading directions, with context "
         "vectors (red) on the same plane. Each axis of each picture has its own scale.",
         "a smooth curve in every layer; a spiral makes a whole turn or more about its centre, a random walk about "
         "two thirds of one.",
         f"{SONG}, {place}",
-        choice=by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
         wide=True,
     )
     outcome.figure(
         "waves",
         "The first three components against position",
-        geometry.waves(run, layers // 2),
+        by_layer(layers, lambda layer: geometry.waves(run, layer)),
         "The components of the curve, one line each.",
         "slow waves, each with about half a period more than the one before.",
         f"{SONG}, section 3",
-        choice=by_layer(layers, lambda layer: geometry.waves(run, layer)),
         wide=True,
     )
 
@@ -350,9 +348,8 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "frequencies",
         "The 10 × 10 lowest frequencies of the Gram matrix",
-        geometry.dct(run, len(ranks) // 2),
+        by_layer(len(ranks), lambda layer: geometry.dct(run, layer)),
         "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
         "weight in the upper left corner.",
         f"{SONG}, Fig. 3, right",
-        choice=by_layer(len(ranks), lambda layer: geometry.dct(run, layer)),
     )

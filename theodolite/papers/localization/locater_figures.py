@@ -105,12 +105,11 @@ def _draw_maps(outcome: Outcome, data: Comparable) -> None:
     outcome.figure(
         "maps",
         "ρ over training",
-        draw(0),
+        by_name("setting", [label_of(setting) for setting in settings], draw),
         "The signal propagation probability of every key position for the last query of the first layer, measured "
         "on the same held-out windows; of the first seed.",
         "horizontal stripes: positions that stay high or low.",
         f"{BAO}, Fig. 7",
-        choice=by_name("setting", [label_of(setting) for setting in settings], draw),
         wide=True,
     )
     # In the order of the curves, so that a setting has one colour on the page.
