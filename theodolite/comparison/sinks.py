@@ -24,7 +24,7 @@ from theodolite.comparison.survival import (
 )
 from theodolite.corpus.groups import GROUPS
 from theodolite.judging import Criterion, Estimate
-from theodolite.measure.ratios import ratio
+from theodolite.measure.ratios import ratio_by_context
 from theodolite.measure.uncertainty import balanced_halves
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
@@ -112,19 +112,12 @@ def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimat
     if torch.equal(reference.arrays["written"], other.arrays["written"]):
         return Estimate.exact(1.0)
     kept = places.merge(others, "left", PLACE, indicator=True)["_merge"] == "both"
-    contexts = range(len(reference.arrays["loss"]))
-    counts = (
-        pd.DataFrame({"kept": kept, "all": 1})
-        .groupby(places["context"])
-        .sum()
-        .reindex(contexts, fill_value=0)
-    )
-    b, t = (counts[name].to_numpy(np.float64) for name in ("kept", "all"))
-    sums = [b.sum(), t.sum(), b @ b, b @ t, t @ t]
-    share, error = ratio(torch.tensor(sums, dtype=torch.float64))
-    if len(b) == 1:
+    contexts = len(reference.arrays["loss"])
+    counts = [np.bincount(places["context"], each, contexts) for each in (kept, np.ones(len(places)))]
+    share, error = ratio_by_context(*map(torch.from_numpy, counts))
+    if contexts == 1:
         return Estimate(float(share), n=1, of="contexts")
-    return Estimate(float(share), float(error), len(b), "contexts").floored()
+    return Estimate(float(share), float(error), contexts, "contexts").floored()
 
 
 def _sinks_left(before: pd.Series, after: pd.Series, contexts: int) -> pd.DataFrame:

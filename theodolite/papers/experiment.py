@@ -144,16 +144,30 @@ class Study:
             raise UsageError("this experiment needs the model as well as the run: pass it too")
         return self.model
 
-    def require_training(self, key: str, purpose: str, command: str) -> dict[str, Any]:
-        """What the run's provenance says under `key` of a folder of training runs.
+    def require_corpus(
+        self, why: str = "this experiment reads the text of the run again: pass it as well"
+    ) -> Corpus:
+        """The text of the run.
 
         Raises:
-            UsageError: it says nothing; the message begins with `purpose` and names the `command` that writes one.
+            UsageError: it was not given; the message is `why`.
+        """
+        if self.corpus is None:
+            raise UsageError(why)
+        return self.corpus
+
+    def training_folder(self, key: str, purpose: str, command: str, outcome: Outcome | None = None) -> Path:
+        """The folder of training runs that the run's provenance describes under `key`, and then the outcome's, too.
+
+        Raises:
+            UsageError: it describes none; the message begins with `purpose` and names the `command` that writes one.
         """
         training: dict[str, Any] | None = self.provenance.get(key)
         if training is None:
             raise UsageError(f"{purpose}: pass the folder that `{command}` wrote")
-        return training
+        if outcome is not None:
+            outcome.runs["trainings"] = training
+        return Path(training["folder"])
 
     def other_run(self) -> Run:
         """The survey of the second text."""

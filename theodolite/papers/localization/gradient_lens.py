@@ -168,9 +168,7 @@ def order(shares: Shares) -> Estimates:
     scaled_down=f"{CONTEXTS} contexts at most",
 )
 def gradient(study: Study, outcome: Outcome) -> None:
-    corpus = study.corpus
-    if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: pass it as well")
+    corpus = study.require_corpus()
     contexts = corpus.contexts[:CONTEXTS]
     if len(contexts) < LEAST_CONTEXTS or contexts.shape[1] < 3:
         raise UsageError(f"give {LEAST_CONTEXTS} contexts or more, of 3 tokens or more")

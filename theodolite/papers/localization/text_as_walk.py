@@ -9,7 +9,6 @@ import plotly.graph_objects as go
 from theodolite.accumulate.sums import State
 from theodolite.accumulate.walks import LAGS, WalkSums, simulated_walk
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.judging import Criterion, Estimates
 from theodolite.measure.walks import (
     MEASURES,
@@ -80,9 +79,7 @@ def text_walk(study: Study) -> TextWalk:
     Raises:
         UsageError: the text is not at hand, or its contexts are too short.
     """
-    corpus = study.corpus
-    if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: pass it as well")
+    corpus = study.require_corpus()
     seed = int(study.provenance["seed"])
     return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))
 
