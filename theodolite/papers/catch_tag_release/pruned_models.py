@@ -22,6 +22,7 @@ from theodolite.accumulate.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
+from theodolite.evaluate.scores import mean_and_error
 from theodolite.measure.ratios import ratio_by_context
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
@@ -127,8 +128,7 @@ def _ratio(part: Tensor, reference: Tensor, layer: int | None) -> tuple[float, f
 
 def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
     """Mean loss of another model less that of the first, and its standard error: paired by context."""
-    difference = other.loss - dense.loss
-    return float(difference.mean()), float(difference.std() / len(difference) ** 0.5)
+    return mean_and_error((other.loss - dense.loss).numpy())
 
 
 def halves(study: Study) -> tuple[Corpus, Corpus]:
