@@ -40,7 +40,7 @@ class Choice:
 
     `mode`: "picker" (one figure under its own picker), "buttons" (a button for each), "head" (follows the page's
     layer and head pickers).
-    `grid`: keys that are also drawn small, side by side. `start`: which option an experiment's page shows first.
+    `grid`: keys that are also drawn small, side by side. `start`: which option a page shows first.
     """
 
     name: str
