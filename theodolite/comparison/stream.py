@@ -195,7 +195,7 @@ def _moved(table: pd.DataFrame, name: str) -> str:
     before, after, error = (
         mean_over_layers(table[f"{name}_{part}"].to_numpy())[0] for part in ("before", "after", "se")
     )
-    return f"{number(before)} → {number(after)}{within_errors(after - before, error, GROUPS)}"
+    return f"{number(before)} → {number(after)}{within_errors(after - before, error)}"
 
 
 def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:

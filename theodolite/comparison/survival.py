@@ -327,6 +327,6 @@ def changes(before: Sequence[float] | Floats, after: Sequence[float] | Floats) -
     return pd.DataFrame({"before": first, "after": second, "difference": second - first})
 
 
-def within_errors(difference: float, error: float, n: int) -> str:
+def within_errors(difference: float, error: float) -> str:
     """` (within the 95 % interval)`, where a difference has an error and is so small; else nothing."""
-    return " (within the 95 % interval)" if error > 0 and not clear(difference, error, n) else ""
+    return " (within the 95 % interval)" if error > 0 and not clear(difference, error, GROUPS) else ""

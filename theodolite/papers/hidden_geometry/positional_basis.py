@@ -14,7 +14,6 @@ from theodolite.measure.uncertainty import half_sample_error
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import (
-    closest_model,
     columns_with_errors,
     smooth_verdict,
 )
@@ -56,7 +55,7 @@ def _beside_published(
 ) -> None:
     """A layer column beside a published table: the means, all rows as a table, and the figure."""
     values, errors = value_of(run, name), error_of(run, name)
-    model = closest_model(run)
+    model = published.closest(run)
     printed = ", ".join(
         f"{bracketed(*mean_over_layers(row)[:2])} on {text}"
         for text, row in zip(published.TEXTS, rows[model], strict=True)

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.report import published, style
-from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column, provenance
+from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column
 from theodolite.report.drawing.grammar import line, reference
 from theodolite.report.health import RANK_COLLAPSE
 from theodolite.system.wording import with_error
@@ -60,9 +60,7 @@ def _band(run: Run, model: str, low: list[float], high: list[float], what: str) 
     """A shaded range over relative depth: the published layers are stretched onto this model's."""
     last = float(layer_numbers(run).max())
     x = [round(float(step), 4) for step in np.linspace(0, last, len(low))]
-    is_closest = model == published.closest(
-        provenance(run, "model", "family"), provenance(run, "model", "positions")
-    )
+    is_closest = model == published.closest(run)
     return [
         go.Scatter(
             x=x + x[::-1],
