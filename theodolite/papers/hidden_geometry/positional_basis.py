@@ -31,7 +31,6 @@ from theodolite.report.data import (
     Floats,
     error_of,
     layer_average,
-    layer_estimate,
     layer_estimates,
     mean_over_layers,
     need,
@@ -110,7 +109,7 @@ def stable_rank(study: Study, outcome: Outcome) -> None:
         outcome.cannot_test(claim, "this run has no stable_rank")
         return
     worst = int(np.nanargmax(values))
-    highest = layer_estimate(run, "stable_rank", first + worst)
+    highest = layer_estimates(run, "stable_rank").at(first + worst)
     what = f"highest stable rank of {len(values)} layers, at layer {worst + first}"
     outcome.claim(claim, what, highest, criteria.STABLE_RANK)
 
