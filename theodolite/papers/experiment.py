@@ -175,20 +175,9 @@ class Study:
 
     def random_run(self) -> Run:
         """The survey of as many contexts of random tokens, as long as those of the run; the run, if it is one."""
-        described = self.run.provenance["corpus"]
-        if described["name"] == RANDOM:
+        if self.run.provenance["corpus"]["name"] == RANDOM:
             return self.run
-        model = self.require_model()
-        length, contexts = described["length"], described["contexts"]
-        return self._survey_of(
-            Corpus.random_tokens(
-                model.required_vocabulary(),
-                length,
-                contexts,
-                self.run.provenance["seed"],
-                below=model.vocabulary,
-            )
-        )
+        return self._survey_of(random_tokens_like(self.require_model(), self.run))
 
     def _survey_of(self, corpus: Corpus) -> Run:
         if corpus.sha256 not in self._runs:
@@ -223,6 +212,13 @@ class Study:
             value = array(self.run, what) if kind == "arrays" else column(getattr(self.run, kind), what)
             if value is None:
                 raise UsageError(f"{name} needs {what!r}, which this run lacks: survey the model on a text")
+
+
+def random_tokens_like(model: OpenModel, run: Run) -> Corpus:
+    """As many contexts of random tokens as a run has, as long, by its seed."""
+    described = run.provenance["corpus"]
+    size = described["length"], described["contexts"], run.provenance["seed"]
+    return Corpus.random_tokens(model.required_vocabulary(), *size, below=model.vocabulary)
 
 
 def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
