@@ -232,11 +232,6 @@ def untestable(claim: str, why: str) -> Verdict:
     return Verdict(claim, UNTESTABLE, why)
 
 
-def yes_or_no(claim: str, is_so: bool, evidence: str) -> Verdict:
-    """Of what is so or not, with no number whose interval could leave it open."""
-    return Verdict(claim, HOLDS if is_so else FAILS, evidence)
-
-
 def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verdict:
     """The verdict, but undecided where its answer is one that something else would give as well.
 

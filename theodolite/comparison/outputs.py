@@ -24,7 +24,7 @@ from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, st
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.judging import Criterion, Estimate, Verdict, judge
-from theodolite.measure.ratios import ratio
+from theodolite.measure.ratios import ratio_by_context
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import (
@@ -290,11 +290,7 @@ def _compare_layer(
     """One row per head; a head that wrote nothing has `before` 0, and `after` 1 if it writes now."""
     old, new = old.double(), new.double()
     squares = [_by_context(values.square().sum(dim=2), context) for values in (new - old, old, new)]
-    difference, total = squares[:2]
-    sums = [difference, total, difference.square(), difference * total, total.square()]
-    lost, error = (
-        values.numpy() for values in ratio(torch.stack([values.sum(dim=1) for values in sums], dim=-1))
-    )
+    lost, error = (values.numpy() for values in ratio_by_context(*squares[:2]))
     sizes = [(values.sum(dim=1) / len(context)).sqrt().numpy() for values in squares]
     writes = sizes[1] > 0
     with np.errstate(divide="ignore", invalid="ignore"):

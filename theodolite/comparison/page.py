@@ -220,14 +220,8 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         if any(map(len, tables.values())):
             figures = list(tables.values())
             choice = by_name("model", list(tables), lambda index: draw(figures[index]))
-            page.figure(
-                name.replace(" ", "-"),
-                title,
-                draw(figures[0]),
-                *caption,
-                choice=choice if len(figures) > 1 else None,
-                wide=wide,
-            )
+            drawn = choice if len(figures) > 1 else draw(figures[0])
+            page.figure(name.replace(" ", "-"), title, drawn, *caption, wide=wide)
 
     figure(
         matched.NAME,

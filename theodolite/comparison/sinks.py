@@ -18,15 +18,14 @@ from theodolite.comparison.survival import (
     Flags,
     Survival,
     changes,
-    looks_of,
-    margins,
+    direction_margins,
     share_error,
     statuses,
 )
 from theodolite.corpus.groups import GROUPS
 from theodolite.judging import Criterion, Estimate
-from theodolite.measure.ratios import ratio
-from theodolite.measure.uncertainty import balanced_halves, half_sample_error
+from theodolite.measure.ratios import ratio_by_context
+from theodolite.measure.uncertainty import balanced_halves
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing.sinks import sink_name
@@ -113,19 +112,12 @@ def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimat
     if torch.equal(reference.arrays["written"], other.arrays["written"]):
         return Estimate.exact(1.0)
     kept = places.merge(others, "left", PLACE, indicator=True)["_merge"] == "both"
-    contexts = range(len(reference.arrays["loss"]))
-    counts = (
-        pd.DataFrame({"kept": kept, "all": 1})
-        .groupby(places["context"])
-        .sum()
-        .reindex(contexts, fill_value=0)
-    )
-    b, t = (counts[name].to_numpy(np.float64) for name in ("kept", "all"))
-    sums = [b.sum(), t.sum(), b @ b, b @ t, t @ t]
-    share, error = ratio(torch.tensor(sums, dtype=torch.float64))
-    if len(b) == 1:
+    contexts = len(reference.arrays["loss"])
+    counts = [np.bincount(places["context"], each, contexts) for each in (kept, np.ones(len(places)))]
+    share, error = ratio_by_context(*map(torch.from_numpy, counts))
+    if contexts == 1:
         return Estimate(float(share), n=1, of="contexts")
-    return Estimate(float(share), float(error), len(b), "contexts").floored()
+    return Estimate(float(share), float(error), contexts, "contexts").floored()
 
 
 def _sinks_left(before: pd.Series, after: pd.Series, contexts: int) -> pd.DataFrame:
@@ -210,6 +202,7 @@ def tags(reference: Run, other: Run) -> Survival:
         table[[*KEY, *TAG_COLUMNS]],
         _tags_sentence,
         weight="tagged_before",
+        directions="cosine",
         least=TAGGED,
         contexts=contexts,
     )
@@ -238,19 +231,15 @@ def kept_directions(
 ) -> tuple[Floats, Flags, Flags]:
     """Half the width of the 95 % interval of `cosine`, and whether at least half of the square is kept, or is not.
 
-    The error is that of the cosines in balanced halves of the contexts, which both models read. What both directions
-    owe to these contexts makes them more alike in every half, and what only one does less alike: by the share of the
-    squared lengths that is due to the contexts at most, which is added.
-
     Args:
         table: tags with cosine, direction_se_before and direction_se_after.
         before, after: sums along the directions by group of contexts; NaN of a tag that has none, in an older trace or
             beyond the strongest.
     """
     halves = balanced_halves() @ before, balanced_halves() @ after
-    error = half_sample_error(torch.cosine_similarity(halves[0], halves[1], dim=2, eps=0).T).numpy()
     owed = (table["direction_se_before"] ** 2 + table["direction_se_after"] ** 2) / 2
-    margin = margins(error, GROUPS, looks_of(len(table))) + owed.replace(np.inf, np.nan).to_numpy()
+    cosines = torch.cosine_similarity(halves[0], halves[1], dim=2, eps=0)
+    margin = direction_margins(cosines.T, owed.replace(np.inf, np.nan).to_numpy())
     return margin, *ALONG.decided(table["cosine"].to_numpy(), margin)
 
 

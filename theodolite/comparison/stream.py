@@ -20,8 +20,7 @@ from theodolite.comparison.survival import (
     UNDECIDED,
     Survival,
     changes,
-    looks_of,
-    margins,
+    direction_margins,
     statuses,
     within_errors,
 )
@@ -159,6 +158,7 @@ def positions(reference: Run, other: Run) -> Survival:
         "(linear CKA), which is invariant to rotation",
         table,
         partial(_positions_sentence, chance=_chance(cosines, reference)),
+        directions="overlap",
         contexts=reference.provenance["corpus"]["contexts"],
     )
 
@@ -195,7 +195,7 @@ def _moved(table: pd.DataFrame, name: str) -> str:
     before, after, error = (
         mean_over_layers(table[f"{name}_{part}"].to_numpy())[0] for part in ("before", "after", "se")
     )
-    return f"{number(before)} → {number(after)}{within_errors(after - before, error, GROUPS)}"
+    return f"{number(before)} → {number(after)}{within_errors(after - before, error)}"
 
 
 def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
@@ -231,17 +231,15 @@ def squared_cosines(first: Run, second: Run) -> list[Floats]:
 
 
 def overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
-    """Half the width of the 95 % interval of `overlap`, a layer, as of tags (`sinks.kept_directions`).
+    """`direction_margins` of `overlap`, a layer: what directions owe to the contexts is their `subspace_error`.
 
-    The error is that of the overlaps in halves of the contexts, which both models read, and what they may owe to these
-    contexts is added: the share of the directions that sampling moves, `subspace_error`. NaN where a run of an older
-    schema, or of few contexts, has neither.
+    NaN where a run of an older schema, or of few contexts, has neither.
     """
     if not all("subspace_of_half" in run.arrays for run in runs):
         return np.full(len(cosines), np.nan)
-    errors, owed = [], []
+    halves, owed = [], []
     for layer, k in enumerate(len(c) for c in cosines):
         one, two = (run.arrays["subspace_of_half"][layer, :, :k].double() for run in runs)
-        errors.append(half_sample_error((one @ two.mT).square().sum(dim=(1, 2)) / k))
+        halves.append((one @ two.mT).square().sum(dim=(1, 2)) / k)
         owed.append(sum(float(run.arrays["subspace_error"][layer, k - 1]) for run in runs) / 2)
-    return margins(torch.stack(errors), GROUPS, looks_of(len(owed))) + np.array(owed)
+    return direction_margins(torch.stack(halves, dim=1), np.array(owed))

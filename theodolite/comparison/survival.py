@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from jaxtyping import Float
 from scipy import stats
+from torch import Tensor
 
+from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import CONFIDENCE
 from theodolite.judging import (
     SIGMAS,
@@ -23,6 +26,7 @@ from theodolite.judging import (
     mix_of,
     untestable,
 )
+from theodolite.measure.uncertainty import half_sample_error
 from theodolite.report.data import Floats
 from theodolite.system.wording import counted, listed, percent
 
@@ -63,6 +67,7 @@ class Survival:
         further: verdicts on more than what survives.
         contexts: those that the units' errors rest on; 0: no errors are known, so that the part is not decided.
         certain: no other text would say anything else: spectra of weights, or one model twice.
+        directions: the column that is 1 where a unit's directions are as they were; empty: it has none.
     """
 
     name: str
@@ -77,6 +82,7 @@ class Survival:
     further: tuple[Verdict, ...] = ()
     contexts: int = 0
     certain: bool = False
+    directions: str = ""
 
     @property
     def sentence(self) -> str:
@@ -188,8 +194,8 @@ class Survival:
     def exact(self) -> bool:
         """Whether nothing differs at all."""
         differences = [name for name in self.table if str(name).endswith("difference")]
-        if any((self.table[name] < 1 - 1e-6).any() for name in ("cosine", "overlap") if name in self.table):
-            return False  # in other directions
+        if self.directions and (self.table[self.directions] < 1 - 1e-6).any():
+            return False
         return self.count(SURVIVED) == len(self.table) and not self.table[differences].fillna(0).any(
             axis=None
         )
@@ -236,6 +242,18 @@ def margins(errors: npt.ArrayLike, n: npt.ArrayLike, looks: int = 1) -> Floats:
     """
     sigmas = stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / looks, np.asarray(n, dtype=np.float64) - 1)
     return np.asarray(sigmas * np.asarray(errors, dtype=np.float64))
+
+
+def direction_margins(halves: Float[Tensor, "halves units"], owed: Floats) -> Floats:
+    """Half the width of the 95 % interval of how alike the directions of each unit are in two models, from 0 to 1.
+
+    The error is that in balanced halves of the contexts, which both models read. What the directions owe to these
+    contexts makes them more alike in every half, and what only one model's do less alike.
+
+    Args:
+        owed: the share of the (squared) directions that is due to the contexts at most, which is added.
+    """
+    return margins(half_sample_error(halves).numpy(), GROUPS, looks_of(len(owed))) + owed
 
 
 def looks_of(units: int) -> int:
@@ -309,6 +327,6 @@ def changes(before: Sequence[float] | Floats, after: Sequence[float] | Floats) -
     return pd.DataFrame({"before": first, "after": second, "difference": second - first})
 
 
-def within_errors(difference: float, error: float, n: int) -> str:
+def within_errors(difference: float, error: float) -> str:
     """` (within the 95 % interval)`, where a difference has an error and is so small; else nothing."""
-    return " (within the 95 % interval)" if error > 0 and not clear(difference, error, n) else ""
+    return " (within the 95 % interval)" if error > 0 and not clear(difference, error, GROUPS) else ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from theodolite.corpus.documents import Columns, Document, document_of_row, joined_articles
 from theodolite.errors import UsageError, first_line
@@ -17,8 +19,7 @@ def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -
     """Rows of a dataset as they arrive, class numbers replaced by their names."""
     import datasets
 
-    try:
-        dataset = datasets.load_dataset(name, config, split=split, streaming=True)
+    with streamed_dataset(name, config, split) as dataset:
         features = dataset.features or {}
         for number, row in enumerate(dataset, start=1):
             for column, feature in features.items():
@@ -26,6 +27,19 @@ def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -
                     row[column] = feature.int2str(row[column])
             if document := document_of_row(row, columns, f"Dataset {name}", number):
                 yield document
+
+
+@contextmanager
+def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]:
+    """A dataset to be read while open.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    import datasets
+
+    try:
+        yield datasets.load_dataset(name, config, split=split, streaming=True)
     except UsageError:
         raise
     except Exception as error:  # `datasets` lets through whatever its network and file libraries raise

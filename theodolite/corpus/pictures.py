@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from theodolite.corpus.documents import LABEL_COLUMNS, TEXT_COLUMN, Columns, printable
+from theodolite.corpus.hub_dataset import streamed_dataset
 from theodolite.errors import UsageError, first_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -133,19 +134,8 @@ def pictures_of_dataset(name: str, config: str | None, split: str, columns: Colu
     Raises:
         UsageError: it cannot be read, or has no column of images.
     """
-    import datasets
-
-    try:
-        dataset = datasets.load_dataset(name, config, split=split, streaming=True)
+    with streamed_dataset(name, config, split) as dataset:
         yield from _pictures(dataset, f"Dataset {name}", columns)
-    except UsageError:
-        raise
-    except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
-        why = first_line(error) or type(error).__name__
-        raise UsageError(
-            f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a "
-            "network, give a folder that holds its files."
-        ) from error
 
 
 def _saved(path: Path, columns: Columns) -> Iterator[Picture]:

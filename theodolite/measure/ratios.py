@@ -13,6 +13,14 @@ def ratio(pairs: Float[Tensor, "*rows 5"]) -> tuple[Tensor, Tensor]:
     return value, _error(variance, effective)
 
 
+def ratio_by_context(
+    parts: Float[Tensor, "*rows contexts"], wholes: Float[Tensor, "*rows contexts"]
+) -> tuple[Tensor, Tensor]:
+    """`ratio` of what each context has, b and t."""
+    pairs = (parts, wholes, parts.square(), parts * wholes, wholes.square())
+    return ratio(torch.stack([each.sum(dim=-1) for each in pairs], dim=-1))
+
+
 def difference(
     pairs: Float[Tensor, "*rows 5"], others: Float[Tensor, "*rows 5"], crossed: Float[Tensor, "*rows 4"]
 ) -> tuple[Tensor, Tensor]:

@@ -128,7 +128,7 @@ def traces(
         "head": head,
         "kind": [KINDS[k] for k in kind.tolist()],
         "token_id": token,
-        "token": [_token_name(k, t, text) for k, t in keys[:, 2:].tolist()],
+        "token": [text(t) if KINDS[k] in NAMED else "" for k, t in keys[:, 2:].tolist()],
         "contexts": sums["contexts"].long(),
         "share": sums["contexts"] / contexts,
         "position": sums["position"] / sinks,
@@ -263,7 +263,3 @@ def _table(columns: Mapping[str, Tensor | list[str]]) -> pd.DataFrame:
             for name, values in columns.items()
         }
     )
-
-
-def _token_name(kind: int, token: int, text: Callable[[int], str]) -> str:
-    return text(token) if KINDS[kind] in NAMED else ""

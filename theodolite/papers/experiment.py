@@ -144,16 +144,30 @@ class Study:
             raise UsageError("this experiment needs the model as well as the run: pass it too")
         return self.model
 
-    def require_training(self, key: str, purpose: str, command: str) -> dict[str, Any]:
-        """What the run's provenance says under `key` of a folder of training runs.
+    def require_corpus(
+        self, why: str = "this experiment reads the text of the run again: pass it as well"
+    ) -> Corpus:
+        """The text of the run.
 
         Raises:
-            UsageError: it says nothing; the message begins with `purpose` and names the `command` that writes one.
+            UsageError: it was not given; the message is `why`.
+        """
+        if self.corpus is None:
+            raise UsageError(why)
+        return self.corpus
+
+    def training_folder(self, key: str, purpose: str, command: str, outcome: Outcome | None = None) -> Path:
+        """The folder of training runs that the run's provenance describes under `key`, and then the outcome's, too.
+
+        Raises:
+            UsageError: it describes none; the message begins with `purpose` and names the `command` that writes one.
         """
         training: dict[str, Any] | None = self.provenance.get(key)
         if training is None:
             raise UsageError(f"{purpose}: pass the folder that `{command}` wrote")
-        return training
+        if outcome is not None:
+            outcome.runs["trainings"] = training
+        return Path(training["folder"])
 
     def other_run(self) -> Run:
         """The survey of the second text."""
@@ -161,20 +175,9 @@ class Study:
 
     def random_run(self) -> Run:
         """The survey of as many contexts of random tokens, as long as those of the run; the run, if it is one."""
-        described = self.run.provenance["corpus"]
-        if described["name"] == RANDOM:
+        if self.run.provenance["corpus"]["name"] == RANDOM:
             return self.run
-        model = self.require_model()
-        length, contexts = described["length"], described["contexts"]
-        return self._survey_of(
-            Corpus.random_tokens(
-                model.required_vocabulary(),
-                length,
-                contexts,
-                self.run.provenance["seed"],
-                below=model.vocabulary,
-            )
-        )
+        return self._survey_of(random_tokens_like(self.require_model(), self.run))
 
     def _survey_of(self, corpus: Corpus) -> Run:
         if corpus.sha256 not in self._runs:
@@ -209,6 +212,13 @@ class Study:
             value = array(self.run, what) if kind == "arrays" else column(getattr(self.run, kind), what)
             if value is None:
                 raise UsageError(f"{name} needs {what!r}, which this run lacks: survey the model on a text")
+
+
+def random_tokens_like(model: OpenModel, run: Run) -> Corpus:
+    """As many contexts of random tokens as a run has, as long, by its seed."""
+    described = run.provenance["corpus"]
+    size = described["length"], described["contexts"], run.provenance["seed"]
+    return Corpus.random_tokens(model.required_vocabulary(), *size, below=model.vocabulary)
 
 
 def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:

@@ -7,9 +7,8 @@ released codes of magnitude and SparseGPT remove entries ≤ a threshold instead
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -323,28 +322,35 @@ def changed_in_blocks(
 def _prune_block(
     rows: Float[Tensor, "inputs outputs"], upper: Float[Tensor, "inputs inputs"], keep: Pattern | int
 ) -> None:
-    """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern.
-
-    The paper takes the i-th error from all later inputs at once; here each input takes from itself all earlier
-    errors just before it is needed, which reads as much and writes less.
-    """
+    """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern."""
     scale = upper.diagonal().unsqueeze(1)
     errors = torch.empty_like(rows)
     mask = torch.empty_like(rows, dtype=torch.bool)
     if isinstance(keep, int):
         mask = largest((rows / scale).abs().view(1, -1), keep).view(rows.shape)
-    edges = range(0, len(rows), keep.of if isinstance(keep, Pattern) else SUBBLOCK)
-    for first, last in itertools.pairwise((*edges, len(rows))):
-        group = slice(first, last)
+    share = rows
+    for i, group in inputs_in_turn(rows, upper, errors, keep.of if isinstance(keep, Pattern) else SUBBLOCK):
+        if i == group.start:
+            if isinstance(keep, Pattern):
+                mask[group] = keep.largest_down((rows[group] / scale[group]).abs())
+            share = ~mask[group] / scale[group]
+        torch.mul(rows[i], share[i - group.start], out=errors[i])
+    rows.masked_fill_(~mask, 0)
+
+
+def inputs_in_turn(rows: Tensor, upper: Tensor, errors: Tensor, size: int) -> Iterator[tuple[int, slice]]:
+    """Each input of a block, and its group of `size`, once the errors of the inputs before it are taken from it.
+
+    The paper takes the i-th error, which the caller writes, from all later inputs at once; here each input takes from
+    itself all earlier errors just before it is needed, which reads as much and writes less.
+    """
+    for first in range(0, len(rows), size):
+        group = slice(first, min(first + size, len(rows)))
         rows[group].addmm_(upper[:first, group].mT, errors[:first], alpha=-1)
-        if isinstance(keep, Pattern):
-            mask[group] = keep.largest_down((rows[group] / scale[group]).abs())
-        share = ~mask[group] / scale[group]
-        for i in range(first, last):
+        for i in range(first, group.stop):
             if i > first:
                 rows[i].addmv_(errors[first:i].mT, upper[first:i, i], alpha=-1)
-            torch.mul(rows[i], share[i - first], out=errors[i])
-    rows.masked_fill_(~mask, 0)
+            yield i, group
 
 
 def count_left(entries: int, sparsity: float) -> int:

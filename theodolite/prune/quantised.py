@@ -23,6 +23,7 @@ from theodolite.prune.methods import (
     changed_in_blocks,
     check_inputs_of,
     factor_hessian,
+    inputs_in_turn,
 )
 from theodolite.prune.patterns import checked_inputs, checked_weight, precision_of
 from theodolite.system.choices import check_bits
@@ -299,15 +300,10 @@ def _round_block(
 ) -> None:
     """Put some inputs on their grid in place, each after what the errors of the earlier ones ask of it."""
     errors = torch.empty_like(rows)
-    for first in range(0, len(rows), SUBBLOCK):
-        now = slice(first, first + SUBBLOCK)
-        rows[now].addmm_(upper[:first, now].mT, errors[:first], alpha=-1)
-        for i in range(first, min(first + SUBBLOCK, len(rows))):
-            if i > first:
-                rows[i].addmv_(errors[first:i].mT, upper[first:i, i], alpha=-1)
-            rounded = _on_grid(rows[i], scale, bits)
-            torch.sub(rows[i], rounded, out=errors[i]).div_(upper[i, i])
-            rows[i] = rounded
+    for i, _ in inputs_in_turn(rows, upper, errors, SUBBLOCK):
+        rounded = _on_grid(rows[i], scale, bits)
+        torch.sub(rows[i], rounded, out=errors[i]).div_(upper[i, i])
+        rows[i] = rounded
 
 
 def _quantised(rounded: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Quantised:

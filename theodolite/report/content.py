@@ -107,7 +107,7 @@ class Table:
 
 def tiles(run: Run) -> list[Tile]:
     """The key numbers that this run has."""
-    model = published.closest(provenance(run, "model", "family"), provenance(run, "model", "positions"))
+    model = published.closest(run)
     reference = published.AVERAGES[model]
     numbers: list[Tile] = []
 

@@ -77,19 +77,12 @@ def value_of(run: Run, name: str) -> Floats:
 
 def error_of(run: Run, name: str) -> Floats:
     """The standard errors of a column of the layers table, NaN where the run has none."""
-    errors = column(run.layers, f"{name}_se")
-    return np.full(len(run.layers), np.nan) if errors is None else errors
+    return value_of(run, f"{name}_se")
 
 
 def layer_estimates(run: Run, name: str) -> Estimates:
     """A layer column with its standard errors, which rest on eight groups of neighbouring contexts."""
     return Estimates(value_of(run, name), error_of(run, name), *OF_GROUPS)
-
-
-def layer_estimate(run: Run, name: str, layer: int) -> Estimate:
-    """One layer's number of `layer_estimates`."""
-    error = float(error_of(run, name)[layer])
-    return Estimate(float(value_of(run, name)[layer]), error, *OF_GROUPS)
 
 
 def mean_over_layers(

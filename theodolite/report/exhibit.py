@@ -40,7 +40,7 @@ class Choice:
 
     `mode`: "picker" (one figure under its own picker), "buttons" (a button for each), "head" (follows the page's
     layer and head pickers).
-    `grid`: keys that are also drawn small, side by side.
+    `grid`: keys that are also drawn small, side by side. `start`: which option a page shows first.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Choice:
     draw: Callable[[str], go.Figure | Sketch]
     mode: str = "picker"
     grid: Sequence[str] = ()
+    start: int = 0
 
     def variants(self) -> dict[str, list[Patch]]:
         """Of every option the entries of each trace that are not the same in all options."""
@@ -149,16 +150,18 @@ def by_name(
     draw: Callable[[int], go.Figure | Sketch],
     *,
     grid: bool = False,
+    start: int = 0,
 ) -> Choice:
     """A picker over numbered pictures, the first `GRID` of them, evenly chosen, also drawn small."""
     options = [Option(str(index), name) for index, name in enumerate(names)]
     shown = [str(index) for index in evenly(len(names), GRID)] if grid else []
-    return Choice(kind, options, lambda key: draw(int(key)), grid=shown)
+    return Choice(kind, options, lambda key: draw(int(key)), grid=shown, start=start)
 
 
 def by_layer(count: int, draw: Callable[[int], go.Figure | Sketch], *, grid: bool = False) -> Choice:
-    """A picker over residual layers."""
-    return by_name("layer", [f"layer {layer}" for layer in range(count)], draw, grid=grid)
+    """A picker over residual layers, the middle one first."""
+    names = [f"layer {layer}" for layer in range(count)]
+    return by_name("layer", names, draw, grid=grid, start=count // 2)
 
 
 def by_layer_of(
@@ -169,9 +172,4 @@ def by_layer_of(
 ) -> Callable[[Run], Choice]:
     """A picker over the layers that a run has."""
     drawn: Callable[[Run, int], go.Figure | Sketch] = draw.sketch if isinstance(draw, Sketched) else draw
-
-    def choice(run: Run) -> Choice:
-        names = [f"layer {layer}" for layer in range(count(run))]
-        return by_name("layer", names, lambda layer: drawn(run, layer), grid=grid)
-
-    return choice
+    return lambda run: by_layer(count(run), lambda layer: drawn(run, layer), grid=grid)

@@ -71,30 +71,34 @@ class Check:
     flagged: bool
 
 
+Said = tuple[str, bool]
+"""The text of a check, and whether it is flagged."""
+
+
 def checks(run: Run) -> list[Check]:
     """Every check that the run's numbers allow."""
-    every: tuple[Callable[[Run], Check | None], ...] = (
-        _rank_collapse,
-        _entropy_collapse,
-        _vanishing,
-        _dead_heads,
-        _constant_logits,
-        _massive,
-        _positional,
-        _smooth,
-        _entangled,
-        _missing,
-        _not_decomposed,
-        _unknown_tokens,
-    )
-    return [check for check_of in every if (check := check_of(run)) is not None]
+    every: dict[str, Callable[[Run], Said | None]] = {
+        "rank collapse": _rank_collapse,
+        "entropy collapse": _entropy_collapse,
+        "vanishing signal": _vanishing,
+        "dead heads": _dead_heads,
+        "constant logits": _constant_logits,
+        "massive activations": _massive,
+        "positional structure": _positional,
+        "smoothness": _smooth,
+        "incoherence": _entangled,
+        "unmeasured heads": _missing,
+        "constituents": _not_decomposed,
+        "unknown tokens": _unknown_tokens,
+    }
+    return [Check(name, *said) for name, check in every.items() if (said := check(run)) is not None]
 
 
 def _named(run: Run, flags: npt.NDArray[np.bool_]) -> str:
     return listed([name for name, flag in zip(head_labels(run), flags, strict=True) if flag])
 
 
-def _rank_collapse(run: Run) -> Check | None:
+def _rank_collapse(run: Run) -> Said | None:
     residual = column(run.layers, "rank_collapse")
     if residual is None:
         return None
@@ -106,24 +110,20 @@ def _rank_collapse(run: Run) -> Check | None:
             f"Rank collapse: in {listed(low)} all tokens are nearly the same vector (residual below "
             f"{RANK_COLLAPSE.limit:g}; lowest {number(residual[lowest], 2)})."
         )
-        return Check("rank collapse", text, True)
+        return text, True
     least = f"{number(residual[lowest], 2)} (layer {layers[lowest]})"
     text = f"No rank collapse: the residual stays at or above {least}."
-    return Check("rank collapse", text, False)
+    return text, False
 
 
-def _entropy_collapse(run: Run) -> Check | None:
+def _entropy_collapse(run: Run) -> Said | None:
     share = entropy_share(run)
     if share is None:
         return None
     low = ENTROPY_COLLAPSE.met(share)
     limit = percent(ENTROPY_COLLAPSE.limit)
     if not low.any():
-        return Check(
-            "entropy collapse",
-            f"No entropy collapse: every head has at least {limit} of the maximum entropy.",
-            False,
-        )
+        return f"No entropy collapse: every head has at least {limit} of the maximum entropy.", False
     explained = np.zeros(len(share), dtype=bool)
     for role in (*PATTERN_ROLES, *SINK_ROLES):
         values = column(run.heads, role.column)
@@ -133,17 +133,13 @@ def _entropy_collapse(run: Run) -> Check | None:
     heads = f"{counted(int(low.sum()), 'head')} {'has' if low.sum() == 1 else 'have'}"
     text = f"{heads} less than {limit} of the maximum entropy: {_named(run, low)}."
     if not unexplained.any():
-        return Check(
-            "entropy collapse",
-            f"{text} All are first-token sink heads or have one fixed role, as is common.",
-            False,
-        )
+        return f"{text} All are first-token sink heads or have one fixed role, as is common.", False
     if explained.any():
         text += f" Neither a first-token sink nor a fixed role explains {_named(run, unexplained)}."
-    return Check("entropy collapse", f"Entropy collapse: {text}", True)
+    return f"Entropy collapse: {text}", True
 
 
-def _vanishing(run: Run) -> Check | None:
+def _vanishing(run: Run) -> Said | None:
     propagation = column(run.heads, "propagation")
     if propagation is not None:
         vanished = VANISHING.met(propagation)
@@ -152,13 +148,9 @@ def _vanishing(run: Run) -> Check | None:
                 f"Vanishing signal: fewer than {percent(VANISHING.limit)} of the keys propagate in "
                 f"{counted(int(vanished.sum()), 'head')}: {_named(run, vanished)}."
             )
-            return Check("vanishing signal", text, True)
+            return text, True
         lowest = percent(float(np.nanmin(propagation)))
-        return Check(
-            "vanishing signal",
-            f"No vanishing signal: at least {lowest} of the keys propagate in every head.",
-            False,
-        )
+        return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
     name = "regime_data" if "regime_data" in run.heads.columns else "regime"
     if name not in run.heads.columns:
         return None
@@ -166,11 +158,11 @@ def _vanishing(run: Run) -> Check | None:
     if predicted.any():
         heads = counted(int(predicted.sum()), "head")
         text = f"Theory predicts a vanishing signal for {heads}: {_named(run, predicted)}."
-        return Check("vanishing signal", text, True)
-    return Check("vanishing signal", "Theory predicts no vanishing signal.", False)
+        return text, True
+    return "Theory predicts no vanishing signal.", False
 
 
-def _dead_heads(run: Run) -> Check | None:
+def _dead_heads(run: Run) -> Said | None:
     size = column(run.heads, "frobenius_squared")
     if size is None:
         return None
@@ -185,11 +177,11 @@ def _dead_heads(run: Run) -> Check | None:
     if uniform.any():
         causes.append(f"attention is uniform in {_named(run, uniform)}")
     if causes:
-        return Check("dead heads", f"Dead heads: {'; '.join(causes)}.", True)
-    return Check("dead heads", "No dead heads: no W_QK is negligible compared with the others.", False)
+        return f"Dead heads: {'; '.join(causes)}.", True
+    return "No dead heads: no W_QK is negligible compared with the others.", False
 
 
-def _constant_logits(run: Run) -> Check | None:
+def _constant_logits(run: Run) -> Said | None:
     share = column(run.heads, "share_constant")
     # Rotary positions turn means by distance: the logits of two means are a pattern, and no constant.
     if share is None or provenance(run, "model", "positions") == "rotary":
@@ -200,7 +192,7 @@ def _constant_logits(run: Run) -> Check | None:
             "No constant logits: in every head, at least "
             f"{percent(1 - CONSTANT.limit)} of the logits' variance depends on position or context."
         )
-        return Check("constant logits", text, False)
+        return text, False
     sink_scores = column(run.heads, FIRST_TOKEN_SINK.column)
     unexplained = (
         constant
@@ -214,19 +206,19 @@ def _constant_logits(run: Run) -> Check | None:
     )
     if not unexplained.any():
         text += " All are first-token sink heads, as is common."
-    return Check("constant logits", text, bool(unexplained.any()))
+    return text, bool(unexplained.any())
 
 
-def _not_decomposed(run: Run) -> Check | None:
+def _not_decomposed(run: Run) -> Said | None:
     refused = provenance(run, "constituents_refused")
     if not refused:
         return None
     layers = listed([f"layer {visible(layer)}" for layer in refused])
     reason = visible(next(iter(refused.values())), REASON)
-    return Check("constituents", f"Logits could not be decomposed in {layers}: {reason}.", True)
+    return f"Logits could not be decomposed in {layers}: {reason}.", True
 
 
-def _massive(run: Run) -> Check | None:
+def _massive(run: Run) -> Said | None:
     later = column(run.layers, "massive_activations")
     if later is None:
         return None
@@ -238,8 +230,8 @@ def _massive(run: Run) -> Check | None:
             f"{affected.min()}): "
             "common in large models, harmful to low-precision formats."
         )
-        return Check("massive activations", text, True)
-    return Check("massive activations", "No massive activations after the first token.", False)
+        return text, True
+    return "No massive activations after the first token.", False
 
 
 def _passes(estimate: Estimate, criterion: Criterion) -> bool:
@@ -249,20 +241,18 @@ def _passes(estimate: Estimate, criterion: Criterion) -> bool:
     return judge("", "", estimate, criterion).answer == HOLDS
 
 
-def _positional(run: Run) -> Check | None:
+def _positional(run: Run) -> Said | None:
     """Whether the positional basis is more than noise; without that and smoothness, weights look random."""
     rank, singular_values = layer_average(run, "rank")[0], array(run, "singular_values")
     if not math.isfinite(rank.value) or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
         return None
     if _passes(rank, POSITIONAL):
-        return Check(
-            "positional structure", f"Positions are encoded: the mean rank of their basis is {rank}.", False
-        )
+        return f"Positions are encoded: the mean rank of their basis is {rank}.", False
     text = f"No positional structure beyond noise: the mean rank of the positional basis is {rank}."
     smooth = layer_average(run, "low_frequency_10")[0]
     if math.isfinite(smooth.value) and not _passes(smooth, ROUGH):
         text += " The model looks untrained: random weights give such numbers."
-    return Check("positional structure", text, True)
+    return text, True
 
 
 def of_plane(run: Run) -> str:
@@ -288,7 +278,7 @@ def above_noise(run: Run) -> npt.NDArray[np.bool_]:
     return norms >= least
 
 
-def _smooth(run: Run) -> Check | None:
+def _smooth(run: Run) -> Said | None:
     grid = grid_described(provenance(run, "corpus") or {})
     if column(run.layers, "low_frequency_10") is None or (
         grid and min(grid.rows, grid.columns) <= LEAST_SIDE
@@ -300,7 +290,7 @@ def _smooth(run: Run) -> Check | None:
             "The smoothness of the positional basis is not judged: positions are so little of the hidden states that "
             "noise is a tenth or more of the basis in every layer. Read more contexts."
         )
-        return Check("smoothness", text, False)
+        return text, False
     smooth = layer_average(run, "low_frequency_10", among)[0]
     if not math.isfinite(smooth.value):
         return None
@@ -310,38 +300,38 @@ def _smooth(run: Run) -> Check | None:
             f"The positional basis is not rough: its ten lowest frequencies{of_plane(run)} hold {share} of the "
             "energy."
         )
-        return Check("smoothness", text, False)
+        return text, False
     text = (
         f"Rough positional basis: the ten lowest frequencies{of_plane(run)} hold {share} of the energy of its Gram "
         f"matrix, not clearly more than {percent(ROUGH.limit)}: neighbouring positions have unrelated vectors."
     )
-    return Check("smoothness", text, True)
+    return text, True
 
 
-def _entangled(run: Run) -> Check | None:
+def _entangled(run: Run) -> Said | None:
     incoherence = layer_average(run, "incoherence_mean")[0]
     if not math.isfinite(incoherence.value):
         return None
     cosine = with_error(incoherence.value, incoherence.error)
     if _passes(incoherence, ENTANGLED):
-        return Check("incoherence", f"Position and context are not entangled: mean |cosine| {cosine}.", False)
+        return f"Position and context are not entangled: mean |cosine| {cosine}.", False
     text = (
         f"Position and context are entangled: mean |cosine| {cosine}, not clearly below {ENTANGLED.limit:g}."
     )
-    return Check("incoherence", text, True)
+    return text, True
 
 
-def _missing(run: Run) -> Check | None:
+def _missing(run: Run) -> Said | None:
     """Heads that have no measured attention although the text was read."""
     if column(run.heads, "entropy") is None:
         return None
     unknown = run.heads["entropy"].isna().to_numpy()
     if not unknown.any():
         return None
-    return Check("unmeasured heads", f"The attention of {_named(run, unknown)} could not be read.", True)
+    return f"The attention of {_named(run, unknown)} could not be read.", True
 
 
-def _unknown_tokens(run: Run) -> Check | None:
+def _unknown_tokens(run: Run) -> Said | None:
     unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
     if not tokens or not unknown or not UNKNOWN.met(unknown / tokens):
         return None
@@ -349,4 +339,4 @@ def _unknown_tokens(run: Run) -> Check | None:
         f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: the text may be in a language or "
         "script that the model does not know."
     )
-    return Check("unknown tokens", text, True)
+    return text, True

@@ -85,18 +85,20 @@ class Outcome:
         self,
         key: str,
         title: str,
-        figure: go.Figure,
+        figure: go.Figure | Choice,
         shows: str,
         look_for: str,
         source: str,
         *,
-        choice: Choice | None = None,
         wide: bool = False,
     ) -> None:
         """Show a figure.
 
         Args:
             key: its name on the page. shows, look_for, source: the caption: what is drawn, what to see, whose it is.
-            choice: what its picker offers. wide: as wide as the page.
+            figure: or what its picker offers. wide: as wide as the page.
         """
+        choice = None
+        if isinstance(figure, Choice):
+            choice, figure = figure, figure.draw(figure.options[figure.start].key)
         self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))

@@ -175,16 +175,9 @@ def block_of(exhibit: Exhibit) -> Block:
     for option in options:
         groups.setdefault(option.group, []).append(option)
     by_key = {option.key: option for option in options}
-    first = options[len(options) // 2 if choice.name == "layer" else 0]
-    return Block(
-        exhibit,
-        json,
-        height,
-        _side_by_side(figure),
-        list(groups.items()),
-        first,
-        [by_key[key] for key in choice.grid if key in by_key],
-    )
+    small = [by_key[key] for key in choice.grid if key in by_key]
+    first = options[choice.start]
+    return Block(exhibit, json, height, _side_by_side(figure), list(groups.items()), first, small)
 
 
 def _side_by_side(figure: go.Figure) -> bool:

@@ -1,14 +1,20 @@
 """The published numbers that a run is compared with, each with the table that it was read from.
 
 All are from Song & Zhong 2024, "Uncovering hidden geometry in Transformers via disentangling position and
-context". Values are as printed; ranges and means that are computed from them say so. Nothing here reads a
-run.
+context". Values are as printed; ranges and means that are computed from them say so. Of a run only
+its model's family and positions are read.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from theodolite.report.data import provenance
+
+if TYPE_CHECKING:
+    from theodolite.passes.run import Run
 
 MODELS = ("GPT-2", "BERT", "BLOOM", "Llama 2")
 
@@ -173,13 +179,13 @@ _FAMILIES = {
 }
 
 
-def closest(family: str | None, positions: str | None = None) -> str:
+def closest(run: Run) -> str:
     """The published model to show first: the same family, else the same kind of position, else GPT-2."""
-    name = (family or "").lower()
+    family, positions = ((provenance(run, "model", of) or "").lower() for of in ("family", "positions"))
     for model, parts in _FAMILIES.items():
-        if any(part in name for part in parts):
+        if any(part in family for part in parts):
             return model
-    return {"rotary": "Llama 2", "alibi": "BLOOM"}.get((positions or "").lower(), "GPT-2")
+    return {"rotary": "Llama 2", "alibi": "BLOOM"}.get(positions, "GPT-2")
 
 
 def layer_range(rows: tuple[tuple[float, ...], ...]) -> tuple[list[float], list[float]]:

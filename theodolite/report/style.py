@@ -18,6 +18,7 @@ import textwrap
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
 
 from theodolite.system.wording import for_plotly
@@ -82,7 +83,6 @@ _BRIGHTER = {
     SKY: "#a9cbff",
     GREY: "#7d7680",
 }
-DARK_CATEGORIES = [_BRIGHTER[colour] for colour in CATEGORIES]
 
 
 def dark_swaps() -> dict[str, str]:
@@ -210,6 +210,11 @@ def error_bars(errors: Any, *, width: int = 3, thickness: float = 1.2) -> dict[s
 def every_tick(count: int) -> dict[str, int]:
     """A tick at each of `count` whole numbers where all can be read; else Plotly's own choice."""
     return {"dtick": 1} if count <= MOST_TICKS else {}
+
+
+def layer_axis(layers: npt.NDArray[np.float64]) -> dict[str, Any]:
+    """An axis of residual layers, with room for the markers at its ends."""
+    return {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False} | every_tick(len(layers))
 
 
 def head_map_layout(layers: int, heads: int) -> dict[str, Any]:

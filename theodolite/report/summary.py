@@ -113,7 +113,7 @@ def _mean(mean_and_error: tuple[float, float]) -> str:
 def _position(run: Run) -> list[str]:
     sentences = []
     norm, rank = column(run.layers, "relative_norm"), column(run.layers, "rank")
-    model = published.closest(provenance(run, "model", "family"), provenance(run, "model", "positions"))
+    model = published.closest(run)
     reference = published.AVERAGES[model]
     norm_mean, rank_mean = layer_mean(run, "relative_norm"), layer_mean(run, "rank")
     if norm is not None and norm_mean is not None:

@@ -86,7 +86,7 @@ def number(value: object, digits: int = 3) -> str:
         shown = f"{int(amount)}" if size < 1e4 else f"{int(amount):,}".replace(",", NARROW_SPACE)
     elif size >= 1e5 or size < 1e-3:
         mantissa, exponent = f"{amount:.{digits - 1}e}".split("e")
-        shown = f"{mantissa}·10{_superscript(int(exponent))}"
+        shown = f"{mantissa}·10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
     else:
         decimals = max(0, digits - 1 - math.floor(math.log10(size)))
         shown = f"{amount:.{decimals}f}"
@@ -149,10 +149,6 @@ def listed(items: list[str], limit: int = 5) -> str:
 def counted(amount: int, noun: str) -> str:
     """`1 head`, `3 heads`."""
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
-
-
-def _superscript(exponent: int) -> str:
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def harmless(text: str, limit: int | None = None) -> str:

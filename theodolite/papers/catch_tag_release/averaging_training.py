@@ -272,8 +272,8 @@ def train_averaging(
     """Train one model per seed on the squared error.
 
     Args:
-        kind: what and how. seeds: of parameters and sequences.
-        steps: instead of the kind's own; a multiple of `RECORDED`.
+        recipe: what and how. seeds: of parameters and sequences.
+        steps: instead of the recipe's own; a multiple of `RECORDED`.
 
     The gradient of each seed is clipped to a norm of `CLIP`.
     """

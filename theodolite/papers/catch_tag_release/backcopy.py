@@ -150,9 +150,9 @@ def backcopy_table(
     scaled_down="small models trained here",
 )
 def backcopy(study: Study, outcome: Outcome) -> None:
-    training = study.require_training(NAME, "sinks/backcopy is read from a folder of training runs", COMMAND)
-    show_growth(outcome, backcopy_table(Path(training["folder"]), study.show))
-    outcome.runs["trainings"] = training
+    purpose = "sinks/backcopy is read from a folder of training runs"
+    folder = study.training_folder(NAME, purpose, COMMAND, outcome)
+    show_growth(outcome, backcopy_table(folder, study.show))
 
 
 def show_growth(outcome: Outcome, table: pd.DataFrame) -> None:

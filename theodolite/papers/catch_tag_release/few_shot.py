@@ -105,9 +105,8 @@ def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
 )
 def figure_3(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/figure3 is read from a folder of training runs"
-    training = study.require_training("few_shot", purpose, COMMAND)
-    show_accuracy(outcome, shots_table(Path(training["folder"]), study.show))
-    outcome.runs["trainings"] = training
+    folder = study.training_folder("few_shot", purpose, COMMAND, outcome)
+    show_accuracy(outcome, shots_table(folder, study.show))
 
 
 def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:

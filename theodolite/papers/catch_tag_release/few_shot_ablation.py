@@ -221,9 +221,8 @@ def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: Non
 )
 def examples(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/examples is read from a folder of training runs"
-    training = study.require_training("few_shot", purpose, COMMAND)
-    show_ablations(outcome, ablation_table(Path(training["folder"]), study.show))
-    outcome.runs["trainings"] = training
+    folder = study.training_folder("few_shot", purpose, COMMAND, outcome)
+    show_ablations(outcome, ablation_table(folder, study.show))
 
 
 def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:

@@ -166,9 +166,8 @@ def seeds_of(folder: Path) -> list[int]:
 )
 def no_op_option(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/escape is read from a folder of training runs"
-    training = study.require_training("escapes", purpose, COMMAND)
-    compare_no_ops(outcome, no_op_table(Path(training["folder"]), study.show))
-    outcome.runs["trainings"] = training
+    folder = study.training_folder("escapes", purpose, COMMAND, outcome)
+    compare_no_ops(outcome, no_op_table(folder, study.show))
 
 
 def compare_no_ops(outcome: Outcome, table: pd.DataFrame) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import GROUPS, Groups
-from theodolite.errors import UsageError
 from theodolite.judging import Criterion, Estimate
 from theodolite.measure.heads import sinks_table
 from theodolite.models import OpenModel
@@ -59,9 +58,7 @@ CLAIMS = {
     needs=("model",),
 )
 def outliers(study: Study, outcome: Outcome) -> None:
-    corpus, run = study.corpus, study.run
-    if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: pass it as well")
+    corpus, run = study.require_corpus(), study.run
     seed = int(run.provenance["seed"])
     outliers = study.cached("outliers", lambda: find_outliers(study.require_model(), corpus, seed=seed))
     texts = parts_of(corpus)

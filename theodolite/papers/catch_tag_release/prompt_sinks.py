@@ -273,11 +273,10 @@ def _figures(
     outcome.figure(
         "clusters",
         "Clusters: tokens on two principal components",
-        drawn(0),
+        by_name("place", list(scores), drawn, grid=True),
         "The scores behind the first two colours, at each place; one colour per sink that caught the token.",
         "groups that mix before the head, stand apart in its output, and still do in deep layers.",
         source,
-        choice=by_name("place", list(scores), drawn, grid=True),
         wide=True,
     )
     outcome.figure(

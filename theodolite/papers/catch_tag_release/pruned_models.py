@@ -22,7 +22,8 @@ from theodolite.accumulate.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.measure.ratios import ratio
+from theodolite.evaluate.scores import mean_and_error
+from theodolite.measure.ratios import ratio_by_context
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.experiment import corpus_subset
@@ -121,14 +122,13 @@ def new_sinks(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
 
 def _ratio(part: Tensor, reference: Tensor, layer: int | None) -> tuple[float, float]:
     b, t = ((s if layer is None else s[:, layer]).flatten(1).sum(1).double() for s in (part, reference))
-    value, error = ratio(torch.stack([b.sum(), t.sum(), (b * b).sum(), (b * t).sum(), (t * t).sum()]))
+    value, error = ratio_by_context(b, t)
     return float(value), float(error)
 
 
 def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
     """Mean loss of another model less that of the first, and its standard error: paired by context."""
-    difference = other.loss - dense.loss
-    return float(difference.mean()), float(difference.std() / len(difference) ** 0.5)
+    return mean_and_error((other.loss - dense.loss).numpy())
 
 
 def halves(study: Study) -> tuple[Corpus, Corpus]:
@@ -137,9 +137,8 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
     Raises:
         UsageError: there is no text, or too little, or the model predicts no next tokens.
     """
-    corpus, model = study.corpus, study.require_model()
-    if corpus is None:
-        raise UsageError("pruned models are calibrated and measured on a text: pass it with the run")
+    model = study.require_model()
+    corpus = study.require_corpus("pruned models are calibrated and measured on a text: pass it with the run")
     if len(corpus.contexts) < 4:
         raise UsageError(
             f"{len(corpus.contexts)} contexts are too few to calibrate and to measure: give 4 or more"

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
-import numpy as np
 import pandas as pd
 
 from theodolite.judging import FAILS, Criterion, Estimate, Verdict, all_of, judge, mix_of
+from theodolite.measure.averaging import error_of_ratio
 from theodolite.models import OpenModel
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
@@ -61,24 +61,15 @@ def _table(dense: ModelSinks, measured: Mapping[str, ModelSinks], layer: int | N
     """One row per model: sinks kept (of a layer, where one is named) and new over the dense model's, and the loss
     beyond its own.
     """
+    columns = ("sinks_kept", "sinks_kept_se", "sinks_new", "sinks_new_se", "loss_more", "loss_more_se")
     rows = []
     for name, model in measured.items():
-        share, new, loss = (
-            kept_sinks(dense, model, layer),
-            new_sinks(dense, model),
-            loss_difference(dense, model),
+        numbers = (
+            *kept_sinks(dense, model, layer),
+            *new_sinks(dense, model),
+            *loss_difference(dense, model),
         )
-        rows.append(
-            {
-                "model": name,
-                "sinks_kept": share[0],
-                "sinks_kept_se": share[1],
-                "sinks_new": new[0],
-                "sinks_new_se": new[1],
-                "loss_more": loss[0],
-                "loss_more_se": loss[1],
-            }
-        )
+        rows.append({"model": name} | dict(zip(columns, numbers, strict=True)))
     return pd.DataFrame(rows)
 
 
@@ -191,10 +182,8 @@ def _judge_method(
     """Whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
     count = dense.sinks.flatten(1).sum(1).double()
     common = [(dense.sinks & model.sinks).flatten(1).sum(1).double() for model in (oats, other)]
-    gain = (common[0] - common[1]).numpy()
-    mean = float(gain.sum() / count.sum())
-    residual = gain - mean * count.numpy()
-    error = float(np.sqrt((residual**2).sum() * len(gain) / (len(gain) - 1)) / float(count.sum()))
+    gain = common[0] - common[1]
+    mean, error = float(gain.sum() / count.sum()), float(error_of_ratio(gain[None], count[None]))
     outcome.claim(
         f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)",
         f"share kept by OATS less that kept by {name} (paired by context)",

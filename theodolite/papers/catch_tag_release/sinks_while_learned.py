@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.positions_while_learned import series_of, some_contexts
@@ -44,9 +43,8 @@ MEASURES = {
 )
 def sinks_while_learned(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
-    if study.corpus is None:
-        raise UsageError("every checkpoint is traced on a text: pass it together with the model")
-    contexts, seed = some_contexts(study.corpus), int(study.provenance["seed"])
+    corpus = study.require_corpus("every checkpoint is traced on a text: pass it together with the model")
+    contexts, seed = some_contexts(corpus), int(study.provenance["seed"])
     rows = []
     series = series_of(model)
     for done, (step, path) in enumerate(series.items()):

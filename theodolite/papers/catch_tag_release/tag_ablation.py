@@ -69,9 +69,8 @@ def _chosen_tag(study: Study, contexts: Corpus) -> tuple[int, int, torch.Tensor]
     scaled_down="at most 64 contexts in which the head has a sink, of the half that it was not chosen on",
 )
 def ablated(study: Study, outcome: Outcome) -> None:
-    if study.corpus is None:
-        raise UsageError("a head is ablated while it reads a text: pass it together with the run")
-    chosen_on, judged_on = chosen_and_judged(study.corpus)
+    corpus = study.require_corpus("a head is ablated while it reads a text: pass it together with the run")
+    chosen_on, judged_on = chosen_and_judged(corpus)
     layer, head, direction = _chosen_tag(study, chosen_on)
     table = ablation_test(study.require_model(), judged_on, layer, head, direction, show_progress=study.show)
     last = f"η² in layer {study.require_model().layers}"

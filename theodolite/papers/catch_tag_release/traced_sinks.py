@@ -57,9 +57,7 @@ def trace_of(study: Study) -> Run:
     Raises:
         UsageError: there is no text.
     """
-    corpus = study.corpus
-    if corpus is None:
-        raise UsageError("sinks are traced through a text: pass it together with the run")
+    corpus = study.require_corpus("sinks are traced through a text: pass it together with the run")
     folder = None if study.folder is None else study.folder / "trace"
     return study.cached(
         "trace", lambda: trace_sinks(study.require_model(), corpus, folder, show_progress=study.show)

@@ -302,13 +302,12 @@ def constituents(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "shares",
         "Share of logit variance of every head",
-        draw(0),
+        by_name("group", list(grids), draw, grid=True),
         "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
         "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
         "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
         "heads dominated by one group: strong in one map, pale in the others.",
         f"{SONG}, eq. 10; the shares are ours",
-        choice=by_name("group", list(grids), draw, grid=True),
         wide=True,
     )
     outcome.figure(

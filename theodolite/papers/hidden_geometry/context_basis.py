@@ -124,15 +124,12 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "gram",
         "Normalised Gram matrix of positions and contexts",
-        drawing.gram_by_label(grams[len(grams) // 2], labels, positions),
+        by_layer(len(grams), lambda layer: drawing.gram_by_label(grams[layer], labels, positions), grid=True),
         f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {count} labels, "
         "grouped by label.",
         "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "
         "block per label (bottom right).",
         f"{SONG}, Fig. 2; Figs. 15 to 17",
-        choice=by_layer(
-            len(grams), lambda layer: drawing.gram_by_label(grams[layer], labels, positions), grid=True
-        ),
         wide=True,
     )
 

@@ -83,11 +83,7 @@ def kernel_factorisation(
     if setting.sparsity < 1:
         raise UsageError(f"sparsity is {setting.sparsity}: each weight matrix needs at least one term")
     levels = torch.tensor(list(incoherences), dtype=torch.float64)
-    errors = []
-    for incoherence in levels.tolist():
-        generator = torch.Generator().manual_seed(seed)
-        errors.append(torch.stack([_draw(incoherence, setting, generator) for _ in range(draws)]))
-    error = torch.stack(errors)
+    error = torch.stack([_drawn(incoherence, setting, draws, seed) for incoherence in levels.tolist()])
     by_draw = error.mean(-1)
     return FactorisationError(
         incoherence=levels,
@@ -126,13 +122,10 @@ def error_growth(
 
     By eq. (14) and its “moreover” it stays below a constant where incoh ≥ 1/√d, that is for exponents up to ½.
     """
-    errors = []
-    for width in widths:
-        incoherence = width**-exponent
-        generator = torch.Generator().manual_seed(seed)
-        of_width = replace(setting, width=width)
-        drawn = torch.stack([_draw(incoherence, of_width, generator) for _ in range(draws)])
-        errors.append(drawn / incoherence)
+    errors = [
+        _drawn(width**-exponent, replace(setting, width=width), draws, seed) / width**-exponent
+        for width in widths
+    ]
     ratio = torch.stack(errors, dim=-1)
     return ErrorGrowth(exponent, torch.tensor(widths, dtype=torch.float64), ratio.mean(1), ratio.amax((0, 1)))
 
@@ -204,6 +197,11 @@ def factorisation_log_ratio(
     joint = (query.sum(0) @ weights.sum((0, 1)) * key.sum(0)).sum(-1)
     separate = (query[:, None] @ weights * key).sum((0, 1, -1))
     return joint - separate
+
+
+def _drawn(incoherence: float, setting: KernelSetting, draws: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([_draw(incoherence, setting, generator) for _ in range(draws)])
 
 
 def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""What several tables and figures share: quotients of columns, shares of heads, the closest model, smoothness."""
+"""What several tables and figures share: quotients of columns, shares of heads, smoothness."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.resampling import grouped_basis
 from theodolite.papers.hidden_geometry.without_noise import estimated, low_frequency_without_noise
 from theodolite.passes.run import Run
-from theodolite.report import published
-from theodolite.report.data import Floats, layer_average, need, provenance, value_of
+from theodolite.report.data import Floats, layer_average, need, value_of
 
 
 def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
@@ -34,11 +33,6 @@ def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
         {"layer": range(len(run.layers))}
         | {f"{name}{end}": value_of(run, f"{name}{end}") for name in names for end in ("", "_se")}
     )
-
-
-def closest_model(run: Run) -> str:
-    """The published model that this one is shown beside."""
-    return published.closest(provenance(run, "model", "family"), provenance(run, "model", "positions"))
 
 
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:

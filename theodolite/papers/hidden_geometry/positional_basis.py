@@ -14,7 +14,6 @@ from theodolite.measure.uncertainty import half_sample_error
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import (
-    closest_model,
     columns_with_errors,
     smooth_verdict,
 )
@@ -32,7 +31,6 @@ from theodolite.report.data import (
     Floats,
     error_of,
     layer_average,
-    layer_estimate,
     layer_estimates,
     mean_over_layers,
     need,
@@ -56,7 +54,7 @@ def _beside_published(
 ) -> None:
     """A layer column beside a published table: the means, all rows as a table, and the figure."""
     values, errors = value_of(run, name), error_of(run, name)
-    model = closest_model(run)
+    model = published.closest(run)
     printed = ", ".join(
         f"{bracketed(*mean_over_layers(row)[:2])} on {text}"
         for text, row in zip(published.TEXTS, rows[model], strict=True)
@@ -111,7 +109,7 @@ def stable_rank(study: Study, outcome: Outcome) -> None:
         outcome.cannot_test(claim, "this run has no stable_rank")
         return
     worst = int(np.nanargmax(values))
-    highest = layer_estimate(run, "stable_rank", first + worst)
+    highest = layer_estimates(run, "stable_rank").at(first + worst)
     what = f"highest stable rank of {len(values)} layers, at layer {worst + first}"
     outcome.claim(claim, what, highest, criteria.STABLE_RANK)
 
@@ -244,23 +242,21 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
     outcome.figure(
         "principal-components",
         "Positions and context vectors on two principal components",
-        geometry.spiral(run, layers // 2),
+        by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
         "Each layer's positional basis (violet: early, green: late) on its two leading directions, with context "
         "vectors (red) on the same plane. Each axis of each picture has its own scale.",
         "a smooth curve in every layer; a spiral makes a whole turn or more about its centre, a random walk about "
         "two thirds of one.",
         f"{SONG}, {place}",
-        choice=by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
         wide=True,
     )
     outcome.figure(
         "waves",
         "The first three components against position",
-        geometry.waves(run, layers // 2),
+        by_layer(layers, lambda layer: geometry.waves(run, layer)),
         "The components of the curve, one line each.",
         "slow waves, each with about half a period more than the one before.",
         f"{SONG}, section 3",
-        choice=by_layer(layers, lambda layer: geometry.waves(run, layer)),
         wide=True,
     )
 
@@ -350,9 +346,8 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "frequencies",
         "The 10 × 10 lowest frequencies of the Gram matrix",
-        geometry.dct(run, len(ranks) // 2),
+        by_layer(len(ranks), lambda layer: geometry.dct(run, layer)),
         "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
         "weight in the upper left corner.",
         f"{SONG}, Fig. 3, right",
-        choice=by_layer(len(ranks), lambda layer: geometry.dct(run, layer)),
     )

@@ -124,18 +124,17 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "positional-logits",
         "QK matrix of the positional basis, every head",
-        maps.weight_maps(tiles[0], names, len(shown)),
+        by_name(
+            "block",
+            [f"block {layer}" for layer in drawn],
+            lambda place: maps.weight_maps(tiles[place], names, len(shown)),
+        ),
         f"Logits of {counted(len(shown), 'position')} of {positions} (queries downwards) with pos + μ on both sides, "
         f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs are drawn "
         "too. "
         "Every row less its mean; each head on its own scale, blue below and red above.",
         "smooth shading in language models, breaks in models trained on addition.",
         f"{SONG}, Figs. 19 and 22",
-        choice=by_name(
-            "block",
-            [f"block {layer}" for layer in drawn],
-            lambda place: maps.weight_maps(tiles[place], names, len(shown)),
-        ),
         wide=True,
     )
 

@@ -114,11 +114,8 @@ def some_contexts(corpus: Corpus) -> Corpus:
 
 
 def _surveyed(study: Study) -> list[_Checkpoint]:
-    model, corpus = study.require_model(), study.corpus
-    if corpus is None:
-        raise UsageError(
-            "geometry/training surveys every checkpoint on the text of the run: pass the text as well"
-        )
+    why = "geometry/training surveys every checkpoint on the text of the run: pass the text as well"
+    model, corpus = study.require_model(), study.require_corpus(why)
     contexts = some_contexts(corpus)
     series = []
     for step, path in series_of(model).items():

@@ -22,7 +22,7 @@ from theodolite.corpus.spec import RANDOM
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.models import OpenModel
-from theodolite.papers.experiment import Study
+from theodolite.papers.experiment import Study, random_tokens_like
 from theodolite.passes.corpus_pass import CorpusPass, batch_of
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Stage, run_stages
@@ -111,11 +111,9 @@ def grouped_basis(study: Study, run: Run | None = None) -> GroupedBasis | None:
 
 def _random_tokens(model: OpenModel, run: Run) -> Corpus | None:
     """The text of a run on random tokens (`Study.random_run`), which its description gives again."""
-    described = run.provenance["corpus"]
-    if described["name"] != RANDOM or model.vocabulary is None:
+    if run.provenance["corpus"]["name"] != RANDOM or model.vocabulary is None:
         return None
-    size = described["length"], described["contexts"], run.provenance["seed"]
-    return Corpus.random_tokens(model.required_vocabulary(), *size, below=model.vocabulary)
+    return random_tokens_like(model, run)
 
 
 def by_halves(basis: GroupedBasis, numbers: Callable[[Tensor], Floats]) -> Floats:

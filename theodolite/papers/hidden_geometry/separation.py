@@ -136,12 +136,11 @@ def clusters(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "gram",
         "Cosines between contexts, by label",
-        drawing.gram_by_label(grams[len(grams) // 2], shown),
+        by_layer(len(grams), lambda layer: drawing.gram_by_label(grams[layer], shown), grid=True),
         f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, those of one "
         "label together.",
         "one strong block per label on the diagonal, little elsewhere.",
         f"{SONG}, Fig. 2, bottom right",
-        choice=by_layer(len(grams), lambda layer: drawing.gram_by_label(grams[layer], shown), grid=True),
         wide=True,
     )
     listed = frequent[:LISTED_LABELS]
@@ -149,12 +148,11 @@ def clusters(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "clusters",
         "Which cluster the contexts of a label fall into",
-        drawing.cluster_table(shares[len(shares) // 2], rows),
+        by_layer(len(shares), lambda layer: drawing.cluster_table(shares[layer], rows)),
         "Each row a label, each column a cluster that k-means found among the directions of the context vectors, "
         "without knowing the labels; columns are ordered to match the rows as far as they do.",
         "a strong diagonal: the clusters are the labels.",
         f"{SONG}, claim 2 of section 2; k-means is ours",
-        choice=by_layer(len(shares), lambda layer: drawing.cluster_table(shares[layer], rows)),
         wide=True,
     )
     indices = {"silhouette": "silhouette of the labels", "cluster_ari": "k-means against labels"}

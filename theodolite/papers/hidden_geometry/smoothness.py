@@ -178,12 +178,11 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "gram",
         "Gram matrices: the fixed encoding, and the learned basis of every layer",
-        geometry.gram(pictured, 0),
+        by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True),
         "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017 at the "
         "same positions and width, centred as the learned bases are.",
         "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
         f"{SONG}, Fig. 7 against Fig. 2",
-        choice=by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True),
         wide=True,
     )
     values = torch.linalg.svdvals(bases).numpy()
@@ -198,11 +197,10 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "frequencies",
         "The 10 × 10 lowest frequencies",
-        geometry.dct(pictured, 0),
+        by_name("basis", options, lambda place: geometry.dct(pictured, place)),
         "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
         "more weight away from the corner in the fixed encoding.",
         f"{SONG}, Fig. 7 against Fig. 3, right",
-        choice=by_name("basis", options, lambda place: geometry.dct(pictured, place)),
     )
 
 
@@ -233,21 +231,19 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "gram",
         "Gram matrix of positions",
-        geometry.gram(pictured, layers // 2),
+        by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True),
         "Cosines between positions, at every layer.",
         "smooth shading in language models; breaks and fractured regions in models trained on addition.",
         f"{SONG}, Fig. 5, left; Figs. 18 and 21",
-        choice=by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True),
         wide=True,
     )
     outcome.figure(
         "frequencies",
         "The 10 × 10 lowest frequencies",
-        geometry.dct(pictured, layers // 2),
+        by_layer(layers, lambda layer: geometry.dct(pictured, layer)),
         "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
         "weight beyond the corner where position is not smooth.",
         f"{SONG}, Figs. 20 and 23",
-        choice=by_layer(layers, lambda layer: geometry.dct(pictured, layer)),
     )
     outcome.figure(
         "smoothness",

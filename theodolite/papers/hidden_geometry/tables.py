@@ -17,7 +17,6 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import (
     beyond_random_order,
-    closest_model,
     columns_with_errors,
     few_positions,
     quotient,
@@ -70,7 +69,7 @@ ROWS_OF_TABLE_3 = {
     needs=_NEEDS,
 )
 def table_1(study: Study, outcome: Outcome) -> None:
-    run, model = study.run, closest_model(study.run)
+    run, model = study.run, published.closest(study.run)
     this_run: dict[str, tuple[float, float]] = {}
     errors = {}
     for quantity, (name, field) in QUANTITIES.items():
@@ -152,7 +151,7 @@ def table_2(study: Study, outcome: Outcome) -> None:
     names = [visible(Path(run.provenance["corpus"]["name"]).name, 60) for run in runs]
     if names[0] == names[1]:
         names[1] += " (second text)"
-    model = closest_model(first)
+    model = published.closest(first)
     paper = next((row for row in published.TABLE_2 if row.model == model), published.TABLE_2[1])
     printed = (
         (f"{paper.model}: {paper.trained_rank:g}", percent(published.LOW_FREQUENCY[10]) + " (GPT-2)"),

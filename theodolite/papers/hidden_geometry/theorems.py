@@ -170,13 +170,12 @@ def _draw_bounds(
     outcome.figure(
         "bound",
         "Theorem 1: the bound and the error",
-        draw(len(layers) // 2),
+        by_name("layer", [f"layer {layer}" for layer in layers], draw, start=len(layers) // 2),
         "For the Gram matrix of normalised positions: the error of the proof's approximation by k low frequencies "
         "(attained), the bound from m-th differences (dashed), and the error of no approximation at all (dotted). "
         "Differencing amplifies the sampling noise of means over few contexts: the bound is lower on more contexts.",
         "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all.",
         f"{SONG}, Theorem 1",
-        choice=by_name("layer", [f"layer {layer}" for layer in layers], draw),
         wide=True,
     )
 

@@ -163,7 +163,7 @@ def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
     outcome.figure(
         "weights",
         "Weights of the heads of a block, rotated into the positional basis",
-        draw(len(chosen) // 2),  # the picker opens with its middle entry
+        by_name("layer", [f"block {layer.block}" for layer in chosen], draw, start=len(chosen) // 2),
         f"The first {side} rows and columns. Blue: entries of Vᵀ(W − D)V above the threshold, V the right singular "
         "vectors of the positional basis, the largest first. Red: entries of D, the diagonal of W in the coordinates "
         "of the stream; the larger of the two where both are. Colour goes by the square root of magnitude, over the "
@@ -171,7 +171,6 @@ def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
         "blue gathered in the top left corner, and a strong red diagonal where a head compares tokens coordinate by "
         "coordinate.",
         f"{SONG}, Fig. 4; Figs. 26 to 29",
-        choice=by_name("layer", [f"block {layer.block}" for layer in chosen], draw),
         wide=True,
     )
 

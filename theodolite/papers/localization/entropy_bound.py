@@ -78,11 +78,10 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "bounds",
         "Lower bound of the attention entropy",
-        draw(0),
+        by_name("tokens", [f"T = {length}" for length in LENGTHS], draw),
         "The exact bound for T tokens, its form for large T, eq. 9 as printed, and the highest entropy that T "
         "outcomes have.",
         "a printed curve far above ln T, which no entropy exceeds; the exact one starts at ln T and only falls.",
         f"{ZHAI}, Theorem 3.1; {BAO}, eq. 9 and Fig. 4",
-        choice=by_name("tokens", [f"T = {length}" for length in LENGTHS], draw),
         wide=True,
     )

@@ -241,12 +241,11 @@ def collapse(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "layers",
         "How fast attention alone makes all tokens alike",
-        draw(0),
+        by_name("√(tr W²)/λ", [f"{scale:g}" for scale in SETTING.scales], draw, grid=True),
         "What is not of rank one after each layer of attention without skip connections, mean over draws of W_QK; "
         "tokens are independent and normal.",
         "lines of a large |tr W| above that of tr W = 0, if it slowed the collapse.",
         f"{BAO}, section 5; the simulation is ours",
-        choice=by_name("√(tr W²)/λ", [f"{scale:g}" for scale in SETTING.scales], draw, grid=True),
     )
 
 

@@ -168,9 +168,7 @@ def order(shares: Shares) -> Estimates:
     scaled_down=f"{CONTEXTS} contexts at most",
 )
 def gradient(study: Study, outcome: Outcome) -> None:
-    corpus = study.corpus
-    if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: pass it as well")
+    corpus = study.require_corpus()
     contexts = corpus.contexts[:CONTEXTS]
     if len(contexts) < LEAST_CONTEXTS or contexts.shape[1] < 3:
         raise UsageError(f"give {LEAST_CONTEXTS} contexts or more, of 3 tokens or more")
@@ -223,11 +221,10 @@ def _draw(outcome: Outcome, shares: Shares) -> None:
     outcome.figure(
         "heads",
         "ρ_i and token i's share of the gradient",
-        draw(0),
+        by_name("head", [head_name(*place) for place in shares.places], draw, grid=True),
         "For the last query of every context: how often token i propagates, and the mean of |∂J/∂ω_i|·‖x_i‖ as a share "
         "of all tokens', over its largest value. J is the loss of the next token.",
         "whether both curves have their peaks at the same tokens.",
         f"{BAO}, section 3; the comparison is ours",
-        choice=by_name("head", [head_name(*place) for place in shares.places], draw, grid=True),
         wide=True,
     )

@@ -271,12 +271,11 @@ def _draw_scatter(outcome: Outcome, run: Run, predictions: dict[str, Prediction]
     outcome.figure(
         "heads",
         "Predicted and measured signal propagation of every head",
-        draw(0),
+        by_name("from", list(SOURCES.values()), draw),
         "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point per head; "
         "violet blocks are early, green ones late.",
         "points on a rising line. A column of points says that the prediction does not tell heads apart.",
         f"{BAO}, section 4; the comparison with real heads is ours",
-        choice=by_name("from", list(SOURCES.values()), draw),
         wide=True,
     )
 
@@ -293,13 +292,12 @@ def _draw_curves(outcome: Outcome, run: Run, predictions: dict[str, Prediction],
     outcome.figure(
         "curves",
         "ρ of one head, measured and predicted",
-        draw(0),
+        by_name("head", head_labels(run), draw),
         "Share of contexts in which the key at θ = i/T propagates to the last query, and what the exact moments of a "
         "random walk predict from W_QK, from W_QK Σ̂ and from the increments' covariance.",
         "whether any prediction follows the measured curve. Where none does, the tokens of this layer do not "
         "follow a random walk.",
         f"{BAO}, section 4, with the exact moments at finite T",
-        choice=by_name("head", head_labels(run), draw),
         wide=True,
     )
 

@@ -105,12 +105,11 @@ def _draw_maps(outcome: Outcome, data: Comparable) -> None:
     outcome.figure(
         "maps",
         "ρ over training",
-        draw(0),
+        by_name("setting", [label_of(setting) for setting in settings], draw),
         "The signal propagation probability of every key position for the last query of the first layer, measured "
         "on the same held-out windows; of the first seed.",
         "horizontal stripes: positions that stay high or low.",
         f"{BAO}, Fig. 7",
-        choice=by_name("setting", [label_of(setting) for setting in settings], draw),
         wide=True,
     )
     # In the order of the curves, so that a setting has one colour on the page.
@@ -179,7 +178,7 @@ def _of_shape(study: Study, shape: tuple[int, int] | None) -> tuple[list[GridRun
     `shape` None: those of Fig. 6, as Fig. 7 is published, where they were trained, else the first.
     """
     purpose = "figures 6 to 12 of localization are read from a grid of training runs"
-    recipe, runs = read_grid(Path(study.require_training("grid", purpose, COMMAND)["folder"]))
+    recipe, runs = read_grid(study.training_folder("grid", purpose, COMMAND))
     shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})
     layers, width = shape or (FIGURES[6] if FIGURES[6] in shapes else shapes[0])
     if (layers, width) not in shapes:

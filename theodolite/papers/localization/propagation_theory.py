@@ -105,11 +105,10 @@ def softmax(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "inputs",
         "One input above the others, by their number",
-        draw(0),
+        by_name("inputs", [f"T = {length}" for length in LENGTHS], draw, grid=True),
         "Softmax and its approximation of the first of T inputs, the others being 0.",
         "at T = 2 two curves that nearly agree; at T = 40 and 64 softmax has saturated long before the line rises.",
         f"{BAO}, section 2; more than two inputs are ours",
-        choice=by_name("inputs", [f"T = {length}" for length in LENGTHS], draw, grid=True),
         wide=True,
     )
 
@@ -153,22 +152,20 @@ def by_spectrum(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "maps",
         "ρ(θ) over ξ, published and corrected",
-        draw_map(0),
+        by_name("η", [f"η = {value:g}" for value in ETAS], draw_map),
         "Probability that the token at relative position θ propagates, for every ξ; one η at a time. The printed "
         "variance grows towards the end of the context; the right one is symmetric about its middle.",
         "late sites at the right and early ones at the left for small η, a band at θ = ½ for η ≥ 0.5.",
         SOURCE_2,
-        choice=by_name("η", [f"η = {value:g}" for value in ETAS], draw_map),
         wide=True,
     )
     outcome.figure(
         "curves",
         "ρ(θ) for every η",
-        draw_curves(0),
+        by_name("ξ", [f"ξ = {value:g}" for value in XIS], draw_curves, grid=True),
         "The same as curves: corrected solid, published dashed.",
         "curves for large |ξ| that move from one side to the middle as η grows, and sink.",
         SOURCE_2,
-        choice=by_name("ξ", [f"ξ = {value:g}" for value in XIS], draw_curves, grid=True),
         wide=True,
     )
 
@@ -223,11 +220,10 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "curves",
         "ρ(θ) at large ξ and small η",
-        draw(0),
+        by_name("ξ and η", labels, draw, grid=True),
         "Probability that the token at θ propagates, for both readings of Fig. 3: those of its caption, and the one of "
         "the text. Shaded: where Lemma 2's limit for r = 5.12 is 1.",
         "a step up at ½ that stays up for ξη = 1.28, and comes down again at 0.695 for ξη = 5.12.",
         f"{BAO}, Fig. 3 and Lemma 2",
-        choice=by_name("ξ and η", labels, draw, grid=True),
         wide=True,
     )

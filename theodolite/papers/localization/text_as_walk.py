@@ -9,7 +9,6 @@ import plotly.graph_objects as go
 from theodolite.accumulate.sums import State
 from theodolite.accumulate.walks import LAGS, WalkSums, simulated_walk
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.judging import Criterion, Estimates
 from theodolite.measure.walks import (
     MEASURES,
@@ -80,9 +79,7 @@ def text_walk(study: Study) -> TextWalk:
     Raises:
         UsageError: the text is not at hand, or its contexts are too short.
     """
-    corpus = study.corpus
-    if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: pass it as well")
+    corpus = study.require_corpus()
     seed = int(study.provenance["seed"])
     return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))
 
@@ -199,14 +196,13 @@ def _draw_moments(outcome: Outcome, sums: Sums) -> None:
     outcome.figure(
         "moments",
         "E[x_s·x_t] of what attention reads",
-        draw(count // 2),
+        by_layer(count, draw),
         "Mean over contexts of the inner product of what the attention module reads at positions s and t, each "
         "picture over its own largest value: the text of the run, random tokens, Gaussian random walks with the "
         "covariance of the text's increments, and what Assumption 1 says.",
         "whether the text looks like the two pictures on the right: strong in the lower right corner only, with "
         "level sets that run along two sides of squares. A flat picture with a strong diagonal is no walk.",
         f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
-        choice=by_layer(count, draw),
         wide=True,
     )
 
@@ -225,11 +221,10 @@ def _draw_growth(outcome: Outcome, sums: Sums) -> None:
     outcome.figure(
         "growth",
         "E‖x_t‖² by position",
-        draw(count // 2),
+        by_layer(count, draw),
         "Mean squared norm of what the attention module reads, over that at the first position that is not left out.",
         "a line of slope 1, as that of the simulated walk; after a norm layer the size cannot grow at all.",
         f"{BAO}, Assumption 1: E‖x_t‖² = t tr Σ",
-        choice=by_layer(count, draw),
     )
 
 
@@ -245,12 +240,11 @@ def _draw_increments(outcome: Outcome, sums: Sums) -> None:
     outcome.figure(
         "increments",
         "Autocorrelation of the increments",
-        draw(count // 2),
+        by_layer(count, draw),
         "ε_t = x_{t+1} − x_t of what the attention module reads. Tokens that are independent of their neighbours have "
         "−½ at lag 1 and 0 after it.",
         "0 at every lag, as for the simulated walk.",
         f"{BAO}, Assumption 1",
-        choice=by_layer(count, draw),
     )
 
 
@@ -263,11 +257,10 @@ def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
     outcome.figure(
         "layers",
         "How closely each layer follows a random walk",
-        draw(0),
+        by_name("measure", list(BY_LAYER.values()), draw),
         "One number per layer: "
         + "; ".join(f"{label}: {MEASURES[name]}" for name, label in BY_LAYER.items())
         + ".",
         "the text's line on that of the simulated walk.",
         f"{BAO}, Assumption 1; the measures are ours",
-        choice=by_name("measure", list(BY_LAYER.values()), draw),
     )

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from theodolite.report import published, style
 from theodolite.report.data import Floats, layer_numbers, need_column
 from theodolite.report.drawing.grammar import HEADROOM, Panel, cosine_map, line, panels
-from theodolite.report.style import order_colour
+from theodolite.report.style import layer_axis, order_colour
 from theodolite.system.wording import for_plotly, number
 
 if TYPE_CHECKING:
@@ -41,11 +41,6 @@ def _this_model(
 ) -> list[go.Scatter]:
     hover = f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>"
     return line(layers, values, name, colour, errors=errors, dash=dash, width=2.4, marker=6, hover=hover)
-
-
-def _layer_axis(layers: Floats) -> dict[str, Any]:
-    axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
-    return axis | style.every_tick(len(layers))
 
 
 def against_published(
@@ -74,7 +69,7 @@ def against_published(
             )
     traces += _this_model(layers, need_column(run.layers, name), "this model", errors)
     axis = {"type": "log", "dtick": "D2", "tickformat": "~g"} if log else {"rangemode": "tozero"}
-    return style.figure(traces, "layer", y, height=420, layout={"xaxis": _layer_axis(layers), "yaxis": axis})
+    return style.figure(traces, "layer", y, height=420, layout={"xaxis": layer_axis(layers), "yaxis": axis})
 
 
 def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
@@ -135,7 +130,7 @@ def two_texts(
     ):
         traces += _this_model(layers, values, name, errors, colour, dash)
     axis = {"range": [0, 1.05]} if share else {"rangemode": "tozero"}
-    return style.figure(traces, "layer", y, height=340, layout={"xaxis": _layer_axis(layers), "yaxis": axis})
+    return style.figure(traces, "layer", y, height=340, layout={"xaxis": layer_axis(layers), "yaxis": axis})
 
 
 def layer_cosines(cosines: Floats) -> go.Figure:
@@ -185,5 +180,5 @@ def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> g
     traces = [*_this_model(layers, norms, "this model", errors), dots]
     axis = {"type": "log", "dtick": "D2", "tickformat": "~s"}
     return style.figure(
-        traces, "layer", "mean ‖h‖₂", height=360, layout={"xaxis": _layer_axis(layers), "yaxis": axis}
+        traces, "layer", "mean ‖h‖₂", height=360, layout={"xaxis": layer_axis(layers), "yaxis": axis}
     )

@@ -6,7 +6,6 @@ every curve except those that name it. Every figure needs only the run's layer t
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.report import published, style
-from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column, provenance
+from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column
 from theodolite.report.drawing.grammar import line, reference
 from theodolite.report.health import RANK_COLLAPSE
 from theodolite.system.wording import with_error
@@ -61,9 +60,7 @@ def _band(run: Run, model: str, low: list[float], high: list[float], what: str) 
     """A shaded range over relative depth: the published layers are stretched onto this model's."""
     last = float(layer_numbers(run).max())
     x = [round(float(step), 4) for step in np.linspace(0, last, len(low))]
-    is_closest = model == published.closest(
-        provenance(run, "model", "family"), provenance(run, "model", "positions")
-    )
+    is_closest = model == published.closest(run)
     return [
         go.Scatter(
             x=x + x[::-1],
@@ -94,11 +91,11 @@ def _layer_bands(run: Run, table: published.Rows, what: str) -> list[go.Scatter]
     ]
 
 
-def _average_bands(run: Run, name: str, what: str, most: float = math.inf) -> list[go.Scatter]:
+def _average_bands(run: Run, name: str, what: str) -> list[go.Scatter]:
     traces: list[go.Scatter] = []
     for model, average in published.AVERAGES.items():
         mean, deviation = getattr(average, name)
-        low, high = max(mean - deviation, 0.0), min(mean + deviation, most)
+        low, high = max(mean - deviation, 0.0), min(mean + deviation, 1.0)
         traces += _band(run, model, [low, low], [high, high], f"{what} {mean:g} ({deviation:g})")
     return traces
 
@@ -168,8 +165,8 @@ def low_frequency(run: Run) -> go.Figure:
 
 def similarity(run: Run) -> go.Figure:
     """Mean |cosine| of context vectors within and between labels at every layer, beside Table 1."""
-    traces = _average_bands(run, "within", "within one document, Table 1:", 1.0)
-    between = _average_bands(run, "between", "between documents, Table 1:", 1.0)
+    traces = _average_bands(run, "within", "within one document, Table 1:")
+    between = _average_bands(run, "between", "between documents, Table 1:")
     for low, high in zip(between, traces, strict=True):
         low.legendgroup = high.legendgroup = high.name
         low.showlegend = False
@@ -181,7 +178,7 @@ def similarity(run: Run) -> go.Figure:
 
 def incoherence(run: Run) -> go.Figure:
     """|cosine| of positional and context directions at every layer, its random baseline, and Table 1."""
-    traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:", 1.0)
+    traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:")
     traces += _curve_if_any(run, "incoherence_max", "largest", style.MEASURED, dash="dot")
     traces += _curve(run, "incoherence_mean", "mean", style.MEASURED)
     random = "mean, random"

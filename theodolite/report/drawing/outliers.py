@@ -57,15 +57,12 @@ def outlier_shares(run: Run) -> go.Figure:
     return style.figure([cells], "feature dimension", "layer", height=height, layout=layout)
 
 
-def ratio_map(
-    ratios: Floats, columns: Sequence[object], titles: tuple[str, str, str], first_row: int = 0
-) -> go.Figure:
+def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str, str]) -> go.Figure:
     """Ratios to a median, rows by columns, coloured by their logarithm from 1 up.
 
     Args:
         ratios: (rows, columns); below 1 and NaN count as 1.
         columns: their names. titles: of the columns, of the rows, of the ratio.
-        first_row: number of the first row.
     """
     shown = np.maximum(np.nan_to_num(ratios, nan=1.0), 1.0)
     top = max(float(shown.max()), 10.0)
@@ -80,7 +77,6 @@ def ratio_map(
         cells=True,
         customdata=ratios.astype(np.float32),
         x=[str(name) for name in columns],
-        y0=first_row,
     )
     layout = {"xaxis": NAMED | (TURNED if len(columns) > LINES else {}), "yaxis": rows_down(len(shown))}
     height = min(640, max(260, 140 + 22 * len(shown)))

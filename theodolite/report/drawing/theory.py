@@ -270,8 +270,5 @@ def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: 
             marker=0 if baseline else 6,
             hover=f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>",
         )
-    axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
-    axis |= style.every_tick(len(layers))
-    return style.figure(
-        traces, "layer", y, height=360, layout={"xaxis": axis, "yaxis": {"rangemode": "tozero"}}
-    )
+    layout = {"xaxis": style.layer_axis(layers), "yaxis": {"rangemode": "tozero"}}
+    return style.figure(traces, "layer", y, height=360, layout=layout)
