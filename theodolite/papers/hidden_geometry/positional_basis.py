@@ -16,6 +16,7 @@ from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import (
     closest_model,
     columns_with_errors,
+    significant_verdict,
     smooth_verdict,
 )
 from theodolite.papers.hidden_geometry.low_rank import (
@@ -33,7 +34,6 @@ from theodolite.report.data import (
     error_of,
     layer_average,
     layer_estimate,
-    layer_estimates,
     mean_over_layers,
     need,
     value_of,
@@ -126,12 +126,8 @@ def relative_norm(study: Study, outcome: Outcome) -> None:
     _beside_published(
         outcome, study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
     )
-    outcome.claim(
-        "The positional basis is a significant part of the hidden states (Table 6, section 3.1)",
-        "relative norm",
-        layer_estimates(study.run, "relative_norm"),
-        criteria.SIGNIFICANT,
-    )
+    claim = "The positional basis is a significant part of the hidden states (Table 6, section 3.1)"
+    outcome.verdicts.append(significant_verdict(study, claim))
 
 
 def roughness(basis: Tensor) -> Floats:
