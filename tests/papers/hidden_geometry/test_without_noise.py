@@ -7,12 +7,17 @@ import pytest
 import torch
 
 from tests.papers.hidden_geometry.planted import grouped
+from theodolite.estimates import Estimates
+from theodolite.judging import HOLDS, judge
+from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.resampling import GroupedBasis
 from theodolite.papers.hidden_geometry.smoothness import measures, measures_without_noise
 from theodolite.papers.hidden_geometry.without_noise import (
     estimated,
     gram_shares,
     gram_without_noise,
+    noise_bases,
+    norms_beyond_noise,
     product_shares,
     shares,
 )
@@ -102,3 +107,23 @@ def test_what_is_left_without_noise_has_the_error_that_other_noise_shows():
     spread = np.std([each.value for each in drawn])
     assert spread > 0.01
     assert 0.8 < np.mean([each.error for each in drawn]) / spread < 2.2
+
+
+def test_noise_alone_is_as_large_as_in_the_basis_and_has_no_position():
+    """Oracle: noise of variance 16 a group, hence 2 in the mean of eight, whatever the position."""
+    noisy, _ = of_noise(4.0)
+    assert torch.allclose(noise_bases(noisy).square().mean(), torch.tensor(2.0).double(), rtol=0.05)
+    assert noise_bases(of_noise(0.0)[0]).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("size", "holds"), [(0.0, False), (0.5, True)])
+def test_noise_of_few_contexts_is_no_significant_position(size, holds):
+    """Oracle: noise has a relative norm of 1/√32 = 0.18 of itself, above the limit, though there is no position."""
+    smooth = size * of_noise(0.0)[1]
+    noise = 2 * torch.randn(2, 8, 64, 48, generator=torch.Generator().manual_seed(2)).double()
+    basis = grouped(smooth, noise)
+    seen = torch.linalg.matrix_norm(basis.of(ALL), ord=2).numpy()
+    norms = Estimates(0.18 * seen / seen.min(), np.full(2, 0.015), 8, "groups of contexts")
+    assert judge("", "", norms, criteria.SIGNIFICANT).answer == HOLDS
+    left = norms_beyond_noise(norms, basis)
+    assert (judge("", "", left, criteria.SIGNIFICANT).answer == HOLDS) == holds

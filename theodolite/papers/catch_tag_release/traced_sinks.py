@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError
+from theodolite.estimates import CONFIDENCE
 from theodolite.judging import (
     SIGMAS,
     Criterion,
@@ -170,23 +172,28 @@ def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
     """Whether most heads' grouping explains more of some later layer than of the one before the head.
 
     The largest of several layers is looked at, so that its gain must be as unlikely as that of one layer would be
-    beyond its 95 % interval, divided by their number (Bonferroni). Heads whose gain is neither more nor less count
-    for neither side.
+    beyond its interval, divided by their number (Bonferroni). The intervals are Student's for the contexts that a head
+    rests on, and the heads' share the 5 % (`Estimates.looks`). Heads whose gain is neither more nor less count for
+    neither side.
     """
     clear = heads[heads["gain_se"].notna()]
     if not len(clear):
         outcome.cannot_test(RELEASED, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
         return
-    needed = [SIGMAS * most_extreme(layers - layer) for layer in clear["layer"]]
+    looks = math.ceil(len(clear) / 2)
+    needed, least = (
+        stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / looks / layers_seen, clear["contexts"] - 1)
+        for layers_seen in (layers - clear["layer"], 1)
+    )
     more = int((clear["gain"] > needed * clear["gain_se"]).sum())
-    less = int((clear["gain"] < -SIGMAS * clear["gain_se"]).sum())
+    less = int((clear["gain"] < -least * clear["gain_se"]).sum())
     best = clear.loc[clear["gain"].idxmax()]
     what = (
         "η² in the later layer where it is largest, less η² before the head, over the same contexts: more in "
         f"{more} of {counted(len(clear), 'head')} with a sink, less in {less} (mean "
         f"{number(float(clear['gain'].mean()))}, largest {with_error(best['gain'], best['gain_se'])}; more: by "
-        f"{number(min(needed))} to {number(max(needed))} standard errors, more where more layers follow); heads with "
-        "more, each that has neither counted as a half with that error"
+        f"{number(min(needed))} to {number(max(needed))} standard errors, more where more layers follow or "
+        "fewer contexts are behind it); heads with more, each that has neither counted as a half with that error"
     )
     neither = len(clear) - more - less
     count = Estimate(more + neither / 2, neither / 2 / SIGMAS, len(clear), "heads", by_chance=True)

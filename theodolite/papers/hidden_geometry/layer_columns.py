@@ -8,13 +8,27 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import OPEN, SIGMAS, Criterion, Estimate, Verdict, judge, unless_explained, untestable
+from theodolite.judging import (
+    HOLDS,
+    OPEN,
+    SIGMAS,
+    Criterion,
+    Estimate,
+    Verdict,
+    judge,
+    unless_explained,
+    untestable,
+)
 from theodolite.papers.experiment import Study
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.resampling import grouped_basis
-from theodolite.papers.hidden_geometry.without_noise import estimated, low_frequency_without_noise
+from theodolite.papers.hidden_geometry.without_noise import (
+    estimated,
+    low_frequency_without_noise,
+    norms_beyond_noise,
+)
 from theodolite.passes.run import Run
-from theodolite.report.data import Floats, layer_average, need, value_of
+from theodolite.report.data import Floats, layer_average, layer_estimates, need, value_of
 
 
 def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
@@ -109,6 +123,23 @@ def smooth_verdict(
         basis, lambda each: float(np.nan_to_num(low_frequency_without_noise(each), nan=unknown).mean())
     )
     return unless_noise(verdict, run, without_noise, criterion)
+
+
+def significant_verdict(study: Study, claim: str) -> Verdict:
+    """Judge the relative norms of all layers.
+
+    The sampling noise of C contexts alone has one of about 1/√C, so that little text would make any basis significant:
+    where the claim does not hold of what is left without it, it is not decided. The text is read again for that.
+    """
+    norms = layer_estimates(study.run, "relative_norm")
+    verdict = judge(claim, "relative norm", norms, criteria.SIGNIFICANT)
+    if verdict.answer != HOLDS or (basis := grouped_basis(study)) is None:
+        return verdict
+    left = judge(claim, "", norms_beyond_noise(norms, basis), criteria.SIGNIFICANT)
+    contexts = study.run.provenance["corpus"]["contexts"]
+    holding = sum(row.answer == HOLDS for row in left.parts)
+    noisy = f"in {holding} of them without the sampling noise of {contexts} contexts"
+    return unless_explained(verdict, HOLDS, "" if left.answer == HOLDS else noisy)
 
 
 def unless_noise(verdict: Verdict, run: Run, without_noise: Estimate, criterion: Criterion) -> Verdict:

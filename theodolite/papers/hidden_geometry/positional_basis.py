@@ -15,6 +15,7 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import (
     columns_with_errors,
+    significant_verdict,
     smooth_verdict,
 )
 from theodolite.papers.hidden_geometry.low_rank import (
@@ -124,12 +125,8 @@ def relative_norm(study: Study, outcome: Outcome) -> None:
     _beside_published(
         outcome, study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
     )
-    outcome.claim(
-        "The positional basis is a significant part of the hidden states (Table 6, section 3.1)",
-        "relative norm",
-        layer_estimates(study.run, "relative_norm"),
-        criteria.SIGNIFICANT,
-    )
+    claim = "The positional basis is a significant part of the hidden states (Table 6, section 3.1)"
+    outcome.verdicts.append(significant_verdict(study, claim))
 
 
 def roughness(basis: Tensor) -> Floats:

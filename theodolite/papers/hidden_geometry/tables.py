@@ -20,6 +20,7 @@ from theodolite.papers.hidden_geometry.layer_columns import (
     columns_with_errors,
     few_positions,
     quotient,
+    significant_verdict,
     smooth_verdict,
     unless_noise,
 )
@@ -34,7 +35,6 @@ from theodolite.report.data import (
     column,
     error_of,
     layer_average,
-    layer_estimates,
     layer_numbers,
     mean_over_layers,
     need,
@@ -102,11 +102,8 @@ def table_1(study: Study, outcome: Outcome) -> None:
     outcome.verdicts.append(
         low_rank_verdict(study, "The positional basis is a low-rank component (Table 1)", every=False)
     )
-    outcome.claim(
-        "The positional basis is a significant component (Table 1, section 3.1)",
-        "relative norm",
-        layer_estimates(run, "relative_norm"),
-        criteria.SIGNIFICANT,
+    outcome.verdicts.append(
+        significant_verdict(study, "The positional basis is a significant component (Table 1, section 3.1)")
     )
     _separation(outcome, run)
     outcome.claim(

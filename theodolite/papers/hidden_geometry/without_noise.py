@@ -19,7 +19,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Estimates
+from theodolite.measure.uncertainty import balanced_halves
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import NotAffine
 from theodolite.models.structure import NoAttention
@@ -125,3 +126,29 @@ def gram_without_noise(basis: GroupedBasis) -> Float64[Tensor, "layers positions
     assert isinstance(total, Tensor)
     own = sum(quarter @ quarter.mT for quarter in quarters)
     return (total @ total.mT - own) / (QUARTERS * (QUARTERS - 1))
+
+
+def noise_bases(basis: GroupedBasis) -> Float64[Tensor, "pairs layers positions width"]:
+    """What sampling alone puts into a positional basis: half of the difference between two halves of the contexts.
+
+    In it positions cancel, and of equal groups the noise is exactly as large as in the basis of all contexts, and in
+    the same directions. One for each balanced half and its complement.
+    """
+    halves = balanced_halves()
+    pairs = zip(*halves.chunk(2), strict=True)
+    return torch.stack([(basis.of(half) - basis.of(complement)) / 2 for half, complement in pairs])
+
+
+def norms_beyond_noise(norms: Estimates, basis: GroupedBasis) -> Estimates:
+    """Relative norms of the positional basis, each less what sampling noise alone has: at least so much is of position.
+
+    λ₁ of a sum is at most the sum of both λ₁, and PPᵀ is on average that of position and that of noise: the squares are
+    subtracted, and what is left is no more than position's own.
+    """
+    noise = torch.linalg.matrix_norm(noise_bases(basis), ord=2).square().mean(0)
+    share = noise / torch.linalg.matrix_norm(basis.of(torch.ones(GROUPS)), ord=2).square()
+    left = norms.values * np.sqrt(np.clip(1 - share.numpy(), 0, None))
+    errors = np.full(left.shape, np.nan) if norms.errors is None else norms.errors
+    # d√(r² − s²) = r dr/√(r² − s²); where nothing is left, as large as all that was there.
+    grown = errors * norms.values / np.maximum(left, np.maximum(errors, 1e-300))
+    return replace(norms, values=left, errors=grown)
