@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.papers.hidden_geometry.planted import grouped
 from tests.report.synthetic import make_run
 from theodolite.errors import UsageError, WorkError
-from theodolite.judging import FAILS, HOLDS
+from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.models.head_weights import HeadWeights
 from theodolite.papers import Study
+from theodolite.papers.hidden_geometry import weights
+from theodolite.papers.hidden_geometry.decoupling import corner_energy, decouple
 from theodolite.papers.hidden_geometry.weights import corner_of, figure_4
 from theodolite.report.drawing import theory as drawing
 
@@ -56,12 +59,23 @@ def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
     )
 
 
+def _text(monkeypatch, run, noise: torch.Tensor) -> None:
+    """Let the run's text be eight groups of contexts whose bases are the run's plus noise (layers, 8, T − 1, d)."""
+    basis = run.arrays["positional_basis"][:, 1:].double()
+    monkeypatch.setattr(weights, "grouped_basis", lambda study: grouped(basis, noise))
+
+
+def _noise(*size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1)).double()
+
+
 def _answers(outcome) -> list[str]:
     return [verdict.answer for verdict in outcome.verdicts]
 
 
-def test_planted_parts_are_found_where_they_are(run):
+def test_planted_parts_are_found_where_they_are(run, monkeypatch):
     """Oracle: seven heads of eight hold V L Vᵀ, L of 5 × 5 signs, plus 2 % of noise, the last a diagonal of signs."""
+    _text(monkeypatch, run, 1e-3 * _noise(3, 8, 47, WIDTH))
     outcome = Study(run, _model(run, positional=7, diagonal=1)).outcome(FIGURE_4)
     assert _answers(outcome) == [HOLDS, FAILS, HOLDS]
     table = outcome.tables["heads"]
@@ -74,6 +88,33 @@ def test_planted_parts_are_found_where_they_are(run):
     assert diagonal["corner_ratio"].between(0.5, 2).all()
     swapped = Study(run, _model(run, positional=1, diagonal=7)).outcome(FIGURE_4)
     assert _answers(swapped) == [FAILS, HOLDS, FAILS]
+
+
+def test_directions_in_which_contexts_vary_are_not_those_of_positions(run, monkeypatch):
+    """Oracle: weights of the very directions in which the text is noisy, which the basis then leans to by chance.
+
+    Without the text nothing is decided either: nobody knows the noise.
+    """
+    model = _model(run, positional=7, diagonal=1)
+    read = torch.linalg.svd(run.arrays["positional_basis"][:, 1:].double()).Vh[:, None, :RANK]
+    _text(monkeypatch, run, _noise(3, 8, 47, RANK) @ read)
+    verdict = Study(run, model).outcome(FIGURE_4).verdicts[0]
+    assert verdict.answer == UNDECIDED
+    assert "of them more than in bases of the text's sampling noise alone" in verdict.evidence
+    monkeypatch.undo()
+    verdict = Study(run, model).outcome(FIGURE_4).verdicts[0]
+    assert verdict.answer == UNDECIDED
+    assert verdict.evidence.endswith("the text, which is not at hand")
+
+
+def test_corners_of_other_bases_are_those_of_the_matrices_written_out(run):
+    """Oracle: `decouple`, which forms the matrices, with the other basis completed."""
+    heads = _model(run, positional=1, diagonal=1).head_weights(0)
+    bases = torch.linalg.qr(_noise(3, WIDTH, WIDTH)).Q
+    got = corner_energy(heads.w_q, heads.w_k, bases[..., :20])
+    for basis, energy in zip(bases, got, strict=True):
+        expected = decouple(heads.w_q, heads.w_k, basis, 0.25, (20,)).aligned.corner_energy[:, 0]
+        torch.testing.assert_close(energy, expected)
 
 
 def test_noise_alone_has_neither_part(run):

@@ -141,6 +141,22 @@ def decouple(
     )
 
 
+def corner_energy(
+    w_q: Float64[Tensor, "heads width d_h"],
+    w_k: Float64[Tensor, "heads width d_h"],
+    v: Float64[Tensor, "*bases width corner"],
+) -> Float64[Tensor, "*bases heads"]:
+    """Share of the energy of W − D in the corner of the first columns of other bases, as `RotatedEnergy.corner_energy`.
+
+    Costs d·d_h·K for each head and basis.
+    """
+    diagonal = (w_q * w_k).sum(-1)
+    v = v[..., None, :, :]
+    corner = (v.mT @ w_q) @ (v.mT @ w_k).mT - v.mT @ (diagonal[..., None] * v)
+    whole = qk_moments(w_q, w_k).frobenius_squared - diagonal.square().sum(-1)
+    return corner.square().sum((-2, -1)) / whole
+
+
 def _check(w_q: Tensor, w_k: Tensor, v: Tensor, corners: Sequence[int], rotations: int) -> None:
     if w_q.ndim != 3 or w_q.shape != w_k.shape:
         raise UsageError(

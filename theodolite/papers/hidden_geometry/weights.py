@@ -12,14 +12,18 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
+from jaxtyping import Float64
+from torch import Tensor
 
 from theodolite.errors import WorkError
-from theodolite.judging import Criterion
+from theodolite.judging import HOLDS, Criterion, judge, unless_explained
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import EXACT, no_head_matrix
 from theodolite.papers.experiment import Study, experiment
-from theodolite.papers.hidden_geometry.decoupling import CORNERS, Decoupling, decouple
+from theodolite.papers.hidden_geometry.decoupling import CORNERS, Decoupling, corner_energy, decouple
 from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
+from theodolite.papers.hidden_geometry.resampling import grouped_basis
+from theodolite.papers.hidden_geometry.without_noise import noise_bases
 from theodolite.report.data import evenly, need
 from theodolite.report.drawing import theory as drawing
 from theodolite.report.exhibit import by_name
@@ -58,6 +62,8 @@ class _Layer:
     block: int
     split: Decoupling
     projection: str
+    noise: Float64[Tensor, "draws heads"]
+    """Corner energy of the verdicts' K in bases of sampling noise alone; no draws where the text is not at hand."""
 
 
 def corner_of(width: int) -> int:
@@ -66,7 +72,9 @@ def corner_of(width: int) -> int:
     return min(within or CORNERS[:1], key=lambda k: abs(k - CORNER))
 
 
-def _split(model: OpenModel, basis: torch.Tensor) -> tuple[list[_Layer], list[int]]:
+def _split(
+    model: OpenModel, basis: Tensor, noise: Float64[Tensor, "draws layers positions width"], corner: int
+) -> tuple[list[_Layer], list[int]]:
     """Every block that has weights, and those that have none. `basis`: (L + 1, T − 1, d), position 0 left out."""
     layers, without = [], []
     for block in range(model.layers):
@@ -79,12 +87,14 @@ def _split(model: OpenModel, basis: torch.Tensor) -> tuple[list[_Layer], list[in
         directions = torch.linalg.svd(basis[block].double(), full_matrices=True).Vh.mT
         w_q, w_k = weights.w_q.to(model.device), weights.w_k.to(model.device)
         split = decouple(w_q, w_k, directions.to(model.device), weights.scaling)
-        layers.append(_Layer(block, split, weights.projection))
+        drawn = torch.linalg.svd(noise[:, block], full_matrices=False).Vh[..., :corner, :].mT.to(model.device)
+        chance = corner_energy(w_q.double(), w_k.double(), drawn)
+        layers.append(_Layer(block, split, weights.projection, chance.cpu()))
     return layers, without
 
 
 def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
-    """One row per head; `_random` and `_random_sd` are over random rotations in place of V."""
+    """One row per head; `_random` and `_random_sd` are over random rotations in place of V, `_noise` over noise."""
     rows: list[dict[str, Any]] = []
     for layer in layers:
         split, mean, spread = layer.split, layer.split.random_mean, layer.split.random_deviation
@@ -100,6 +110,9 @@ def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
                 "diagonal": float(split.diagonal[head]),
                 "diagonal_random": float(split.diagonal_random[head]),
             }
+            if len(layer.noise):
+                row[f"corner_energy_{corner}_noise"] = float(layer.noise[:, head].mean())
+                row[f"corner_energy_{corner}_noise_sd"] = float(layer.noise[:, head].std())
             for place, k in enumerate(CORNERS):
                 row |= {
                     f"corner_surviving_{k}": float(split.aligned.corner_surviving[head, place]),
@@ -125,7 +138,7 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
     )
     median = table.median(numeric_only=True)
     heads = f"share of {len(table)} heads{shortened}"
-    outcome.claim(
+    aligned = judge(
         "Low-rank structure aligned with positions in the majority of attention heads (eq. 9, section 5.1)",
         f"{heads} whose {corner} × {corner} corner holds {TIMES:g} times the off-diagonal energy that it holds in "
         f"random rotations, and more by {DEVIATIONS:g} of their sd (median of that energy "
@@ -134,6 +147,7 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
         share_of_heads(low_rank.tolist(), MAJORITY),
         MAJORITY,
     )
+    outcome.verdicts.append(unless_explained(aligned, HOLDS, _noise_explains(table, corner, low_rank)))
     outcome.claim(
         "A diagonal component in the majority of attention heads (eq. 9, section 5.1)",
         f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
@@ -148,6 +162,22 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
         share_of_heads(concentrated.tolist(), CONCENTRATED),
         CONCENTRATED,
     )
+
+
+def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
+    """In words, what else the corner of a majority of heads may come from; empty: nothing.
+
+    A text's sampling noise lies in the directions in which hidden states vary most, which weights read as well, whether
+    or not these have to do with position.
+    """
+    energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
+    if noise not in table:
+        return "whether sampling noise alone would do so is told by the text, which is not at hand"
+    beyond = low_rank & (table[energy] > table[noise] + DEVIATIONS * table[f"{noise}_sd"])
+    share = share_of_heads(beyond.tolist(), MAJORITY)
+    if judge("", "", share, MAJORITY).answer == HOLDS:
+        return ""
+    return f"in {int(beyond.sum())} of them more than in bases of the text's sampling noise alone, by {DEVIATIONS:g} sd"
 
 
 def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
@@ -209,10 +239,11 @@ def _read(outcome: Outcome, table: pd.DataFrame, corner: int) -> None:
 def figure_4(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
     basis = torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
-    layers, without = _split(model, basis)
+    corner, text = corner_of(model.width), grouped_basis(study)
+    noise = basis.new_empty(0, *basis.shape, dtype=torch.float64) if text is None else noise_bases(text)
+    layers, without = _split(model, basis, noise, corner)
     if not layers:
         raise no_head_matrix(model.id)
-    corner = corner_of(model.width)
     table = outcome.tables["heads"] = _table(layers, corner)
     _read(outcome, table, corner)
     named = sorted({layer.projection for layer in layers} - {EXACT})
