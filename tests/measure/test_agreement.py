@@ -20,6 +20,8 @@ from theodolite.measure.agreement import (
 )
 
 DRAWN = np.random.default_rng(0)
+EACH = np.arange(400)
+"""Every head in a layer of its own."""
 
 
 def test_partial_rank_correlation_holds_a_third_number_fixed():
@@ -28,11 +30,11 @@ def test_partial_rank_correlation_holds_a_third_number_fixed():
     x, y = third + 0.3 * DRAWN.normal(size=400), third + 0.3 * DRAWN.normal(size=400)
     ranks = [stats.rankdata(values) for values in (x, y, third)]
     left = [r - np.polyval(np.polyfit(ranks[2], r, 1), ranks[2]) for r in ranks[:2]]
-    estimate = partial_rank_correlation_of_heads(x, y, third, 0)
+    estimate = partial_rank_correlation_of_heads(x, y, third, EACH)
     assert estimate.value == pytest.approx(stats.pearsonr(*left).statistic)
-    assert rank_correlation_of_heads(x, y, 0).value > 0.8
+    assert rank_correlation_of_heads(x, y, EACH).value > 0.8
     assert abs(estimate.value) < 3 * estimate.error
-    assert np.isnan(partial_rank_correlation_of_heads(x, y, x, 0).value)
+    assert np.isnan(partial_rank_correlation_of_heads(x, y, x, EACH).value)
 
 
 def test_rank_correlation_and_its_interval():
@@ -41,15 +43,14 @@ def test_rank_correlation_and_its_interval():
     x = DRAWN.normal(size=200)
     y = 0.6 * x + 0.8 * DRAWN.normal(size=200)
     tied = np.round(x, 1)
-    estimate = rank_correlation_of_heads(tied, y, 0)
+    estimate = rank_correlation_of_heads(tied, y, EACH[:200])
     assert estimate.value == pytest.approx(stats.spearmanr(tied, y).statistic)
     assert estimate.error == pytest.approx(0.048, rel=0.35)
-    assert estimate.low < estimate.value < estimate.high
-    assert estimate == rank_correlation_of_heads(tied, y, 0)
+    assert estimate == rank_correlation_of_heads(tied, y, EACH[:200])
     x[:3] = np.nan
-    assert rank_correlation_of_heads(x, y, 0).n == 197
-    assert np.isnan(rank_correlation_of_heads(x[:9], y[:9], 0).value)
-    assert np.isnan(rank_correlation_of_heads(np.ones(20), y[:20], 0).value)
+    assert rank_correlation_of_heads(x, y, EACH[:200]).n == 197
+    assert np.isnan(rank_correlation_of_heads(x[:9], y[:9], EACH[:9]).value)
+    assert np.isnan(rank_correlation_of_heads(np.ones(20), y[:20], EACH[:20]).value)
 
 
 def test_agreement_is_cohens():
@@ -57,12 +58,12 @@ def test_agreement_is_cohens():
     names = np.array(["uniform", "late-site", "middle-site"])
     one, two = names[DRAWN.integers(3, size=60)], names[DRAWN.integers(3, size=60)]
     two[:30] = one[:30]
-    estimate, share = agreement(one, two, 0)
+    estimate, share = agreement(one, two, EACH[:60])
     assert estimate.value == pytest.approx(cohen_kappa_score(one, two))
     assert share == (one == two).mean()
     with_unknown = np.append(one, "undefined")
-    assert agreement(with_unknown, np.append(two, "uniform"), 0)[0].n == 60
-    assert np.isnan(agreement(names[[0] * 9], names[[0] * 9], 0)[0].value)
+    assert agreement(with_unknown, np.append(two, "uniform"), EACH[:61])[0].n == 60
+    assert np.isnan(agreement(names[[0] * 9], names[[0] * 9], EACH[:9])[0].value)
 
 
 def test_errors_of_curves():
@@ -71,7 +72,7 @@ def test_errors_of_curves():
     predicted = torch.tensor([[0.5, 1.0, 0.3], [0.5, 0.5, 0.5], [0.0, 0.0, 1.0]]).double()
     errors = curve_errors(predicted, measured).numpy()
     np.testing.assert_allclose(errors, [0.25, 0, 1 / 3], rtol=1e-6)
-    assert mean_over_heads(errors, 0).value == pytest.approx((0.25 + 0 + 1 / 3) / 3)
+    assert mean_over_heads(errors, EACH[:3]).value == pytest.approx((0.25 + 0 + 1 / 3) / 3)
 
 
 def test_the_baseline_is_the_median_of_all_other_heads():
@@ -87,10 +88,14 @@ def test_the_baseline_is_the_median_of_all_other_heads():
             assert np.isnan(others[head, ~known]).all()
 
 
-def test_the_error_of_a_mean_over_heads_is_that_of_the_mean():
-    """Oracle: s/√n, of which a bootstrap has √((n − 1)/n), to the noise of 2,000 draws; unknown heads left out."""
+def test_the_error_of_a_mean_over_heads_is_that_of_the_mean_over_layers():
+    """Oracle: s/√n, of layers where their heads are alike; unknown heads left out; one layer has none."""
     values = np.append(DRAWN.normal(size=100), np.nan)
-    estimate = mean_over_heads(values, 0)
+    estimate = mean_over_heads(values, EACH[:101])
     assert (estimate.n, estimate.value) == (100, pytest.approx(values[:100].mean()))
-    assert estimate.error == pytest.approx(values[:100].std() / 10, rel=0.08)
-    assert math.isnan(mean_over_heads(values[:7], 0).error)
+    assert estimate.error == pytest.approx(values[:100].std(ddof=1) / 10)
+    alike = mean_over_heads(np.repeat(values[:6], 4), np.repeat(EACH[:6], 4))
+    assert (alike.n, alike.of) == (6, "layers")
+    assert alike.error == pytest.approx(values[:6].std(ddof=1) / math.sqrt(6))
+    assert math.isnan(mean_over_heads(values[:7], EACH[:7]).error)
+    assert math.isnan(mean_over_heads(values[:9], np.zeros(9, int)).margin)

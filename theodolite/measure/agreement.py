@@ -1,10 +1,9 @@
-"""How well a prediction agrees with what is measured, head by head, with the error of drawing heads anew."""
+"""How well a prediction agrees with what is measured, head by head, with the error that layers show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,70 +11,65 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from theodolite.estimates import Estimate
 from theodolite.measure.rank_correlation import partial_rank_correlation, rank_correlation
 from theodolite.theory.regimes import UNDEFINED
 
 Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 LEAST_HEADS = 8
 """Below that, a number over heads has no error worth giving, and a rank correlation says nothing."""
 
-RESAMPLES, CENTRAL = 2000, (2.5, 97.5)  # of the bootstrap over heads; percentiles of its interval
 
+def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estimate:
+    """A number over heads, with its error from leaving out one layer after the other (jackknife).
 
-@dataclass(frozen=True)
-class OverHeads:
-    """A number over `n` heads with its bootstrap standard error and central 95 % interval; NaN where it has none."""
-
-    value: float
-    n: int
-    error: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-
-
-def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], heads: int, seed: int) -> OverHeads:
-    """A number over heads with its error from drawing heads anew; none below `LEAST_HEADS`.
-
-    Heads of one layer are not independent, so that the error is too small rather than too large.
+    Heads of one layer are not independent: they read one stream, and what is predicted from it may miss them alike.
 
     Args:
-        statistic: indices of heads (draws, heads) → the number for each draw (draws,).
+        statistic: indices of some of the heads → the number of these.
+        layers: the layer of each head, (heads,).
+
+    Returns:
+        No error below `LEAST_HEADS`.
     """
-    value = float(statistic(np.arange(heads)[None])[0]) if heads else math.nan
-    if heads < LEAST_HEADS or not math.isfinite(value):
-        return OverHeads(value, heads)
-    drawn = statistic(np.random.default_rng(seed).integers(heads, size=(RESAMPLES, heads)))
-    drawn = drawn[np.isfinite(drawn)]
-    low, high = np.percentile(drawn, CENTRAL)
-    return OverHeads(value, heads, float(drawn.std(ddof=1)), float(low), float(high))
+    heads, of = np.arange(len(layers)), np.unique(layers)
+    value = statistic(heads) if len(heads) else math.nan
+    if len(heads) < LEAST_HEADS or not math.isfinite(value):
+        return Estimate(value)
+    left = (
+        np.array([statistic(heads[layers != layer]) for layer in of]) if len(of) > 1 else np.array([math.nan])
+    )
+    return Estimate(value, float(left.std()) * math.sqrt(len(of) - 1), len(of), "layers")
 
 
-def mean_over_heads(values: Floats, seed: int) -> OverHeads:
+def mean_over_heads(values: Floats, layers: Indices) -> Estimate:
     """The mean over the heads that have a number, (heads,)."""
-    values = values[np.isfinite(values)]
-    return bootstrap(lambda drawn: values[drawn].mean(axis=1), len(values), seed)
+    known = np.isfinite(values)
+    values = values[known]
+    return over_heads(lambda heads: float(values[heads].mean()), layers[known])
 
 
-def rank_correlation_of_heads(x: Floats, y: Floats, seed: int) -> OverHeads:
+def rank_correlation_of_heads(x: Floats, y: Floats, layers: Indices) -> Estimate:
     """Rank correlation over the heads that have both, (heads,) each; NaN below `LEAST_HEADS`."""
-    both = np.isfinite(x) & np.isfinite(y)
-    x, y = x[both], y[both]
-    if len(x) < LEAST_HEADS:
-        return OverHeads(math.nan, len(x))
-    return bootstrap(lambda drawn: rank_correlation(x[drawn], y[drawn]), len(x), seed)
+    return _correlation(rank_correlation, (x, y), layers)
 
 
-def partial_rank_correlation_of_heads(x: Floats, y: Floats, given: Floats, seed: int) -> OverHeads:
+def partial_rank_correlation_of_heads(x: Floats, y: Floats, given: Floats, layers: Indices) -> Estimate:
     """Rank correlation of x and y over heads with the ranks of `given` held fixed, (heads,) each; NaN as above."""
-    known = np.isfinite(x) & np.isfinite(y) & np.isfinite(given)
-    x, y, given = x[known], y[known], given[known]
-    if len(x) < LEAST_HEADS:
-        return OverHeads(math.nan, len(x))
-    return bootstrap(lambda drawn: partial_rank_correlation(x[drawn], y[drawn], given[drawn]), len(x), seed)
+    return _correlation(partial_rank_correlation, (x, y, given), layers)
 
 
-def agreement(first: np.ndarray, second: np.ndarray, seed: int) -> tuple[OverHeads, float]:
+def _correlation(of: Callable[..., Floats], columns: tuple[Floats, ...], layers: Indices) -> Estimate:
+    known = np.isfinite(columns).all(axis=0)
+    if known.sum() < LEAST_HEADS:
+        return Estimate(math.nan)
+    x = np.stack(columns)[:, known]
+    return over_heads(lambda heads: float(of(*x[:, heads])), layers[known])
+
+
+def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[Estimate, float]:
     """Cohen's κ of two namings of the same heads (Cohen 1960), and the share of heads in which they agree.
 
     Args:
@@ -85,20 +79,17 @@ def agreement(first: np.ndarray, second: np.ndarray, seed: int) -> tuple[OverHea
     names = np.unique(np.concatenate([first[known], second[known]]))
     first_codes, second_codes = (np.searchsorted(names, values[known]) for values in (first, second))
 
-    def kappa(drawn: np.ndarray) -> np.ndarray:
-        same = (first_codes[drawn] == second_codes[drawn]).mean(axis=1)
-        chance = sum(
-            (
-                (first_codes[drawn] == name).mean(axis=1) * (second_codes[drawn] == name).mean(axis=1)
-                for name in range(len(names))
-            ),
-            start=np.zeros(len(drawn)),
+    def kappa(heads: Indices) -> float:
+        one, two = first_codes[heads], second_codes[heads]
+        same, chance = (
+            (one == two).mean(),
+            sum((one == name).mean() * (two == name).mean() for name in range(len(names))),
         )
         # Where both have one name throughout, chance alone agrees fully: no agreement beyond it can be seen.
-        return np.divide(same - chance, 1 - chance, out=np.full(len(drawn), np.nan), where=chance < 1)
+        return float((same - chance) / (1 - chance)) if chance < 1 else math.nan
 
     share = float((first_codes == second_codes).mean()) if known.any() else np.nan
-    return bootstrap(kappa, int(known.sum()), seed), share
+    return over_heads(kappa, layers[known]), share
 
 
 def curve_errors(

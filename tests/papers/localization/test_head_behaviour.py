@@ -31,7 +31,7 @@ def test_predicted_curves_are_judged_by_the_median_curve_of_the_other_heads():
         for name, curve in curves.items()
     }
     outcome = Outcome()
-    errors = judge_curves(outcome, predictions, measured, 0)
+    errors = judge_curves(outcome, predictions, measured, np.arange(24) // 4)
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, FAILS, UNDECIDED]
     assert errors["text"].value == pytest.approx(0.08)
     assert errors["others"].value == errors["increments"].value == pytest.approx(0.025, rel=0.2)
@@ -92,6 +92,6 @@ def test_entropy_is_judged_at_a_fixed_trace():
     for sign, answer in ((-1, HOLDS), (1, FAILS)):
         entropy = 3 * trace * -sign + sign * eta
         outcome = Outcome()
-        judge_entropy(outcome, {"eta": eta, "width": eta}, entropy, trace, 0)
+        judge_entropy(outcome, {"eta": eta, "width": eta}, entropy, trace, np.arange(200) // 8)
         assert [verdict.answer for verdict in outcome.verdicts] == [answer] * 2
         assert np.sign(stats.spearmanr(eta, entropy).statistic) == -sign

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from theodolite.judging import Criterion, Estimate
 from theodolite.measure.agreement import (
-    OverHeads,
+    Indices,
     agreement,
     curve_errors,
     mean_over_heads,
@@ -30,7 +30,7 @@ from theodolite.report.drawing.theory import head_scatter
 from theodolite.report.exhibit import by_name
 from theodolite.report.measures import BAO
 from theodolite.report.outcome import Outcome
-from theodolite.system.wording import number, percent, with_error
+from theodolite.system.wording import percent, with_error
 from theodolite.theory.curve_shape import curve_width
 from theodolite.theory.regimes import regime_of_curve
 
@@ -67,7 +67,7 @@ COMPARED = (
 )
 """Predicted number, measured number, and how both are called."""
 
-Correlations = dict[tuple[str, str, str], OverHeads]
+Correlations = dict[tuple[str, str, str], Estimate]
 """(source, predicted number, measured number) → rank correlation over heads."""
 
 
@@ -91,8 +91,9 @@ def _numbers(prediction: Prediction) -> dict[str, Floats]:
     scaled_down="the covariance of the increments is from at most 64 contexts",
 )
 def behaviour(study: Study, outcome: Outcome) -> None:
-    run, seed = study.run, int(study.provenance["seed"])
-    places = run.heads["layer"].to_numpy(), run.heads["head"].to_numpy()
+    run = study.run
+    layers = run.heads["layer"].to_numpy()
+    places = layers, run.heads["head"].to_numpy()
     measured = torch.from_numpy(need(run, "propagation_by_position")[places]).double()
     predictions = {name: from_survey(run, name) for name in ("weights", "text")}
     predictions["increments"] = from_increments(study.require_model(), text_walk(study), measured.shape[1])
@@ -103,21 +104,21 @@ def behaviour(study: Study, outcome: Outcome) -> None:
     }
     correlation_of: Correlations = {
         (name, predicted, shown): rank_correlation_of_heads(
-            _numbers(prediction)[predicted], numbers[shown], seed
+            _numbers(prediction)[predicted], numbers[shown], layers
         )
         for name, prediction in predictions.items()
         for predicted, shown, _, _ in COMPARED
     }
     _judge_order(outcome, correlation_of)
-    errors = judge_curves(outcome, predictions, measured, seed)
-    shares = _judge_regimes(outcome, predictions, regime_of_curve(measured), seed)
+    errors = judge_curves(outcome, predictions, measured, layers)
+    shares = _judge_regimes(outcome, predictions, regime_of_curve(measured), layers)
     trace = np.abs(need_column(run.heads, f"trace{SUFFIX['text']}"))
     judge_entropy(
         outcome,
         {"eta": predictions["text"].eta.numpy(), "width": numbers["width"]},
         numbers["entropy"],
         trace,
-        seed,
+        layers,
     )
     for name, label in SOURCES.items():
         mean, entropy = correlation_of[name, "mean", "ρ"], correlation_of[name, "eta", "entropy"]
@@ -130,7 +131,7 @@ def behaviour(study: Study, outcome: Outcome) -> None:
     outcome.tables["heads"] = _heads(run, predictions, numbers, measured)
     rows = [
         {"from": SOURCES[name], "predicted": predicted, "measured": shown, "rank_correlation": of.value}
-        | {"standard_error": of.error, "low": of.low, "high": of.high, "heads": of.n}
+        | {"standard_error": of.error, "layers": of.n}
         for name in predictions
         for number_name, measured_name, predicted, shown in COMPARED
         for of in (correlation_of[name, number_name, measured_name],)
@@ -141,26 +142,13 @@ def behaviour(study: Study, outcome: Outcome) -> None:
     _draw_correlations(outcome, correlation_of)
 
 
-def _shown(measured: OverHeads) -> str:
+def _shown(measured: Estimate) -> str:
     return with_error(measured.value, measured.error)
-
-
-def _claim(
-    outcome: Outcome, claim: str, what: str, measured: OverHeads, criterion: Criterion, more: str = ""
-) -> None:
-    """Judge a number over heads, with the interval of its bootstrap in the evidence."""
-    if np.isfinite(measured.low):
-        more = (
-            f"; 95 % interval {number(measured.low)} to {number(measured.high)} over {measured.n} heads{more}"
-        )
-    estimate = Estimate(measured.value, measured.error, measured.n, "heads")
-    outcome.claim(claim, what, estimate, criterion, more)
 
 
 def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
     for name, label in SOURCES.items():
-        _claim(
-            outcome,
+        outcome.claim(
             f"Predicted ρ orders the heads as measured ρ does, from {label}",
             "rank correlation over heads of mean ρ",
             correlation_of[name, "mean", "ρ"],
@@ -169,24 +157,23 @@ def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
 
 
 def judge_curves(
-    outcome: Outcome, predictions: dict[str, Prediction], measured: Tensor, seed: int
-) -> dict[str, OverHeads]:
+    outcome: Outcome, predictions: dict[str, Prediction], measured: Tensor, layers: Indices
+) -> dict[str, Estimate]:
     """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head.
 
     Returns:
         The error of each source's curves, and of that baseline (`others`).
     """
     baseline = curve_errors(others_median(measured), measured).numpy()
-    errors = {"others": mean_over_heads(baseline, seed)}
+    errors = {"others": mean_over_heads(baseline, layers)}
     for name, label in SOURCES.items():
         of_heads = curve_errors(predictions[name].curve, measured).numpy()
-        errors[name] = mean_over_heads(of_heads, seed)
-        _claim(
-            outcome,
+        errors[name] = mean_over_heads(of_heads, layers)
+        outcome.claim(
             "The predicted curve ρ_1 … ρ_T is nearer to the measured one than the median curve of all other heads, "
             f"from {label}",
             "mean absolute error of ρ less that of the median curve of all other heads, mean over heads",
-            mean_over_heads(of_heads - baseline, seed),
+            mean_over_heads(of_heads - baseline, layers),
             NEARER,
             f"; the errors: {_shown(errors[name])} and {_shown(errors['others'])}, close would be {CLOSE:g}",
         )
@@ -194,14 +181,13 @@ def judge_curves(
 
 
 def _judge_regimes(
-    outcome: Outcome, predictions: dict[str, Prediction], measured: np.ndarray, seed: int
+    outcome: Outcome, predictions: dict[str, Prediction], measured: np.ndarray, layers: Indices
 ) -> dict[str, float]:
     """The share of heads whose regime each source predicts."""
     shares = {}
     for name, label in SOURCES.items():
-        kappa, shares[name] = agreement(predictions[name].regime, measured, seed)
-        _claim(
-            outcome,
+        kappa, shares[name] = agreement(predictions[name].regime, measured, layers)
+        outcome.claim(
             f"The predicted regime is that of the measured curve, from {label}",
             "Cohen's κ of the two regimes",
             kappa,
@@ -212,7 +198,7 @@ def _judge_regimes(
 
 
 def judge_entropy(
-    outcome: Outcome, numbers: dict[str, Floats], entropy: Floats, trace: Floats, seed: int
+    outcome: Outcome, numbers: dict[str, Floats], entropy: Floats, trace: Floats, layers: Indices
 ) -> None:
     """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed.
 
@@ -228,12 +214,11 @@ def judge_entropy(
         ),
         ("Localized heads have a higher entropy", "width", "the measured share of positions that propagate"),
     ):
-        plain = rank_correlation_of_heads(numbers[name], entropy, seed)
-        _claim(
-            outcome,
+        plain = rank_correlation_of_heads(numbers[name], entropy, layers)
+        outcome.claim(
             f"{claim} (A2 of section 5)",
             f"rank correlation over heads of {what} with entropy, |tr W| held fixed",
-            partial_rank_correlation_of_heads(numbers[name], entropy, trace, seed),
+            partial_rank_correlation_of_heads(numbers[name], entropy, trace, layers),
             OPPOSED,
             f"; {_shown(plain)} where it is not",
         )
@@ -248,6 +233,8 @@ def _heads(
         "width": numbers["width"],
         "entropy": numbers["entropy"],
         "regime_measured": regime_of_curve(measured),
+        "error_others": curve_errors(others_median(measured), measured).numpy(),
+        "trace_text": np.abs(need_column(run.heads, f"trace{SUFFIX['text']}")),
     }
     for name, prediction in predictions.items():
         predicted = _numbers(prediction)
@@ -306,15 +293,15 @@ def _draw_correlations(outcome: Outcome, correlation_of: Correlations) -> None:
     values = {}
     for name, label in SOURCES.items():
         estimates = [correlation_of[name, predicted, measured] for predicted, measured, _, _ in COMPARED]
-        value, low, high = np.array([(each.value, each.low, each.high) for each in estimates]).T
-        values[label] = value, np.stack([low, high])
+        value, margin = np.array([(each.value, each.margin) for each in estimates]).T
+        values[label] = value, np.stack([value - margin, value + margin]).clip(-1, 1)
     groups = [f"{label} → {measured_label}" for _, _, label, measured_label in COMPARED]
     outcome.figure(
         "correlations",
         "Rank correlations over heads",
         drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),
-        "Of a predicted number with a measured one over all heads, with the central 95 % of a bootstrap over heads "
-        "(heads of one layer are not independent, so these are too narrow rather than too wide).",
+        "Of a predicted number with a measured one over all heads, with 95 % intervals from leaving out one "
+        "layer after the other.",
         "tall bars: the spectrum predicts what the head does. η → entropy below 0 is what the paper expects.",
         f"{BAO}, sections 4 and 5; the correlations are ours",
         wide=True,
