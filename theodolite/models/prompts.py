@@ -28,7 +28,7 @@ class Focus:
         layer, head: the one head, both or neither; neither: the heads that follow each pattern of attention most.
 
     Raises:
-        UsageError: a layer without a head, or a head without a layer.
+        UsageError: a layer without a head, a head without a layer, or an empty prompt.
     """
 
     prompt: str | None = None
@@ -42,6 +42,8 @@ class Focus:
     def __post_init__(self) -> None:
         if (self.layer is None) != (self.head is None):
             raise UsageError("one head is a layer and a head in it: give both --layer and --head, or neither")
+        if self.prompt is not None and not self.prompt.strip():
+            raise UsageError("the prompt is empty: give some text")
 
 
 def shipped_prompt(name: str) -> str:

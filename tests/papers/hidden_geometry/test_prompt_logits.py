@@ -281,6 +281,8 @@ def test_calls_that_cannot_work_are_one_line(surveyed, monkeypatch):
 
     with pytest.raises(UsageError, match="give both --layer and --head"):
         Focus(layer=1)
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        Focus(" ")
     with pytest.raises(UsageError, match="head 9 does not exist: this model has heads 0 to 3"):
         made(layer=1, head=9)
     with pytest.raises(UsageError, match="layer 7 does not exist"):

@@ -40,6 +40,10 @@ BATCH = 8
 PARTS = 8  # of the contexts, each of which gives a rank correlation over positions
 LEAST_CONTEXTS = 2 * PARTS
 
+BY_SOFTMAX = (
+    "; much of it by construction: a logit's gradient is proportional to its attention, and a key propagates where its "
+    "logit is not far below the mean"
+)
 MORE = Criterion("more than", 0.0, "“characterizes how likely x_i contributes”: it has the larger share")
 ORDERS = Criterion("more than", 0.0, "“ρ_i characterizes its strength”: the same order over positions")
 
@@ -186,12 +190,14 @@ def gradient(study: Study, outcome: Outcome) -> None:
         "ln of the mean share of ∇W_QK of keys that propagate over that of the others",
         gains,
         MORE,
+        BY_SOFTMAX,
     )
     outcome.claim(
         "Over positions, ρ_i has the order of token i's share of the gradient of W_QK (section 3)",
         "rank correlation over positions of ρ_i with the mean share of ∇W_QK",
         orders,
         ORDERS,
+        BY_SOFTMAX,
     )
     outcome.tables["heads"] = pd.DataFrame(
         {
