@@ -181,7 +181,7 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pyt
 
 def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the folder, and the perplexity that the summaries have."""
-    monkeypatch.setattr(locater_command, "Recipe", lambda: RECIPE)
+    monkeypatch.setattr(locater_command, "Recipe", lambda **given: RECIPE)
     options = {"widths": "8,4", "scales": "7,100", "means": "1", "decays": "", "seeds": 1, "steps": 2}
     how: dict[str, Any] = {"reduction": "sum", "off_at": 1}
     lines = train_locater(tmp_path / "g", files.train, files.held_out, console(), **options, **how)

@@ -150,7 +150,7 @@ def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
     for name, label in SOURCES.items():
         outcome.claim(
             f"Predicted ρ orders the heads as measured ρ does, from {label}",
-            "rank correlation over heads of mean ρ",
+            f"rank correlation over heads of mean ρ, predicted from {label}, with that measured",
             correlation_of[name, "mean", "ρ"],
             ORDERS,
         )
@@ -172,7 +172,7 @@ def judge_curves(
         outcome.claim(
             "The predicted curve ρ_1 … ρ_T is nearer to the measured one than the median curve of all other heads, "
             f"from {label}",
-            "mean absolute error of ρ less that of the median curve of all other heads, mean over heads",
+            f"mean absolute error of ρ from {label} less that of the median curve of all other heads, mean over heads",
             mean_over_heads(of_heads - baseline, layers),
             NEARER,
             f"; the errors: {_shown(errors[name])} and {_shown(errors['others'])}, close would be {CLOSE:g}",
@@ -189,7 +189,7 @@ def _judge_regimes(
         kappa, shares[name] = agreement(predictions[name].regime, measured, layers)
         outcome.claim(
             f"The predicted regime is that of the measured curve, from {label}",
-            "Cohen's κ of the two regimes",
+            f"Cohen's κ of the regimes from {label} and of the measured curves",
             kappa,
             AGREES,
             f"; the same regime in {percent(shares[name])} of the heads",
