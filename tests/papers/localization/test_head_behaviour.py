@@ -9,9 +9,9 @@ from scipy import stats
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.measure.agreement import others_median
 from theodolite.papers import Study
 from theodolite.papers.catalogue import EXPERIMENTS
+from theodolite.papers.localization.agreement import others_median
 from theodolite.papers.localization.head_behaviour import judge_curves, judge_entropy
 from theodolite.papers.localization.text_as_walk import text_walk
 from theodolite.passes.head_predictions import Prediction, from_increments, from_survey

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from theodolite.judging import Criterion, Estimate
-from theodolite.measure.agreement import (
+from theodolite.papers.experiment import Study, experiment
+from theodolite.papers.localization.agreement import (
     Indices,
     agreement,
     curve_errors,
@@ -18,7 +19,6 @@ from theodolite.measure.agreement import (
     partial_rank_correlation_of_heads,
     rank_correlation_of_heads,
 )
-from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.text_as_walk import text_walk
 from theodolite.passes.head_predictions import SUFFIX, Prediction, from_increments, from_survey
 from theodolite.passes.run import Run
