@@ -221,21 +221,18 @@ def test_the_gallery_is_what_the_committed_results_say():
 
 
 @pytest.mark.parametrize("name", sorted(gallery.results()))
-def test_verdicts_of_the_gallery_follow_from_its_numbers_or_the_page_says_that_they_do_not(name):
-    """Oracle: `tests/referee.py`."""
+def test_verdicts_of_the_gallery_follow_from_its_numbers(name):
+    """Oracle: `tests/referee.py`. What is not testable needs none."""
     result = gallery.results()[name]
     given = [verdict["answer"] for verdict in result["verdicts"]]
-    entry = gallery.page_of(name.split("/")[0]).read_text().split(f"## {name}\n")[1].split("\n## ")[0]
-    assert (gallery.OLDER in entry) == (not gallery.follow(result))
-    if result.get("judged"):
-        numbers = [
-            {
-                key: math.nan if value is None and key in ("value", "error") else value
-                for key, value in row.items()
-            }
-            for row in result["judged"]
-        ]
-        assert answers_of(numbers) == given
+    numbers = [
+        {
+            key: math.nan if value is None and key in ("value", "error") else value
+            for key, value in row.items()
+        }
+        for row in result["judged"]
+    ]
+    assert answers_of(numbers) == given if numbers else {*given} <= {"not testable here"}
 
 
 def test_of_a_model_that_does_not_add_the_gallery_judges_nothing_about_addition():

@@ -8,7 +8,7 @@ import pytest
 
 from tools import numbers
 
-DEBT = 131
+DEBT = 108
 """Numbers in the prose that only the page has: the run was not kept. `python -m tools.numbers` says of which runs."""
 
 

@@ -181,12 +181,12 @@ def compare_no_ops(outcome: Outcome, table: pd.DataFrame) -> None:
                 why = f"a seed's model with a plain softmax has no {scope}: there is nothing to compare"
                 outcome.cannot_test(claim, why)
                 continue
-            over = f"{scope} over those with a plain softmax, paired by seed"
+            over = f"{scope} with {NAMES[no_op]} over those with a plain softmax, paired by seed"
             outcome.claim(claim, over, Estimate.mean(with_no_op / without, "seeds"), HALF_OF_SINKS)
         with_no_op, without = _paired(table, no_op, "loss")
         outcome.claim(
             f"A head that can form sinks needs no no-op option: {NAMES[no_op]} does not lower the loss (ours)",
-            "loss with the no-op option less that with a plain softmax, paired by seed",
+            f"loss with {NAMES[no_op]} less that with a plain softmax, paired by seed",
             Estimate.mean(with_no_op - without, "seeds"),
             NO_WORSE,
         )

@@ -25,13 +25,13 @@ from theodolite.system.locks import locked
 DEFAULT = EmbeddedConfig(
     layers=4,
     length=128,
-    batch=16,
+    batch=8,
     steps=2000,
     initial_deviation=0.02,
     repeats=0.0,
     backcopies=0.0,
 )
-"""Three hours for three seeds on one core."""
+"""Two hours for three seeds on one core of a laptop."""
 
 
 CLAIM = "escape.json"

@@ -227,12 +227,13 @@ def by_no_op(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[st
         measures: column → title.
     """
     shown: list[Panel] = []
+    places = [name.replace(" ", "<br>", 1) for name in names.values()]
     for measure, title in measures.items():
         traces: list[Any] = []
         for index, seed in enumerate(sorted(table["seed"].unique())):
             of_seed = table[table["seed"] == seed].set_index("escape")[measure].reindex(list(names))
             traces += line(
-                list(names.values()),
+                places,
                 of_seed.to_numpy(np.float64),
                 f"seed {seed}",
                 style.CATEGORIES[index % len(style.CATEGORIES)],
@@ -241,7 +242,9 @@ def by_no_op(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[st
                 hover=f"%{{x}}: %{{y:.4g}}<extra>seed {seed}</extra>",
                 showlegend=not shown,
             )
-        shown.append(Panel(title, traces))
+        last = len(shown) >= len(measures) - COLUMNS  # in its column
+        axis = {"tickangle": 0, "showticklabels": last, "range": [-0.4, len(places) - 0.6]}
+        shown.append(Panel(title, traces, xaxis=axis))
     return _with_long_titles(shown)
 
 
