@@ -175,9 +175,13 @@ def test_axe_would_find_something(show) -> None:
 @pytest.mark.slow
 def test_every_control_is_reached_by_the_keyboard_and_seen(show) -> None:
     tab = show("survey")
-    draw_the_first(tab)
+    for figure in tab.locator(
+        "[data-figure]:visible"
+    ).all():  # each adds buttons as it comes into view and is drawn
+        figure.scroll_into_view_if_needed()
+        tab.wait_for_function("one => one.classList.contains('js-plotly-plot')", arg=figure.element_handle())
     controls = "a[href], button, select, summary, [tabindex='0']"
-    for _ in range(2000):  # figures that are drawn as they come into view add buttons
+    for _ in range(2000):
         tab.keyboard.press("Tab")
         ended = tab.evaluate(
             """() => {
