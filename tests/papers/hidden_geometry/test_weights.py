@@ -162,3 +162,11 @@ def test_tiles_lie_side_by_side_with_the_larger_entry_on_the_diagonal():
     np.testing.assert_allclose(picture[top:, -2:], [[1.0, 0.0], [0.0, 0.5]])
     assert np.isnan(picture[:top]).all()
     assert np.isnan(picture[:, 2 : 2 + drawing.TILE_GAP]).all()
+
+
+def test_a_text_shorter_than_the_corner_has_bases_of_noise_as_large(monkeypatch):
+    """Oracle: of weights that are noise a 20 × 20 corner of any basis holds 20²/80², though there are 11 positions."""
+    run = make_run(blocks=2, heads=HEADS, length=12, width=WIDTH)
+    _text(monkeypatch, run, _noise(3, 8, 11, WIDTH))
+    table = Study(run, _model(run, positional=0, diagonal=0)).outcome(FIGURE_4).tables["heads"]
+    np.testing.assert_allclose(table["corner_energy_20_noise"], 400 / WIDTH**2, rtol=0.25)

@@ -87,7 +87,8 @@ def _split(
         directions = torch.linalg.svd(basis[block].double(), full_matrices=True).Vh.mT
         w_q, w_k = weights.w_q.to(model.device), weights.w_k.to(model.device)
         split = decouple(w_q, w_k, directions.to(model.device), weights.scaling)
-        drawn = torch.linalg.svd(noise[:, block], full_matrices=False).Vh[..., :corner, :].mT.to(model.device)
+        short = noise.shape[2] < corner  # fewer positions: completed, as V is
+        drawn = torch.linalg.svd(noise[:, block], full_matrices=short).Vh[..., :corner, :].mT.to(model.device)
         chance = corner_energy(w_q.double(), w_k.double(), drawn)
         layers.append(_Layer(block, split, weights.projection, chance.cpu()))
     return layers, without
