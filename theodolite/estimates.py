@@ -161,7 +161,21 @@ class Estimates:
         return _sigmas(self.n, looks) * errors
 
 
+def sigmas(n: npt.ArrayLike, looks: npt.ArrayLike = 1) -> Floats:
+    """Standard errors on either side of an interval from n things that misses in one of 20·`looks` cases.
+
+    NaN for one thing.
+    """
+    miss = (1 - CONFIDENCE) / 2 / np.asarray(looks)
+    return np.asarray(stats.t.ppf(1 - miss, np.asarray(n, dtype=np.float64) - 1))
+
+
 @functools.cache
 def _sigmas(n: int, looks: int = 1) -> float:
-    """Standard errors on either side of an interval from n things that misses in one of 20·`looks` cases."""
-    return float(stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / looks, n - 1)) if n > 1 else math.nan
+    return float(sigmas(n, looks))
+
+
+def jackknife_error(left_out: npt.ArrayLike) -> Floats:
+    """The standard error of numbers from what they are without each of n things, (n, …): root of (n − 1) variances."""
+    left_out = np.asarray(left_out, dtype=np.float64)
+    return np.asarray(left_out.std(axis=0) * math.sqrt(len(left_out) - 1))

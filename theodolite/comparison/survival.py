@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from jaxtyping import Float
-from scipy import stats
 from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
-from theodolite.estimates import CONFIDENCE
+from theodolite.estimates import sigmas
 from theodolite.judging import (
     SIGMAS,
     Answer,
@@ -240,8 +239,7 @@ def margins(errors: npt.ArrayLike, n: npt.ArrayLike, looks: int = 1) -> Floats:
 
     NaN where the error is not known, or rests on one thing.
     """
-    sigmas = stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / looks, np.asarray(n, dtype=np.float64) - 1)
-    return np.asarray(sigmas * np.asarray(errors, dtype=np.float64))
+    return sigmas(n, looks) * np.asarray(errors, dtype=np.float64)
 
 
 def direction_margins(halves: Float[Tensor, "halves units"], owed: Floats) -> Floats:

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError
-from theodolite.estimates import CONFIDENCE
+from theodolite.estimates import sigmas
 from theodolite.judging import (
     SIGMAS,
     Criterion,
@@ -181,10 +180,7 @@ def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
         outcome.cannot_test(RELEASED, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
         return
     looks = math.ceil(len(clear) / 2)
-    needed, least = (
-        stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / looks / layers_seen, clear["contexts"] - 1)
-        for layers_seen in (layers - clear["layer"], 1)
-    )
+    needed, least = (sigmas(clear["contexts"], looks * seen) for seen in (layers - clear["layer"], 1))
     more = int((clear["gain"] > needed * clear["gain_se"]).sum())
     less = int((clear["gain"] < -least * clear["gain_se"]).sum())
     best = clear.loc[clear["gain"].idxmax()]

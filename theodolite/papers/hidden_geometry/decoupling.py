@@ -151,8 +151,7 @@ def corner_energy(
     Costs d·d_h·K for each head and basis.
     """
     diagonal = (w_q * w_k).sum(-1)
-    v = v[..., None, :, :]
-    corner = (v.mT @ w_q) @ (v.mT @ w_k).mT - v.mT @ (diagonal[..., None] * v)
+    corner = _rotate(w_q, w_k, diagonal, v[..., None, :, :])
     whole = qk_moments(w_q, w_k).frobenius_squared - diagonal.square().sum(-1)
     return corner.square().sum((-2, -1)) / whole
 
@@ -175,9 +174,9 @@ def _check(w_q: Tensor, w_k: Tensor, v: Tensor, corners: Sequence[int], rotation
 
 
 def _rotate(w_q: Tensor, w_k: Tensor, diagonal: Tensor, v: Tensor) -> Tensor:
-    """Vᵀ(W − D)V of one head, without W."""
+    """Vᵀ(W − D)V, without W."""
     rotated = (v.mT @ w_q) @ (v.mT @ w_k).mT
-    return rotated.sub_(v.mT @ (diagonal[:, None] * v))
+    return rotated.sub_(v.mT @ (diagonal[..., None] * v))
 
 
 def _energy(rotated: Tensor, corners: Sequence[int]) -> RotatedEnergy:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from theodolite.corpus.groups import GROUPS
-from theodolite.judging import Estimates
+from theodolite.estimates import Estimates, jackknife_error
 from theodolite.papers.hidden_geometry.resampling import GroupedBasis
 from theodolite.report.data import OF_GROUPS, Floats
 from theodolite.theory.smoothness import smoothness_bound
@@ -35,8 +35,7 @@ def premise_without_noise(
     values = _line(means, every, order, cutoff)
     left_out = np.stack([_line(means, _without(every, group), order, cutoff) for group in every])
     misfit = values - _line(means, every, order, cutoff, least=2)
-    jackknife = np.sqrt((GROUPS - 1) * left_out.var(axis=0))
-    return Estimates(values, np.hypot(jackknife, misfit), *OF_GROUPS)
+    return Estimates(values, np.hypot(jackknife_error(left_out), misfit), *OF_GROUPS)
 
 
 def _without(groups: tuple[int, ...], one: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
-from theodolite.estimates import Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates, jackknife_error
 from theodolite.measure.uncertainty import balanced_halves
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import NotAffine
@@ -49,10 +49,9 @@ def all_estimated(basis: GroupedBasis, numbers: Callable[[GroupedBasis], Iterabl
         kept = (torch.arange(GROUPS) != left_out).double()
         sums, readers = basis.sums * kept[:, None, None], basis.readers * kept[:, None]
         values.append(list(numbers(replace(basis, sums=sums, readers=readers))))
-    errors = np.std(values, axis=0) * (GROUPS - 1) ** 0.5
     return [
         Estimate(number, float(error), *OF_GROUPS)
-        for number, error in zip(numbers(basis), errors, strict=True)
+        for number, error in zip(numbers(basis), jackknife_error(values), strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, jackknife_error
 from theodolite.measure.rank_correlation import partial_rank_correlation, rank_correlation
 from theodolite.theory.regimes import UNDEFINED
 
@@ -38,10 +38,10 @@ def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estima
     value = statistic(heads) if len(heads) else math.nan
     if len(heads) < LEAST_HEADS or not math.isfinite(value):
         return Estimate(value)
-    left = (
-        np.array([statistic(heads[layers != layer]) for layer in of]) if len(of) > 1 else np.array([math.nan])
-    )
-    return Estimate(value, float(left.std()) * math.sqrt(len(of) - 1), len(of), "layers")
+    if len(of) == 1:
+        return Estimate(value, n=1, of="layers")
+    error = jackknife_error([statistic(heads[layers != layer]) for layer in of])
+    return Estimate(value, float(error), len(of), "layers")
 
 
 def mean_over_heads(values: Floats, layers: Indices) -> Estimate:
