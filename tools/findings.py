@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page
 
-from tools.chromium import browser
+from tools.chromium import browser, write_png
 from tools.gallery import DOCS, new_results
 
 # Picture → the experiment, and those of its figures that stand in it, one below the other.
@@ -58,7 +58,7 @@ def main(folders: list[str]) -> None:
                 continue
             picture = draw(page, found[experiment][1] / "index.html", keys)
             target = DOCS / "images" / f"{name}.png"
-            picture.save(target, optimize=True)
+            write_png(picture, target)
             print(target.name, target.stat().st_size)
 
 
