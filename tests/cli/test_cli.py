@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -496,3 +497,30 @@ def test_a_terminal_that_cannot_write_greek_gets_escapes(checkpoint, text, tmp_p
     )
     assert one.stdout.isascii()
     assert json.loads(one.stdout) == json.loads(other.stdout)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_is_no_error(unbuffered):
+    """Oracle: what other programs end with where `| head` has read enough."""
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    words = [sys.executable, "-m", "theodolite", "explain"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, env=environment)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_broken_pipes_of_our_own_are_told(capsys):
+    with pytest.raises(Exit) as ended, one_line_errors():
+        raise BrokenPipeError("a worker is gone")
+    assert ended.value.exit_code == 1
+    assert "BrokenPipeError: a worker is gone" in capsys.readouterr().err
+
+
+def test_deepspeed_writes_nothing_in_front_of_json(tmp_path):
+    """Oracle: its logger, whose handler writes to standard output, after a command has begun."""
+    CliRunner().invoke(app, ["runs", str(tmp_path)])
+    logger = logging.getLogger("DeepSpeed")
+    assert not logger.filter(logging.makeLogRecord({"levelno": logging.WARNING}))
+    assert logger.filter(logging.makeLogRecord({"levelno": logging.ERROR}))

@@ -5,6 +5,7 @@ Heavy imports happen inside the commands, so that `theodolite --help` answers at
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Annotated
 
@@ -58,6 +59,8 @@ def _options(
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # It writes to standard output, in front of JSON, and comes with accelerate wherever it is installed.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 app.command("survey", cls=RayCommand)(with_option_groups(survey_command))

@@ -72,6 +72,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         with ended_as_by_ctrl_c():
             yield
+            sys.stdout.flush()  # here, where a reader that has left is no error
     except TheodoliteError as error:
         if _tracebacks:
             raise
@@ -81,10 +82,22 @@ def one_line_errors() -> Iterator[None]:
         _say_error("interrupted; rerun the command to resume")
         raise typer.Exit(130) from None
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            raise typer.Exit(141) from None  # as a shell says of a program that SIGPIPE ended
         if _tracebacks:
             raise
         _say_error(_line_of(error))
         raise typer.Exit(1) from None
+
+
+def _reader_left() -> bool:
+    """Whether what reads our results has ended, as `| head` does, and not what a worker writes to."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at the end
+        return True
+    return False
 
 
 def _line_of(error: Exception) -> str:
