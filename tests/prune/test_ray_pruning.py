@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests import checkpoints
 from tests.prune.families import write
-from tests.prune.test_streamed import tensors_in
+from tests.prune.test_streamed import in_memory, tensors_in
 from tests.ray_nodes import kill_a_reader, two_nodes
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
@@ -97,6 +98,10 @@ def test_full_moments_have_the_same_bytes_for_any_number_of_workers(cluster, ane
     torch.testing.assert_close(
         torch.tensor(two.table["error"]), torch.tensor(alone.table["error"]), rtol=1e-6, atol=0
     )
+
+
+def test_workers_of_a_cluster_stream_a_model(cluster, corpus, tmp_path):
+    assert_streamed("wanda", corpus, tmp_path)
 
 
 def slow_worker(seconds: float) -> type:
@@ -215,7 +220,9 @@ def crew(monkeypatch) -> type[Crew]:
             raise ray_cluster.WorkerLost
         return answer
 
-    ray = SimpleNamespace(put=lambda given: given, wait=lambda answers, timeout: (answers, []))
+    ray = SimpleNamespace(
+        put=lambda given: given, get=lambda given: given, wait=lambda answers, timeout: (answers, [])
+    )
     own = type("Own", (Crew,), {"lost_at": (-1, ""), "comes_back": True})
     monkeypatch.setattr(ray_pruning, "Workers", own)
     monkeypatch.setattr(ray_pruning, "connected", lambda address: nullcontext())
@@ -240,6 +247,30 @@ def test_whatever_a_worker_was_asked_as_it_was_lost_no_byte_changes(
     assert_same(model, pruned, other, prune_model(other, corpus, "wanda", **OPTIONS))
     assert len(told) == 1
     assert told[0].startswith("the worker on node 1 was lost when it ")
+
+
+@pytest.mark.parametrize("name", ["", "begin", "read", "advance", "verify_end"])
+def test_workers_stream_a_model_as_one_process_does(name, crew, corpus, tmp_path, monkeypatch):
+    """Oracle: `prune_model` of the model in memory. Workers hold the current block alone, and one of them is lost."""
+
+    class Watched(PruningWorker):
+        def read(self, layer, shard):
+            read = super().read(layer, shard)
+            assert in_memory(self.opened()) == [layer]
+            return read
+
+    monkeypatch.setattr(ray_pruning, "PruningWorker", Watched)
+    crew.lost_at = (1, name)
+    assert_streamed("oats", corpus, tmp_path)
+
+
+def assert_streamed(method: str, corpus: Corpus, place: Path) -> None:
+    folder = write("gpt2", place / "gpt2")
+    prune_model(open_model(folder), corpus, method, out=place / "whole", **OPTIONS)
+    prune_on_ray(open_streamed(folder), corpus, method, actors=2, out=place / "streamed", **OPTIONS)
+    expected, found = tensors_in(place / "whole"), tensors_in(place / "streamed")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
 def test_finished_blocks_are_gone_on_from_in_this_process_and_by_workers(crew, anew, corpus, tmp_path):
@@ -274,10 +305,8 @@ def test_what_workers_cannot_do_is_refused(anew, corpus, tmp_path, monkeypatch):
     for options in ({"recover": 3}, {"sparsity_by": "owl"}):
         with pytest.raises(UsageError, match="--ray: no worker has all of the text: leave out --"):
             prune_on_ray(model, corpus, "oats", 0.5, **options)
-    with pytest.raises(UsageError, match="every worker has the whole model in memory: leave out --stream"):
-        prune_on_ray(
-            open_streamed(write("gpt2", tmp_path / "gpt2")), corpus, "oats", 0.5, out=tmp_path / "out"
-        )
+    with pytest.raises(UsageError, match="blocks of a streamed model are read from its files and not kept"):
+        prune_on_ray(open_streamed(write("gpt2", tmp_path / "gpt2")), corpus, "oats", 0.5)
     with pytest.raises(UsageError, match="prune_on_ray has no option nosuch: give those of prune_model"):
         prune_on_ray(model, corpus, "wanda", 0.5, nosuch=1)
     with pytest.raises(UsageError, match="0 actors read nothing"):
@@ -312,7 +341,6 @@ def test_the_command_asks_workers(arguments, address, tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--ray", "--device", "cpu"], "--ray: each worker has one device: leave out --device"),
-        (["--ray", "--stream"], "--ray: every worker has the whole model in memory: leave out --stream"),
         (["--ray", "--recover", "3"], "leave out --recover"),
         (["--ray", "--sparsity-by", "owl"], "leave out --sparsity-by"),
         (["--actors", "2"], "without --ray there are no workers: leave out --actors"),

@@ -22,7 +22,7 @@ import torch
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
-from theodolite.models import OpenModel, open_model
+from theodolite.models import OpenModel, open_model, open_streamed
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.system import embedded
 from theodolite.system.checksums import read_json_checked
@@ -57,7 +57,13 @@ Else anybody who reaches the machine could give the workers code to run.
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What every worker opens. `source` is as `open_model` takes it, `id` what the result calls it."""
+    """What every worker opens.
+
+    Attributes:
+        source: as `open_model` takes it.
+        id: what the result calls it.
+        streamed: its blocks are read from its files as they run.
+    """
 
     source: str | None
     id: str
@@ -66,6 +72,7 @@ class Checkpoint:
     attention: Attention | None
     device: str
     threads: int
+    streamed: bool
     expected: dict[str, Any]
 
 
@@ -110,6 +117,7 @@ def checkpoint_of(model: OpenModel, device: str) -> Checkpoint:
         attention=cast(Any, model.source.attention),  # of a checkpoint: one of those of transformers
         device=device,
         threads=torch.get_num_threads(),
+        streamed=model.streamed is not None,
         expected=fingerprint_of(model) | {"device": device},
     )
 
@@ -155,13 +163,11 @@ class Opener:
         job, node = self.job.checkpoint, _node()
         torch.set_num_threads(job.threads)
         try:
-            model = open_model(
-                job.source,
-                dtype=job.dtype,
-                device=job.device,
-                revision=job.revision,
-                attention=job.attention,
-            )
+            opening: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
+            if job.streamed:
+                model = open_streamed(job.source, **opening)
+            else:
+                model = open_model(job.source, attention=job.attention, **opening)
         except TheodoliteError as error:
             raise type(error)(f"on node {node}: {error}") from error
         fingerprint = fingerprint_of(model)

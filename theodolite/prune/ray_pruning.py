@@ -3,7 +3,8 @@
 Each worker opens the checkpoint, holds the hidden states of its shards of the text, runs the current block on them and
 sends their moments, which are merged here in the order of the shards; the pruned block goes to all workers. Shards
 depend on the corpus and the batch alone: so the result has the same bytes however many workers there were, and
-whichever of them died. The contexts of one that died are read again by another, through the blocks pruned so far.
+whichever of them died. The contexts of one that died are read again by another, through the blocks pruned so far. Of a
+model whose blocks are read from its files as they run, workers hold the current block, and Ray has the pruned ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -82,7 +83,7 @@ def prune_on_ray(
     process. Each goes on from what an interrupted call of the other left in `out`.
 
     Args:
-        model: from `open_model`; it is pruned in place.
+        model: from `open_model`, and pruned in place; or from `open_streamed`: then workers stream it as well.
         corpus, method, sparsity, write_extras, show_progress: as for `prune_model`.
         address, actors: as for `survey_on_ray`; there are at most `sequential.SHARDS` workers.
         say: told in one line of every worker that died or was lost, and what is waited for if there is none.
@@ -90,7 +91,7 @@ def prune_on_ray(
 
     Raises:
         UsageError: as `prune_model` and `survey_on_ray`; or what needs all of the text in one process (`recover`,
-            `sparsity_by`), or less than the whole model in each (a model from `open_streamed`).
+            `sparsity_by`).
         WorkError: as `prune_model`; or three workers died of the same contexts, or as they started; or the cluster had
             room for none in ten minutes. With `out`, finished blocks are saved: the same call goes on from them.
     """
@@ -133,13 +134,18 @@ class PruningWorker(Opener):
     _text: InThisProcess | None = None
     _matrices: list[list[Matrix]]
 
+    def __init__(self, job: PruningJob) -> None:
+        super().__init__(job)
+        self._held, self._layer = ExitStack(), -1  # the current block of a model that is streamed
+
     def begin(self, only: list[int]) -> None:
         """Hold the hidden states of these shards before the first block.
 
         A model whose blocks are pruned already is opened anew: how blocks are called may depend on them.
         """
         if self._text is not None:
-            self._text = self._model = None
+            self._held.close()
+            self._text, self._model, self._layer = None, None, -1
         job = self.job
         with self._reading() as model:
             every = block_matrices(model)
@@ -152,20 +158,30 @@ class PruningWorker(Opener):
 
     def read(self, layer: int, shard: int) -> tuple[bool, Packed]:
         """That it was read, and the moments of a shard: two objects, the first of which is small."""
-        with self._reading():
+        with self._reading(layer):
             return True, packed(self._begun.moments(layer, self._matrices[layer], [shard]).state())
 
     def advance(self, layer: int, pruned: list[Tensor]) -> None:
         """Write the pruned matrices of a block; what it gives is what enters the next."""
-        with self._reading():
+        with self._reading(layer):
             self._write(layer, pruned)
             self._begun.advance(layer)
 
-    def verify_end(self, layer: int, pruned: list[Tensor]) -> None:
-        """Write those of the last block, and compare with the whole model."""
-        with self._reading():
+    def verify_end(self, layer: int, pruned: list[Tensor], before: list[Any]) -> None:
+        """Write those of the last block, and compare with the whole model.
+
+        Args:
+            before: references to those of the blocks before it, where the model does not keep them.
+        """
+        with self._reading(layer) as model:
             self._write(layer, pruned)
-            self._begun.verify_end()
+            streamed, ray = model.streamed, imported_ray()
+            with (
+                streamed.edited(lambda at: self._write(at, ray.get(before[at])))
+                if streamed
+                else nullcontext()
+            ):
+                self._begun.verify_end()
 
     @property
     def _begun(self) -> InThisProcess:
@@ -173,9 +189,14 @@ class PruningWorker(Opener):
         return self._text
 
     @contextmanager
-    def _reading(self) -> Iterator[OpenModel]:
+    def _reading(self, layer: int | None = None) -> Iterator[OpenModel]:
+        """While open, the model is ours; a block of it stays in memory until another one is asked for."""
         model = self.opened()
         with guarded(model.root), one_expert_at_a_time(model.root):
+            if layer is not None and layer != self._layer:
+                self._held.close()
+                self._held.enter_context(model.block_present(layer))
+                self._layer = layer
             yield model
 
     def _write(self, layer: int, pruned: list[Tensor]) -> None:
@@ -189,6 +210,7 @@ class _OnRay:
     def __init__(self, plan: Plan, workers: Workers, between: Callable[[], None]) -> None:
         self._plan, self._workers, self._between = plan, workers, between
         self._advanced = 0  # blocks that every worker is past
+        self._sent: list[Any] = []  # references to these, where they are no longer in memory here
         self._lost: Counter[int] = Counter()  # by shard, in the current step
         self._worker_of: dict[int, int] = {}  # by shard
         numbers = range(len(shards(plan.calibration, plan.batch)))
@@ -229,22 +251,25 @@ class _OnRay:
 
     def advance(self, layer: int) -> None:
         """Send the pruned block to all workers, which run it."""
-        self._each("advance", layer, f"ran the pruned block {layer}")
+        pruned = self._pruned(layer)
+        self._each("advance", f"ran the pruned block {layer}", layer, pruned)
+        if self._plan.model.streamed is not None:
+            self._sent.append(pruned)
         self._advanced = layer + 1
 
     def verify_end(self) -> None:
         """On every worker."""
-        self._each("verify_end", self._plan.model.layers - 1, "compared the blocks with the model")
+        last = self._plan.model.layers - 1
+        self._each("verify_end", "compared the blocks with the model", last, self._pruned(last), self._sent)
 
-    def _each(self, method: str, layer: int, doing: str) -> None:
+    def _each(self, method: str, doing: str, *given: Any) -> None:
         """Every worker with contexts does something with a pruned block."""
-        pruned = self._pruned(layer)
         finished: set[int] = set()
         asked: dict[int, Any] = {}
         while waiting := sorted(set(self._worker_of.values()) - finished):
             for worker in waiting:
                 if worker not in asked:
-                    asked[worker] = getattr(self._workers[worker], method).remote(layer, pruned)
+                    asked[worker] = getattr(self._workers[worker], method).remote(*given)
             try:
                 self._waited(asked[waiting[0]], doing)
                 finished.add(waiting[0])
@@ -259,7 +284,11 @@ class _OnRay:
         return self._workers[worker].begin.remote(self._shards_of(worker))
 
     def _pruned(self, layer: int) -> Any:
-        return imported_ray().put([matrix.read().cpu() for matrix in self._plan.matrices[layer]])
+        """A reference to the pruned matrices of a block."""
+        if layer < len(self._sent):
+            return self._sent[layer]
+        with self._plan.model.block_present(layer):
+            return imported_ray().put([matrix.read().cpu() for matrix in self._plan.matrices[layer]])
 
     def _shards_of(self, worker: int) -> list[int]:
         return [shard for shard, its in self._worker_of.items() if its == worker]

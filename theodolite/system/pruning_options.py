@@ -92,7 +92,6 @@ class PruningOptions:
         check_method(self.method, bits)
         check_form(self.form)
         if on_ray:
-            refuse_unread("--ray: every worker has the whole model in memory", {"--stream": streamed or None})
             given = {"--recover": self.recover, "--sparsity-by": self.sparsity_by}
             refuse_unread("--ray: no worker has all of the text", given)
             if not self.reads_text:
