@@ -74,10 +74,10 @@ def reproduce_command(
 ) -> None:
     """Reproduce published tables and figures for a model, with a verdict on each claim.
 
-    A finished survey is reused, otherwise one is made; pages go to its folder, under reproduce/. Figures of
-    theory (localization/figure1 to figure5, and monitor) need no model; their pages go to runs/localization. Figures
-    of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey. Those of
-    LocAteR training runs (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
+    A finished survey is reused, otherwise one is made; pages go to its folder, under reproduce/. Experiments of
+    theory (localization/figure1 to figure5, sinks/figure6, …) need no model; their pages go to runs/localization or
+    runs/sinks. Figures of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey. Those of training
+    runs (localization/figure6 to figure12, sinks/figure3, …) take the folder of `theodolite train` as MODEL.
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """

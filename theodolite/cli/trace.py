@@ -23,7 +23,9 @@ def trace_command(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS-sinks]."),
+        typer.Option(
+            "--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS-sinks, or -stretches]."
+        ),
     ] = None,
     as_json: AsJson = False,
     batch: Batch = None,
