@@ -26,6 +26,7 @@ OPTIONS = {
     "batch": "--batch",
     "dtype": "--dtype",
     "device": "--device",
+    "attention": "--attention",
     "stretches": "--stretches",
     "method": "--method",
     "sparsity": "--sparsity",
