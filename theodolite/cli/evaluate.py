@@ -97,7 +97,7 @@ def evaluate_command(
             read.check()
         else:
             column = None if text.text_column == Text.text_column else text.text_column
-            of_text = text.given() | {"--contexts": text.contexts, "--text-column": column}
+            of_text = text.given() | {"--text-column": column}
             refuse_unread("tasks read no text without --corpus or --stride", of_text)
         if out is not None:
             held.enter_context(locked(out))
