@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 from tests import checkpoints
@@ -131,3 +132,12 @@ def test_the_untrained_weights_are_those_of_the_configs_own_initialisation(famil
     deviation = float(baseline.head_weights(0).w_q.double().std())
     assert deviation == pytest.approx(model.hf.config.initializer_range, rel=0.15)
     assert baseline.tokenizer is model.tokenizer
+
+
+def test_of_an_encoder_decoder_the_same_attention_is_looked_at(tmp_path):
+    """Oracle: the encoder has two layers, the decoder three."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2}
+    config = T5Config(vocab_size=300, decoder_start_token_id=0, **sizes)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    baseline = untrained(open_model(tmp_path, attention="encoder"))
+    assert (baseline.source.attention, baseline.layers) == ("encoder", 2)

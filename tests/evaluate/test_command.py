@@ -21,6 +21,7 @@ from theodolite.evaluate.command import parse_shots, tables
 from theodolite.evaluate.few_shot import few_shot_accuracy, few_shot_answers
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.evaluate.scores import Score, table
+from theodolite.system.locks import locked
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 20
 
@@ -97,6 +98,15 @@ def test_what_is_in_the_file_is_not_asked_again(checkpoint, tmp_path, monkeypatc
     status, _, stderr = call(checkpoint("gpt2"), "--task", "few-shot", "--prompts", 21, "--out", out)
     assert (status, "asked again" in stderr) == (1, True)
     assert out.read_bytes() == before
+
+
+def test_one_process_at_a_time_writes_a_file(checkpoint, tmp_path):
+    """Two would each write what they have measured over what the other has."""
+    out = tmp_path / "scores.json"
+    with locked(out):
+        status, _, stderr = call(checkpoint("gpt2"), "--out", out)
+    assert (status, "another process is writing to" in stderr) == (2, True)
+    assert not out.exists()
 
 
 def test_one_number_of_shots_after_the_other_is_kept(checkpoint, tmp_path, monkeypatch):

@@ -111,7 +111,7 @@ def test_numbers_that_are_none_are_said(checkpoint):
     model = open_model(checkpoint("gpt2"))
     with torch.no_grad():
         model.hf.get_output_embeddings().weight[5] = math.nan
-    with pytest.raises(WorkError, match="is NaN or infinite: try --dtype float32"):
+    with pytest.raises(WorkError, match="is NaN or infinite: try --dtype float64"):
         perplexity(model, corpus_of(model))
 
 

@@ -16,10 +16,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from benchmarks.shards import measured, write_layout
-from tests import checkpoints
+from tests import checkpoints, vision
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import lazy_weights as reading
-from theodolite.models import open_model, open_weights
+from theodolite.models import open_model, open_streamed, open_weights
 from theodolite.models.loading import on_meta
 from theodolite.models.skeleton import build_skeleton, filled_with_rows
 from theodolite.passes.run import Run
@@ -308,3 +308,19 @@ def test_the_command_reads_by_layers(checkpoint, tmp_path):
     whole = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True)
     assert whole.returncode == 1
     assert "holds NaN" in whole.stderr
+
+
+@pytest.mark.parametrize("opened", [open_weights, open_streamed])
+def test_of_two_towers_it_is_the_one_of_text_as_where_all_is_read(opened, tmp_path):
+    said: list[str] = []
+    model = opened(vision.write_clip(tmp_path), say=said.append)
+    assert type(model.hf).__name__ == "CLIPTextModel"
+    assert "opened whole, since it has two towers, of which this is the one of text" in said
+
+
+@pytest.mark.parametrize("opened", [open_model, open_weights, open_streamed])
+def test_a_folder_at_home(opened, checkpoint, monkeypatch):
+    folder = checkpoint("gpt2")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for path in ("~/gpt2", Path("~/gpt2")):
+        assert opened(path).id == str(folder)

@@ -13,7 +13,7 @@ from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
-from theodolite.passes.corpus_pass import Accumulator, CorpusPass
+from theodolite.passes.corpus_pass import Accumulator, CorpusPass, refuse_nonfinite_stream
 from theodolite.passes.survey import survey
 from theodolite.system.progress import Progress
 
@@ -51,6 +51,20 @@ def test_hidden_states_that_overflow_are_reported(tmp_path):
     checkpoints.byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(WorkError, match="layer"):
         survey(open_model(tmp_path), Corpus.random_tokens(300, 16, 3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "says"),
+    [
+        (torch.bfloat16, "try --dtype float32"),
+        (torch.float32, "try --dtype float64"),
+        (torch.float64, "no dtype is wider"),
+    ],
+)
+def test_what_to_do_about_numbers_that_are_none_fits_their_dtype(dtype, says):
+    refuse_nonfinite_stream(1, torch.full((1, 2, 3), torch.finfo(dtype).max / 8, dtype=dtype))
+    with pytest.raises(WorkError, match=f"hidden states of layer 1 hold NaN or infinite values: {says}"):
+        refuse_nonfinite_stream(1, torch.full((1, 2, 3), torch.inf, dtype=dtype))
 
 
 def test_vision_models_are_refused_by_a_survey(opened, corpus):

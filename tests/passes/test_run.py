@@ -165,6 +165,17 @@ def test_progress_is_kept_and_bound_to_its_survey(tmp_path):
         workspace.load_progress()
 
 
+def test_a_link_to_an_empty_folder_is_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "disk")
+    workspace = Workspace(link, {"model": "a"})
+    assert workspace.finished() is None
+    workspace.finish(small_run())
+    assert link.is_symlink()
+    assert Run.load(link).heads.equals(small_run().heads)
+
+
 @pytest.mark.slow
 def test_two_surveys_into_one_folder(tmp_path):
     """The second process is refused while the first holds the lock, and let in afterwards."""

@@ -46,6 +46,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return files | {"pruning.json": json.dumps(told).encode()}
 
 
+def test_a_link_to_an_empty_folder_is_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    pruned("gpt2", tmp_path, tmp_path / "out", "magnitude")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "pruning.json").is_file()
+
+
 @pytest.mark.parametrize("form", ["merged", "factored"])
 @pytest.mark.parametrize(
     ("family", "method"), [("gpt2", "oats"), ("gpt_oss", "oats"), ("llama3", "sparsegpt")]

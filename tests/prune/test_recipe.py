@@ -84,6 +84,13 @@ def test_what_is_no_recipe_is_one_line(text, message, tmp_path):
         pruned_by(text, tmp_path)
 
 
+def test_it_has_no_sparsity_of_what_is_quantised(tmp_path):
+    with pytest.raises(
+        UsageError, match=r"recipe\.yaml: bits say how weights are stored, .*: leave out sparsity"
+    ):
+        pruned_by("sparsity: {q: 0.75}", tmp_path, method="round", sparsity=None, bits=4, group=0)
+
+
 def test_names_are_those_of_skip(tmp_path):
     """Oracle: `skip` leaves dense what the recipe makes sparser: modules, and names in the model."""
     for name in ("mlp", "model.layers.1", "model.layers.2.self_attn.*", "1", "self_attn.?_proj"):

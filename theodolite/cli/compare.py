@@ -93,8 +93,7 @@ def compare_command(
                 f"{other} is not a run folder but others are: give run folders or models, not both"
             )
         if all(runs):
-            of_models = text.given() | {"--contexts": text.contexts}
-            of_models |= {"--prompt": prompt, "--layer": layer, "--head": head, "--rank": rank}
+            of_models = text.given() | {"--prompt": prompt, "--layer": layer, "--head": head, "--rank": rank}
             of_models |= {"--without-low-rank": without_low_rank}
             refuse_unread("run folders are compared without a model or a text", of_models)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from theodolite.system import embedded
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
 from theodolite.system.interrupt import interruptible
+from theodolite.system.locks import locked
 
 if TYPE_CHECKING:
     from theodolite.evaluate.scores import Score
@@ -81,7 +83,7 @@ def evaluate_command(
 
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
-    with one_line_errors(), interruptible(say_stopping) as stopped:
+    with one_line_errors(), interruptible(say_stopping) as stopped, ExitStack() as held:
         from theodolite.corpus.spec import HELD_OUT
 
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
@@ -95,8 +97,10 @@ def evaluate_command(
             read.check()
         else:
             column = None if text.text_column == Text.text_column else text.text_column
-            of_text = text.given() | {"--contexts": text.contexts, "--text-column": column}
+            of_text = text.given() | {"--text-column": column}
             refuse_unread("tasks read no text without --corpus or --stride", of_text)
+        if out is not None:
+            held.enter_context(locked(out))
 
         from theodolite.evaluate.answers_file import AnswersFile
         from theodolite.evaluate.command import Questions, evaluate, parse_shots

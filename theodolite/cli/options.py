@@ -86,13 +86,16 @@ class Opening:
         """Refuse what need not be opened to be refused, before any library of models is imported.
 
         Raises:
-            UsageError: an unknown dtype or attention, or a folder that is no checkpoint.
+            UsageError: an unknown dtype or attention, a folder that is no checkpoint, or a revision of what is here.
         """
         check_dtype(self.dtype)
         check_attention(self.attention)
         for model in models:
             name, options = self._options(model)
-            if name is not None and (options["revision"] is None or Path(name).exists()):
+            here = name is None or Path(name).exists()
+            if here and options["revision"] is not None:
+                raise UsageError(f"{name or embedded.NAME} is no model of the hub: it has no --revision")
+            if name is not None and options["revision"] is None:
                 local_folder(name)
 
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
@@ -242,10 +245,7 @@ class Text:
         Raises:
             UsageError: as `check`; options of contexts.
         """
-        from theodolite.errors import UsageError
-
-        of_contexts = {**self.given(), "--contexts": self.contexts}
-        named = [name for name, v in of_contexts.items() if v and name not in ("--corpus", "--length")]
+        named = [name for name, v in self.given().items() if v and name not in ("--corpus", "--length")]
         if named:
             raise UsageError(f"with --stride the text is one sequence: leave out {named[0]}")
         self.check()
@@ -307,6 +307,7 @@ class Text:
         return {
             "--corpus": self.corpus,
             "--length": self.length,
+            "--contexts": self.contexts,
             "--per-label": self.per_label,
             "--label-column": self.label_column,
             "--label-rows": self.label_rows or None,

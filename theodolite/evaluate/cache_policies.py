@@ -22,6 +22,7 @@ from theodolite.models import OpenModel, TracedCache
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.sinks.exclusions import Exclusions
+from theodolite.system.choices import wider_than
 from theodolite.system.progress import ShowProgress
 
 SIZES = (8, 16, 32, 64, 128)
@@ -127,7 +128,7 @@ def losses_with(
         tokens += [ids.shape[1] - 1] * len(ids)
     found = torch.cat(losses).numpy()
     if not np.isfinite(found).all():
-        raise WorkError(f"the loss of {model.id} is NaN or infinite: try --dtype float32")
+        raise WorkError(f"the loss of {model.id} is NaN or infinite: {wider_than(model.source.dtype)}")
     counts = np.array(tokens)
     return Perplexity(found, counts, batch), Perplexity(torch.cat(hits).numpy(), counts, batch).each
 

@@ -18,7 +18,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import token_bytes
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses, perplexity_of
-from theodolite.system.choices import check_whole
+from theodolite.system.choices import check_whole, wider_than
 from theodolite.system.progress import ShowProgress
 
 
@@ -150,7 +150,7 @@ def perplexity(
     show_progress(total, total)
     all_losses = torch.cat(losses).numpy()
     if not np.isfinite(all_losses).all():
-        raise WorkError(f"the loss of {model.id} is NaN or infinite: try --dtype float32")
+        raise WorkError(f"the loss of {model.id} is NaN or infinite: {wider_than(model.source.dtype)}")
     of_text = None if model.tokenizer is None else torch.cat(text_bytes).numpy()
     return Perplexity(all_losses, np.array(tokens), batch, of_text)
 

@@ -31,6 +31,7 @@ from theodolite.models.token_texts import token_texts
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.sinks.prompt import LEFT_OUT, attention_paid, groups_of
+from theodolite.system.choices import wider_than
 from theodolite.theory.colouring import COLOURS, principal_scores, rgb, turned
 from theodolite.theory.grouping import chance_explained, variance_explained
 
@@ -141,7 +142,8 @@ def refuse_not_finite(layers: Sequence[LayerPass]) -> None:
         WorkError: there are some.
     """
     if not all(bool(torch.isfinite(layer_pass.stream).all()) for layer_pass in layers):
-        raise WorkError("hidden states hold NaN or infinite values on this prompt: try --dtype float32")
+        wider = wider_than(layers[0].stream.dtype)
+        raise WorkError(f"hidden states hold NaN or infinite values on this prompt: {wider}")
 
 
 def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], trailing: int) -> Run:

@@ -30,6 +30,7 @@ from theodolite.models.loading import (
 )
 from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.skeleton import build_skeleton
+from theodolite.models.towers import tower_of
 from theodolite.system.pruned_folders import adapter_in
 
 
@@ -108,9 +109,11 @@ def checkpoint_tensors(
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     config = config_of(source, revision)
-    if is_factored(Path(source).expanduser()):
+    if tower_of(config, None, lambda line: None) is not config:
+        raise CannotReadLazily("it has two towers, of which this is the one of text")
+    if is_factored(Path(source)):
         raise CannotReadLazily("its matrices are factored")
-    if has_adapter(source, revision) or adapter_in(Path(source).expanduser()):
+    if has_adapter(source, revision) or adapter_in(Path(source)):
         raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
     files = _files(source, config, revision)

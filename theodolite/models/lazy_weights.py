@@ -41,7 +41,7 @@ from theodolite.models.structure_search import find_structure
 from theodolite.models.taps import tapped
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import local_folder
+from theodolite.system.checkpoint_folders import at_home, local_folder
 from theodolite.system.choices import Attention, check_dtype
 
 OTHER_WEIGHTS = 2**-6
@@ -88,7 +88,7 @@ def _open_lazily(
     attention: Attention | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
-    source = embedded.FOLDER if path_or_id is None else path_or_id
+    source = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
     local = local_folder(source)
     with read_in_parts():
         if local is None:
@@ -105,7 +105,7 @@ def _open_lazily(
         reader.structure,
         reader.calls,
         reader.inputs,
-        id=embedded.NAME if path_or_id is None else str(path_or_id),
+        id=embedded.NAME if path_or_id is None else str(source),
         revision=None if local else revision,
         sha256=hash_checkpoint(local, show_progress) if local else None,
         _load_layer=reader.loaded,

@@ -131,7 +131,7 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
                 f"cannot open {source}: its config.json says rope_type = {kind!r}; transformers "
                 f"{transformers.__version__} knows {', '.join(ROPE_TYPES)}"
             )
-    folder, layers = Path(source).expanduser(), getattr(text, "num_hidden_layers", 0)
+    folder, layers = Path(source), getattr(text, "num_hidden_layers", 0)
     if not folder.is_dir() or not isinstance(layers, int):
         return
     held = 0
@@ -160,7 +160,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 def config_of(source: str | Path, revision: str | None) -> Any:
     """The config of a checkpoint. Which code computes its attention is not its to say: it may name a download."""
-    _refuse_many_labels(Path(source).expanduser() / "config.json")
+    _refuse_many_labels(Path(source) / "config.json")
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     config._attn_implementation = None
     return config
@@ -189,7 +189,7 @@ def on_meta(
     with MAKING, without_progress_bars(), torch.device("meta"):
         make = AutoModel.from_config if architecture is None else architecture._from_config
         model: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
-    folder = Path(source).expanduser()
+    folder = Path(source)
     if folder.is_dir():
         held = sum(path.stat().st_size for path in weight_files(folder))
         wanted = sum(parameter.numel() for parameter in model.parameters())
@@ -224,7 +224,7 @@ def load(
         WorkError: tensors of the model are missing, or of layers that its config does not have are there.
     """
     architecture = architecture_of(source, config)
-    folder = Path(source).expanduser()
+    folder = Path(source)
     adapter = adapter_in(folder)
     if (adapter or has_adapter(source, revision)) and not is_peft_available():
         raise UsageError(

@@ -40,7 +40,7 @@ from theodolite.models.towers import Tower, tower_of
 from theodolite.models.training_model import unwrap
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import local_folder
+from theodolite.system.checkpoint_folders import at_home, local_folder
 from theodolite.system.choices import Attention, check_dtype
 from theodolite.system.processor import say_if_slow
 
@@ -97,7 +97,7 @@ def open_model(
         )
     check_dtype(dtype)
     target = usable_device(device)
-    place = embedded.FOLDER if path_or_id is None else path_or_id
+    place = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
     local = local_folder(place)
     try:
         with without_progress_bars():
@@ -125,7 +125,7 @@ def open_model(
         source,
         *parts,
         tokenizer=tokenizer,
-        id=embedded.NAME if path_or_id is None else str(path_or_id),
+        id=embedded.NAME if path_or_id is None else str(place),
         revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,
     )

@@ -230,7 +230,9 @@ class OpenModel:
             UsageError: the checkpoint has none.
         """
         if self.tokenizer is None:
-            raise UsageError(f"{self.id} has no tokenizer beside its weights: save one there")
+            raise UsageError(
+                f"{self.id} has no tokenizer beside its weights that can be read: save one there"
+            )
         return self.tokenizer
 
     def required_vocabulary(self) -> Any:

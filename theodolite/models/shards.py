@@ -32,7 +32,7 @@ Place = tuple[nn.Module, str]
 _Tap = Callable[[nn.Module, AttentionInputs], Tensor]
 
 _flat: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The modules whose parameters lie in a flat one, and what holds it."""
+"""The modules whose parameters lie in a flat one, and a reference to what holds it, and so them."""
 
 _head_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 """The process group over which a model, each module of which is named, is parallel."""
@@ -69,7 +69,7 @@ def register_spread(outermost: nn.Module) -> None:
         if isinstance(owner, FullyShardedDataParallel) and owner._handle is not None:
             flat: Any = owner._handle.flat_param
             for of_module in (*flat._param_infos, *flat._shared_param_infos):
-                _flat[of_module.module] = owner
+                _flat[of_module.module] = weakref.ref(owner)
     group = _parallel_group(outermost)
     for module in outermost.modules() if group is not None else ():
         _head_groups[module] = group
@@ -149,7 +149,7 @@ def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
     """While open, FSDP1 and ZeRO 3 have made the parameters of some modules whole. To be called by all ranks."""
     inside = list(modules)
     with ExitStack() as stack:
-        for owner in dict.fromkeys(_flat[module] for module in inside if module in _flat):
+        for owner in dict.fromkeys(flat_owner(module) for module in inside if module in _flat):
             stack.enter_context(
                 FullyShardedDataParallel.summon_full_params(owner, recurse=False, writeback=False)
             )
@@ -306,9 +306,10 @@ def parameter_at(place: Place) -> Any:
     module, name = place
     if name in module._parameters or module not in _flat:
         return module._parameters[name]
-    return _flat[module]._handle.flat_param
+    return flat_owner(module)._handle.flat_param
 
 
 def flat_owner(module: nn.Module) -> Any:
     """What holds the flat parameter of FSDP1 in which a module's lie."""
-    return _flat.get(module)
+    held = _flat.get(module)
+    return None if held is None else held()

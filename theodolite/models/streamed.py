@@ -26,7 +26,7 @@ from theodolite.models.open import open_model
 from theodolite.models.opened import OpenModel
 from theodolite.models.streamed_blocks import StreamedBlocks
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import local_folder
+from theodolite.system.checkpoint_folders import at_home, local_folder
 from theodolite.system.choices import check_dtype
 from theodolite.system.processor import say_if_slow
 
@@ -75,7 +75,7 @@ def _open(
     revision: str | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
-    place = embedded.FOLDER if path_or_id is None else path_or_id
+    place = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
     local = local_folder(place)
     if local is None:
         revision = commit_of(str(place), revision)
@@ -99,7 +99,7 @@ def _open(
         {layer: call.with_hidden(call.hidden.to(device)) for layer, call in reader.calls.items()},
         reader.inputs,
         tokenizer=load_tokenizer(place, revision),
-        id=embedded.NAME if path_or_id is None else str(path_or_id),
+        id=embedded.NAME if path_or_id is None else str(place),
         revision=None if local else revision,
         sha256=hash_checkpoint(local, show_progress) if local else None,
         streamed=blocks,

@@ -12,7 +12,6 @@ from theodolite.errors import UsageError
 from theodolite.models.guard import MAKING, measures
 from theodolite.models.open import verified_parts
 from theodolite.models.opened import OpenModel
-from theodolite.models.source import Source
 
 
 @measures
@@ -36,7 +35,8 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
     hf = made.to(device=model.device, dtype=model.source.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
     weights = model.weights()
     origin = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
-    source = Source.of_transformers(hf)
+    assert model.source.of_copy is not None
+    source = model.source.of_copy(hf)
     return OpenModel.of(
         source,
         *verified_parts(source),

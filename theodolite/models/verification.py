@@ -15,6 +15,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.models.taps import tapped
+from theodolite.system.choices import wider_than
 
 VERIFIED_LENGTH = 16
 """Tokens of the sequence on which an opened model is verified."""
@@ -99,8 +100,9 @@ def check_recomputed(
         WorkError: they differ by more than rounding, or are NaN or infinite.
     """
     if not (torch.isfinite(own).all() and torch.isfinite(recomputed).all()):
-        wider = "float64" if own.dtype == torch.float32 else "float32"
-        raise WorkError(f"{where}: its attention outputs hold NaN or infinite values: try --dtype {wider}")
+        raise WorkError(
+            f"{where}: its attention outputs hold NaN or infinite values: {wider_than(own.dtype)}"
+        )
     scale = own.abs().max().clamp_min(1e-30)
     error = float((recomputed - own).abs().max() / scale)
     # Some families (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding

@@ -22,7 +22,7 @@ from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked, positions_read
 from theodolite.passes.provenance import versions
 from theodolite.passes.run import SCHEMA_VERSION
-from theodolite.system.choices import check_whole
+from theodolite.system.choices import check_whole, wider_than
 from theodolite.system.progress import Progress
 
 TOKENS_A_BATCH = 4096
@@ -196,8 +196,10 @@ def refuse_nonfinite_stream(layer: int, hidden: Tensor) -> None:
     Raises:
         WorkError: they hold NaN or infinite values.
     """
-    if not torch.isfinite(hidden.sum(dtype=torch.float32)):
-        raise WorkError(f"hidden states of layer {layer} hold NaN or infinite values: try --dtype float32")
+    if not torch.isfinite(hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32))):
+        raise WorkError(
+            f"hidden states of layer {layer} hold NaN or infinite values: {wider_than(hidden.dtype)}"
+        )
 
 
 def next_token_losses(

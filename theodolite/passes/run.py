@@ -212,9 +212,10 @@ class Workspace:
     """
 
     def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any] | None = None) -> None:
-        self.out = out
-        self.corpus = corpus
         check_target(out)
+        # Folders are renamed into their place, which a link would not be.
+        self.out = out = out.resolve() if out.is_symlink() else out
+        self.corpus = corpus
         self.folder = out.with_name(out.name + ".partial")
         self.fingerprint = fingerprint
         self._file = self.folder / "progress.safetensors"

@@ -89,9 +89,9 @@ class UnfinishedPruning:
     """
 
     def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any]) -> None:
-        self.out = out
         self._fingerprint, self._corpus = fingerprint, corpus
         self._workspace = Workspace(out, fingerprint)
+        self.out = self._workspace.out
         self._seconds = self._workspace.folder / "seconds.json"
         self._trained: LowRank = {}
 

@@ -21,6 +21,7 @@ from theodolite.accumulate.sums import SavedState, State, joined, part_of
 from theodolite.errors import WorkError
 from theodolite.models.block_matrices import Matrix, tapped_products
 from theodolite.prune.methods import HessianFactor, factor_hessian
+from theodolite.system.choices import wider_than
 
 ROWS = 1024
 """Vectors squared in float64 at a time: bounds memory to ROWS × inputs."""
@@ -140,7 +141,8 @@ class InputMoments:
             count, diagonal, full = self._sums.pop(first).means(device)
             if not torch.isfinite(diagonal).all():
                 raise WorkError(
-                    f"the input of {matrix.parameter} is NaN, infinite or too large: try --dtype float32"
+                    f"the input of {matrix.parameter} is NaN, infinite or too large: "
+                    f"{wider_than(matrix.holder.dtype)}"
                 )
             self._moments[first] = Moments(count, diagonal, self._factored(full))
         return self._moments[first]

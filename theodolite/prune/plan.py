@@ -116,6 +116,8 @@ def planned(
         refuse_unpackable(matrices)
     if of_file and of_file.rank_ratio and options.method != "oats":
         raise UsageError(f"{of_file.path}: {options.method} has no low-rank part: leave rank_ratio out")
+    if of_file and of_file.sparsity and options.bits is not None:
+        raise UsageError(f"{of_file.path}: bits say how weights are stored, not which: leave out sparsity")
     calibration = recovery.read if recovery else corpus
     if options.sparsity_by is not None:
         mean = check_sparsity_by(options.sparsity_by, options.sparsity, options.pattern)
@@ -142,7 +144,7 @@ def _dense_matrices(model: OpenModel) -> Matrices:
         raise UsageError(
             f"the opened model was modified ({model.interventions[-1]}): open it anew to prune it"
         )
-    if (Path(model.id).expanduser() / SETTINGS).is_file():
+    if (Path(model.id) / SETTINGS).is_file():
         raise UsageError(
             f"{model.id} is pruned already ({SETTINGS} is next to its weights): give the dense model"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from theodolite.errors import UsageError, first_line
@@ -11,6 +12,11 @@ from theodolite.system.run_folders import is_run
 
 INDEX = "model.safetensors.index.json"
 """Which file each tensor is in, where there are several (as `transformers` has it)."""
+
+
+def at_home(source: str | Path) -> str | Path:
+    """The same with the home folder in the place of ~, which the libraries that load models do not know."""
+    return source.expanduser() if isinstance(source, Path) else os.path.expanduser(source)
 
 
 def local_folder(source: str | Path) -> Path | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,27 +63,6 @@ def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tenso
     Raises:
         CorruptFile: it has changed since.
     """
-    with _opened(path) as (file, notes, in_header):
-        # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    known = [each for each in (in_header, sha256) if each is not None]
-    if known and known != [digest(tensors)] * len(known):
-        raise CorruptFile("its bytes are not those that were written")
-    return tensors, notes
-
-
-def read_notes(path: Path) -> dict[str, Any]:
-    """The notes alone, without reading the tensors.
-
-    Raises:
-        CorruptFile: the file cannot be read, or the notes have changed since they were written.
-    """
-    with _opened(path) as (_, notes, _sha256):
-        return notes
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str | None]]:
     try:
         check_headers([path])
         with safetensors.safe_open(path, "pt") as file:
@@ -93,9 +71,14 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str | None]]:
             notes = entry["notes"]
             if "notes_sha256" in entry and entry["notes_sha256"] != json_digest(notes):
                 raise CorruptFile("its notes are not those that were written")
-            yield file, notes, entry["sha256"]
+            # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+            known = [each for each in (entry["sha256"], sha256) if each is not None]
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise error if isinstance(error, CorruptFile) else CorruptFile(str(error)) from error
+    if known and known != [digest(tensors)] * len(known):
+        raise CorruptFile("its bytes are not those that were written")
+    return tensors, notes
 
 
 def check_headers(paths: Iterable[Path]) -> None:

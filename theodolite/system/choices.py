@@ -56,6 +56,14 @@ def check_dtype(dtype: object) -> None:
         raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
 
 
+def wider_than(dtype: object) -> str:
+    """What to try where numbers of this dtype are NaN or infinite, for the end of a message."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "float64":
+        return "no dtype is wider, so look for NaN in the weights"
+    return f"try --dtype {'float64' if name == 'float32' else 'float32'}"
+
+
 def check_attention(attention: str | None) -> None:
     """Raise `UsageError` where it is given, and none of `ATTENTIONS`."""
     if attention is not None and attention not in ATTENTIONS:

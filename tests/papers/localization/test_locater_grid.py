@@ -22,7 +22,7 @@ from theodolite.papers.localization.grid_text import TextFiles
 from theodolite.papers.localization.locater_command import train_locater
 from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, train_grid
 from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
-from theodolite.system.checksums import read_notes
+from theodolite.system.checksums import read_checked
 
 RECIPE = Recipe(length=16, batch=2, vocabulary=None, measure_every=2, measured_windows=3, checkpoint_every=2)
 SETTINGS = [Setting(width=8), Setting(width=8, scale=100.0, mean=1.0), Setting(width=8, seed=1)]
@@ -46,7 +46,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def step_of(folder: Path) -> int:
-    return int(read_notes(folder / "checkpoint.safetensors")["step"])
+    return int(read_checked(folder / "checkpoint.safetensors")[1]["step"])
 
 
 def test_the_published_grid() -> None:

@@ -22,7 +22,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.papers.training.task_models import PUBLISHED, train_task_model
 from theodolite.papers.training.tasks import Additions
 from theodolite.papers.training.training_loop import LearningRate
-from theodolite.system.checksums import read_notes
+from theodolite.system.checksums import read_checked
 from theodolite.system.locks import locked
 
 SERIES = replace(
@@ -66,7 +66,7 @@ def press() -> None:
 
 
 def saved_step(partial: Path) -> str:
-    return str(read_notes(partial / "checkpoint.safetensors")["step"])
+    return str(read_checked(partial / "checkpoint.safetensors")[1]["step"])
 
 
 @pytest.fixture(scope="module")
