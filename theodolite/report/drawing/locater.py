@@ -53,6 +53,11 @@ def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]
             traces += line(at, centre, name, colour, band=(low, high), hover=hover, showlegend=index == 0)
         axis: dict[str, Any] = {"type": "log" if panel.logarithmic else "linear", "exponentformat": "power"}
         axis |= {} if panel.window is None else {"range": list(panel.window)}
+        if panel.logarithmic and panel.window is None:
+            lowest = min(float(low.min()) for _, low, _ in panel.lines)
+            highest = max(float(high.max()) for *_, high in panel.lines)
+            if 5 * lowest < highest < 100 * lowest:  # plotly's own labels, 2 to 9, would lie on one another
+                axis |= {"dtick": "D2", "tickformat": "~g"}
         x = "step" if index // ACROSS == down - 1 else ""
         drawn.append(grammar.Panel(panel.title, traces, x, yaxis=axis))
     return grammar.panels(drawn, ACROSS, layout={"legend": {"y": 1.06}})
