@@ -179,6 +179,11 @@ def test_what_are_no_numbers_of_examples_is_said(given):
         parse_shots(given)
 
 
+def test_more_examples_than_any_prompt_holds_are_refused_before_they_are_counted():
+    with pytest.raises(UsageError, match="no prompt holds 99999999999 examples"):
+        parse_shots("0-99999999999")
+
+
 def test_the_embedded_model_has_a_name(text):
     """As in `compare`; oracle: the model that is meant where none is named."""
     options = ("--corpus", text, "--length", 32, "--contexts", 4, "--json")

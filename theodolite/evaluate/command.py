@@ -64,6 +64,9 @@ class Questions:
         return tuple(task for task in self.tasks if task != NAME)
 
 
+MOST_SHOTS = 100_000
+
+
 def parse_shots(given: str) -> tuple[int, ...]:
     """`3`, `0-5` or `0,2,5` as numbers of examples, in order.
 
@@ -75,6 +78,8 @@ def parse_shots(given: str) -> tuple[int, ...]:
         ends = part.split("-")
         if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
             raise UsageError(f"'{given}' is not a number of examples: give one, several as 0,2,5, or 0-5")
+        if int(ends[-1]) > MOST_SHOTS:
+            raise UsageError(f"no prompt holds {ends[-1]} examples: give {MOST_SHOTS} at most")
         shots |= set(range(int(ends[0]), int(ends[-1]) + 1))
     if not shots:
         raise UsageError(f"'{given}' is not a number of examples: give the smaller one first")

@@ -32,6 +32,7 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.report.data import Floats
+from theodolite.system.choices import wider_than
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.png import PALETTE, chunk, png
 from theodolite.system.wording import head_name, shown_token, visible
@@ -139,7 +140,8 @@ def view_head(
         model.forward(ids[None])
     view = head_view(tuple(token_texts(model, ids)), tap.inputs, tap.caught, layer, head, trailing)
     if not np.isfinite(view.attention).any(axis=1).all():
-        raise WorkError("attention holds NaN or infinite values on this prompt: try dtype='float32'")
+        wider = wider_than(model.source.dtype)
+        raise WorkError(f"attention holds NaN or infinite values on this prompt: {wider}")
     return HeadFigure(model.id, view)
 
 
