@@ -24,14 +24,15 @@ import torch
 from theodolite import Corpus
 from theodolite.models import open_streamed
 from theodolite.prune import prune_model
-folder, out, method, contexts, form = sys.argv[1:]
-model = open_streamed(folder, device="cpu")
+folder, out, method, contexts, form, iterations, dtype = sys.argv[1:]
+model = open_streamed(folder, dtype=dtype, device="cpu")
+options = {"iterations": int(iterations), "form": form}
 ids = torch.randint(3, 31000, (int(contexts), 512), generator=torch.Generator().manual_seed(0))
 ends = []
 def show(done, total):
     if done % 7 == 0 and len(ends) == done // 7:
         ends.append(time.monotonic())
-prune_model(model, Corpus.from_ids(ids), method, 0.5, out=out, form=form, batch=4, show_progress=show)
+prune_model(model, Corpus.from_ids(ids), method, 0.5, out=out, batch=4, show_progress=show, **options)
 print(" ".join(f"{after - before:.0f}" for before, after in zip(ends, ends[1:])))
 """
 
@@ -42,22 +43,36 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--form", default="merged", choices=["merged", "factored", "adapter"])
+    parser.add_argument("--iterations", type=int, default=80, help="of OATS")
+    parser.add_argument("--dtype", default="auto", help="float32 where the processor is slow in bfloat16")
     parser.add_argument("--folder", type=Path, help="where to write [default: a temporary folder]")
     options = parser.parse_args()
     config = LlamaConfig(num_hidden_layers=options.layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        print(line_of(config, Path(folder), options.method, options.contexts, options.form))
+        how = (options.method, options.contexts, options.form, options.iterations, options.dtype)
+        print(line_of(config, Path(folder), *how))
 
 
-def line_of(config: LlamaConfig, folder: Path, method: str, contexts: int, form: str) -> str:
+def line_of(
+    config: LlamaConfig,
+    folder: Path,
+    method: str,
+    contexts: int,
+    form: str,
+    iterations: int = 80,
+    dtype: str = "auto",
+) -> str:
     """Write the layout into the folder, prune it, and say what that took."""
     dense = folder / "dense"
     dense.mkdir()
     parameters, _ = write_layout(config, dense, part="")
-    command = [sys.executable, "-c", PRUNE, str(dense), str(folder / "pruned"), method, str(contexts), form]
-    memory, cpu, seconds, out = measured(command)
+    how = [method, str(contexts), form, str(iterations), dtype]
+    memory, cpu, seconds, out = measured(
+        [sys.executable, "-c", PRUNE, str(dense), str(folder / "pruned"), *how]
+    )
+    named = f"oats of {iterations} iterations" if method == "oats" else method
     return (
-        f"{method}, {parameters / 1e9:.2f} · 10⁹ parameters, {config.num_hidden_layers} blocks, {contexts} × 512 "
+        f"{named}, {parameters / 1e9:.2f} · 10⁹ parameters, {config.num_hidden_layers} blocks, {contexts} × 512 "
         f"tokens: {memory / 2**30:.2f} GiB, {cpu:.0f} s of processor time, {seconds:.0f} s; a block: {out.strip()} s"
     )
 
