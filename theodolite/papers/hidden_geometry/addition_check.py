@@ -63,12 +63,13 @@ def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
     task = task_of(run)
     share = task.accuracy(on_cpu(model))
     what = f"exact-match accuracy on {QUICK_TEST} sums of {digits_in_words(task.digits)}"
-    verdict = judge(
-        "",
-        what,
-        Estimate(share, binomial_error(share, QUICK_TEST), QUICK_TEST, "sums", by_chance=True),
-        criteria.ADDS,
-    )
+    error = binomial_error(share, QUICK_TEST)
+    return why_not_known_to_add(what, Estimate(share, error, QUICK_TEST, "sums", by_chance=True))
+
+
+def why_not_known_to_add(what: str, accuracy: Estimate) -> str | None:
+    """Why a model of this accuracy, of which `what` says on what, is not known to add; None: it adds."""
+    verdict = judge("", what, accuracy, criteria.ADDS)
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
 
 

@@ -17,7 +17,6 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimates
 from theodolite.judging import (
-    HOLDS,
     OPEN,
     Criterion,
     Estimate,
@@ -37,6 +36,7 @@ from theodolite.papers.hidden_geometry.addition_check import (
     of_an_adder,
     on_cpu,
     task_of,
+    why_not_known_to_add,
 )
 from theodolite.papers.hidden_geometry.positional_basis import shape_errors, shape_of
 from theodolite.papers.hidden_geometry.resampling import read_by_group
@@ -302,9 +302,8 @@ def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int,
         Estimate(float(values[1:].mean()), spread, count * len(errors[1:]), "sums", by_chance=True),
         NO_GENERALISATION,
     )
-    if judge("", what, in_distribution, criteria.ADDS).answer != HOLDS:
-        why = f"a model that is not known to add ({in_distribution} of {trained}) has nothing to generalise"
-        shorter = untestable(shorter.claim, f"{shorter.evidence}; {why}")
+    if unknown := why_not_known_to_add(what, in_distribution):
+        shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
     outcome.verdicts.append(shorter)
 
 
