@@ -46,11 +46,10 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=80, help="of OATS")
     parser.add_argument("--dtype", default="auto", help="float32 where the processor is slow in bfloat16")
     parser.add_argument("--folder", type=Path, help="where to write [default: a temporary folder]")
-    options = parser.parse_args()
-    config = LlamaConfig(num_hidden_layers=options.layers)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        how = (options.method, options.contexts, options.form, options.iterations, options.dtype)
-        print(line_of(config, Path(folder), *how))
+    options = vars(parser.parse_args())
+    config = LlamaConfig(num_hidden_layers=options.pop("layers"))
+    with tempfile.TemporaryDirectory(dir=options.pop("folder")) as folder:
+        print(line_of(config, Path(folder), **options))
 
 
 def line_of(

@@ -21,7 +21,6 @@ from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Ver
 from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import JUDGED, KINDS, RESULT, SOURCES
 from theodolite.system import embedded
-from theodolite.system.wording import number
 
 DOCS = Path(__file__).parent.parent / "docs"
 INDEX, PICTURES, RESULTS = DOCS / "gallery.md", DOCS / "images" / "gallery", DOCS / "results" / "gallery"
@@ -36,7 +35,7 @@ def _begun(layers: int, width: int, steps: int, took: str) -> tuple[str, str]:
     of = f"{LOCATER} --layers {layers} --widths {width} --seeds 2 --steps {steps} --means 1"
     return (
         f'{of} --decays 0.01; {of} --decays "" --reduction sum',
-        f"six training runs of {number(steps)} of the published 50,000 steps, some {took} each on one core",
+        f"six training runs of {steps:,} of the published 50,000 steps, some {took} each on one core",
     )
 
 
