@@ -133,10 +133,8 @@ class PruningWorker(Opener):
     job: PruningJob
     _text: InThisProcess | None = None
     _matrices: list[list[Matrix]]
-
-    def __init__(self, job: PruningJob) -> None:
-        super().__init__(job)
-        self._held, self._layer = ExitStack(), -1  # the current block of a model that is streamed
+    _held: ExitStack  # the current block of a model that is streamed
+    _layer: int
 
     def begin(self, only: list[int]) -> None:
         """Hold the hidden states of these shards before the first block.
@@ -145,7 +143,8 @@ class PruningWorker(Opener):
         """
         if self._text is not None:
             self._held.close()
-            self._text, self._model, self._layer = None, None, -1
+            self._text = self._model = None
+        self._held, self._layer = ExitStack(), -1
         job = self.job
         with self._reading() as model:
             every = block_matrices(model)
