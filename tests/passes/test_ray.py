@@ -27,9 +27,10 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.models.source import Source
 from theodolite.models.verification import VERIFIED_LENGTH
-from theodolite.passes import ray_cluster as crew
+from theodolite.passes import ray_actors as crew
 from theodolite.passes import ray_survey as distribute
 from theodolite.passes.packed_states import packed, unpacked
+from theodolite.passes.ray_cluster import connected
 from theodolite.passes.ray_survey import shards, survey_on_ray
 from theodolite.passes.run import TABLES, Run, Workspace
 from theodolite.passes.survey import survey, survey_fingerprint
@@ -370,7 +371,7 @@ def test_an_address_where_no_cluster_is_is_refused_at_once(address, monkeypatch)
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(UsageError, match=f"no Ray cluster at {address}"), crew.connected(address):
+    with pytest.raises(UsageError, match=f"no Ray cluster at {address}"), connected(address):
         pass
 
 
@@ -511,6 +512,6 @@ def test_a_node_that_starts_too_slowly_is_one_line(monkeypatch):
     monkeypatch.setattr(ray, "init", slow)
     with (
         pytest.raises(UsageError, match=r"no Ray cluster .*timed out during startup"),
-        crew.connected("auto"),
+        connected("auto"),
     ):
         pass

@@ -25,7 +25,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
 from theodolite.models.streamed import open_streamed
-from theodolite.passes import ray_cluster
+from theodolite.passes import ray_actors, ray_cluster
 from theodolite.prune import Pruned, prune_model, ray_pruning
 from theodolite.prune.ray_pruning import PruningWorker, prune_on_ray
 
@@ -134,7 +134,7 @@ def test_a_worker_killed_in_the_middle_changes_no_byte(patience, cluster, anew, 
             killer.start()
 
     monkeypatch.setattr(ray_pruning, "PruningWorker", slow_worker(0.1))
-    monkeypatch.setattr(ray_cluster, "NOTICE", ray_cluster.LIMIT)  # workers start slowly on a busy machine
+    monkeypatch.setattr(ray_actors, "NOTICE", ray_actors.LIMIT)  # workers start slowly on a busy machine
     model, other = anew("gpt2"), anew("gpt2")
     pruned = prune_on_ray(model, corpus, "wanda", actors=2, show_progress=show, say=told.append, **OPTIONS)
     killer.join()
@@ -159,7 +159,7 @@ def test_contexts_that_kill_every_worker_are_given_up_and_finished_blocks_stay(
             return super().read(layer, shard)
 
     monkeypatch.setattr(ray_pruning, "PruningWorker", Dying)
-    monkeypatch.setattr(ray_cluster, "DEATHS", 2)
+    monkeypatch.setattr(ray_actors, "DEATHS", 2)
     monkeypatch.setattr(ray_pruning, "DEATHS", 2)
     out = tmp_path / "out"
     with pytest.raises(

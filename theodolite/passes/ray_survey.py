@@ -27,21 +27,23 @@ from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit
 from theodolite.passes.packed_states import packed, unpacked
 from theodolite.passes.provenance import describe_corpus
-from theodolite.passes.ray_cluster import (
+from theodolite.passes.ray_actors import (
     DEATHS,
+    Workers,
+    checkpoint_of,
+    device_in,
+    given_up,
+    refuse_unopenable,
+)
+from theodolite.passes.ray_cluster import (
     LOCAL,
     SECONDS,
     WorkerLost,
-    Workers,
     answered,
-    checkpoint_of,
     connected,
-    device_in,
     fetched,
-    given_up,
     imported_ray,
     offered,
-    refuse_unopenable,
 )
 from theodolite.passes.ray_workers import SurveyJob, Worker
 from theodolite.passes.run import Run

@@ -11,7 +11,7 @@ from torch import Tensor
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State
 from theodolite.passes.packed_states import Packed, packed, unpacked
-from theodolite.passes.ray_cluster import Job, Opener
+from theodolite.passes.ray_actors import Job, Opener
 from theodolite.passes.survey import later_pass
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.system.progress import Progress

@@ -27,22 +27,24 @@ from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
 from theodolite.models.guard import guarded, measures
 from theodolite.passes.packed_states import Packed, packed, unpacked
-from theodolite.passes.ray_cluster import (
+from theodolite.passes.ray_actors import (
     DEATHS,
-    LOCAL,
-    SECONDS,
     Job,
     Opener,
-    WorkerLost,
     Workers,
     checkpoint_of,
-    connected,
     device_in,
-    fetched,
     given_up,
+    refuse_unopenable,
+)
+from theodolite.passes.ray_cluster import (
+    LOCAL,
+    SECONDS,
+    WorkerLost,
+    connected,
+    fetched,
     imported_ray,
     offered,
-    refuse_unopenable,
 )
 from theodolite.prune.calibration import InThisProcess
 from theodolite.prune.checkpoint import WriteExtras
