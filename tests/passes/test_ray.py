@@ -186,13 +186,23 @@ def test_workers_that_die_before_they_answer_are_counted(
                     return super().__init__(job)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    class Broken(distribute.Worker):
+        def __init__(self, job):
+            raise ImportError("no module of this name")
+
+    before = r"^workers died before they did anything, %d in a row \(%s\): try"
+    killed = r"its worker process has died\. Worker exit type: SYSTEM_ERROR [^\n]*"
     monkeypatch.setattr(distribute, "Worker", Stillborn)
     for alone_lives in (True, False):
         if alone_lives:
             assert_same(survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=2), alone)
         else:
-            with pytest.raises(WorkError, match=r"^workers died before they did anything, 3 in a row: try"):
+            with pytest.raises(WorkError, match=before % (3, killed)):
                 survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=2)
+    monkeypatch.setattr(distribute, "Worker", Broken)
+    monkeypatch.setattr(crew, "DEATHS", 1)
+    with pytest.raises(WorkError, match=before % (1, "ImportError: no module of this name")):
+        survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=2)
     time.sleep(1)
     assert capfd.readouterr() == ("", "")
 
@@ -412,8 +422,13 @@ def test_what_is_zero_does_not_travel(opened, corpus):
 
 
 COMMAND = """
-import functools, sys
+import functools, sys, time
 import theodolite.passes.ray_survey as d
+class Slow(d.Worker):
+    def read(self, *given):
+        time.sleep(0.5)
+        return super().read(*given)
+d.Worker = Slow
 d.survey_on_ray = functools.partial(d.survey_on_ray, checkpoint_seconds=0.0)
 from theodolite.cli.app import main
 main()
@@ -431,10 +446,10 @@ def test_the_command_stops_at_a_signal_and_goes_on(number, cluster, checkpoint, 
     """
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(
-        "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 900
+        "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 90
     )
-    # Enough contexts for the signal to come while they are read, however late.
-    size = ["--length", "32", "--contexts", "2048", "--batch", "1"]
+    # Enough contexts for the signal to come while slow workers read them, however late.
+    size = ["--length", "32", "--contexts", "192", "--batch", "1"]
     read = ["survey", checkpoint("gpt2"), "--corpus", text, *size, "--json"]
     arguments = [*map(str, read), "--out", str(out), "--actors", "1", "--ray"]
     process = subprocess.Popen(

@@ -178,6 +178,7 @@ class Workers:
         self._asked: dict[int, Any] = {}  # by worker that has not answered yet: where it is
         # In a row before they answered; the last of `DEATHS` are not replaced.
         self._died: Counter[int] = Counter()
+        self._why = ""  # the last of them did
         self._since: float | None = None  # when there began to be none
         self._told = False
 
@@ -201,7 +202,8 @@ class Workers:
                 self._places[number] = fetched(place, "was started")
                 self._died[number] = 0
                 del self._asked[number]
-            except WorkerLost:
+            except WorkerLost as lost:
+                self._why = str(lost)
                 self._died[number] += 1
                 if self._died[number] < DEATHS:
                     self._start(number)
@@ -210,8 +212,8 @@ class Workers:
         gone = [number for number in range(self.count) if self._died[number] >= DEATHS]
         if len(gone) == self.count:
             raise WorkError(
-                f"workers died before they did anything, {DEATHS} in a row: try `python -c 'import theodolite.prune'` "
-                "on the nodes of the Ray cluster, and read their logs (/tmp/ray/session_latest/logs)"
+                f"workers died before they did anything, {DEATHS} in a row ({self._why}): try `python -c 'import "
+                "theodolite.prune'` on the nodes of the Ray cluster, and read their logs (/tmp/ray/session_latest/logs)"
             )
         alive = [number for number in range(self.count) if number not in (*self._asked, *gone)]
         self._wait(bool(alive))

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import shorten
 from types import ModuleType
 from typing import Any
 
@@ -41,7 +42,7 @@ def answered(reference: Any) -> bool:
 
 
 class WorkerLost(Exception):
-    """The worker died, or its node was lost: there is no answer."""
+    """The worker died, or its node was lost: there is no answer. Why, in a line, as far as Ray knows."""
 
 
 def fetched(answer: Any, doing: str) -> Any:
@@ -65,7 +66,17 @@ def fetched(answer: Any, doing: str) -> Any:
         why = f"{type(error.cause).__name__}: {first_line(error.cause)}"
         raise WorkError(f"a worker failed when it {doing}: {why}") from error
     except ray.exceptions.RayError as error:
-        raise WorkerLost from error
+        raise WorkerLost(_why(error)) from error
+
+
+def _why(error: Exception) -> str:
+    """The line that says it, among those that say which worker it was."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    dead = "The actor is dead because "
+    said = next(
+        (line for line in lines if line.startswith(dead)), lines[-1] if lines else type(error).__name__
+    )
+    return shorten(said.removeprefix(dead).partition(" Some common causes")[0].rstrip("."), 200)
 
 
 def node_here() -> str:
