@@ -337,6 +337,8 @@ def test_a_score_mod_that_does_more_than_add_is_refused_by_name(changed):
     ("operation", "attention"),
     [
         ("__setitem__", lambda logits: _overwritten(logits).softmax(-1)),
+        ("__setitem__", lambda logits: _written_elsewhere(logits).softmax(-1)),
+        ("clamp", lambda logits: _written_elsewhere(logits.clamp(-1, 1)).softmax(-1)),
         (
             "cat",
             lambda logits: torch.cat([logits, torch.zeros(BATCH, HEADS, LENGTH, 1)], -1).softmax(-1)[
@@ -376,6 +378,12 @@ def _overwritten(logits: Tensor) -> Tensor:
     logits = logits.clone()
     logits[..., LATER] = -torch.inf
     return logits
+
+
+def _written_elsewhere(logits: Tensor) -> Tensor:
+    other = logits.new_zeros(logits.shape)
+    other[:, :] = logits
+    return other
 
 
 def test_a_product_that_is_no_attention_is_left_alone():

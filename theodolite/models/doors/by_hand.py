@@ -99,8 +99,8 @@ class ByHand:
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Remember what a function's result is, where it is known."""
         if not isinstance(result, Tensor):
-            if name == "__setitem__" and args[0] in self._known:
-                self._remember(args[0], self._lost(name, args[:1]))
+            if name == "__setitem__":
+                self._remember(args[0], self._lost(name, args))
             return
         known = None
         if (rule := RULES.get(name)) is not None:
