@@ -25,6 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 import transformers
+from threadpoolctl import threadpool_limits
 
 from tests import checkpoints
 from theodolite.models import OpenModel, open_model
@@ -37,6 +38,10 @@ GPU_TESTS_ON = os.environ.get("THEODOLITE_GPU_TESTS_ON", "")
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    threadpool_limits(
+        1
+    )  # of NumPy, which pytest's plugins had imported; its threads wait for each other busily
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     and threading.current_thread() is threading.main_thread()

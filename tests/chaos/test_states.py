@@ -26,7 +26,7 @@ def test_some_states_change_no_number() -> None:
 
 @pytest.mark.slow
 def test_more_states_change_no_number() -> None:
-    assert bad(states.trials(1, 0.25)) == []
+    assert bad(states.trials(1, 0.1)) == []
 
 
 def test_some_threads_measure_what_one_does() -> None:
@@ -36,7 +36,7 @@ def test_some_threads_measure_what_one_does() -> None:
 
 @pytest.mark.slow
 def test_more_threads_measure_what_one_does() -> None:
-    assert bad(states.thread_trials(1, 0.25)) == []
+    assert bad(states.thread_trials(1, 0.1)) == []
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests import checkpoints
 from tests.explore.conftest import subject_of
-from tests.inputs.test_pages import BROWSER, HOSTILE
+from tests.inputs.test_pages import BROWSER, HOSTILE, PATIENCE
 from tests.slow import slow_but
 from theodolite.explore.subject import Subject, prompt_ids
 from theodolite.models import open_model
@@ -35,7 +35,6 @@ pytestmark = [
     ),  # the server is in this process, and gradio's own warnings are not ours
 ]
 
-SECONDS = 25_000  # milliseconds that a step may take on a busy machine
 SIZES = ((390, 800), (1024, 768), (1600, 1000))
 OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
@@ -98,7 +97,7 @@ class Opened:
         self, chromium: Any, address: str, width: int = 1400, height: int = 900, scheme: str = "light"
     ):
         self.page = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-        self.page.set_default_timeout(SECONDS)
+        self.page.set_default_timeout(PATIENCE)
         self.asked: list[str] = []
         self.broken: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))

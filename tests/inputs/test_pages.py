@@ -22,6 +22,9 @@ BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
     None,
 )
+PATIENCE = 120_000
+"""Milliseconds that a browser's step may take on a busy machine."""
+
 HOST = "owned.invalid"
 SCRIPT = f"document.title='owned';document.documentElement.dataset.owned=1;fetch('http://{HOST}/f')"
 HOSTILE = [

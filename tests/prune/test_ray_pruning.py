@@ -71,22 +71,24 @@ def assert_same(model: OpenModel, pruned: Pruned, other: OpenModel, alone: Prune
     assert pruned.provenance["fingerprint"] == alone.provenance["fingerprint"]
 
 
-@pytest.mark.parametrize(
-    ("family", "method"),
-    [
-        ("gpt2", "wanda"),
-        pytest.param("mixtral", "oats", marks=pytest.mark.slow),
-        pytest.param("gpt2", "magnitude", marks=pytest.mark.slow),
-    ],
-)
-def test_the_bytes_are_those_of_one_process(family, method, cluster, anew, corpus):
-    """Oracle: `prune_model`."""
+def assert_bytes_of_one_process(family: str, method: str, anew, corpus: Corpus) -> None:
     model, other = anew(family), anew(family)
     pruned = prune_on_ray(model, corpus, method, actors=2, errors=True, **OPTIONS)
     assert_same(model, pruned, other, prune_model(other, corpus, method, errors=True, **OPTIONS))
 
 
-def test_full_moments_have_the_same_bytes_for_any_number_of_workers(cluster, anew, corpus):
+def test_the_bytes_are_those_of_one_process(cluster, anew, corpus):
+    """Oracle: `prune_model`."""
+    assert_bytes_of_one_process("gpt2", "wanda", anew, corpus)
+
+
+@pytest.mark.parametrize(("family", "method"), [("mixtral", "oats"), ("gpt2", "magnitude")])
+def test_the_bytes_are_those_of_one_process_by_any_method(family, method, crew, anew, corpus):
+    """Oracle: `prune_model`."""
+    assert_bytes_of_one_process(family, method, anew, corpus)
+
+
+def test_full_moments_have_the_same_bytes_for_any_number_of_workers(crew, anew, corpus):
     """And those of one process to the last bits of sums; the error of each matrix tells."""
     models = [anew("gpt2") for _ in range(3)]
     one, two = (
@@ -100,6 +102,7 @@ def test_full_moments_have_the_same_bytes_for_any_number_of_workers(cluster, ane
     )
 
 
+@pytest.mark.slow
 def test_workers_of_a_cluster_stream_a_model(cluster, corpus, tmp_path):
     assert_streamed("wanda", corpus, tmp_path)
 
@@ -115,22 +118,14 @@ def slow_worker(seconds: float) -> type:
     return Slow
 
 
-@pytest.mark.parametrize(
-    "patience",
-    [
-        pytest.param(60.0, id="started again"),
-        pytest.param(0.0, id="taken over by the other", marks=pytest.mark.slow),
-    ],
-)
-def test_a_worker_killed_in_the_middle_changes_no_byte(patience, cluster, anew, corpus, monkeypatch):
-    """Oracle: `prune_model`. The contexts of the one that died go through the first block again."""
+def test_a_worker_killed_in_the_middle_changes_no_byte(cluster, anew, corpus, monkeypatch):
+    """Oracle: `prune_model`. It is started again, and its contexts go through the first block once more."""
     pids: list[int] = []
     told: list[str] = []
     killer = threading.Thread(target=kill_a_reader, args=(pids,))
 
     def show(done: int, total: int) -> None:
         if done > total / 2 and not killer.ident:
-            monkeypatch.setattr(ray_pruning, "PATIENCE", patience)
             killer.start()
 
     monkeypatch.setattr(ray_pruning, "PruningWorker", slow_worker(0.1))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.inputs.test_pages import BROWSER
+from tests.inputs.test_pages import BROWSER, PATIENCE
 from tests.report.synthetic import make_survey
 from tests.slow import slow_but
 from theodolite import compare
@@ -65,6 +65,7 @@ def show(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
         contexts.append(context)
         tab = context.new_page()
+        tab.set_default_timeout(PATIENCE)
         tab.faults = []
         tab.on(
             "console", lambda message: tab.faults.append(message.text) if message.type == "error" else None

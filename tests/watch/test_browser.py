@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.inputs.test_pages import BROWSER
+from tests.inputs.test_pages import BROWSER, PATIENCE
 from tests.slow import slow_but
 from tests.watch.conftest import training
 from theodolite.system.listening import listen
@@ -62,6 +62,7 @@ def show(browser: Any) -> Iterator[Any]:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         tab = context.new_page()
+        tab.set_default_timeout(PATIENCE)
         tab.faults = []
         tab.on(
             "console", lambda message: tab.faults.append(message.text) if message.type == "error" else None
