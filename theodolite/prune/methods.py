@@ -130,7 +130,8 @@ class HessianFactor:
 
 
 def _square_sum(matrix: Tensor) -> float:
-    return float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
+    """In float64, which takes a copy of some rows at a time."""
+    return sum(float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2 for rows in matrix.split(1024))
 
 
 @torch.no_grad()
@@ -304,19 +305,21 @@ def changed_in_blocks(
         change_block: changes weights (inputs of the block, outputs) in place, given U of the block, and which it is.
     """
     precision = precision_of(weight)
-    # Transposed: an input's weights to all outputs, read and written together, are contiguous.
-    alive = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
-    changed, change = alive.clone(), torch.empty_like(alive)
-    for start in range(0, len(alive), block):
-        now = slice(start, min(start + block, len(alive)))
+    changed = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    # Weights, and of inputs that are done what was added to them. Transposed: an input's weights to all outputs, read
+    # and written together, are contiguous.
+    change = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
+    for start in range(0, len(change), block):
+        now = slice(start, min(start + block, len(change)))
         diagonal = factor.upper[now, now]
         inverse = torch.linalg.solve_triangular(diagonal, torch.eye(len(diagonal)).to(diagonal), upper=True)
         inverse = inverse.to(precision)
         asked = factor.upper[:start, now].to(precision).mT @ change[:start]
-        rows = changed[now].addmm_(inverse.mT, asked, alpha=-1)
+        rows = torch.addmm(change[now], inverse.mT, asked, alpha=-1)
         change_block(rows, inverse, now)
-        torch.sub(rows, alive[now], out=change[now])
-    return changed.T.to(weight.dtype).contiguous()
+        changed[:, now] = rows.T
+        torch.sub(rows, change[now], out=change[now])
+    return changed
 
 
 def _prune_block(

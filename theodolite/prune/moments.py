@@ -24,7 +24,7 @@ from theodolite.prune.methods import HessianFactor, factor_hessian
 from theodolite.system.choices import wider_than
 
 ROWS = 1024
-"""Vectors squared in float64 at a time: bounds memory to ROWS × inputs."""
+"""Vectors, or rows of a matrix, squared in float64 at a time: bounds memory to ROWS × inputs."""
 
 
 _SHARED_AT_TIMES = "two matrices share their inputs in one batch and not in another"
@@ -54,7 +54,8 @@ class Moments:
     def squared_norms(self, matrix: Float[Tensor, "outputs inputs"]) -> tuple[float, float]:
         """Mean of ‖M x‖² from the full moments (NaN without them), and ‖M D‖², its value for uncorrelated inputs."""
         exact = math.nan if self.factor is None else self.factor.squared_norm(matrix)
-        return exact, float((matrix.double().square() @ self.diagonal).sum())
+        norms = [rows.double().square() @ self.diagonal for rows in matrix.split(ROWS)]
+        return exact, float(torch.cat(norms).sum())
 
 
 class InputMoments:

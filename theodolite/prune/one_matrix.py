@@ -13,7 +13,7 @@ from theodolite.errors import WorkError
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
 from theodolite.prune.methods import HessianFactor, magnitude, sparsegpt_factored, wanda
-from theodolite.prune.moments import Moments
+from theodolite.prune.moments import ROWS, Moments
 from theodolite.prune.oats import oats
 from theodolite.prune.patterns import precision_of
 from theodolite.prune.quantised import (
@@ -63,14 +63,13 @@ def pruned_matrix(
         dimension=matrix.dimension,
         rows=matrix.rows,
         # A negative zero would not outlive packing.
-        sparse=torch.where(approximation.sparse == 0, 0, approximation.sparse),
+        sparse=approximation.sparse.masked_fill_(approximation.sparse == 0, 0),
         left=approximation.left,
         right=approximation.right,
         scale=approximation.scale,
     )
-    precision = precision_of(weight)
-    lost = moments.squared_norms((weight.double() - pruned.merged().double()).to(precision))
-    whole = moments.squared_norms(weight.to(precision))
+    lost = moments.squared_norms(_less(weight, pruned.merged()))
+    whole = moments.squared_norms(weight.to(precision_of(weight)))
     exact, scaled = (
         math.sqrt(max(missing, 0) / all_) if all_ > 0 else math.nan
         for missing, all_ in zip(lost, whole, strict=True)
@@ -91,6 +90,14 @@ def pruned_matrix(
         "tokens": moments.count,
         "fallback": approximation.fallback if moments.count or not options.weighs_inputs else NO_TOKENS,
     }
+
+
+def _less(weight: Tensor, other: Tensor) -> Tensor:
+    """Their difference, taken in float64 of some rows at a time."""
+    difference = torch.empty_like(weight, dtype=precision_of(weight))
+    for rows, ours, theirs in zip(*(each.split(ROWS) for each in (difference, weight, other)), strict=True):
+        rows.copy_(ours.double() - theirs.double())
+    return difference
 
 
 @dataclass(frozen=True)
