@@ -310,8 +310,8 @@ def test_intervals_and_correlations() -> None:
     assert association(missing, [settings[:1], settings[1:]], "entropy", "trace").n == 2
 
 
-@pytest.mark.parametrize("settings", [3, 4, 6])
-@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("settings", [3, 6])
+@pytest.mark.parametrize("seeds", [2, 5])
 def test_a_correlation_of_nothing_is_rarely_one(settings: int, seeds: int) -> None:
     """Oracle: the error rate of the rule, 5 %, where entropy has nothing to do with the scale."""
     generator = np.random.default_rng([settings, seeds])
