@@ -339,6 +339,8 @@ def test_it_fits_and_follows_the_readers_colours(chromium, serving, sharp, schem
     assert (paper.sum() > 382) == (scheme == "light")
     page.evaluate("document.querySelectorAll('.numbers').forEach((one) => { one.open = true; })")
     page.locator(".numbers td").first.wait_for()
+    # Thousands of cells are alike, and took minutes.
+    page.evaluate("document.querySelectorAll('.numbers tr:nth-child(n + 4)').forEach((one) => one.remove())")
     found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
     assert [f"{rule['id']}: {node['target']}" for rule in found for node in rule["nodes"]] == []
     opened.close()

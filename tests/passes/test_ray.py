@@ -199,10 +199,10 @@ def test_workers_that_die_before_they_answer_are_counted(
             assert_same(survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=2), alone)
         else:
             with pytest.raises(WorkError, match=before % killed):
-                survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=2)
+                survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=1)
     monkeypatch.setattr(distribute, "Worker", Broken)
     with pytest.raises(WorkError, match=before % "ImportError: no module of this name"):
-        survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=2)
+        survey_on_ray(opened("gpt2"), corpus, batch=BATCH, actors=1)
     time.sleep(1)
     assert capfd.readouterr() == ("", "")
 
