@@ -39,9 +39,8 @@ transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 if "PYTEST_XDIST_WORKER" in os.environ:
-    threadpool_limits(
-        1
-    )  # of NumPy, which pytest's plugins had imported; its threads wait for each other busily
+    # Pytest's plugins had imported NumPy before its variable was set, and its threads wait for each other busily.
+    threadpool_limits(1)
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     and threading.current_thread() is threading.main_thread()

@@ -118,14 +118,22 @@ def slow_worker(seconds: float) -> type:
     return Slow
 
 
-def test_a_worker_killed_in_the_middle_changes_no_byte(cluster, anew, corpus, monkeypatch):
-    """Oracle: `prune_model`. It is started again, and its contexts go through the first block once more."""
+@pytest.mark.parametrize(
+    "patience",
+    [
+        pytest.param(60.0, id="started again"),
+        pytest.param(0.0, id="taken over by the other", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_killed_in_the_middle_changes_no_byte(patience, cluster, anew, corpus, monkeypatch):
+    """Oracle: `prune_model`. The contexts of the one that died go through the first block again."""
     pids: list[int] = []
     told: list[str] = []
     killer = threading.Thread(target=kill_a_reader, args=(pids,))
 
     def show(done: int, total: int) -> None:
         if done > total / 2 and not killer.ident:
+            monkeypatch.setattr(ray_pruning, "PATIENCE", patience)
             killer.start()
 
     monkeypatch.setattr(ray_pruning, "PruningWorker", slow_worker(0.1))

@@ -71,11 +71,9 @@ def fetched(answer: Any, doing: str) -> Any:
 
 def _why(error: Exception) -> str:
     """The line that says it, among those that say which worker it was."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [type(error).__name__, *filter(None, map(str.strip, str(error).splitlines()))]
     dead = "The actor is dead because "
-    said = next(
-        (line for line in lines if line.startswith(dead)), lines[-1] if lines else type(error).__name__
-    )
+    said = next((line for line in lines if line.startswith(dead)), lines[-1])
     return shorten(said.removeprefix(dead).partition(" Some common causes")[0].rstrip("."), 200)
 
 
@@ -105,9 +103,8 @@ def connected(address: str) -> Iterator[None]:
         # At Ray's own handler, SIGTERM would end the process in the middle of a step.
         with starting_others():
             ray.init(address=address, **quiet)
-    except (
-        Exception
-    ) as error:  # Ray's own are of many kinds: a node that starts too slowly is a bare Exception
+    except Exception as error:
+        # Ray's own are of many kinds: a node that starts too slowly is a bare Exception.
         raise UsageError(
             f"no Ray cluster at {address} ({first_line(error)}): start one with `ray start --head`, or give no address"
         ) from error

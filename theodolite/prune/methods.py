@@ -42,6 +42,9 @@ _FACTORED_AT_ONCE = 512
 
 _STRIP = 2048
 
+ROWS = 1024
+"""Rows of a matrix, or vectors, of which there is a copy in float64 at a time."""
+
 _ASYMMETRY = 1e-3
 """Asymmetry tolerated in a Hessian summed in half precision, as a share of its diagonal."""
 
@@ -131,7 +134,7 @@ class HessianFactor:
 
 def _square_sum(matrix: Tensor) -> float:
     """In float64, which takes a copy of some rows at a time."""
-    return sum(float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2 for rows in matrix.split(1024))
+    return sum(float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2 for rows in matrix.split(ROWS))
 
 
 @torch.no_grad()

@@ -20,12 +20,8 @@ from theodolite.accumulate.second_moments import SecondMoments
 from theodolite.accumulate.sums import SavedState, State, joined, part_of
 from theodolite.errors import WorkError
 from theodolite.models.block_matrices import Matrix, tapped_products
-from theodolite.prune.methods import HessianFactor, factor_hessian
+from theodolite.prune.methods import ROWS, HessianFactor, factor_hessian
 from theodolite.system.choices import wider_than
-
-ROWS = 1024
-"""Vectors, or rows of a matrix, squared in float64 at a time: bounds memory to ROWS × inputs."""
-
 
 _SHARED_AT_TIMES = "two matrices share their inputs in one batch and not in another"
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from theodolite.errors import WorkError
 from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import PrunedMatrix
-from theodolite.prune.methods import HessianFactor, magnitude, sparsegpt_factored, wanda
-from theodolite.prune.moments import ROWS, Moments
+from theodolite.prune.methods import ROWS, HessianFactor, magnitude, sparsegpt_factored, wanda
+from theodolite.prune.moments import Moments
 from theodolite.prune.oats import oats
 from theodolite.prune.patterns import precision_of
 from theodolite.prune.quantised import (
