@@ -28,7 +28,7 @@ def _page(address: str, host: str | None = None) -> tuple[int, str, str]:
     """Status, content security policy and text of what a browser would get."""
     request = urllib.request.Request(address, headers={} if host is None else {"Host": host})
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return (
                 answer.status,
                 answer.headers["Content-Security-Policy"],
@@ -68,7 +68,7 @@ def test_it_opens_the_embedded_model_and_ends_with_ctrl_c(tmp_path):
             other.settimeout(2)
             assert other.connect_ex((_own_address(), int(port))) != 0
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 0

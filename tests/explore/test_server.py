@@ -156,7 +156,7 @@ def test_it_ends_without_a_traceback_and_leaves_nothing(server):
     (folder,) = server.temporary.iterdir()
     (folder / "left").write_text("behind")
     server.process.send_signal(signal.SIGINT)
-    _, stderr = server.process.communicate(timeout=30)
+    _, stderr = server.process.communicate(timeout=120)
     assert server.process.returncode == 0
     assert "Traceback" not in stderr
     assert not list(server.temporary.iterdir())

@@ -212,7 +212,7 @@ def test_who_has_the_model_may_measure_it_and_others_wait(opened):
     thread = threading.Thread(target=other)
     with between_passes(model.hf):
         thread.start()
-        assert began.wait(10)
+        assert began.wait(60)
         model.forward(IDS)
         thread.join(0.2)
         assert thread.is_alive()

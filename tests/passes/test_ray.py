@@ -472,11 +472,11 @@ def test_the_command_stops_at_a_signal_and_goes_on(number, cluster, checkpoint, 
     assert listening
     assert {one.laddr.ip.removeprefix("::ffff:") for one in listening if one.laddr} == {"127.0.0.1"}
     (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
     assert stderr.rstrip().endswith("error: interrupted; rerun the command to resume")
     assert "Traceback" not in stderr
-    assert not psutil.wait_procs(started, timeout=30)[1]
+    assert not psutil.wait_procs(started, timeout=120)[1]
     result = CliRunner().invoke(app, [*map(str, read), "--out", str(out)])
     assert result.exit_code == 0, result.stderr
     alone = CliRunner().invoke(app, [*map(str, read), "--out", str(tmp_path / "alone")])

@@ -43,7 +43,7 @@ def test_an_exception_of_the_work_comes_out_and_the_thread_count_is_as_before(th
 def test_every_worker_has_one_of_torchs_threads_and_the_callers_modes():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    both_at_work = threading.Barrier(2, timeout=10)
+    both_at_work = threading.Barrier(2, timeout=60)
 
     def modes(_: int) -> tuple[bool, int, bool, bool]:
         both_at_work.wait()

@@ -220,7 +220,7 @@ class Server:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(self.address + path, headers=named, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status, answer.read().decode(), dict(answer.headers)
         except urllib.error.HTTPError as error:
             with error:
@@ -272,7 +272,7 @@ def test_nobody_else_is_answered(server):
 def test_it_ends_in_a_line(server, number, tmp_path):
     running = server[0] if number == signal.SIGINT else Server(str(tmp_path))
     running.process.send_signal(number)
-    _, stderr = running.process.communicate(timeout=30)
+    _, stderr = running.process.communicate(timeout=120)
     assert running.process.returncode == 0
     assert " ".join(stderr.split()).endswith("is watched no more; the training was not touched")
     assert "Traceback" not in stderr
