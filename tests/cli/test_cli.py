@@ -446,6 +446,14 @@ def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, t
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["parts", "whole"]
 
 
+def test_what_saves_no_progress_does_not_promise_to_resume(checkpoint, tmp_path, monkeypatch):
+    words = ["spectra", checkpoint("gpt2"), "--out", tmp_path / "run"]
+    monkeypatch.setattr("theodolite.report.page.write_report", lambda *_: signal.raise_signal(signal.SIGINT))
+    status, _, stderr = call(*words)
+    assert status == 130
+    assert stderr.splitlines()[-1] == "error: interrupted"
+
+
 @pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize(
     "after_the_passes", ["theodolite.passes.survey.tabulate", "theodolite.report.page.write_report"]

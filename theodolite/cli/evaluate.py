@@ -83,7 +83,7 @@ def evaluate_command(
 
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
-    with one_line_errors(), interruptible(say_stopping) as stopped, ExitStack() as held:
+    with one_line_errors(saves=out is not None), interruptible(say_stopping) as stopped, ExitStack() as held:
         from theodolite.corpus.spec import HELD_OUT
 
         names: list[Any] = list(models or []) or [None]  # None: the embedded model

@@ -29,7 +29,7 @@ def exclude_command(
 
     Example: theodolite exclude runs/gpt2 --out gpt2-exclusions.json
     """
-    with one_line_errors():
+    with one_line_errors(saves=False):
         check_run(run)
         check_target(out)
 

@@ -24,7 +24,7 @@ def explain_command(
 
     Example: theodolite explain run-folders
     """
-    with one_line_errors():
+    with one_line_errors(saves=False):
         from rich.markdown import Markdown
 
         from theodolite.cli.error_pages import section_of, sections

@@ -60,7 +60,7 @@ def explore_command(
 
     Example: theodolite explore gpt2 runs/gpt2-pruned
     """
-    with one_line_errors():
+    with one_line_errors(saves=False):
         names = [model] if other is None else [model, other]
         if runs:
             refuse_unread("--run brings its own text", text.given())

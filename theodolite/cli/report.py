@@ -29,7 +29,7 @@ def report_command(
 
     Example: theodolite report runs/gpt2 --csv gpt2-tables
     """
-    with one_line_errors():
+    with one_line_errors(saves=False):
         check_run(run)
 
         from theodolite.passes.run import Run

@@ -36,7 +36,7 @@ def runs_command(
 
     Example: theodolite runs runs
     """
-    with one_line_errors():
+    with one_line_errors(saves=False):
         if not folder.is_dir():
             raise UsageError(f"no folder {folder}: give one that holds run folders, such as runs")
         runs = []

@@ -64,10 +64,13 @@ def show_tracebacks(wanted: bool) -> None:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(*, saves: bool = True) -> Iterator[None]:
     """Turn any exception into one line and an exit status: the error's own, 130 for Ctrl-C, else 1.
 
     SIGTERM and SIGHUP count as Ctrl-C.
+
+    Args:
+        saves: whether the command saves its progress, so that it can be resumed.
     """
     try:
         with ended_as_by_ctrl_c():
@@ -79,7 +82,7 @@ def one_line_errors() -> Iterator[None]:
         _say_error(str(error))
         raise typer.Exit(error.exit_status) from None
     except KeyboardInterrupt:
-        _say_error("interrupted; rerun the command to resume")
+        _say_error("interrupted; rerun the command to resume" if saves else "interrupted")
         raise typer.Exit(130) from None
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_left():

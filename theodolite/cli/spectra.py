@@ -28,7 +28,7 @@ def spectra_command(
 
     Example: theodolite spectra gpt2 --json
     """
-    with one_line_errors(), interruptible(say_stopping) as stopped:
+    with one_line_errors(saves=False), interruptible(say_stopping) as stopped:
         opening.check(model)
         check_out(out)
 

@@ -43,7 +43,7 @@ def watch_command(
 
     Example: theodolite watch out
     """
-    with one_line_errors():
+    with one_line_errors(saves=False):
         if every is not None and not LEAST <= every <= MOST:
             raise UsageError(f"--every is {every:g}: give {LEAST:g} to {MOST:g} seconds")
         if run.is_file():
