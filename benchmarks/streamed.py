@@ -24,7 +24,7 @@ import torch
 from theodolite import Corpus
 from theodolite.models import open_streamed
 from theodolite.prune import prune_model
-folder, out, method, contexts, form, iterations, dtype = sys.argv[1:]
+folder, out, method, contexts, form, iterations, dtype, batch = sys.argv[1:]
 model = open_streamed(folder, dtype=dtype, device="cpu")
 options = {"iterations": int(iterations), "form": form}
 ids = torch.randint(3, 31000, (int(contexts), 512), generator=torch.Generator().manual_seed(0))
@@ -32,7 +32,7 @@ ends = []
 def show(done, total):
     if done % 7 == 0 and len(ends) == done // 7:
         ends.append(time.monotonic())
-prune_model(model, Corpus.from_ids(ids), method, 0.5, out=out, batch=4, show_progress=show, **options)
+prune_model(model, Corpus.from_ids(ids), method, 0.5, out=out, batch=int(batch), show_progress=show, **options)
 print(" ".join(f"{after - before:.0f}" for before, after in zip(ends, ends[1:])))
 """
 
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--form", default="merged", choices=["merged", "factored", "adapter"])
     parser.add_argument("--iterations", type=int, default=80, help="of OATS")
     parser.add_argument("--dtype", default="auto", help="float32 where the processor is slow in bfloat16")
+    parser.add_argument("--batch", type=int, default=4, help="contexts read at once")
     parser.add_argument("--folder", type=Path, help="where to write [default: a temporary folder]")
     options = vars(parser.parse_args())
     config = LlamaConfig(num_hidden_layers=options.pop("layers"))
@@ -60,12 +61,13 @@ def line_of(
     form: str,
     iterations: int = 80,
     dtype: str = "auto",
+    batch: int = 4,
 ) -> str:
     """Write the layout into the folder, prune it, and say what that took."""
     dense = folder / "dense"
     dense.mkdir()
     parameters, _ = write_layout(config, dense, part="")
-    how = [method, str(contexts), form, str(iterations), dtype]
+    how = [method, str(contexts), form, str(iterations), dtype, str(batch)]
     memory, cpu, seconds, out = measured(
         [sys.executable, "-c", PRUNE, str(dense), str(folder / "pruned"), *how]
     )

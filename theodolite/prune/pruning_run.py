@@ -107,6 +107,7 @@ class PruningRun:
                     if unfinished is None:
                         low_rank |= low_rank_of(layer, pruned_matrices)
                     pruned_so_far += pruned_matrices if self.plan.recovery else []
+                    del done, pruned_matrices  # a block's worth of memory, before the next one is read
                     if layer + 1 < self.model.layers:
                         text.advance(layer)
             with unfinished.written_into(self.model, self.matrices) if unfinished else nullcontext():
