@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 
@@ -16,6 +17,7 @@ from theodolite import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.models.block_matrices import block_matrices, one_expert_at_a_time
+from theodolite.models.factored import PrunedMatrix
 from theodolite.models.streamed import open_streamed
 from theodolite.prune import Pruned, prune_model
 from theodolite.system.pruned_folders import refuse_inside
@@ -94,18 +96,17 @@ def test_what_is_written_is_what_the_whole_model_gives(family, method, form, tmp
 
 
 def test_one_block_is_in_memory_at_a_time(tmp_path):
+    """So is one pruned block: none is held while the next is read and pruned."""
     model = open_streamed(write("llama3", tmp_path / "llama3"))
-    seen = []
-    prune_model(
-        model,
-        corpus_of(),
-        "oats",
-        0.5,
-        iterations=2,
-        out=tmp_path / "out",
-        show_progress=lambda done, total: seen.append(in_memory(model)),
-    )
-    assert max(map(len, seen)) == 1
+    blocks, pruned = [], []
+
+    def look(done: int, total: int) -> None:
+        blocks.append(len(in_memory(model)))
+        pruned.append(sum(type(each) is PrunedMatrix for each in gc.get_objects()))
+
+    prune_model(model, corpus_of(), "oats", 0.5, iterations=2, out=tmp_path / "out", show_progress=look)
+    assert max(blocks) == 1
+    assert 0 < max(pruned) < len(block_matrices(model)[0])  # the last one is there when nobody looks
 
 
 def test_stopped_it_goes_on_to_the_same_bytes(tmp_path):
