@@ -19,6 +19,7 @@ from theodolite import Corpus, survey
 from theodolite.attention.inputs import attend, softmax
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model, open_weights, verification
+from theodolite.models.calls import _to_dtype
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.structure import NoAttention
 from theodolite.system.choices import check_attention
@@ -497,6 +498,31 @@ def test_what_overflows_in_half_precision_is_told_to_use_more(tmp_path):
             WorkError, match=r"layer 0: its attention outputs hold NaN or .*: try --dtype float32"
         ):
             verification.check_recomputed("layer 0", good * bad, good, [1.0])
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0])
+def test_no_depth_and_no_dtype_makes_a_wrong_attention_pass(wrong):
+    """Where rounding is 0.8 % a step, a hundred steps in each of forty layers would allow anything."""
+    own = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    close = (own.float() * 1.02).bfloat16()
+    verification.check_recomputed("layer 39", own, close, [1.0] * 40)
+    with pytest.raises(WorkError, match=r"layer 39: the attention output recomputed .* is not supported"):
+        verification.check_recomputed("layer 39", own, wrong * own, [1.0] * 40)
+
+
+def test_two_places_are_refused(checkpoint):
+    with pytest.raises(UsageError, match="--device and --device-map both say where the model goes: give one"):
+        open_model(checkpoint("gpt2"), device="cpu", device_map="auto")
+
+
+def test_what_a_layer_is_called_with_goes_to_its_device():
+    """Integers and masks, too. Oracle: the device without memory, which needs no GPU."""
+    like = torch.empty(2, device="meta")
+    given = (torch.arange(2), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.float64), 3)
+    *moved, number = _to_dtype(given, like)
+    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
+    assert [tensor.dtype for tensor in moved] == [torch.int64, torch.bool, torch.float32]
+    assert number == 3
 
 
 def test_a_device_without_numbers_is_refused(checkpoint):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from inspect import signature
@@ -248,3 +249,14 @@ def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text):
     assert status == 0, stderr
     assert "parts holds this pruning already: nothing is pruned again" in " ".join(stderr.split())
     assert "Checkpoint: " in stdout
+
+
+def test_what_was_pruned_in_python_gets_its_page_here(tmp_path, text):
+    """Oracle: the page of the same command without what Python wrote."""
+    model, out = write("gpt2", tmp_path / "model"), tmp_path / "out"
+    arguments = _arguments(model, text, out, "--method", "magnitude", "--json")
+    status, expected, stderr = call(*arguments)
+    assert status == 0, stderr
+    shutil.rmtree(out / "report")
+    assert call(*arguments)[:2] == (0, expected)
+    assert (out / "report" / "index.html").is_file() or list((out / "report").rglob("index.html"))

@@ -267,7 +267,7 @@ def test_a_factored_checkpoint_can_be_surveyed(family, tmp_path):
     assert torch.equal(packed.hf(ids).logits, factored.hf(ids).logits)
     layers = [module for module in packed.hf.modules() if isinstance(module, PackedLinear)]
     bits = sum(-(-layer.in_features * layer.out_features // 8) for layer in layers)
-    saved = sum(layer.in_features * layer.out_features - layer.values.numel() for layer in layers)
+    saved = sum(layer.in_features * layer.out_features - layer.weight.numel() for layer in layers)
     assert in_bytes(packed) == in_bytes(factored) + bits - 4 * saved
     with pytest.raises(UsageError, match="merged is not factored: packed is for"):
         open_model(tmp_path / "merged", packed=True)

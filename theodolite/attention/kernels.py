@@ -64,7 +64,7 @@ def attention_rows(
     is_causal: tl.constexpr, has_mask: tl.constexpr, has_bias: tl.constexpr, has_cap: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of queries: output, entropy, log-sum-exp and largest logit, over keys `first … last`."""
-    number, place = tl.program_id(0), tl.program_id(1)
+    place, number = tl.program_id(0), tl.program_id(1)
     batch, head = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
     row = number * tile + tl.arange(0, tile)
     lane, value_lane = tl.arange(0, padded), tl.arange(0, value_padded)
@@ -135,7 +135,7 @@ def attention_mass(
     is_causal: tl.constexpr, has_mask: tl.constexpr, has_bias: tl.constexpr, has_cap: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of keys: what queries `first … last`, whose log-sum-exps are known, pay to each, in float64."""
-    number, place = tl.program_id(0), tl.program_id(1)
+    place, number = tl.program_id(0), tl.program_id(1)
     batch, head = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
     column = number * tile + tl.arange(0, tile)
     lane = tl.arange(0, padded)

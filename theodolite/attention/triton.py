@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -83,19 +84,20 @@ def summarise(inputs: AttentionInputs) -> Rows:
     output = value.new_empty(batch, queries, heads, value.shape[-1])
     rows = [query.new_empty(batch, heads, queries, dtype=torch.float32) for _ in range(3)]
     first, last = _key_ranges(inputs)
-    kernels.attention_rows[(_cover(queries, inputs), batch * heads)](
-        *_operands(inputs),
-        value,
-        *value.stride(),
-        output,
-        *rows,
-        first,
-        last,
-        **_sizes(inputs),
-        value_width=value.shape[-1],
-        value_padded=_padded(value.shape[-1]),
-        **_kinds(inputs),
-    )
+    with _current_device(inputs):
+        kernels.attention_rows[(batch * heads, _cover(queries, inputs))](
+            *_operands(inputs),
+            value,
+            *value.stride(),
+            output,
+            *rows,
+            first,
+            last,
+            **_sizes(inputs),
+            value_width=value.shape[-1],
+            value_padded=_padded(value.shape[-1]),
+            **_kinds(inputs),
+        )
     return Rows(output, *rows)
 
 
@@ -107,16 +109,23 @@ def mass(
     keys = inputs.key.shape[2]
     received = inputs.query.new_empty(batch, heads, keys, dtype=torch.float64)
     first, last = _query_ranges(inputs)
-    kernels.attention_mass[(_cover(keys, inputs), batch * heads)](
-        *_operands(inputs),
-        log_sum_exp.contiguous(),
-        received,
-        first,
-        last,
-        **_sizes(inputs),
-        **_kinds(inputs),
-    )
+    with _current_device(inputs):
+        kernels.attention_mass[(batch * heads, _cover(keys, inputs))](
+            *_operands(inputs),
+            log_sum_exp.contiguous(),
+            received,
+            first,
+            last,
+            **_sizes(inputs),
+            **_kinds(inputs),
+        )
     return received
+
+
+def _current_device(inputs: AttentionInputs) -> AbstractContextManager[object]:
+    """Triton launches on the current device and its stream, whatever the tensors are on."""
+    query = inputs.query
+    return torch.cuda.device(query.device) if query.is_cuda else nullcontext()
 
 
 def _operands(inputs: AttentionInputs) -> tuple[object, ...]:

@@ -84,7 +84,7 @@ def evaluate_command(
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
     with one_line_errors(saves=out is not None), interruptible(say_stopping) as stopped, ExitStack() as held:
-        from theodolite.corpus.spec import HELD_OUT
+        from theodolite.corpus.spec import FEW_SHOT, HELD_OUT
 
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
         opening.check(*names)
@@ -99,6 +99,9 @@ def evaluate_command(
             column = None if text.text_column == Text.text_column else text.text_column
             of_text = text.given() | {"--text-column": column}
             refuse_unread("tasks read no text without --corpus or --stride", of_text)
+        if tasks is None and not set(task or ()) - {FEW_SHOT}:
+            of_tasks = {"--limit": limit, "--download": download or None}
+            refuse_unread("without a --task of lm-eval, or --tasks, nothing has such an option", of_tasks)
         if out is not None:
             held.enter_context(locked(out))
 

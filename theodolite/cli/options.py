@@ -19,7 +19,7 @@ from theodolite.cli.screen import progress, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
-from theodolite.system.choices import check_attention, check_dtype, refuse_unread
+from theodolite.system.choices import check_attention, check_dtype, check_one_place, refuse_unread
 from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
@@ -86,10 +86,12 @@ class Opening:
         """Refuse what need not be opened to be refused, before any library of models is imported.
 
         Raises:
-            UsageError: an unknown dtype or attention, a folder that is no checkpoint, or a revision of what is here.
+            UsageError: an unknown dtype or attention, two places, a folder that is no checkpoint, or a revision of what
+                is here.
         """
         check_dtype(self.dtype)
         check_attention(self.attention)
+        check_one_place(self.device, self.device_map)
         for model in models:
             name, options = self._options(model)
             here = name is None or Path(name).exists()

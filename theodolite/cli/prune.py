@@ -231,6 +231,8 @@ def prune_command(
                 write_extras=lambda done, folder: write_page(done, folder / "report"),
                 show_progress=show_progress,
             )
+            if not page_at(out / "report").is_file():  # pruned in Python, which writes none
+                write_page(pruned, out / "report")
             if is_done:
                 say_dimly(f"{out} holds this pruning already: nothing is pruned again")
             else:

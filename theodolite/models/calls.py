@@ -168,8 +168,8 @@ def capture_current_calls(structure: Structure, run: Run) -> Calls:
 
 
 def _to_dtype(value: Any, like: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        if value.dtype == like.dtype:
+    if isinstance(value, Tensor):
+        if value.dtype == like.dtype or not value.is_floating_point():
             return value.to(like.device)
         # The lowest number of a dtype is how an additive mask hides a key: it stays the lowest.
         lowest = value <= torch.finfo(value.dtype).min / 2

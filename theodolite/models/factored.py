@@ -176,15 +176,17 @@ class SparseLowRankLinear(nn.Module):
 
 
 class PackedLinear(SparseLowRankLinear):
-    """The same, with S packed in memory as on disk, and put together for the time of each product only."""
+    """The same, with S packed in memory as on disk, and put together for the time of each product only.
+
+    `weight` holds the entries of S that are not zero: some families (T5) ask a layer's weight for its dtype.
+    """
 
     bits: Tensor
 
     def __init__(self, matrices: Sequence[PrunedMatrix], bias: nn.Parameter | None) -> None:
         super().__init__(matrices, bias)
         values, bits = packed(self.weight.detach())
-        del self.weight
-        self.values = nn.Parameter(values, requires_grad=False)
+        self.weight = nn.Parameter(values, requires_grad=False)
         self.register_buffer("bits", bits)
 
     def sparse_part(self) -> Float[Tensor, "outputs inputs"]:
@@ -193,13 +195,13 @@ class PackedLinear(SparseLowRankLinear):
         if self.bits.device.type == "cpu":
             mask = torch.from_numpy(np.unpackbits(self.bits.numpy(), count=entries)).view(torch.bool)
             # Pages of its own: on the heap, these leave a hole after each layer, which no other one fits into.
-            pages = mmap(-1, entries * self.values.element_size())
-            sparse = torch.frombuffer(pages, dtype=self.values.dtype)
+            pages = mmap(-1, entries * self.weight.element_size())
+            sparse = torch.frombuffer(pages, dtype=self.weight.dtype)
         else:
             places = torch.arange(7, -1, -1, dtype=torch.uint8, device=self.bits.device)
             mask = (self.bits[:, None].bitwise_right_shift(places) & 1).bool().view(-1)[:entries]
-            sparse = self.values.new_zeros(entries)
-        return sparse.masked_scatter_(mask, self.values).view(self.out_features, self.in_features)
+            sparse = self.weight.new_zeros(entries)
+        return sparse.masked_scatter_(mask, self.weight).view(self.out_features, self.in_features)
 
 
 def _or_empty(matrix: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor:

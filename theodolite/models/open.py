@@ -41,7 +41,7 @@ from theodolite.models.training_model import unwrap
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import at_home, local_folder
-from theodolite.system.choices import Attention, check_dtype
+from theodolite.system.choices import Attention, check_dtype, check_one_place
 from theodolite.system.processor import say_if_slow
 
 RUNNING_ERRORS = (
@@ -80,7 +80,7 @@ def open_model(
             encoder). Encoder and decoder read the same tokens.
         dtype: "auto" keeps the checkpoint's own; else "float32", "bfloat16" and so on.
         device: where the model goes; a CUDA device if there is one, else the CPU.
-        device_map: spread the model over devices instead (needs `pip install theodolite[accelerate]`).
+        device_map: spread the model over devices in place of `device` (needs `pip install theodolite[accelerate]`).
         revision: a branch, tag or commit on the hub.
         tower: of a checkpoint with two (CLIP): "text" or "vision", None: text.
         say: told in a line which tower it is, and of a dtype in which this processor is slow.
@@ -96,6 +96,7 @@ def open_model(
             path_or_id, tokenizer, attention, (dtype, device, device_map, revision, tower, packed or None)
         )
     check_dtype(dtype)
+    check_one_place(device, device_map)
     target = usable_device(device)
     place = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
     local = local_folder(place)

@@ -150,9 +150,9 @@ class PruningRun:
         mine = list(chain(*self.matrices))
         if is_factored(folder):
             blocks = (read_matrices(folder / BLOCK.format(layer))[0] for layer in range(self.model.layers))
-            finished = [
+            finished = (
                 pruned.merged(own.holder.device) for own, pruned in zip(mine, chain(*blocks), strict=True)
-            ]
+            )
         else:
             dtype, attention = self.model.source.dtype, _attention_of(self.model)
             opened = open_model(folder, dtype=dtype, device="cpu", attention=attention)
@@ -160,7 +160,7 @@ class PruningRun:
             theirs = (
                 matrix for matrix in chain(*block_matrices(opened)) if (matrix.layer, matrix.key) in keys
             )
-            finished = [matrix.read() for matrix in theirs]
+            finished = (matrix.read() for matrix in theirs)
         for own, matrix in zip(mine, finished, strict=True):
             own.write(matrix)
         self._record()

@@ -253,7 +253,9 @@ def _low_rank(
     An input that is always 0 gets what the others make of it: the projection of its column.
     """
     scaled = target * importance.sqrt()
-    if right is None:
+    if not rank:
+        left = target.new_empty(len(target), 0)
+    elif right is None:
         left = torch.linalg.svd(scaled, full_matrices=False).U[:, :rank]
     else:
         space = torch.linalg.qr((right * importance.sqrt()).mT).Q

@@ -93,6 +93,12 @@ def check_form(form: str) -> None:
         raise UsageError(f"unknown format {form}: use one of {', '.join(FORMS)}")
 
 
+def check_one_place(device: object, device_map: object) -> None:
+    """Raise `UsageError` where both are given."""
+    if device is not None and device_map is not None:
+        raise UsageError("--device and --device-map both say where the model goes: give one")
+
+
 def refuse_unread(who: str, given: Mapping[str, object]) -> None:
     """Refuse options that would be ignored.
 
