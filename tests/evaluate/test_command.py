@@ -256,6 +256,6 @@ def test_a_stride_has_no_contexts_to_choose(option, text):
 @pytest.mark.parametrize("task", [[], ["--task", "few-shot"]])
 @pytest.mark.parametrize("option", [["--limit", 10], ["--download"]])
 def test_what_only_tasks_of_lm_eval_have_is_refused_without_one(task, option):
-    status, _, stderr = call("evaluate", *task, *option)
+    status, _, stderr = call(*task, *option)
     assert status == 2
     assert f"nothing has such an option: leave out {option[0]}" in stderr

@@ -53,17 +53,14 @@ def text(tmp_path: Path) -> Path:
 
 
 def _commands(model: Path, text: Path) -> dict[str, tuple[list[object], str]]:
-    """Each with the file that says that it has begun."""
+    """Each with what says that it has begun: of a training the untrained model, once signals wait for a step's end."""
     read = [model, "--corpus", text, "--length", 32, "--batch", 1, "--contexts", 4]
     tiny = ["characters", "--text", text, "--steps", 260, "--batch", 1, "--threads", 1, "--series"]
     return {
         "survey": (["survey", *read], "progress.safetensors"),
         "trace": (["trace", *read], "progress.safetensors"),
         "prune": (["prune", *read, "--method", "wanda"], "block-000.safetensors"),
-        "train": (
-            ["train", *tiny],
-            "series/000000",
-        ),  # the untrained model, once signals wait for a step's end
+        "train": (["train", *tiny], "series/000000"),
     }
 
 

@@ -19,7 +19,7 @@ from theodolite.cli.app import app
 MOST_MEGABYTES = 450
 """By which a process may grow: a config.json of 100 MB is read whole, as bytes and as text."""
 
-MOST_SECONDS = 120
+MOST_SECONDS = 60
 
 
 OF_EACH_KIND = [
