@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.errors import UsageError
-from theodolite.prune import oats, wanda
+from theodolite.prune import oats, subspace, wanda
 
 module = importlib.import_module("theodolite.prune.oats")  # `theodolite.prune.oats` is the function
 
@@ -84,10 +84,10 @@ def test_small_matrices_get_the_published_iteration(shape, sparsity, ratio, iter
 @pytest.mark.parametrize("shape", [(48, 48), (90, 40), (40, 90)])
 def test_the_subspace_goes_where_the_svd_goes(shape, monkeypatch):
     """Followed until it rests to rounding, it gives each iteration what a full SVD gives."""
-    monkeypatch.setattr(module, "_SMALL", 0)
-    monkeypatch.setattr(module, "_TOLERANCE", 1e-7)
-    monkeypatch.setattr(module, "_MOST_STEPS", 60)
-    monkeypatch.setattr(module, "_START_STEPS", 200)
+    monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(subspace, "_TOLERANCE", 1e-7)
+    monkeypatch.setattr(subspace, "_MOST_STEPS", 60)
+    monkeypatch.setattr(subspace, "_START_STEPS", 200)
     weight, second_moment = weights(*shape), moments(shape[1])
     dense, _, error = slow_oats(weight, second_moment, *budget(*shape, 0.5, 0.25), 20)
     got = oats(*tensors(weight, second_moment), 0.5, iterations=20)
@@ -98,7 +98,7 @@ def test_the_subspace_goes_where_the_svd_goes(shape, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(48, 48), (90, 40), (40, 90)])
 def test_exact_is_the_published_iteration_of_large_matrices_too(shape, monkeypatch):
-    monkeypatch.setattr(module, "_SMALL", 0)
+    monkeypatch.setattr(module, "SMALL", 0)
     weight, second_moment = weights(*shape), moments(shape[1])
     dense, _, error = slow_oats(weight, second_moment, *budget(*shape, 0.5, 0.25), 12)
     got = oats(*tensors(weight, second_moment), 0.5, iterations=12, exact=True, seed=1)
@@ -113,7 +113,7 @@ def test_the_random_start_leaves_hardly_more_than_a_truncated_svd(shape):
     """Of noise alone, whose singular values no gap parts: the hardest case."""
     target, rank = torch.from_numpy(np.random.default_rng(4).normal(size=shape)), 16
     values = np.linalg.svd(target.numpy(), compute_uv=False)
-    found = module._randomised_svd(target, rank, torch.Generator().manual_seed(0))
+    found = subspace.randomised_svd(target, rank, torch.Generator().manual_seed(0))
     left = torch.linalg.vector_norm(target - found.left @ found.right)
     assert found.left.shape == (shape[0], rank)
     assert 1 <= float(left) / np.sqrt((values[rank:] ** 2).sum()) < 1.01
@@ -121,13 +121,13 @@ def test_the_random_start_leaves_hardly_more_than_a_truncated_svd(shape):
 
 def test_small_matrices_take_one_thread_and_give_the_others_back(monkeypatch):
     seen = []
-    exact = module._truncated_svd
+    exact = module.truncated_svd
 
     def svd(target, rank):
         seen.append(torch.get_num_threads())
         return exact(target, rank)
 
-    monkeypatch.setattr(module, "_truncated_svd", svd)
+    monkeypatch.setattr(module, "truncated_svd", svd)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -158,9 +158,9 @@ def test_the_error_is_that_of_full_svds_within_a_hundredth(kind, shape):
 
 def test_a_subspace_that_does_not_rest_is_replaced_by_a_full_svd(monkeypatch):
     """No step is enough: every iteration but the first, which starts at random, stalls, and is exact."""
-    monkeypatch.setattr(module, "_SMALL", 0)
-    monkeypatch.setattr(module, "_MOST_STEPS", 0)
-    monkeypatch.setattr(module, "_START_STEPS", 200)
+    monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(subspace, "_MOST_STEPS", 0)
+    monkeypatch.setattr(subspace, "_START_STEPS", 200)
     weight, second_moment = weights(30, 40), moments(40)
     dense, _, error = slow_oats(weight, second_moment, *budget(30, 40, 0.5, 0.25), 9)
     got = oats(*tensors(weight, second_moment), 0.5, iterations=9)
@@ -175,17 +175,17 @@ def test_a_direction_that_subspace_iteration_cannot_see_is_found(monkeypatch):
     weight = np.zeros((80, 80))
     weight[:40, :40] = generator.normal(size=(40, 40))
     weight[40:, 40:] = 10 * generator.normal(size=(40, 40))
-    monkeypatch.setattr(module, "_SMALL", 0)
+    monkeypatch.setattr(module, "SMALL", 0)
 
     def misled(target, rank, generator):
-        return module._truncated_svd(torch.nn.functional.pad(target[:40, :40], (0, 40, 0, 40)), rank)
+        return module.truncated_svd(torch.nn.functional.pad(target[:40, :40], (0, 40, 0, 40)), rank)
 
-    monkeypatch.setattr(module, "_randomised_svd", misled)
+    monkeypatch.setattr(module, "randomised_svd", misled)
     _, _, error = slow_oats(weight, np.ones(80), *budget(80, 80, 0.75, 0.25), 60)
     got = oats(*tensors(weight, np.ones(80)), 0.75, iterations=60)
     assert got.stalls >= 1
     assert got.error < 1.02 * error
-    monkeypatch.setattr(module, "_misses", lambda *_: False)
+    monkeypatch.setattr(module, "misses", lambda *_: False)
     blind = oats(*tensors(weight, np.ones(80)), 0.75, iterations=60)
     assert blind.stalls == 0
     assert blind.error > 1.1 * error
@@ -193,7 +193,7 @@ def test_a_direction_that_subspace_iteration_cannot_see_is_found(monkeypatch):
 
 def test_a_matrix_of_low_rank_is_no_stall(monkeypatch):
     """All but one of its directions are rounding, and turn at every step."""
-    monkeypatch.setattr(module, "_SMALL", 0)
+    monkeypatch.setattr(module, "SMALL", 0)
     weight = np.outer(np.arange(1.0, 61), np.cos(np.arange(50)))
     for dtype in (torch.float32, torch.float64):
         got = oats(*tensors(weight, moments(50), dtype), 0.5, iterations=20)
@@ -216,7 +216,7 @@ def test_counts(outputs, inputs, sparsity, ratio, small):
     """Exact zeros in each row, the rank of the formula, and a total within one entry a row of the budget."""
     rank, entries = budget(outputs, inputs, sparsity, ratio)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SMALL", 256 if small else 0)
+        patch.setattr(module, "SMALL", 256 if small else 0)
         got = oats(*tensors(weights(outputs, inputs), moments(inputs)), sparsity, ratio, 4)
     # Where the low-rank part takes all, what is left is rounding, which may be 0.
     filled = (got.sparse != 0).sum(1)
@@ -230,8 +230,8 @@ def test_counts(outputs, inputs, sparsity, ratio, small):
 @pytest.mark.parametrize("small", [0, 256])
 def test_no_iteration_loses(small, monkeypatch):
     """Each half-step takes the best that it can, also where the subspace is followed by one step only."""
-    monkeypatch.setattr(module, "_SMALL", small)
-    monkeypatch.setattr(module, "_TOLERANCE", 2)
+    monkeypatch.setattr(module, "SMALL", small)
+    monkeypatch.setattr(subspace, "_TOLERANCE", 2)
     weight, second_moment = tensors(weights(50, 60), moments(60))
     errors = [oats(weight, second_moment, 0.5, iterations=n).error for n in range(1, 25)]
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(errors))
@@ -300,7 +300,7 @@ def test_the_best_entries_under_both_are_found(entries, seed):
 
 @pytest.mark.parametrize("small", [0, 256])
 def test_a_dead_input_is_the_limit_of_a_small_one(small, monkeypatch):
-    monkeypatch.setattr(module, "_SMALL", small)
+    monkeypatch.setattr(module, "SMALL", small)
     weight, second_moment = weights(30, 40), moments(40)
     second_moment[[3, 17]] = 1e-18
     almost = oats(*tensors(weight, second_moment), 0.5, iterations=8)

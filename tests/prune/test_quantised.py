@@ -10,6 +10,7 @@ import torch
 
 from tests.prune.test_methods import KINDS, hessian_of, weights
 from theodolite.errors import UsageError
+from theodolite.prune import quantised as module
 from theodolite.prune.methods import factor_hessian
 from theodolite.prune.quantised import (
     gptq,
@@ -183,6 +184,20 @@ def test_it_alternates_rounding_and_a_truncated_svd():
     assert ours.left is not None
     assert ours.left.shape == (48, 6)
     assert scaled_error(weight, ours.dense(), moments) < 1.02 * slow
+
+
+def test_a_large_matrix_starts_at_random_and_loses_hardly_more(monkeypatch):
+    """Oracle: a start from a full SVD."""
+    weight, moments = planted(280, 256)
+    with monkeypatch.context() as exact:
+        exact.setattr(module, "SMALL", 1000)
+        started = quantised_oats(weight, moments, 4, 32, 0.25, 5)
+    monkeypatch.setattr(module, "truncated_svd", None)
+    ours, again = (quantised_oats(weight, moments, 4, 32, 0.25, 5, seed=1) for _ in range(2))
+    assert torch.equal(ours.dense(), again.dense())
+    assert not torch.equal(ours.dense(), quantised_oats(weight, moments, 4, 32, 0.25, 5, seed=2).dense())
+    ratio = scaled_error(weight, ours.dense(), moments) / scaled_error(weight, started.dense(), moments)
+    assert 0.99 < ratio < 1.005
 
 
 def test_a_strong_low_rank_part_is_kept_from_the_grid():

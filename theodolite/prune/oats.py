@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -35,27 +34,12 @@ from theodolite.prune.patterns import (
     pattern_of,
     precision_of,
 )
+from theodolite.prune.subspace import SMALL, Truncated, follow, misses, randomised_svd, truncated_svd
 from theodolite.system.pruning_options import ITERATIONS, RANK_RATIO
 from theodolite.system.threads import using_threads
 
-_SMALL = 256
-"""Matrices with fewer rows or columns get a full SVD in each step, on one thread: a second one brings nothing, and
-where another process has its core, LAPACK waits for it at every call."""
-
-_START_STEPS, _MORE = 3, 8
-"""Steps from a random start, and directions beyond the rank, of the first decomposition of a large matrix."""
-
-_TOLERANCE = 0.03
-"""Subspace iteration stops when a step turns the subspace by less: root mean square sine of the angles."""
-
-_MOST_STEPS = 16
-"""Steps that together cost less than a full SVD; a subspace that still turns then has stalled."""
-
-_ROUNDING = 32
-"""Directions of fewer times the machine epsilon, of the largest one, are rounding: a matrix of lower rank has them."""
-
-_CHECK_EVERY, _PROBES, _PROBE_STEPS, _SLACK = 16, 8, 4, 1.01
-"""Each 16th iteration and the last are checked: no direction outside may be larger than the least one inside."""
+_CHECK_EVERY = 16
+"""Each 16th iteration and the last are checked for a direction that the subspace misses."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,7 +125,7 @@ def oats(
     scale = (moments / moments.max()).sqrt().to(original.dtype)
     scaled = original * scale
     generator = torch.Generator(weight.device).manual_seed(seed)
-    small = min(scaled.shape) < _SMALL
+    small = min(scaled.shape) < SMALL
     with using_threads(1 if small else torch.get_num_threads()):
         sparse, low_rank, error, done, stalls = _alternate(
             scaled, budget, iterations, None if exact or small else generator
@@ -191,7 +175,7 @@ def _alternate(
     budget: Budget,
     iterations: int,
     generator: torch.Generator | None,
-) -> tuple[Tensor, _LowRank, float, int, int]:
+) -> tuple[Tensor, Truncated, float, int, int]:
     """S, L, the relative error, and how many iterations and stalls there were; without a generator, by full SVDs."""
     if not budget.rank or not budget.entries:
         iterations = 1
@@ -202,14 +186,14 @@ def _alternate(
         if iteration:
             torch.addcmul(scaled, residual, mask, value=-1, out=target)
         if generator is None or iterations == 1:
-            low_rank = _truncated_svd(target, budget.rank)
+            low_rank = truncated_svd(target, budget.rank)
         elif not iteration:
-            low_rank = _randomised_svd(target, budget.rank, generator)
+            low_rank = randomised_svd(target, budget.rank, generator)
         else:
-            followed = _follow(target, low_rank.space)
+            followed = follow(target, low_rank.space)
             due = iteration % _CHECK_EVERY == 1 or iteration == iterations - 1
-            if not followed or (due and _misses(target, followed, generator)):
-                stalls, followed = stalls + 1, _truncated_svd(target, budget.rank)
+            if not followed or (due and misses(target, followed, generator)):
+                stalls, followed = stalls + 1, truncated_svd(target, budget.rank)
             low_rank = followed
         torch.addmm(scaled, low_rank.left, low_rank.right, alpha=-1, out=residual)
         _mark_kept(residual, budget, search, scores, mask)
@@ -234,82 +218,3 @@ def _mark_kept(
         torch.gt(scores, 0, out=mask)
     else:
         search.mark(scores, mask)
-
-
-class _LowRank(NamedTuple):
-    """L = left · right, the columns of left orthonormal; rightᵀ = space · factor, as `torch.linalg.qr` has it."""
-
-    left: Tensor
-    right: Tensor
-    space: Tensor
-    factor: Tensor
-
-
-def _step(target: Tensor, space: Tensor) -> _LowRank:
-    """One step of subspace iteration.
-
-    Of all matrices whose columns lie in target · space, L is the nearest one to the target. That includes the best
-    one with rows in `space`, so a step never loses, whatever `space` is.
-    """
-    left = torch.linalg.qr(target @ space).Q
-    right = left.mT @ target
-    return _LowRank(left, right, *torch.linalg.qr(right.mT))
-
-
-def _truncated_svd(target: Tensor, rank: int) -> _LowRank:
-    """The truncated SVD, up to a rotation of its factors, by a step from where it ends."""
-    return _step(target, _leading(target, rank))
-
-
-def _randomised_svd(target: Tensor, rank: int, generator: torch.Generator) -> _LowRank:
-    """Nearly the truncated SVD: subspace iteration from a random start, then the best of what it found."""
-    size = target.shape[1], min(rank + _MORE, *target.shape)
-    space = torch.randn(size, generator=generator, dtype=target.dtype, device=target.device)
-    for _ in range(_START_STEPS):
-        step = _step(target, space)
-        space = step.space
-    return _step(target, space @ torch.linalg.svd(step.factor).U[:, :rank])
-
-
-def _follow(target: Tensor, space: Tensor) -> _LowRank | None:
-    """Iterate until the subspace converges; None if it does not."""
-    for _ in range(_MOST_STEPS):
-        step = _step(target, space)
-        sines = 1 - (space.mT @ step.space).square().sum(dim=0)
-        size = step.factor.diagonal().abs()
-        if (
-            sines[size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()].sum()
-            <= len(size) * _TOLERANCE**2
-        ):
-            return step
-        space = step.space
-    return None
-
-
-def _misses(target: Tensor, low_rank: _LowRank, generator: torch.Generator) -> bool:
-    """Whether a direction outside of the subspace is larger than the least one inside.
-
-    Subspace iteration cannot see what is orthogonal to where it started. A few random probes can: the largest
-    singular value that they find in what is left over is a lower bound, so a truncated SVD never fails.
-    """
-    left, right = low_rank.left, low_rank.right
-    probes = torch.randn(right.shape[1], _PROBES, generator=generator, dtype=right.dtype, device=right.device)
-    for _ in range(_PROBE_STEPS):
-        sketch = target @ probes - left @ (right @ probes)
-        probes = torch.linalg.qr((sketch.mT @ target - sketch.mT @ left @ right).mT).Q
-    outside = torch.linalg.svdvals(target @ probes - left @ (right @ probes))[0]
-    inside = torch.linalg.svdvals(low_rank.factor)
-    rounding = _ROUNDING * torch.finfo(inside.dtype).eps * inside[0]
-    return bool(outside > torch.maximum(_SLACK * inside[-1], rounding))
-
-
-def _leading(target: Tensor, rank: int) -> Tensor:
-    """The leading right singular vectors (inputs, rank), or a basis of their span, by a full SVD.
-
-    Of the square factor of a QR decomposition: half the work for a tall matrix, and a fourth for a wide one.
-    """
-    if not rank:
-        return target.new_empty(target.shape[1], 0)
-    if target.shape[0] >= target.shape[1]:
-        return torch.linalg.svd(torch.linalg.qr(target, mode="r").R).Vh[:rank].mT
-    return target.mT @ torch.linalg.svd(torch.linalg.qr(target.mT, mode="r").R).Vh[:rank].mT

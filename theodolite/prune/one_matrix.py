@@ -154,8 +154,8 @@ def _quantised(options: PruningOptions, weight: Tensor, moments: Moments, ratio:
     if method == "gptq":
         quantised = gptq_factored(weight, factor, bits, group)
     else:
-        iterations = options.iterations
-        quantised = quantised_oats(weight, moments.diagonal, bits, group, ratio, iterations, factor=factor)
+        diagonal, iterations, seed = moments.diagonal, options.iterations, options.seed
+        quantised = quantised_oats(weight, diagonal, bits, group, ratio, iterations, seed=seed, factor=factor)
     return _of(quantised, factor.damping, _raised(options, factor))
 
 

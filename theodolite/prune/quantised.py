@@ -26,6 +26,7 @@ from theodolite.prune.methods import (
     inputs_in_turn,
 )
 from theodolite.prune.patterns import checked_inputs, checked_weight, precision_of
+from theodolite.prune.subspace import SMALL, randomised_svd, truncated_svd
 from theodolite.system.choices import check_bits
 from theodolite.system.pruning_options import DAMPING, GROUP, ITERATIONS, RANK_RATIO
 
@@ -194,12 +195,13 @@ def quantised_oats(
     rank_ratio: float = RANK_RATIO,
     iterations: int = ITERATIONS,
     *,
+    seed: int = 0,
     factor: HessianFactor | None = None,
 ) -> Quantised:
     """A quantised plus a low-rank matrix, alternating as OATS does, with rounding in place of its sparse part.
 
-    With D = √(second moment of each input), L D is the rank-r truncated SVD of (W − Q) D, from Q = 0, and Q is W − L on
-    its grid. No step adds to ‖(W − Q − L) D‖: L takes one step of subspace iteration from the last one's row space
+    With D = √(second moment of each input), L D is the rank-r truncated SVD of (W − Q) D, from Q = 0 (randomised, of a
+    large matrix, as in `oats`), and Q is W − L on its grid. No step adds to ‖(W − Q − L) D‖: L takes one step of subspace iteration from the last one's row space
     once it has one, and scales move only where that loses less. Errors of inputs with large second moments, outlier
     dimensions among them, weigh by these, so that L takes on what the grid would lose there.
 
@@ -209,6 +211,7 @@ def quantised_oats(
         bits, group: as in `round_to_nearest`.
         rank_ratio: share of the bits of codes, scales and factors together that goes into the factors (`rank_at`).
         iterations: alternations.
+        seed: of the random start, where no full SVD is the first one: a matrix of 256 or more rows and columns.
         factor: of the inputs' full second moments; with it, W − L is rounded by GPTQ at the end.
 
     Raises:
@@ -223,12 +226,13 @@ def quantised_oats(
     rank = rank_at((weight.shape[0], weight.shape[1]), bits, group, rank_ratio, weight.dtype)
     original = weight.to(precision_of(weight))
     importance = (moments / moments.max()).to(original.dtype)
-    left, right = _low_rank(original, importance, rank, None)
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    left, right = _first_low_rank(original, importance, rank, generator)
     scale, tried = _largest(original - left @ right, width), _first(bits)
     rounded = original
     for iteration in range(iterations if rank else 1):
         if iteration:
-            left, right = _low_rank(original - rounded, importance, rank, right)
+            left, right = _next_low_rank(original - rounded, importance, right)
         rest = original - left @ right
         scale = _searched(rest, importance, scale, tried, bits, weight.dtype)
         tried = _NEARBY
@@ -242,24 +246,30 @@ def quantised_oats(
     return replace(quantised, left=left, right=right) if rank else quantised
 
 
-def _low_rank(
+def _first_low_rank(
     target: Float[Tensor, "outputs inputs"],
     importance: Float[Tensor, " inputs"],
     rank: int,
-    right: Float[Tensor, "rank inputs"] | None,
+    generator: torch.Generator,
 ) -> tuple[Float[Tensor, "outputs rank"], Float[Tensor, "rank inputs"]]:
-    """L = left · right near the target in the norm of √importance; from the row space of `right` if there is one.
+    """L = left · right, the truncated SVD of the target, or nearly it, in the norm of √importance.
 
     An input that is always 0 gets what the others make of it: the projection of its column.
     """
     scaled = target * importance.sqrt()
-    if not rank:
-        left = target.new_empty(len(target), 0)
-    elif right is None:
-        left = torch.linalg.svd(scaled, full_matrices=False).U[:, :rank]
-    else:
-        space = torch.linalg.qr((right * importance.sqrt()).mT).Q
-        left = torch.linalg.qr(scaled @ space).Q
+    small = not rank or min(scaled.shape) < SMALL
+    left = (truncated_svd(scaled, rank) if small else randomised_svd(scaled, rank, generator)).left
+    return left, left.mT @ target
+
+
+def _next_low_rank(
+    target: Float[Tensor, "outputs inputs"],
+    importance: Float[Tensor, " inputs"],
+    right: Float[Tensor, "rank inputs"],
+) -> tuple[Float[Tensor, "outputs rank"], Float[Tensor, "rank inputs"]]:
+    """The same by one step of subspace iteration from the row space of the last one's `right`."""
+    scale = importance.sqrt()
+    left = torch.linalg.qr((target * scale) @ torch.linalg.qr((right * scale).mT).Q).Q
     return left, left.mT @ target
 
 
