@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests.prune.families import opened_anew
+from tests.prune.test_checkpoint import contents, stop_after
 from theodolite import open_model, trace_sinks
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.prune import prune_model
-from theodolite.prune.by_block import falling
+from theodolite.prune.by_block import DenseReading, falling
 
 CORPUS = Corpus.random_tokens(300, 24, 10)
 
@@ -74,6 +75,31 @@ def test_blocks_whose_sinks_tag_more_keep_more():
     expected = 0.5 - 0.16 * (share - share.mean()) / (share.max() - share.min())
     pruned = prune_model(model, corpus, "wanda", 0.5, sparsity_by="tags")
     np.testing.assert_allclose(pruned.table.groupby("layer")["asked"].first(), expected, rtol=1e-9)
+
+
+def test_what_the_dense_model_says_of_the_blocks_is_kept(tmp_path, monkeypatch):
+    """Oracles: the files of a pruning that was not stopped; a reading that may not be made again."""
+
+    def pruned(out, **options):
+        how = {"sparsity_by": "owl", "batch": 4, "out": tmp_path / out, **options}
+        return prune_model(opened_with_outliers(tmp_path), CORPUS, "wanda", 0.6, **how)
+
+    whole = pruned("whole")
+    with pytest.raises(KeyboardInterrupt):
+        pruned("parts", show_progress=stop_after(8))
+    monkeypatch.setattr(DenseReading, "sparsities", None)
+    parts = pruned("parts")
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert pruned("parts").table.equals(parts.table)
+    assert parts.provenance["pruning"]["sparsity"] == 0.6
+    asked = whole.table.groupby("layer")["asked"].first()
+    assert parts.provenance["pruning"]["sparsities"] == list(asked)
+    with pytest.raises(UsageError, match=r"--sparsity 0\.6 there, 0\.5 now"):
+        prune_model(
+            opened_with_outliers(tmp_path),
+            *(CORPUS, "wanda", 0.5),
+            **{"sparsity_by": "owl", "batch": 4, "out": tmp_path / "parts"},
+        )
 
 
 def test_blocks_alike_and_blocks_without_matrices_get_what_is_asked():

@@ -22,6 +22,7 @@ from theodolite.models.block_matrices import block_matrices
 from theodolite.models.factored import PackedLinear, read_matrices
 from theodolite.passes import survey as surveyor
 from theodolite.prune import Pruned, oats, prune_model
+from theodolite.report.content import text_line
 from theodolite.sinks import interventions
 
 METHODS = ("magnitude", "wanda", "sparsegpt", "oats")
@@ -400,11 +401,24 @@ def test_a_method_that_weighs_no_inputs_runs_no_block(method, options, tmp_path,
     pruned = prune_model(unread, corpus_of(), method, **options)
     assert all(map(torch.equal, unread.hf.state_dict().values(), read.hf.state_dict().values()))
     assert with_errors.provenance["fingerprint"] != pruned.provenance["fingerprint"]
+    assert text_line(with_errors.provenance).startswith("on 10 contexts of 24 tokens")
+    assert text_line(pruned.provenance) == "weights only, no text was read"
     row = pruned.table.query("layer == 0 and matrix == 'mlp.c_fc'").iloc[0]
     lost = dense - unread.hf.transformer.h[0].mlp.c_fc.weight.double()
     assert math.isclose(row["error_scaled"], float(lost.norm() / dense.norm()), rel_tol=1e-6)
     assert not pruned.table["tokens"].any()
     assert (pruned.table["fallback"] == "").all()
+
+
+def test_a_text_that_is_not_read_decides_nothing(tmp_path):
+    """The pruning on another text is the same one, and is read; with errors it is another one."""
+    texts = [Corpus.random_tokens(300, length, 10, 0) for length in (24, 12)]
+    for text in texts:
+        prune_model(opened_anew("gpt2", tmp_path), text, "magnitude", 0.5, out=tmp_path / "out")
+    with pytest.raises(UsageError, match="--errors"):
+        prune_model(
+            opened_anew("gpt2", tmp_path), texts[0], "magnitude", 0.5, out=tmp_path / "out", errors=True
+        )
 
 
 def test_a_matrix_that_nothing_enters_is_an_error_that_names_it(tmp_path):

@@ -124,6 +124,14 @@ def test_what_is_read_again_has_the_trained_parts(family, dtype, tmp_path):
         assert torch.equal(again.hf.state_dict()[name], tensor), name
 
 
+def test_in_a_half_precision_losses_are_of_matrices_rounded_alike(tmp_path, monkeypatch):
+    """Steps of length 0 bring nothing, to the last bit."""
+    monkeypatch.setattr("theodolite.prune.recover.LEARNING_RATE", 0.0)
+    told = pruned("llama3", tmp_path, "out", dtype=torch.bfloat16).provenance["pruning"]["recovery"]
+    assert told["loss"]["recovered"] == told["loss"]["pruned"] != told["loss"]["dense"]
+    assert told["loss"]["dense, trained"] == told["loss"]["dense"]
+
+
 @pytest.mark.parametrize("steps", [STEPS, STEPS + 5])
 def test_stopped_while_it_trains_it_goes_on_to_the_same_bytes(steps, tmp_path, monkeypatch):
     """Oracle: the files of a call that was not stopped. What is pruned is not pruned again, for other steps neither."""

@@ -29,15 +29,15 @@ MULTIPLE, HALF_RANGE = 5.0, 0.08
 """M and λ, as published."""
 
 
-def check_sparsity_by(sparsity_by: str, sparsity: object, pattern: str | None) -> float:
-    """The mean sparsity; raise `UsageError` where another one or none is to be distributed."""
+def check_sparsity_by(sparsity_by: str, sparsity: object, pattern: str | None) -> None:
+    """Raise `UsageError` where the mean sparsity cannot be distributed over blocks, or by nothing that is known."""
     if sparsity_by not in _SHARES:
         raise UsageError(f"unknown --sparsity-by {sparsity_by}: use {' or '.join(_SHARES)}")
     if pattern is not None or isinstance(sparsity, Sequence):
         raise UsageError(
             f"--sparsity-by {sparsity_by} starts from one sparsity: give a number, and no pattern"
         )
-    return check_sparsity(sparsity)
+    check_sparsity(sparsity)
 
 
 @dataclass(frozen=True)

@@ -85,14 +85,15 @@ class UnfinishedPruning:
     Args:
         out: folder of the checkpoint.
         fingerprint: everything that determines the result.
-        corpus: what provenance says of the corpus, to say what differs where it does not match.
+        corpus: what provenance says of the corpus, if one is read, to say what differs where it does not match.
     """
 
-    def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any]) -> None:
+    def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any] | None) -> None:
         self._fingerprint, self._corpus = fingerprint, corpus
         self._workspace = Workspace(out, fingerprint)
         self.out = self._workspace.out
         self._seconds = self._workspace.folder / "seconds.json"
+        self._sparsities = self._workspace.folder / "sparsities.json"
         self._trained: LowRank = {}
 
     @contextmanager
@@ -186,6 +187,20 @@ class UnfinishedPruning:
             return float(json.loads(self._seconds.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return 0.0
+
+    def sparsities(self, read: Callable[[], list[float]]) -> list[float]:
+        """Of each block, as `read` finds them on the dense model the first time: a resumed pruning has the same."""
+        try:
+            saved = read_json_checked(self._sparsities)
+            if _of_blocks(saved["fingerprint"]) == _of_blocks(self._fingerprint):
+                return [float(each) for each in saved["sparsities"]]
+        except (UsageError, KeyError, TypeError, ValueError):
+            pass
+        found = read()
+        with disk_errors(self._workspace.folder):
+            self._workspace.folder.mkdir(parents=True, exist_ok=True)
+            write_json_checked(self._sparsities, {"fingerprint": self._fingerprint, "sparsities": found})
+        return found
 
     def save(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
         """Save a finished block atomically."""

@@ -103,5 +103,5 @@ def prune_model(
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     options = PruningOptions.among(locals())  # a test says that they agree
-    plan = planned(model, corpus, options, show_progress)
+    plan = planned(model, corpus, options)
     return PruningRun(plan, in_this_process, show_progress).finished(write_extras)

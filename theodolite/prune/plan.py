@@ -6,7 +6,7 @@ result. How blocks are run is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.prune.by_block import DenseReading, check_sparsity_by
+from theodolite.prune.by_block import check_sparsity_by
 from theodolite.prune.compressed import refuse_unpackable
 from theodolite.prune.devices import usable_devices
 from theodolite.prune.names import Names
@@ -26,7 +26,6 @@ from theodolite.prune.recipe import Recipe
 from theodolite.prune.recover import Recovery
 from theodolite.prune.settings import PruningSettings
 from theodolite.prune.skipped import Matrices, without_skipped
-from theodolite.system.progress import ShowProgress
 from theodolite.system.pruned_folders import COMPRESSED, SETTINGS, refuse_inside
 from theodolite.system.pruning_options import PruningOptions
 
@@ -43,7 +42,8 @@ class Plan:
         corpus: the whole text.
         options: as they were given, and what a recipe skips.
         matrices: those that are pruned, of every block.
-        settings: of each of them.
+        by_recipe: what a recipe says of single ones (`Recipe.settings`).
+        settings: of each of them; sparsities that the text decides are the mean, until `with_sparsities`.
         recovery: what follows the pruning, if anything does.
         devices: on which matrices are pruned; none: each where it is.
         fingerprint: everything that decides the result.
@@ -53,6 +53,7 @@ class Plan:
     corpus: Corpus
     options: PruningOptions
     matrices: Matrices
+    by_recipe: Mapping[str, Mapping[tuple[int, str], float]]
     settings: PruningSettings
     recovery: Recovery | None
     devices: Sequence[torch.device]
@@ -64,9 +65,20 @@ class Plan:
         return batch_of(self.corpus, self.options.batch)
 
     @property
+    def reads_text(self) -> bool:
+        """Whether anything is read of the text; else it decides nothing, and is not named in the result."""
+        return self.options.reads_text or self.options.sparsity_by is not None
+
+    @property
     def calibration(self) -> Corpus:
         """The text on which blocks are run."""
         return self.recovery.read if self.recovery else self.corpus
+
+    def with_sparsities(self, each: list[float]) -> Plan:
+        """The same with the sparsity of each block, which the text and the options of the fingerprint decide."""
+        options = replace(self.options, sparsity=each)
+        settings = PruningSettings.of(options, self.matrices, self.by_recipe)
+        return replace(self, options=options, settings=settings)
 
     def read_on(self, device: str) -> Plan:
         """The same, where blocks are run on this kind of device; that on which matrices are pruned may be another."""
@@ -80,15 +92,15 @@ def planned(
     model: OpenModel,
     corpus: Corpus,
     options: PruningOptions,
-    show_progress: ShowProgress,
     *,
     on_ray: bool = False,
 ) -> Plan:
     """The plan of what is asked.
 
     Args:
-        model: dense; for a sparsity by outliers it reads the text.
-        show_progress: as for `prune_model`, while that is done.
+        model: dense.
+        corpus: the whole text.
+        options: as they were given.
         on_ray: workers of a Ray cluster are to run the blocks.
 
     Raises:
@@ -120,21 +132,14 @@ def planned(
         raise UsageError(f"{of_file.path}: bits say how weights are stored, not which: leave out sparsity")
     calibration = recovery.read if recovery else corpus
     if options.sparsity_by is not None:
-        mean = check_sparsity_by(options.sparsity_by, options.sparsity, options.pattern)
-        total = sum(map(len, matrices))
-        beside = None if options.out is None else Path(options.out).parent  # OUT.partial is not claimed yet
-        reading = DenseReading(model, calibration, matrices, batch, beside, lambda: show_progress(0, total))
-        options = replace(options, sparsity=reading.sparsities(options.sparsity_by, mean))
+        check_sparsity_by(options.sparsity_by, options.sparsity, options.pattern)
     by_recipe = of_file.settings(Names(model), matrices) if of_file else {}
     settings = PruningSettings.of(options, matrices, by_recipe)
     _refuse_short(calibration, matrices, settings)
-    fingerprint = {
-        **fingerprint_of(model),
-        "corpus": corpus.sha256,
-        "batch": batch,
-        "pruning": settings.fingerprint(),
-    }
-    plan = Plan(model, corpus, options, matrices, settings, recovery, devices, fingerprint)
+    fingerprint = fingerprint_of(model) | {"pruning": settings.fingerprint()}
+    plan = Plan(model, corpus, options, matrices, by_recipe, settings, recovery, devices, fingerprint)
+    if plan.reads_text:
+        plan = replace(plan, fingerprint=fingerprint | {"corpus": corpus.sha256, "batch": batch})
     return plan.read_on(model.device.type)
 
 

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from theodolite.models import OpenModel, open_model
 from theodolite.models.block_matrices import block_matrices, left_dense, one_expert_at_a_time
 from theodolite.models.factored import BLOCK, PrunedMatrix, is_factored, read_matrices
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
+from theodolite.prune.by_block import DenseReading
 from theodolite.prune.calibration import Calibration, InThisProcess, Unread
 from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_block
 from theodolite.prune.devices import pruned_block
 from theodolite.prune.plan import Plan
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
-from theodolite.prune.recover import recovered
+from theodolite.prune.recover import on_cpu, recovered
 from theodolite.prune.sequential import BlockByBlock, Keep, keeping
 from theodolite.prune.skipped import Matrices
 from theodolite.system.choices import ATTENTIONS, Attention
@@ -69,24 +70,47 @@ class PruningRun:
         """Prune, and write the checkpoint where one is asked for; or read it where it is there."""
         options = self.plan.options
         if options.out is None:
-            return self.run(None)
+            return self._by_block(None).run(None)
         fingerprint = json.loads(json.dumps(self.plan.fingerprint))
-        unfinished = UnfinishedPruning(Path(options.out), fingerprint, describe_corpus(self.plan.corpus))
+        corpus = describe_corpus(self.plan.corpus) if self.plan.reads_text else None
+        unfinished = UnfinishedPruning(Path(options.out), fingerprint, corpus)
         with unfinished.claimed():
             written = unfinished.finished(options.form)
             if written is not None:
                 if self.model.streamed is None:
                     self.restore(Path(options.out))
                 return written
-            pruned = self.run(unfinished)
+            pruned = self._by_block(unfinished).run(unfinished)
             return unfinished.finish(self.model, self.matrices, pruned, options.form, write_extras)
+
+    def _by_block(self, unfinished: UnfinishedPruning | None) -> PruningRun:
+        """The same with sparsities that the dense model's reading of the text gives each block, where that is asked."""
+        plan = self.plan
+        by, mean = plan.options.sparsity_by, plan.options.sparsity
+        if by is None:
+            return self
+        assert isinstance(mean, float | int)
+        folder, total = unfinished.folder if unfinished else None, sum(map(len, self.matrices))
+        reading = DenseReading(
+            plan.model,
+            plan.calibration,
+            plan.matrices,
+            plan.batch,
+            folder,
+            lambda: self.show_progress(0, total),
+        )
+
+        def read() -> list[float]:
+            return reading.sparsities(by, float(mean))
+
+        return replace(self, plan=plan.with_sparsities(unfinished.sparsities(read) if unfinished else read()))
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
         started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
         rows: TableRows = []
         low_rank: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # where no file has them
-        dense = [matrix.read() for matrix in chain(*self.matrices)] if self.plan.recovery else []
+        dense = [matrix.read().cpu() for matrix in chain(*self.matrices)] if self.plan.recovery else []
         pruned_so_far: list[PrunedMatrix] = []
         total = sum(map(len, self.matrices))
         described = describe_model(self.model)
@@ -106,7 +130,7 @@ class PruningRun:
                     rows += block_rows
                     if unfinished is None:
                         low_rank |= low_rank_of(layer, pruned_matrices)
-                    pruned_so_far += pruned_matrices if self.plan.recovery else []
+                    pruned_so_far += map(on_cpu, pruned_matrices) if self.plan.recovery else []
                     del done, pruned_matrices  # a block's worth of memory, before the next one is read
                     if layer + 1 < self.model.layers:
                         text.advance(layer)
@@ -122,11 +146,15 @@ class PruningRun:
         plan = self.plan
         left = left_dense(self.model, list(chain(*self.matrices)))
         pruning = {"schema_version": SCHEMA_VERSION, **plan.fingerprint["pruning"], "left_dense": left} | told
+        pruning |= {"sparsities": plan.options.sparsity} if plan.options.sparsity_by else {}
         attention = _attention_of(self.model)
         if attention is not None:  # the other half has its own blocks
             pruning["half"] = "encoder" if attention == "encoder" else "decoder"
         described = describe_pass(self.model, plan.corpus, plan.options.seed, plan.fingerprint)
-        return described | {"pruning": pruning}
+        of_text = () if plan.reads_text else ("corpus", "counts")
+        return {name: value for name, value in described.items() if name not in of_text} | {
+            "pruning": pruning
+        }
 
     def _recover(
         self, pruned: Sequence[PrunedMatrix], dense: Sequence[Tensor], unfinished: UnfinishedPruning

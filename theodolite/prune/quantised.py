@@ -201,9 +201,10 @@ def quantised_oats(
     """A quantised plus a low-rank matrix, alternating as OATS does, with rounding in place of its sparse part.
 
     With D = √(second moment of each input), L D is the rank-r truncated SVD of (W − Q) D, from Q = 0 (randomised, of a
-    large matrix, as in `oats`), and Q is W − L on its grid. No step adds to ‖(W − Q − L) D‖: L takes one step of subspace iteration from the last one's row space
-    once it has one, and scales move only where that loses less. Errors of inputs with large second moments, outlier
-    dimensions among them, weigh by these, so that L takes on what the grid would lose there.
+    large matrix, as in `oats`), and Q is W − L on its grid. No step adds to ‖(W − Q − L) D‖: L takes one step of
+    subspace iteration from the last one's row space once it has one, and scales move only where that loses less. Errors
+    of inputs with large second moments, outlier dimensions among them, weigh by these, so that L takes on what the grid
+    would lose there.
 
     Args:
         weight: (outputs, inputs).

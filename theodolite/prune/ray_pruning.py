@@ -103,7 +103,7 @@ def prune_on_ray(
     asked = PruningOptions(method, sparsity, **options)
     if isinstance(model, OpenModel):  # else it is refused by its type
         refuse_unopenable(model, actors, "prune it with `prune_model`")
-    plan = planned(model, corpus, asked, show_progress, on_ray=True)
+    plan = planned(model, corpus, asked, on_ray=True)
     if asked.out is not None and (
         device_there := device_in(Path(asked.out) / SETTINGS)
     ):  # then no block is run

@@ -7,8 +7,7 @@ steps bring to the dense model with a fresh adapter of the same ranks: text teac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,9 +87,11 @@ def recovered(
 ) -> tuple[list[PrunedMatrix], dict[str, Any]]:
     """The matrices with trained low-rank parts, which are written into the model; and what that brought.
 
+    Every loss is of a model whose matrices are the sum of both parts, rounded alike.
+
     Args:
         model: pruned, with both parts of its matrices added up.
-        dense: the matrices as they were.
+        pairs, dense: the matrices as they were pruned, and as they were before, on the CPU.
         between: called after every step; it may raise to stop.
 
     Returns:
@@ -103,17 +104,17 @@ def recovered(
     held_out, losses = recovery.held_out, {}
     losses["pruned"] = _losses(model, held_out, recovery.batch)
     pruned = [matrix for _, matrix in pairs]
-    with _trained(model, pruned, recovery, between) as trained:
-        losses["recovered"] = _losses(model, held_out, recovery.batch)
+    trained = _trained(model, pruned, recovery, between)
+    _write(pairs, trained)
+    losses["recovered"] = _losses(model, held_out, recovery.batch)
     for (own, _), matrix in zip(pairs, dense, strict=True):
         own.write(matrix)
     losses["dense"] = _losses(model, held_out, recovery.batch)
     generator = torch.Generator().manual_seed(recovery.seed)
     fresh = [_with_fresh_adapter(matrix, own, generator) for matrix, own in zip(pruned, dense, strict=True)]
-    with _trained(model, fresh, recovery, between):
-        losses["dense, trained"] = _losses(model, held_out, recovery.batch)
-    for (own, _), finished in zip(pairs, trained, strict=True):
-        own.write(finished.merged(own.holder.device))
+    _write(pairs, _trained(model, fresh, recovery, between))
+    losses["dense, trained"] = _losses(model, held_out, recovery.batch)
+    _write(pairs, trained)
     differences = {
         f"{one} − {other}": _paired(losses[one] - losses[other])
         for one, other in (
@@ -133,6 +134,11 @@ def recovered(
     }
 
 
+def _write(pairs: Pairs, matrices: Sequence[PrunedMatrix]) -> None:
+    for (own, _), matrix in zip(pairs, matrices, strict=True):
+        own.write(matrix.merged(own.holder.device))
+
+
 def _paired(differences: Float64[Tensor, " contexts"]) -> dict[str, float]:
     return {"mean": float(differences.mean()), "error": float(differences.std() / len(differences) ** 0.5)}
 
@@ -147,11 +153,10 @@ def _with_fresh_adapter(pruned: PrunedMatrix, dense: Tensor, generator: torch.Ge
     return replace(pruned, sparse=dense, left=torch.zeros_like(pruned.left), right=right.to(pruned.right))
 
 
-@contextmanager
 def _trained(
     model: OpenModel, matrices: Sequence[PrunedMatrix], recovery: Recovery, between: Callable[[], None]
-) -> Iterator[list[PrunedMatrix]]:
-    """While open, the model has trained low-rank parts, in its dtype; they are what is given."""
+) -> list[PrunedMatrix]:
+    """The matrices with low-rank parts trained in the model, whose own layers are back in it then."""
     parts: dict[str, list[int]] = {}
     for number, matrix in enumerate(matrices):
         if matrix.expert is None:
@@ -160,26 +165,26 @@ def _trained(
     before: dict[str, Any] = {name: model.hf.get_submodule(name) for name in parts}
     layers = {}
     for name, numbers in parts.items():
-        bias = before[name].bias
-        layers[name] = SparseLowRankLinear([_on_cpu(matrices[number]) for number in numbers], bias)
+        layers[name] = SparseLowRankLinear([matrices[number] for number in numbers], before[name].bias)
         layers[name].to(before[name].weight.device)
         model.hf.set_submodule(name, layers[name])
     try:
         _train(model, list(layers.values()), recovery, between)
-        after = list(matrices)
-        for name, numbers in parts.items():
-            ranks = [left.shape[1] for left in layers[name].left]
-            rights = layers[name].right.detach().split(ranks)
-            for number, left, right in zip(numbers, layers[name].left, rights, strict=True):
-                if has_layer(matrices[number]):
-                    after[number] = replace(matrices[number], left=left.detach().cpu(), right=right.cpu())
-        yield after
     finally:
         for name, module in before.items():
             model.hf.set_submodule(name, module)
+    after = list(matrices)
+    for name, numbers in parts.items():
+        ranks = [left.shape[1] for left in layers[name].left]
+        rights = layers[name].right.detach().split(ranks)
+        for number, left, right in zip(numbers, layers[name].left, rights, strict=True):
+            if has_layer(matrices[number]):
+                after[number] = replace(matrices[number], left=left.detach().cpu(), right=right.cpu())
+    return after
 
 
-def _on_cpu(matrix: PrunedMatrix) -> PrunedMatrix:
+def on_cpu(matrix: PrunedMatrix) -> PrunedMatrix:
+    """The same, out of the way of the device's memory."""
     left, right, rows = (
         None if held is None else held.cpu() for held in (matrix.left, matrix.right, matrix.rows)
     )
