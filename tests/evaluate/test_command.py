@@ -253,6 +253,27 @@ def test_a_stride_has_no_contexts_to_choose(option, text):
     assert f"leave out {option[0]}" in stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--shots", "0-5"], "there are no examples: leave out --shots"),
+        (["--prompts", 8], "without --task few-shot nothing has such an option: leave out --prompts"),
+        (["--task", "piqa", "--prompts", 8], "nothing has such an option: leave out --prompts"),
+    ],
+)
+def test_what_only_tasks_have_is_refused_without_one(options, says):
+    status, _, stderr = call(*options)
+    assert status == 2
+    assert says in stderr
+
+
+def test_too_many_examples_are_refused_before_anything_is_read(monkeypatch, text):
+    monkeypatch.setattr("theodolite.evaluate.command.evaluate", None)
+    status, _, stderr = call("--corpus", text, "--task", "few-shot", "--shots", "6")
+    assert status == 2
+    assert "few-shot takes up to 5 examples" in stderr
+
+
 @pytest.mark.parametrize("task", [[], ["--task", "few-shot"]])
 @pytest.mark.parametrize("option", [["--limit", 10], ["--download"]])
 def test_what_only_tasks_of_lm_eval_have_is_refused_without_one(task, option):

@@ -47,9 +47,12 @@ def evaluate_command(
         Path | None, typer.Option(help="Folder of custom lm-eval tasks (may run Python code in it).")
     ] = None,
     shots: Annotated[
-        str, typer.Option(help="Numbers of examples in the prompt, as 3, 0,2,5 or 0-5.")
-    ] = "0-5",
-    prompts: Annotated[int, typer.Option(help="Number of prompts of few-shot.")] = 4000,
+        str | None,
+        typer.Option(help="Numbers of examples in the prompt, as 3, 0,2,5 or 0-5 [default: 0-5]."),
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(help="Number of prompts of few-shot [default: 4000].")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Maximum number of documents per lm-eval task [default: all].")
     ] = None,
@@ -99,9 +102,14 @@ def evaluate_command(
             column = None if text.text_column == Text.text_column else text.text_column
             of_text = text.given() | {"--text-column": column}
             refuse_unread("tasks read no text without --corpus or --stride", of_text)
-        if tasks is None and not set(task or ()) - {FEW_SHOT}:
+        names_of_tasks = set(task or ())
+        if tasks is None and not names_of_tasks - {FEW_SHOT}:
             of_tasks = {"--limit": limit, "--download": download or None}
             refuse_unread("without a --task of lm-eval, or --tasks, nothing has such an option", of_tasks)
+        if tasks is None and not names_of_tasks:
+            refuse_unread("without --task or --tasks there are no examples", {"--shots": shots})
+        if FEW_SHOT not in names_of_tasks:
+            refuse_unread(f"without --task {FEW_SHOT} nothing has such an option", {"--prompts": prompts})
         if out is not None:
             held.enter_context(locked(out))
 
@@ -112,8 +120,8 @@ def evaluate_command(
         asked = Questions(
             tuple(task or ()),
             tasks,
-            parse_shots(shots),
-            prompts,
+            parse_shots("0-5" if shots is None else shots),
+            4000 if prompts is None else prompts,
             text.seed,
             limit,
             batch,
@@ -121,6 +129,7 @@ def evaluate_command(
             stride,
             text.length,
         )
+        asked.check()
         answers = AnswersFile(out)
         scores: list[Score] = []
         described: list[Any] = []

@@ -63,6 +63,11 @@ class Questions:
         """All names but `few-shot`."""
         return tuple(task for task in self.tasks if task != NAME)
 
+    def check(self) -> None:
+        """Raise `UsageError` where a task of this package cannot be asked so."""
+        if NAME in self.tasks and max(self.shots) > RULES.shots:
+            raise UsageError(f"{NAME} takes up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
+
 
 MOST_SHOTS = 100_000
 
@@ -109,8 +114,6 @@ def evaluate(
             key |= {"stride": questions.stride, "length": window_length(model, questions.length)}
         scores += answers.get(key, partial(_perplexity, model, corpus, questions, bar))
     if NAME in questions.tasks:
-        if max(questions.shots) > RULES.shots:
-            raise UsageError(f"{NAME} takes up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
         asked = {"rules": repr(RULES), "prompts": questions.prompts, "seed": questions.seed}
         few_shot = answers.get(
             {**model_key, **asked, "batch": questions.batch}, partial(_few_shot, model, questions, bar)

@@ -113,6 +113,13 @@ class GeometryCallback(TrackedCallback):
         """Look after a step, if a look is due."""
         self._look(args, state, control)
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave nothing in the model."""
+        if self.monitor is not None:
+            self.monitor.close()
+
     def on_log(
         self,
         args: TrainingArguments,

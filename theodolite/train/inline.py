@@ -133,6 +133,12 @@ class OverheardReader:
             lambda: geometry_of(self.model, since, sums, spectra, seconds + time.perf_counter() - started)
         )
 
+    def close(self) -> None:
+        """Give up the look that is waited for, if one is: the model runs as if it had never been listened to."""
+        if self._armed is not None:
+            self._armed[1].close()
+            self._armed = None
+
     def _told(self, listening: _Listening) -> dict[str, int]:
         """What was heard, of all processes: how many still wait, passes, and the sum of lengths."""
         heard = listening.heard

@@ -167,6 +167,11 @@ class GeometryMonitor:
         share = self._seconds / (time.perf_counter() - self._started)
         return scalars(geometry) | {"alarms": float(self._judge.active), "time_share": share}
 
+    def close(self) -> None:
+        """End an inline look that no step completed; a `GeometryCallback` does at the end of training."""
+        if isinstance(self._reader, OverheardReader):
+            self._reader.close()
+
     def _look(self, step: int) -> Geometry | None:
         """A look that is due now; or inline the one that was due at a step that is done now."""
         if isinstance(self._reader, GeometryReader):
