@@ -114,6 +114,26 @@ def test_the_other_way_to_round_products_is_kept_too():
         matmul.fp32_precision = before
 
 
+def test_convolutions_are_not_rounded():
+    """Said in either of PyTorch's two ways, of which the newer one keeps the older one from answering."""
+    backend = torch.backends.cudnn
+    for allowed in (True, False):
+        with set_to(lambda: backend.allow_tf32, lambda value: setattr(backend, "allow_tf32", value), allowed):
+            with guarded(torch.nn.Linear(2, 2)):
+                assert not backend.allow_tf32
+            assert backend.allow_tf32 is allowed
+    if not hasattr(backend, "conv"):
+        pytest.skip("this PyTorch has one way")
+    before = backend.rnn.fp32_precision
+    backend.rnn.fp32_precision = "ieee"
+    try:
+        with guarded(torch.nn.Linear(2, 2)):
+            assert backend.conv.fp32_precision == "ieee"
+        assert backend.conv.fp32_precision == "tf32"
+    finally:
+        backend.rnn.fp32_precision = before
+
+
 def test_states_are_as_they_were_after_an_error(opened):
     model = opened("gpt2")
 

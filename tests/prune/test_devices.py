@@ -66,6 +66,32 @@ def test_those_with_one_factor_stay_together_and_the_largest_are_first(tmp_path,
     assert InputMoments(matrices).together(matrices) == [[number] for number in range(len(matrices))]
 
 
+def test_each_thread_computes_as_the_caller_does(tmp_path, monkeypatch):
+    """Whatever another thread has set before: how sums are split decides their last bits."""
+    own, own_start, seen = PruningSettings.prune, threading.Thread.start, []
+
+    def start(thread):
+        other = threading.Thread(target=torch.set_num_threads, args=(1,))
+        own_start(other)
+        other.join()
+        own_start(thread)
+
+    def prune(self, *arguments):
+        seen.append(torch.get_num_threads())
+        return own(self, *arguments)
+
+    monkeypatch.setattr(PruningSettings, "prune", prune)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        model = open_model(write("gpt2", tmp_path / "gpt2"))
+        prune_model(model, corpus_of(), "wanda", 0.5, devices=["cpu", "cpu"])
+        assert set(seen) == {3}
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_it_stops_between_matrices_and_goes_on_from_finished_blocks(tmp_path):
     """Oracle: a run on no device of its own, that was not stopped."""
     folder, parts = write("llama3", tmp_path / "llama3"), tmp_path / "parts"

@@ -186,6 +186,7 @@ class _OfTheProcess:
             if self._users == 1:
                 self._undo.enter_context(_default_dtype())
                 self._undo.enter_context(_exact_products())
+                self._undo.enter_context(_exact_convolutions())
                 self._undo.enter_context(_every_attention_kernel())
         try:
             yield
@@ -227,6 +228,23 @@ def _exact_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _exact_convolutions() -> Iterator[None]:
+    """The same of convolutions (patches of images), which cuDNN rounds to TF32 unless it is told not to."""
+    backend: Any = torch.backends.cudnn
+    try:
+        before = backend.allow_tf32
+    except RuntimeError:
+        with _exact_by_backend(backend.conv):
+            yield
+        return
+    backend.allow_tf32 = False
+    try:
+        yield
+    finally:
+        backend.allow_tf32 = before
 
 
 @contextmanager

@@ -93,7 +93,12 @@ def _on_devices(
         pruned, row = settings.prune(matrix, of_inputs, device)
         return pruned.to(matrix.holder.device), row
 
+    own_threads = torch.get_num_threads()
+
     def work(device: torch.device) -> None:
+        torch.set_num_threads(
+            own_threads
+        )  # else it would begin with what another of these has set for a while
         try:
             with known_state():
                 while True:
@@ -125,6 +130,7 @@ def _on_devices(
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
+        torch.set_num_threads(own_threads)  # new threads inherit what any thread has set last
     return [finished[number] for number in range(len(matrices))]
 
 
