@@ -9,10 +9,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config, T5ForConditionalGeneration
 
 from benchmarks.streamed import line_of
+from tests import checkpoints
 from tests.prune.families import write
+from tests.test_larger import offloaded
 from theodolite import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model
@@ -154,6 +156,39 @@ def test_what_needs_the_whole_model_is_refused(tmp_path):
     model = open_streamed(write("llama3", tmp_path / "llama3"))
     with pytest.raises(UsageError, match="trains a model in memory: use open_model"):
         prune_model(model, corpus_of(), "oats", 0.5, out=tmp_path / "out", form="adapter", recover=3)
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama3", "oats"), ("gpt2", "sparsegpt")])
+def test_offloaded_blocks_are_pruned_from_their_files(family, method, tmp_path):
+    """Oracle: the same pruning of the model in memory. The offloaded model stays as it is."""
+    folder = write(family, tmp_path / family)
+    prune_model(open_model(folder), corpus_of(), method, 0.5, out=tmp_path / "whole", iterations=3)
+    model = offloaded(family, folder)
+    before = model.logits(corpus_of().contexts)
+    prune_model(model, corpus_of(), method, 0.5, out=tmp_path / "out", iterations=3)
+    expected, found = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "out")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert torch.equal(model.logits(corpus_of().contexts), before)
+    assert model.interventions == ()
+
+
+def test_offloaded_blocks_whose_files_do_not_do_are_refused(tmp_path):
+    folder = write("llama3", tmp_path / "llama3")
+    config = T5Config(
+        vocab_size=300, decoder_start_token_id=0, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4
+    )
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    with pytest.raises(UsageError, match="not kept: give out, a folder"):
+        prune_model(offloaded("llama3", folder), corpus_of(), "wanda", 0.5)
+    t5 = open_model(tmp_path / "t5", device_map={"": "disk"})
+    with pytest.raises(UsageError, match="are offloaded, and cannot be read as they run, since encoder and"):
+        prune_model(t5, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
+    model = offloaded("llama3", folder)
+    checkpoints.write("llama3", folder, seed=1)
+    with pytest.raises(UsageError, match="llama3 have changed since it was opened: open it anew"):
+        prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("sparsity_by", ["owl", "tags"])

@@ -8,10 +8,12 @@ the memory of a block and of its activations, whatever its size. All of it is on
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import torch
 
+from theodolite.errors import UsageError
 from theodolite.models.checkpoint_tensors import CannotReadLazily, checkpoint_tensors
 from theodolite.models.guard import measures
 from theodolite.models.lazy_weights import Reader, read_in_parts
@@ -105,6 +107,31 @@ def _open(
         streamed=blocks,
         _load_layer=blocks.present,
     )
+
+
+def instead_of_offloaded(model: OpenModel) -> OpenModel:
+    """The checkpoint of a model with offloaded blocks, opened to be run a block at a time; any other model as it is.
+
+    Raises:
+        UsageError: its blocks cannot be read so, or its files have changed.
+    """
+    blocks = (block.parameters() for block in model.structure.blocks)
+    offloaded = model.streamed is None and any(parameter.is_meta for parameter in chain(*blocks))
+    if not offloaded or model.interventions or not model.weights().of_files:
+        return model
+    place = None if model.id == embedded.NAME else model.id
+    try:
+        with read_in_parts():
+            streamed = _open(
+                place, model.source.dtype, model.device, model.revision, lambda done, total: None
+            )
+    except CannotReadLazily as reason:
+        raise UsageError(
+            f"blocks of {model.id} are offloaded, and cannot be read as they run, since {reason}: open it on one device"
+        ) from None
+    if streamed.sha256 != model.sha256:
+        raise UsageError(f"the files of {model.id} have changed since it was opened: open it anew")
+    return streamed
 
 
 def save_checkpoint(model: OpenModel, folder: Path) -> None:

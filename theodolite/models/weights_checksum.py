@@ -37,6 +37,11 @@ class Weights:
     changed: bool = False
     in_memory: bool = False
 
+    @property
+    def of_files(self) -> bool:
+        """Whether they are what the checkpoint's files hold."""
+        return not self.changed and not self.in_memory
+
     def described(self) -> dict[str, str | None]:
         """As a provenance has it."""
         where = "in memory, changed" if self.changed else "in memory" if self.in_memory else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
+from theodolite.models.streamed import instead_of_offloaded
 from theodolite.prune.checkpoint import WriteExtras
 from theodolite.prune.plan import planned
 from theodolite.prune.pruned import Pruned
@@ -57,7 +58,7 @@ def prune_model(
     """Prune a model in place, and write it as a checkpoint where `out` says.
 
     Of a model from `open_streamed`, a block is in memory while it is pruned, and its pruned matrices are written to
-    `out` only.
+    `out` only. So it is with a model that `device_map` has offloaded: its files are read, and it stays as it is.
 
     Every linear layer inside the blocks is pruned, W_Q, W_K and W_V separately where they are fused, and the matrices
     of every expert on the tokens routed to it; embeddings, head, norms, biases and routers are not.
@@ -103,5 +104,5 @@ def prune_model(
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     options = PruningOptions.among(locals())  # a test says that they agree
-    plan = planned(model, corpus, options)
+    plan = planned(instead_of_offloaded(model), corpus, options)
     return PruningRun(plan, in_this_process, show_progress).finished(write_extras)
