@@ -232,10 +232,7 @@ def test_factored_and_merged_are_the_same_model(family, tmp_path):
     assert head is None or (head.weight is factored.get_input_embeddings().weight) == tied
     told = pruned.provenance["pruning"]
     lost = (table["dense_bytes"] - table["compact_bytes"]).sum()
-    rows = sum(len(m.rows) for b in block_matrices(model) for m in b if m.rows is not None) * 8
-    assert (
-        told["dense_bytes"] - lost <= told["bytes"] <= told["dense_bytes"] - lost + rows + 80_000
-    )  # with headers
+    assert 0 <= told["bytes"] - (told["dense_bytes"] - lost) <= 80_000  # of headers
 
 
 def in_bytes(model) -> int:

@@ -177,7 +177,8 @@ def _counts(options: PruningOptions, pruned: PrunedMatrix) -> dict[str, Any]:
     inside = sum(factor.numel() for factor in low_rank)
     bits = options.bits
     if bits is None:
-        stored = nonzeros * size + -(-entries // 8)
+        numbers_of_rows = 0 if pruned.rows is None else pruned.rows.nbytes
+        stored = nonzeros * size + -(-entries // 8) + numbers_of_rows
     else:
         outputs, inputs = pruned.sparse.shape
         stored = -(-quantised_bits((outputs, inputs), bits, options.group, pruned.sparse.dtype) // 8)
