@@ -181,7 +181,17 @@ def sums_of_squares(
     inside, outside = size.clamp_min(1), (kept[of] - size).clamp_min(1)
     between = around * (1 / inside + 1 / outside)
     total = squares - norm(whole) / kept
-    uncaught_count = kept - torch.zeros_like(kept).index_add_(0, of, size)
-    uncaught = torch.zeros_like(whole).index_add_(0, of, -centred)
-    groups = torch.zeros_like(kept).index_add_(0, of, around / inside)
+    uncaught_count = kept - _over_sinks(size, catches)
+    uncaught = _over_sinks(-centred, catches)
+    groups = _over_sinks(around / inside, catches)
     return between, total[of], groups + norm(uncaught) / uncaught_count.clamp_min(1), total
+
+
+def _over_sinks(values: Float[Tensor, "sinks ..."], catches: Catches) -> Float[Tensor, "catching_heads ..."]:
+    """Summed over the sinks of each head, in their order."""
+    heads = len(catches.kept)
+    if values.device.type == "cpu":
+        return values.new_zeros(heads, *values.shape[1:]).index_add_(0, catches.of, values)
+    # On a GPU `index_add_` has no order, and so no certain last bits; this one is slower.
+    sinks = torch.bincount(catches.of, minlength=heads)
+    return torch.segment_reduce(values, "sum", lengths=sinks, axis=0)
