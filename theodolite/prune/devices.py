@@ -96,9 +96,8 @@ def _on_devices(
     own_threads = torch.get_num_threads()
 
     def work(device: torch.device) -> None:
-        torch.set_num_threads(
-            own_threads
-        )  # else it would begin with what another of these has set for a while
+        torch.get_num_threads()  # a new thread takes what any other has set last, when it first asks
+        torch.set_num_threads(own_threads)
         try:
             with known_state():
                 while True:
