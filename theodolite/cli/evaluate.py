@@ -27,6 +27,9 @@ from theodolite.system.locks import locked
 if TYPE_CHECKING:
     from theodolite.evaluate.scores import Score
 
+SHOTS, PROMPTS = "0-5", 4000
+"""Unless others are given."""
+
 
 def evaluate_command(
     *,
@@ -48,10 +51,10 @@ def evaluate_command(
     ] = None,
     shots: Annotated[
         str | None,
-        typer.Option(help="Numbers of examples in the prompt, as 3, 0,2,5 or 0-5 [default: 0-5]."),
+        typer.Option(help=f"Numbers of examples in the prompt, as 3, 0,2,5 or 0-5 [default: {SHOTS}]."),
     ] = None,
     prompts: Annotated[
-        int | None, typer.Option(help="Number of prompts of few-shot [default: 4000].")
+        int | None, typer.Option(help=f"Number of prompts of few-shot [default: {PROMPTS}].")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Maximum number of documents per lm-eval task [default: all].")
@@ -102,13 +105,14 @@ def evaluate_command(
             column = None if text.text_column == Text.text_column else text.text_column
             of_text = text.given() | {"--text-column": column}
             refuse_unread("tasks read no text without --corpus or --stride", of_text)
-        names_of_tasks = set(task or ())
-        if tasks is None and not names_of_tasks - {FEW_SHOT}:
+        few_shot = FEW_SHOT in (task or ())
+        of_lm_eval = tasks is not None or any(name != FEW_SHOT for name in task or ())
+        if not of_lm_eval:
             of_tasks = {"--limit": limit, "--download": download or None}
             refuse_unread("without a --task of lm-eval, or --tasks, nothing has such an option", of_tasks)
-        if tasks is None and not names_of_tasks:
+        if not (few_shot or of_lm_eval):
             refuse_unread("without --task or --tasks there are no examples", {"--shots": shots})
-        if FEW_SHOT not in names_of_tasks:
+        if not few_shot:
             refuse_unread(f"without --task {FEW_SHOT} nothing has such an option", {"--prompts": prompts})
         if out is not None:
             held.enter_context(locked(out))
@@ -120,8 +124,8 @@ def evaluate_command(
         asked = Questions(
             tuple(task or ()),
             tasks,
-            parse_shots("0-5" if shots is None else shots),
-            4000 if prompts is None else prompts,
+            parse_shots(SHOTS if shots is None else shots),
+            PROMPTS if prompts is None else prompts,
             text.seed,
             limit,
             batch,

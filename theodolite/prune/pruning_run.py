@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from theodolite.models import OpenModel, open_model
@@ -26,9 +27,10 @@ from theodolite.prune.by_block import DenseReading
 from theodolite.prune.calibration import Calibration, InThisProcess, Unread
 from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_block
 from theodolite.prune.devices import pruned_block
+from theodolite.prune.patterns import check_sparsity
 from theodolite.prune.plan import Plan
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
-from theodolite.prune.recover import on_cpu, recovered
+from theodolite.prune.recover import recovered
 from theodolite.prune.sequential import BlockByBlock, Keep, keeping
 from theodolite.prune.skipped import Matrices
 from theodolite.system.choices import ATTENTIONS, Attention
@@ -86,10 +88,9 @@ class PruningRun:
     def _by_block(self, unfinished: UnfinishedPruning | None) -> PruningRun:
         """The same with sparsities that the dense model's reading of the text gives each block, where that is asked."""
         plan = self.plan
-        by, mean = plan.options.sparsity_by, plan.options.sparsity
+        by = plan.options.sparsity_by
         if by is None:
             return self
-        assert isinstance(mean, float | int)
         folder, total = unfinished.folder if unfinished else None, sum(map(len, self.matrices))
         reading = DenseReading(
             plan.model,
@@ -101,7 +102,7 @@ class PruningRun:
         )
 
         def read() -> list[float]:
-            return reading.sparsities(by, float(mean))
+            return reading.sparsities(by, check_sparsity(plan.options.sparsity))
 
         return replace(self, plan=plan.with_sparsities(unfinished.sparsities(read) if unfinished else read()))
 
@@ -130,7 +131,8 @@ class PruningRun:
                     rows += block_rows
                     if unfinished is None:
                         low_rank |= low_rank_of(layer, pruned_matrices)
-                    pruned_so_far += map(on_cpu, pruned_matrices) if self.plan.recovery else []
+                    if self.plan.recovery:
+                        pruned_so_far += [matrix.to(torch.device("cpu")) for matrix in pruned_matrices]
                     del done, pruned_matrices  # a block's worth of memory, before the next one is read
                     if layer + 1 < self.model.layers:
                         text.advance(layer)
@@ -150,11 +152,10 @@ class PruningRun:
         attention = _attention_of(self.model)
         if attention is not None:  # the other half has its own blocks
             pruning["half"] = "encoder" if attention == "encoder" else "decoder"
-        described = describe_pass(self.model, plan.corpus, plan.options.seed, plan.fingerprint)
-        of_text = () if plan.reads_text else ("corpus", "counts")
-        return {name: value for name, value in described.items() if name not in of_text} | {
-            "pruning": pruning
-        }
+        described: dict[str, Any] = {"seed": plan.options.seed, "fingerprint": plan.fingerprint}
+        if plan.reads_text:
+            described = describe_pass(self.model, plan.corpus, plan.options.seed, plan.fingerprint)
+        return described | {"pruning": pruning}
 
     def _recover(
         self, pruned: Sequence[PrunedMatrix], dense: Sequence[Tensor], unfinished: UnfinishedPruning
