@@ -151,8 +151,3 @@ def test_public_names_exist_and_are_few():
     assert len(theodolite.__all__) <= 17
     for name in theodolite.__all__:
         assert getattr(theodolite, name) is not None
-
-
-def test_no_file_is_longer_than_400_lines():
-    long = {path.name: n for _, path in _modules() if (n := len(path.read_text().splitlines())) > 400}
-    assert not long
