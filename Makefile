@@ -8,16 +8,15 @@ RUN := runs/demo
 export PYTHONDONTWRITEBYTECODE :=
 
 # Shapes and types of every call are checked where the formulas are tested; elsewhere that would double the time.
-# Not in attention.kernels: Triton reads the source of its functions.
-TYPED := theodolite.attention.inputs,theodolite.attention.key_masking,theodolite.attention.piecewise,theodolite.attention.summary,theodolite.attention.triton,theodolite.theory,theodolite.accumulate,theodolite.measure,theodolite.models
-CHECKED := tests/attention tests/theory tests/accumulate tests/measure tests/models
+TYPED := theodolite.theory,theodolite.accumulate,theodolite.measure
+CHECKED := tests/theory tests/accumulate tests/measure
 # Each process takes its half in order; one that is done takes from the other's end.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # What is used is compiled as it is first imported; all of it would take longer than the rest.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all test-gpu chaos lint types docs families bench bench-gpu clean
+.PHONY: demo test test-all test-browser test-gpu chaos lint types docs families bench bench-gpu clean
 .DEFAULT_GOAL := demo
 
 # Two stamps: the package, which is all that the demo needs, and what its developers use. Each is made again when the
@@ -36,17 +35,22 @@ demo: $(VENV)/package
 
 # Something of each feature, in four to six minutes on two cores: without the tests marked slow, and without checked shapes.
 test: $(VENV)/developers
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not browser and not chaos'
 
 # Everything, but for what needs a GPU.
 test-all: $(VENV)/developers
-	$(PYTEST) $(addprefix --ignore=,$(CHECKED))
-	$(PYTEST) --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
+	$(PYTEST) -m 'not browser and not chaos' $(addprefix --ignore=,$(CHECKED))
+	$(PYTEST) -m 'not browser and not chaos' --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
 
 # Kills, settings, threads and damaged files, all of them; a share is among the tests. Its counts go to docs/trust.md.
 chaos: $(VENV)/developers
+	$(PYTEST) -m chaos
 	$(BIN)/python -m tests.chaos
 	$(BIN)/python -m tools.trust
+
+# Every walk through a page in Chromium; the first of each page is among the tests.
+test-browser: $(VENV)/developers
+	$(PYTEST) -m browser
 
 # Skipped without a CUDA device; THEODOLITE_GPU_TESTS_ON=cpu shows there that the tests themselves work.
 test-gpu: export THEODOLITE_GPU_TESTS_ON ?= cuda
