@@ -81,7 +81,6 @@ bench: $(VENV)/developers
 	$(BIN)/python -m benchmarks.locater
 	$(BIN)/python -m benchmarks.monitor
 	$(BIN)/python -m benchmarks.oats
-	$(BIN)/python -m benchmarks.pruned_latency
 
 # Writes benchmarks/results/<device>.json and docs/gpu.md.
 bench-gpu: $(VENV)/developers

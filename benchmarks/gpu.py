@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import locater, long_context, monitor, oats, propagation, pruned_latency, spectra, survey
+from benchmarks import locater, long_context, monitor, oats, propagation, spectra, survey
 from benchmarks.ratios import Ratio
 from theodolite.errors import first_line
 from tools import gpu_page
@@ -42,7 +42,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     "survey": lambda device: [*survey.time_ratios(5, 64, device), *survey.gpu_memory_ratio(device)],
     "locater": lambda device: locater.main(device=device),
     "monitor": lambda device: monitor.main(["--device", device]),
-    "pruned_latency": lambda device: pruned_latency.main(device=device),
     "oats": lambda device: oats.main(iterations=20, rounds=2, device=device),
     "propagation": propagation.main,
 }

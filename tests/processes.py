@@ -21,7 +21,7 @@ SERVER.set_forkserver_preload(
         "theodolite.comparison",
         "theodolite.passes.ray_workers",
         "theodolite.papers",
-        "theodolite.prune",
+        "theodolite.prune.model",
         "theodolite.report.page",
         "theodolite.passes.survey",
         "theodolite.sinks.trace",

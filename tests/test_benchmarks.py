@@ -16,8 +16,6 @@ from benchmarks import (
     int8_activations,
     monitor_delays,
     qk_clip,
-    quantised,
-    quantised_shots,
 )
 from benchmarks.ratios import Ratio
 from theodolite.papers.localization.monitor_rivals import summary
@@ -160,24 +158,3 @@ def test_the_page_of_the_map_shows_what_was_measured():
     assert int8_activations.table(rounded).splitlines()[-1] == (
         "| 8 | 50% | 1.2 |" + 3 * " +0.5000 ± 0.2500 |"
     )
-
-
-def test_the_page_of_quantising_shows_the_accuracy_by_examples():
-    root = Path(__file__).parents[1]
-    values = json.loads((root / "docs/results/quantised-shots.json").read_text())["measured"]
-    assert quantised_shots.table(values) in (root / "docs/quantising.md").read_text()
-
-
-def test_the_page_of_quantising_shows_what_was_measured():
-    """Oracle: the committed values; of one row the cells by hand."""
-    root = Path(__file__).parent.parent
-    values = json.loads((root / "docs/results/quantising.json").read_text())["measured"]
-    shown = quantised.table(values)
-    assert shown in (root / "docs/quantising.md").read_text()
-    values |= {
-        "GPTQ, 4 bits: bits a weight": 4.125,
-        "GPTQ, 4 bits: loss more on code": -0.01234,
-        "GPTQ, 4 bits: loss more on code, standard error": 0.00456,
-    }
-    assert "| GPTQ, 4 bits | 4.12 | " in quantised.table(values)
-    assert " | −0.0123 ± 0.0046 | " in quantised.table(values)

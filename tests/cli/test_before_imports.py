@@ -58,8 +58,6 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["exclude", none], "no run at"),
         (["prune", "--out", str(tmp_path / "p"), "--method", "nope"], "unknown method nope"),
         (["prune", "--out", str(tmp_path / "p"), "--format", "nope"], "unknown format nope"),
-        (["prune", "--out", str(tmp_path / "p"), "--bits", "5"], "bits is 5: use one of 3, 4, 8"),
-        (["prune", "--out", str(tmp_path / "p"), "--recover", "3"], "--recover trains an adapter"),
         (["prune", "--out", taken], "exists already"),
         (["prune", "--out", str(tmp_path / "p"), "--corpus", none], "no file or folder"),
         (["compare", none, "embedded"], "no checkpoint at"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from theodolite.system.choices import DTYPES, FORMS, METHODS, QUANTISERS
+from theodolite.prune.options import FORMS, METHODS
+from theodolite.system.choices import DTYPES
 from theodolite.system.experiment_names import NAMES, PUBLISHED_ELSEWHERE
 
 Completion = Callable[[str], list[str]]
@@ -31,5 +32,5 @@ def corpora(incomplete: str) -> list[str]:
 
 
 dtypes = one_of(DTYPES)
-methods = one_of(dict.fromkeys((*METHODS, *QUANTISERS)))
+methods = one_of(METHODS)
 forms = one_of(FORMS)

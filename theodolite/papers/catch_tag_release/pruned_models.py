@@ -29,9 +29,9 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.experiment import corpus_subset
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.prune import Pruned, prune_model
+from theodolite.prune.options import RankRatio
 from theodolite.report.data import evenly
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
-from theodolite.system.pruning_options import RankRatio
 
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study

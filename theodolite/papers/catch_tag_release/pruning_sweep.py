@@ -23,12 +23,12 @@ from theodolite.papers.catch_tag_release.pruned_models import (
     pruned,
 )
 from theodolite.papers.experiment import Study, experiment
+from theodolite.prune.options import RankRatio
 from theodolite.report.data import Floats
 from theodolite.report.drawing import pruning as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.trace import trace_sinks
-from theodolite.system.pruning_options import RankRatio
 from theodolite.system.wording import counted, listed, number, percent, with_error
 
 SPARSITIES = (0.3, 0.5, 0.6, 0.7)
