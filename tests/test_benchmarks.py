@@ -11,9 +11,7 @@ import pandas as pd
 import pytest
 
 from benchmarks import (
-    cache_policies,
     gpu,
-    int8_activations,
     monitor_delays,
     qk_clip,
     quantised,
@@ -124,42 +122,6 @@ def test_the_page_of_the_monitor_shows_what_was_measured():
     for limits in ("limits of all healthy rates", "limits of hindsight"):
         first = pd.DataFrame(result[limits]["first alarms"], dtype=float)
         assert monitor_delays.lines(summary(pd.DataFrame(result["runs"]).join(first))) in page
-
-
-def test_the_page_of_the_map_shows_what_was_measured():
-    """Oracle: the committed rows; of one row of each table the cells by hand."""
-    root = Path(__file__).parent.parent
-    page = (root / "docs/using-the-map.md").read_text()
-    results = root / "docs/results"
-    texts = json.loads((results / "cache-policies.json").read_text())["texts"]
-    assert all(cache_policies.table(of_text) in page for of_text in texts)
-    rows = json.loads((results / "int8-activations.json").read_text())["rows"]
-    assert int8_activations.table([row for row in rows if row["what"] != "as it is"]) in page
-    made = [
-        {
-            "policy": policy,
-            "size": size,
-            "perplexity": perplexity,
-            "difference": difference,
-            "difference_se": 0.01,
-        }
-        for policy, size, perplexity, difference in (
-            ("full", 256, 20.0, None),
-            ("window", 8, 99.96, -0.1234),
-            ("window + first four", 8, 50.0, None),
-        )
-    ]
-    assert cache_policies.table({"judged": {"rows": made}}).splitlines()[-2:] == [
-        "| 8 | 100.0 (−0.123 ± 0.010) | 50.0 |",
-        "| 256 | 20.0 | |",
-    ]
-    rounded = [
-        {"bits": 8, "share": 0.5, "what": what, "dimensions": 1.25, "cost": 0.5, "cost_se": 0.25}
-        for what in ("rounded", "outlier dimensions kept", "random dimensions kept")
-    ]
-    assert int8_activations.table(rounded).splitlines()[-1] == (
-        "| 8 | 50% | 1.2 |" + 3 * " +0.5000 ± 0.2500 |"
-    )
 
 
 def test_the_page_of_quantising_shows_the_accuracy_by_examples():

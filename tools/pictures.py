@@ -1,24 +1,20 @@
 """The pictures of docs/measurements, from the run folders that its pages read: `python -m tools.pictures [FOLDER]`.
 
-Without a folder in which they lie they are made anew. `--cache` draws that of the caches alone, from its result.
+Without a folder in which they lie they are made anew.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import pandas as pd
 import plotly.graph_objects as go
-from playwright.sync_api import Page
 
 from theodolite.passes.run import Run
 from theodolite.report import figures
 from theodolite.report.drawing import sinks as of_sinks
-from theodolite.report.drawing.caches import loss_by_cache
 from tools.chromium import browser, write_figure
 from tools.outputs import DOCS, FIRST, SINKS, make_runs
 
@@ -45,19 +41,8 @@ OF_TRACE: dict[str, Callable[[Run], go.Figure]] = {
 SQUARE = ("spiral", "gram")
 
 
-def draw_caches(page: Page) -> None:
-    """Of the second text, Python's documentation, whose later sinks a cache can keep."""
-    judged = json.loads((DOCS / "results" / "cache-policies.json").read_text())["texts"][1]["judged"]
-    written = write_figure(page, loss_by_cache(pd.DataFrame(judged["rows"])), DOCS / "images" / "caches", 360)
-    print(written.name, written.stat().st_size)
-
-
 def main() -> None:
     """Draw all of them."""
-    if sys.argv[1:] == ["--cache"]:
-        with browser() as page:
-            draw_caches(page)
-        return
     with tempfile.TemporaryDirectory() as scratch, browser() as page:
         place = Path(sys.argv[1] if len(sys.argv) > 1 else scratch)
         if not (place / SINKS).is_dir():
@@ -69,7 +54,6 @@ def main() -> None:
                     page, draw(run), DOCS / "images" / "measures" / name, 460 if name in SQUARE else 320
                 )
                 print(written.name, written.stat().st_size)
-        draw_caches(page)
 
 
 if __name__ == "__main__":
