@@ -7,18 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from benchmarks import (
     gpu,
-    monitor_delays,
     qk_clip,
     quantised,
     quantised_shots,
 )
 from benchmarks.ratios import Ratio
-from theodolite.papers.localization.monitor_rivals import summary
 from tools import gpu_page
 
 
@@ -112,16 +109,6 @@ def test_the_page_of_qk_clip_shows_what_was_measured():
     assert qk_clip.table(rows).splitlines()[-1] == (
         "|  | ours | 1.5 (1–2) | 1,230 (1,230–1,230) | 1 (1–1) | −1.75 ± 0.62 |"
     )
-
-
-def test_the_page_of_the_monitor_shows_what_was_measured():
-    """Oracle: the committed runs and first alarms, from which both tables are found again."""
-    root = Path(__file__).parent.parent
-    result = json.loads((root / "docs/results/monitor-delays.json").read_text())
-    page = (root / "docs/monitor-experiment.md").read_text()
-    for limits in ("limits of all healthy rates", "limits of hindsight"):
-        first = pd.DataFrame(result[limits]["first alarms"], dtype=float)
-        assert monitor_delays.lines(summary(pd.DataFrame(result["runs"]).join(first))) in page
 
 
 def test_the_page_of_quantising_shows_the_accuracy_by_examples():

@@ -26,7 +26,6 @@ from theodolite.judging import (
 )
 from theodolite.papers.catch_tag_release import few_shot as shots
 from theodolite.papers.catch_tag_release import pruned_sinks as compression
-from theodolite.papers.catch_tag_release import pruning_sweep as compression_sweep
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.report import published
 from theodolite.report.data import mean_over_layers
@@ -203,7 +202,6 @@ def test_what_something_else_explains_is_not_decided(answer, explanation, expect
     "criterion",
     [
         compression.MORE,
-        compression_sweep.GAIN,
         shots.EXAMPLES_HELP,
         shots.WIDENS,
         criteria.LARGER,

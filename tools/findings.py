@@ -21,8 +21,6 @@ from tools.gallery import DOCS, new_results
 PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "sinks": ("sinks/figure2", ("attention", "colours")),
     "pruning": ("sinks/figure4", ("left", "maps")),
-    "pruning-front": ("sinks/sweep", ("front",)),
-    "monitor": ("localization/monitor", ("course",)),
     "locater": ("localization/figure8", ("curves",)),
 }
 

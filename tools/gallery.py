@@ -54,22 +54,9 @@ TRAININGS: dict[str, tuple[str, str]] = {
     "localization/figure10": _begun(6, 32, 1000, "six minutes"),
     "localization/figure11": _begun(3, 128, 250, "three minutes"),
     "localization/figure12": _begun(6, 128, 250, "five minutes"),
-    "sinks/backcopy": (
-        "for seed in $(seq 0 11); do for optimizer in adamw sgd; do theodolite train backcopy --optimizer $optimizer "
-        "--seed $seed --out backcopy/$optimizer-$seed --threads 1; done; done",
-        "24 training runs, half a minute each on one core",
-    ),
-    "sinks/escape": (
-        "theodolite train escape --out escape --seeds 3",
-        "nine training runs, twelve minutes each on one core",
-    ),
     "sinks/figure3": (
         "for seed in 0 1 2 3 4 5; do theodolite train few-shot --seed $seed --out shots/$seed --threads 1; done",
         "six training runs, a quarter of an hour each on one core",
-    ),
-    "sinks/training": (
-        "theodolite train few-shot --seed 0 --steps 4000 --series --out learning --threads 1",
-        "seven minutes on one core",
     ),
 }
 _SAME = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +13,11 @@ from rich.console import Console
 
 from theodolite.cli.commands import with_option_groups
 from theodolite.cli.screen import one_line_errors, screen
-from theodolite.errors import UsageError
 from theodolite.system.files import json_text
 
 training = typer.Typer(
     help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
-    "examples, one that copies, models with a no-op option, or a grid with LocAteR.\n\n"
+    "examples, or a grid with LocAteR.\n\n"
     "Example: theodolite train addition --digits 10 --series --out adder",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -76,7 +75,7 @@ class _Running:
         _say(lines, self.out, self.as_json)
 
 
-RECORDS = ("training.json", "escape.json", "grid.json")
+RECORDS = ("training.json", "grid.json")
 """The record that a trainer leaves in its folder; the embedded model has a README instead."""
 
 
@@ -147,83 +146,6 @@ def few_shot_command(*, options: _FewShot, running: _Running) -> None:
         from theodolite.papers.training.command import train_few_shot
 
         running.train(train_few_shot, options=options)
-
-
-@dataclass(frozen=True)
-class _TaskSteps(_Steps):
-    """Options of a model of a small task, whose defaults are its own."""
-
-    steps: Annotated[int | None, typer.Option(help="Training steps [default: the task's].")] = None
-    batch: Annotated[int | None, typer.Option(help="Contexts per step [default: 32].")] = None
-    learning_rate: Annotated[
-        float | None, typer.Option("--rate", help="Peak learning rate [default: the task's].")
-    ] = None
-
-
-@training.command("backcopy")
-@with_option_groups
-def backcopy_command(
-    *,
-    layers: Annotated[int, typer.Option(help="Layers, of one head each.")] = 1,
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
-    options: _TaskSteps,
-    running: _Running,
-) -> None:
-    """Train on bigrams with triggers, after which the token before comes again (Guo et al. 2024).
-
-    Heads that copy have nothing to do elsewhere: a sink grows at the first token, whose value drains. The weights of
-    nine evenly spaced steps are kept in OUT/series. `theodolite reproduce sinks/backcopy FOLDER` reads a folder of such
-    models.
-
-    Example: theodolite train backcopy --layers 1 --seed 0 --out backcopy/one-0
-    """
-    with one_line_errors():
-        from theodolite.papers.training.command import train_backcopy
-
-        if optimizer not in ("adamw", "sgd"):
-            raise UsageError(f"the optimizer is '{optimizer}'; choose adamw or sgd.")
-        running.train(train_backcopy, layers, optimizer, options=options)
-
-
-@training.command("repeats")
-@with_option_groups
-def repeats_command(*, options: _TaskSteps, running: _Running) -> None:
-    """Train on random letters, twice: the task that induction heads solve.
-
-    `theodolite reproduce geometry/figure6 OUT` looks for them.
-
-    Example: theodolite train repeats --out repeats --seed 0
-    """
-    with one_line_errors():
-        from theodolite.papers.training.command import train_repeats
-
-        running.train(train_repeats, options=options)
-
-
-@training.command("escape")
-def escape_command(
-    out: Out,
-    steps: Annotated[int | None, typer.Option(help="Training steps [default: 2000].")] = None,
-    seeds: Annotated[int, typer.Option(help="Models of each kind, one per seed.")] = 3,
-    threads: Threads = 2,
-    as_json: AsJson = False,
-) -> None:
-    """Train models whose heads have a no-op option, and models whose heads have none.
-
-    Attention sinks may serve as such a no-op: `theodolite reproduce sinks/escape OUT` tests whether models with one
-    still develop them. If interrupted, rerun the command to resume.
-
-    Example: theodolite train escape --out escape --seeds 3
-    """
-    with one_line_errors():
-        from theodolite.papers.catch_tag_release.no_op_training import DEFAULT, train_no_op_models
-
-        config = DEFAULT if steps is None else replace(DEFAULT, steps=steps)
-        _say(
-            train_no_op_models(out, seeds=seeds, config=config, threads=threads, console=_quiet_screen()),
-            out,
-            as_json,
-        )
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from theodolite.papers.catch_tag_release.backcopy import backcopy_provenance, is_backcopy_folder
 from theodolite.papers.catch_tag_release.few_shot import few_shot_provenance, is_few_shot
-from theodolite.papers.catch_tag_release.no_op_option import is_no_op_folder, no_op_provenance
 from theodolite.papers.localization.locater_figures import grid_provenance
 from theodolite.papers.localization.locater_grid import is_grid
 
 KINDS = {
     is_grid: grid_provenance,
-    is_no_op_folder: no_op_provenance,
     is_few_shot: few_shot_provenance,
-    is_backcopy_folder: backcopy_provenance,
 }
 
 

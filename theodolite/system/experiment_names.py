@@ -15,9 +15,9 @@ geometry: table1 table2 table3 table4 table5 table6 figure1 figure2 figure3 figu
   figure8 figure19 figure24 figure25 figure30 addition attribution clusters constituents incoherence
   theorem1 theorem2 training claims
 localization: figure1 figure2 figure3 figure4 figure5 figure6 figure7 figure8 figure9 figure10 figure11 figure12
-  behaviour collapse gradient monitor walk width claims
-sinks: figure2 figure3 figure4 figure5 figure6 figure7 figure8 figure9 figure10 figure11 ablation allocation averaging
-  backcopy escape examples outliers sweep trace training claims
+  behaviour collapse gradient walk width claims
+sinks: figure2 figure3 figure4 figure5 figure6 figure7 figure8 figure9 figure10 figure11 ablation averaging
+  examples outliers trace claims
 """
 
 _ELSEWHERE = """

@@ -31,7 +31,6 @@ from theodolite.passes.corpus_pass import batch_of
 from theodolite.prune import Pruned, prune_model
 from theodolite.report.data import evenly
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
-from theodolite.system.pruning_options import RankRatio
 
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
@@ -41,7 +40,7 @@ METHODS = {"oats": "OATS", "wanda": "Wanda", "sparsegpt": "SparseGPT", "magnitud
 SPARSITY = 0.5
 """As in the paper's figures."""
 
-ITERATIONS = 80
+ITERATIONS, RANK_RATIO = 80, 0.25
 """Of OATS, as published."""
 
 MOST_CONTEXTS = 128
@@ -162,24 +161,17 @@ def dense_measures(study: Study, prompt: Prompt | None = None) -> ModelSinks:
     )
 
 
-def pruned(
-    study: Study,
-    method: str,
-    calibration: Corpus,
-    *,
-    sparsity: float = SPARSITY,
-    rank_ratio: RankRatio = 0.25,
-) -> tuple[OpenModel, Pruned]:
-    """A copy of the model, pruned."""
+def pruned(study: Study, method: str, calibration: Corpus) -> tuple[OpenModel, Pruned]:
+    """A copy of the model, pruned by `SPARSITY`."""
     model = copy.deepcopy(study.require_model())
     report = prune_model(
         model,
         calibration,
         method,
-        sparsity,
-        rank_ratio=rank_ratio,
+        SPARSITY,
+        rank_ratio=RANK_RATIO,
         iterations=ITERATIONS,
-        show_progress=partial(study.show, f"pruning by {METHODS[method]}, {sparsity:.0%}"),
+        show_progress=partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}"),
     )
     return model, report
 

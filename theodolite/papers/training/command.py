@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from theodolite.corpus.addition_task import parse_digits
-from theodolite.papers.catch_tag_release import backcopy_training
 from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
-from theodolite.papers.training import repeats_training
 from theodolite.papers.training.embedded_training import train_embedded_model
 from theodolite.papers.training.models import EmbeddedConfig
 from theodolite.papers.training.task_models import PUBLISHED, train_task_model
@@ -60,29 +58,6 @@ def train_few_shot(out: Path, options: dict[str, Any], *, seed: int, **running: 
         f"{shots} example{'' if shots == 1 else 's'}: accuracy {share:.1%} (the best possible: {best:.1%})"
         for shots, (share, best) in enumerate(accuracies)
     ]
-
-
-def train_backcopy(
-    out: Path, layers: int, optimizer: str, options: dict[str, Any], *, seed: int, **running: Any
-) -> list[str]:
-    """Train on bigrams with triggers, after which the token before comes again."""
-    rate = {"learning_rate": backcopy_training.RATES[optimizer]}
-    given = rate | _given(options, seed) | {"layers": layers, "optimizer": optimizer}
-    config = replace(backcopy_training.DEFAULT, **given)
-    series = backcopy_training.series_of(config.steps)
-    result = train_task_model(out, backcopy_training.Backcopy(), config, series=series, **running)
-    return [
-        f"beyond the best possible, nats per token: {result['copy_loss']:.3f} after triggers, "
-        f"{result['bigram_loss']:.3f} after letters"
-    ]
-
-
-def train_repeats(out: Path, options: dict[str, Any], *, seed: int, **running: Any) -> list[str]:
-    """Train on random letters, twice."""
-    result = train_task_model(
-        out, repeats_training.Repeats(), replace(repeats_training.DEFAULT, **_given(options, seed)), **running
-    )
-    return [f"accuracy {result['accuracy']:.1%} in the second copy (guessing: {result['chance']:.1%})"]
 
 
 def _given(options: dict[str, Any], seed: int) -> dict[str, Any]:

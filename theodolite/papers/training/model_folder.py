@@ -44,7 +44,6 @@ NOT_SIZES = (
     "seed",
     "weight_decay",
     "dropout",
-    "no_op",
     "schedule",
     "positions",
     "bfloat16",
@@ -53,7 +52,6 @@ NOT_SIZES = (
     "begin",
     "architecture",
     "series",
-    "optimizer",
 )
 
 IDENTITY = "identity.json"
@@ -202,9 +200,7 @@ def _fit(
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
-    if isinstance(config, TaskModelConfig) and config.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups)
+    optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
     begin, _ = training_loop.load_checkpoint(checkpoint, model, optimizer, identity)
     # A folder that does not say what it is of has to have a checkpoint, which has just been judged by its own notes.
     unknown = f"{partial} does not say which training run it holds; remove it to start over."

@@ -1,9 +1,5 @@
-"""The architectures of the toy models and their sizes: Llama of text, gpt-oss for a no-op; GPT-2, or GPT-NeoX for
-rotary positions, of tasks.
-
-A no-op option is a term in every softmax that carries no value. gpt-oss has one, a learned sink logit per head; fixed
-at 0 it is the softmax off by one, with 1 + Σ eˣ in the denominator; fixed far below all other logits it has no effect.
-So the three are one architecture with the same number of weights, but for the sink logits.
+"""The architectures of the toy models and their sizes: Llama of text; GPT-2, or GPT-NeoX for rotary positions, of
+tasks.
 """
 
 from __future__ import annotations
@@ -11,32 +7,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
 
-from theodolite.errors import UsageError
 from theodolite.papers.training.training_loop import LearningRate
 from theodolite.system.processor import multiplies_halves
 
-NoOp = Literal["none", "off-by-one", "learned"]
-NO_OPS: tuple[NoOp, ...] = ("none", "off-by-one", "learned")
-
-ABSENT_LOGIT = -1e4
-"""A logit whose weight in a softmax is 0 in every dtype: no other logit comes near."""
-
 ATTENTION = "eager"
-"""On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a task model's step, this one little; and it
-is the one that has gpt-oss's learned logit on every processor."""
+"""On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a task model's step, this one little."""
 
 GELU = "gelu_pytorch_tanh"
 """GPT-2's own, in one step."""
@@ -44,7 +29,7 @@ GELU = "gelu_pytorch_tanh"
 WARM_UP = 0.04  # share of the steps of a model of text
 
 GATED_WIDTH = 3
-"""Width of a gated MLP (Llama, gpt-oss) over the model's: as many weights as in GPT-2's, to a ninth."""
+"""Width of Llama's gated MLP over the model's: as many weights as in GPT-2's, to a ninth."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +57,6 @@ class EmbeddedConfig:
     bfloat16: bool = field(default_factory=multiplies_halves)
     checkpoint_every: int = 500  # steps
     seed: int = 0
-    no_op: NoOp | None = None  # gpt-oss in place of Llama
 
     @property
     def rate(self) -> LearningRate:
@@ -99,8 +83,7 @@ class TaskModelConfig:
     # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
     bfloat16: bool = field(default_factory=multiplies_halves)
     checkpoint_every: int = 250  # steps
-    series: bool = False  # keep the weights of some steps: of SERIES, or of the task's own
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    series: bool = False  # keep the weights of the steps of SERIES
     seed: int = 0
 
     @property
@@ -147,56 +130,23 @@ def gpt2(
 
 
 def embedded_model(config: EmbeddedConfig) -> PreTrainedModel:
-    """An untrained Llama, or gpt-oss with `config.no_op`.
-
-    Raises:
-        UsageError: `config.no_op` is none of `NO_OPS`.
-    """
-    if config.no_op is not None:
-        return _gpt_oss(config)
-    llama = LlamaForCausalLM(LlamaConfig(**_common(config)))
-    llama.set_attn_implementation(ATTENTION)
-    return llama
-
-
-def _common(config: EmbeddedConfig) -> dict[str, Any]:
-    """What the configurations of Llama and gpt-oss have in common."""
-    return {
-        "vocab_size": config.vocabulary,
-        "max_position_embeddings": config.length,
-        "hidden_size": config.width,
-        "intermediate_size": GATED_WIDTH * config.width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "tie_word_embeddings": True,
-        "initializer_range": config.initial_deviation,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-
-
-def _gpt_oss(config: EmbeddedConfig) -> PreTrainedModel:
-    if config.no_op not in NO_OPS:
-        raise UsageError(f"no_op is '{config.no_op}'; choose {', '.join(NO_OPS)}.")
-    model = GptOssForCausalLM(
-        GptOssConfig(
-            **_common(config),
-            num_key_value_heads=config.heads,
-            head_dim=config.width // config.heads,
-            num_local_experts=1,
-            num_experts_per_tok=1,
-            layer_types=["full_attention"] * config.layers,
-            sliding_window=config.length,  # read even where no layer has one
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            pad_token_id=None,
+    """An untrained Llama."""
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocabulary,
+            max_position_embeddings=config.length,
+            hidden_size=config.width,
+            intermediate_size=GATED_WIDTH * config.width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            tie_word_embeddings=True,
+            initializer_range=config.initial_deviation,
+            bos_token_id=0,
+            eos_token_id=0,
         )
     )
-    model.set_attn_implementation(ATTENTION)
-    for name, parameter in model.named_parameters():
-        if name.endswith(".sinks"):
-            torch.nn.init.constant_(parameter, ABSENT_LOGIT if config.no_op == "none" else 0.0)
-            parameter.requires_grad_(config.no_op == "learned")
-    return model
+    llama.set_attn_implementation(ATTENTION)
+    return llama
 
 
 def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> PreTrainedModel:

@@ -9,7 +9,6 @@ same bytes on the same machine, number of threads and package versions, also whe
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,11 @@ def train_task_model(
     *,
     threads: int = 2,
     console: Console | None = None,
-    series: Sequence[int] = SERIES,
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
     A training run that was killed resumes when it is called again with the same arguments. With `config.series` the
-    weights of the steps of `series`, and of the last one, are kept.
+    weights of the steps of `SERIES`, and of the last one, are kept.
 
     Raises:
         UsageError: as `check_training` and `train_into`.
@@ -83,7 +81,7 @@ def train_task_model(
         progress=lambda model, loss: f"training loss {loss:.4f}; {task.quick_score(model)}",
         measure=measure,
         page=lambda result: ("training.json", json_text(result, 2) + "\n"),
-        series=(*series, config.steps) if config.series else (),
+        series=(*SERIES, config.steps) if config.series else (),
     )
     return train_into(out, run, threads, console)
 
