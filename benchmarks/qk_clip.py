@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from benchmarks.results import made_by
 from theodolite.corpus.documents import python_topics
-from theodolite.papers.training.models import gpt2
-from theodolite.papers.training.tasks import Characters
-from theodolite.papers.training.training_loop import BETAS, LearningRate, updates
 from theodolite.train import GeometryMonitor, Locater, QKClip
 from theodolite.train.monitor import CONTEXTS, GeometryWarning
+from theodolite_papers.training.models import gpt2
+from theodolite_papers.training.tasks import Characters
+from theodolite_papers.training.training_loop import BETAS, LearningRate, updates
 
 LEARNING_RATES = {
     "healthy": LearningRate(1e-3),

@@ -20,8 +20,8 @@ from theodolite import open_model
 from theodolite.corpus.few_shot_task import RULES
 from theodolite.evaluate.few_shot import PROMPTS, few_shot_answers
 from theodolite.evaluate.scores import mean_and_error
-from theodolite.papers.catch_tag_release.few_shot import PROMPT_SEED, calibration_prompts, models_in
 from theodolite.prune import prune_model
+from theodolite_papers.catch_tag_release.few_shot import PROMPT_SEED, calibration_prompts, models_in
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "quantised-shots.json"
 

@@ -18,10 +18,10 @@ from theodolite import __version__, open_model, survey
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import Criterion, Estimate
-from theodolite.papers import ALIASES, EXPERIMENTS, reproduce, write_outcome
-from theodolite.papers.experiment import of_nothing
 from theodolite.report.outcome import Outcome
-from theodolite.report.outcome_page import RESULT
+from theodolite.report.outcome_page import RESULT, write_outcome
+from theodolite_papers import ALIASES, EXPERIMENTS, reproduce
+from theodolite_papers.experiment import of_nothing
 from tools import commands, families, gallery, outputs, paper_readmes, trust
 
 ROOT = Path(__file__).parent.parent

@@ -18,9 +18,9 @@ from typing import Any
 
 from theodolite.corpus import spec
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent
-from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import JUDGED, KINDS, RESULT, SOURCES
 from theodolite.system import embedded
+from theodolite_papers import ALIASES, EXPERIMENTS
 
 DOCS = Path(__file__).parent.parent / "docs"
 INDEX, PICTURES, RESULTS = DOCS / "gallery.md", DOCS / "images" / "gallery", DOCS / "results" / "gallery"
@@ -238,7 +238,7 @@ def folder_of(trained: tuple[str, str] | None) -> str:
 
 
 def _alone() -> set[str]:
-    from theodolite.papers.catalogue import need_no_model
+    from theodolite_papers.catalogue import need_no_model
 
     return {name for name, experiment in EXPERIMENTS.items() if need_no_model([experiment])}
 

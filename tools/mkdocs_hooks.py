@@ -28,9 +28,9 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "theodolite/assets/embedded/README.md": "embedded-model.md",
-    "theodolite/papers/hidden_geometry/README.md": "paper-geometry.md",
-    "theodolite/papers/localization/README.md": "paper-localization.md",
-    "theodolite/papers/catch_tag_release/README.md": "paper-sinks.md",
+    "theodolite_papers/hidden_geometry/README.md": "paper-geometry.md",
+    "theodolite_papers/localization/README.md": "paper-localization.md",
+    "theodolite_papers/catch_tag_release/README.md": "paper-sinks.md",
 }
 """File of the repository → page of the site."""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import SOURCES
-from theodolite.system.experiment_names import reading_order
+from theodolite.system.wording import reading_order
+from theodolite_papers import ALIASES, EXPERIMENTS
 from tools.gallery import ANSWERS, GROUPS, counted, folder_of, repeats, results, training_of
 
-PAPERS = Path(__file__).parent.parent / "theodolite" / "papers"
+PAPERS = Path(__file__).parent.parent / "theodolite_papers"
 COLUMNS = ("name", "shows", "command", "smaller than published", "verdicts")
 
 
@@ -63,9 +63,9 @@ def readme(group: str, found: dict[str, Any]) -> str:
         "",
         SOURCES[group],
         "",
-        f"Verdicts are those of [the gallery](../../../docs/gallery-{group}.md), which has every claim with its "
-        f"evidence, and what it was made of; the [findings](../../../docs/findings-{group}.md) say what came of it, "
-        f"and the [errata](../../../docs/errata-{group}.md) which formulas do not hold as printed. All at once:",
+        f"Verdicts are those of [the gallery](../../docs/gallery-{group}.md), which has every claim with its "
+        f"evidence, and what it was made of; the [findings](../../docs/findings-{group}.md) say what came of it, "
+        f"and the [errata](../../docs/errata-{group}.md) which formulas do not hold as printed. All at once:",
         "",
         "```bash",
         f"theodolite reproduce {group} --length 128 --contexts {1024 if group == 'geometry' else 256}",

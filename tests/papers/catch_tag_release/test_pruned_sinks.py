@@ -16,10 +16,11 @@ from theodolite.errors import UsageError
 from theodolite.judging import Estimate
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.catch_tag_release import pruned_models as compressed
-from theodolite.papers.catch_tag_release import pruned_sinks
-from theodolite.papers.catch_tag_release.pruned_models import (
+from theodolite.report.outcome import Outcome
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.catch_tag_release import pruned_models as compressed
+from theodolite_papers.catch_tag_release import pruned_sinks
+from theodolite_papers.catch_tag_release.pruned_models import (
     ModelSinks,
     halves,
     kept_sinks,
@@ -27,9 +28,8 @@ from theodolite.papers.catch_tag_release.pruned_models import (
     measure_sinks,
     new_sinks,
 )
-from theodolite.papers.experiment import Study, of_nothing
-from theodolite.report.drawing.pruning import shares_left
-from theodolite.report.outcome import Outcome
+from theodolite_papers.drawing.ablations import shares_left
+from theodolite_papers.experiment import Study, of_nothing
 
 
 def random_sinks(seed: int, share: float = 0.1, contexts: int = 9) -> ModelSinks:

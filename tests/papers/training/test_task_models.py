@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.corpus.addition_task import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
-from theodolite.papers.training import command
-from theodolite.papers.training.command import train_addition, train_characters, train_embedded
-from theodolite.papers.training.task_models import PUBLISHED, train_task_model
-from theodolite.papers.training.tasks import IGNORED, Additions, Characters
-from theodolite.papers.training.training_loop import LearningRate
+from theodolite_papers.training import command
+from theodolite_papers.training.command import train_addition, train_characters, train_embedded
+from theodolite_papers.training.task_models import PUBLISHED, train_task_model
+from theodolite_papers.training.tasks import IGNORED, Additions, Characters
+from theodolite_papers.training.training_loop import LearningRate
 
 TINY = replace(PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
 

@@ -1,4 +1,4 @@
-"""Sinks by position, traced, and ablated.
+"""Sinks by position, and traced.
 
 They take a run or plain tables. What does not fit a screen is thinned by keeping the largest values.
 """
@@ -184,30 +184,3 @@ def release_scatter(heads: pd.DataFrame) -> go.Figure:
     return style.figure(
         [*diagonal, dots], "η² before the head", "largest η² after the head", height=360, layout=layout
     )
-
-
-def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
-    """Bars with standard errors: one group per ablation and measure, ablation and control side by side."""
-    shown = table[table["measure"].isin(measures)]
-    names = [for_plotly(f"{row.ablation}: {row.measure}") for row in shown.itertuples()]
-    bars = [
-        go.Bar(
-            y=names,
-            x=shown[column].to_numpy(np.float32),
-            error_x=style.error_bars(shown[f"{column}_se"]),
-            orientation="h",
-            name=name,
-            marker={"color": colour},
-            hovertemplate="%{y}<br>" + name + ": %{x:.4g}<extra></extra>",
-        )
-        for column, name, colour in (
-            ("control", "control", style.GREY),
-            ("change", "ablation", style.VERMILLION),
-        )
-    ]
-    layout = {
-        "yaxis": {"autorange": "reversed", "automargin": True},
-        "barmode": "group",
-        "margin": {"l": 300},
-    }
-    return style.figure(bars, "change", height=150 + 46 * len(names), layout=layout)
