@@ -20,7 +20,7 @@ SERVER.set_forkserver_preload(
         "theodolite.cli.app",
         "theodolite.comparison",
         "theodolite.passes.ray_workers",
-        "theodolite_papers",
+        "theodolite_papers.experiment",
         "theodolite.prune",
         "theodolite.report.page",
         "theodolite.passes.survey",

@@ -38,7 +38,7 @@ from theodolite_papers.training.models import EmbeddedConfig
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
 
-assert EXPERIMENTS  # their modules are imported
+list(EXPERIMENTS.values())  # their modules are imported
 
 
 @dataclass(frozen=True)
