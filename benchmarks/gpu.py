@@ -1,4 +1,4 @@
-"""`make bench-gpu`: the ratios of `make bench` on a GPU, printed, and written to benchmarks/results and docs/gpu.md.
+"""`make bench-gpu`: the ratios of `make bench` on a GPU, printed, and written to benchmarks/results.
 
 One GPU, `MINUTES` at most: what has not begun by then is said to be left out. A benchmark that fails is recorded with
 its error, and the others go on. Without a GPU nothing is measured.

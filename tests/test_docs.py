@@ -60,7 +60,7 @@ def _make_runs(folder: Path) -> None:
 
 
 def _in_process(work, *args, folder: Path) -> None:
-    status, _, errors = Started(work, *args, folder=folder).end()
+    status, _, errors = Started(work, *args, folder=folder).end(seconds=600)
     assert status == 0, errors
 
 
