@@ -196,7 +196,7 @@ def judge_collapse(outcome: Outcome, simulated: Collapse, setting: Setting) -> N
             # One head for which it does not hold refutes a bound; that it holds for all others takes a proof.
             Estimate.exact(min(simulated.links[chain, link] for link in names)),
             IN_ALL,
-            "; proved in docs/errata-localization-bounds.md" if chain.endswith("corrected") else "",
+            "; proved in docs/errata.md" if chain.endswith("corrected") else "",
         )
 
 
