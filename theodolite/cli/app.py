@@ -26,7 +26,6 @@ from theodolite.cli.screen import escape_unwritable, refuse_lost_folder, show_tr
 from theodolite.cli.spectra import spectra_command
 from theodolite.cli.survey import survey_command
 from theodolite.cli.trace import trace_command
-from theodolite.cli.watch import watch_command
 
 app = typer.Typer(
     help="Survey the geometry of attention: where position and context live, which heads localize or collapse, "
@@ -71,7 +70,6 @@ app.command("prune", cls=RayCommand)(with_option_groups(prune_command))
 app.command("compare")(with_option_groups(compare_command))
 app.command("evaluate")(with_option_groups(evaluate_command))
 app.command("explore")(with_option_groups(explore_command))
-app.command("watch")(watch_command)
 app.command("explain")(explain_command)
 add_commands(app)
 
