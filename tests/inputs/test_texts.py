@@ -102,7 +102,7 @@ def _peaks(*paths: Path) -> None:
 @pytest.mark.slow
 def test_a_line_of_megabytes_takes_a_few_times_its_size(tmp_path: Path) -> None:
     """Oracle: the system's own count of memory, of a process that reads 20 MB, over what it had after little."""
-    written = {"short": "x y" * 1000, "no spaces": "x" * LONG, "spaces": "x y" * (LONG // 3)}
+    written = {"short.txt": "x y" * 1000, "line.txt": "x" * LONG, "words.txt": "x y" * (LONG // 3)}
     for name, text in written.items():
         (tmp_path / name).write_text(text)
     status, stdout, stderr = Started(_peaks, *(tmp_path / name for name in written), folder=tmp_path).end()
