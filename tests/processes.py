@@ -20,7 +20,7 @@ SERVER.set_forkserver_preload(
         "theodolite.cli.app",
         "theodolite.comparison",
         "theodolite.passes.ray_workers",
-        "theodolite.papers",
+        "theodolite_papers.experiment",
         "theodolite.prune.model",
         "theodolite.report.page",
         "theodolite.passes.survey",

@@ -72,10 +72,6 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["reproduce", "geometry/table1", none], "no checkpoint at"),
         (["reproduce", "geometry/table2", "--other", none], "no file or folder"),
         (["runs", none], "no folder"),
-        (["watch", text], "is a file: give the folder of a GeometryMonitor"),
-        (["watch", none, "--every", "nan"], "--every is nan: give 0.2 to 3600 seconds"),
-        (["watch", none, "--port", "65536"], "65536 is not a port"),
-        (["watch", none, "--out", taken, "--port", "1"], "--out writes a file: leave out --port"),
     ]
     words = json.dumps([call for call, _ in calls])
     process = subprocess.run([sys.executable, "-c", CALLS, words], capture_output=True, text=True, check=True)

@@ -17,14 +17,14 @@ from theodolite.comparison.stream import overlap
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, independent, most
-from theodolite.papers import ALIASES, EXPERIMENTS, Study, find, reproduce
-from theodolite.papers.claims import claims
-from theodolite.papers.hidden_geometry import addition_check
-from theodolite.papers.hidden_geometry.context_basis import gap_errors
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
 from theodolite.report import published
 from theodolite.report.outcome import Outcome
+from theodolite_papers import ALIASES, EXPERIMENTS, Study, find, reproduce
+from theodolite_papers.claims import claims
+from theodolite_papers.hidden_geometry import addition_check
+from theodolite_papers.hidden_geometry.context_basis import gap_errors
 
 OF_THE_SURVEY = [
     EXPERIMENTS[f"geometry/{name}"]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 from theodolite.prune.options import FORMS, METHODS
 from theodolite.system.choices import DTYPES
-from theodolite.system.experiment_names import NAMES, PUBLISHED_ELSEWHERE
 
 Completion = Callable[[str], list[str]]
 
@@ -14,14 +13,6 @@ Completion = Callable[[str], list[str]]
 def one_of(choices: Iterable[str]) -> Completion:
     """A completion of one word."""
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
-
-
-def experiments(incomplete: str) -> list[str]:
-    """Names of experiments and of their groups; the last of several with commas between them."""
-    before, comma, last = incomplete.rpartition(",")
-    groups = dict.fromkeys(name.partition("/")[0] for name in NAMES)
-    offered = one_of([*groups, *NAMES, *PUBLISHED_ELSEWHERE])(last)
-    return [before + comma + name for name in offered]
 
 
 def corpora(incomplete: str) -> list[str]:

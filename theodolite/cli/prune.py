@@ -209,8 +209,8 @@ def _refuse_existing(out: Path, model: str | None) -> None:
 
 def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
     """Show the result or print it as JSON, and say where the checkpoint and the report are."""
-    from theodolite.papers.command import show_outcome
     from theodolite.report.pruned_model import PRUNING, pruned_outcome, short_of_tokens
+    from theodolite.report.terminal import show_outcome
     from theodolite.system.checksums import read_json_checked
     from theodolite.system.wording import counted, listed
 

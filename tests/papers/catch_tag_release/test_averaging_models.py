@@ -12,16 +12,19 @@ import torch
 
 from tests.report.drawn import drawn, finite
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.catch_tag_release import averaging_construction
-from theodolite.papers.catch_tag_release import averaging_models as averaging
-from theodolite.papers.catch_tag_release.averaging_models import (
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import for_plotly
+from theodolite.theory.averaging import averaging_model, mean_after
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.catch_tag_release import averaging_construction
+from theodolite_papers.catch_tag_release import averaging_models as averaging
+from theodolite_papers.catch_tag_release.averaging_models import (
     DIRECTIONS,
     judge_models,
     measured,
     read_levels,
 )
-from theodolite.papers.catch_tag_release.averaging_training import (
+from theodolite_papers.catch_tag_release.averaging_training import (
     HELD_OUT_SEED,
     PUBLISHED,
     QK_NORM,
@@ -32,11 +35,8 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     draw,
     train_averaging,
 )
-from theodolite.papers.experiment import Study, of_nothing
-from theodolite.report.drawing.averaging import BELOW
-from theodolite.report.outcome import Outcome
-from theodolite.system.wording import for_plotly
-from theodolite.theory.averaging import averaging_model, mean_after
+from theodolite_papers.drawing.averaging import BELOW
+from theodolite_papers.experiment import Study, of_nothing
 
 ERRORS = {"left_se": 1e-3, "sink_se": 1e-3, "left_blind_se": 1e-3}
 RANDOM = {"sink_begun": 0.05, "left_random": 0.2, "left_random_sd": 0.1, "as_costly": 0.0}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from theodolite.papers.catch_tag_release.averaging_training import (
+from theodolite.theory.averaging import averaging_model, mean_after
+from theodolite_papers.catch_tag_release.averaging_training import (
     FREE_ATTENTION,
     LENGTH,
     WIDTH,
@@ -21,7 +22,6 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     sink_penalty,
     train_averaging,
 )
-from theodolite.theory.averaging import averaging_model, mean_after
 
 SMALL = AveragingRecipe("standard", WIDTH, 200, 32, 0.01)
 

@@ -12,10 +12,11 @@ from tests.papers.training.test_embedded_training import quiet
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import few_shot_accuracy
 from theodolite.models import open_model
-from theodolite.papers import training_folders as folders
-from theodolite.papers.catalogue import made_by
-from theodolite.papers.catch_tag_release import few_shot as shots
-from theodolite.papers.catch_tag_release.few_shot import (
+from theodolite.report.outcome import Outcome
+from theodolite_papers import training_folders as folders
+from theodolite_papers.catalogue import made_by
+from theodolite_papers.catch_tag_release import few_shot as shots
+from theodolite_papers.catch_tag_release.few_shot import (
     DENSE,
     few_shot_provenance,
     figure_3,
@@ -23,10 +24,9 @@ from theodolite.papers.catch_tag_release.few_shot import (
     shots_table,
     show_accuracy,
 )
-from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
-from theodolite.papers.experiment import Study
-from theodolite.papers.training.task_models import train_task_model
-from theodolite.report.outcome import Outcome
+from theodolite_papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
+from theodolite_papers.experiment import Study
+from theodolite_papers.training.task_models import train_task_model
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,11 @@ from tests.papers.training.test_embedded_training import quiet
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
 from theodolite.evaluate.few_shot import few_shot_accuracy
 from theodolite.models import open_model
-from theodolite.papers.catch_tag_release import few_shot
-from theodolite.papers.catch_tag_release import few_shot_ablation as ablation
-from theodolite.papers.catch_tag_release.few_shot import PROMPT_SEED
-from theodolite.papers.catch_tag_release.few_shot_ablation import (
+from theodolite.report.outcome import Outcome
+from theodolite_papers.catch_tag_release import few_shot
+from theodolite_papers.catch_tag_release import few_shot_ablation as ablation
+from theodolite_papers.catch_tag_release.few_shot import PROMPT_SEED
+from theodolite_papers.catch_tag_release.few_shot_ablation import (
     ATTENDED,
     DENSE,
     HIDDEN,
@@ -32,9 +33,8 @@ from theodolite.papers.catch_tag_release.few_shot_ablation import (
     share_of,
     show_ablations,
 )
-from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
-from theodolite.papers.training.task_models import train_task_model
-from theodolite.report.outcome import Outcome
+from theodolite_papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
+from theodolite_papers.training.task_models import train_task_model
 
 COUNT = 40
 

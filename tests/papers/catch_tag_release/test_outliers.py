@@ -17,8 +17,14 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.models import OpenModel, open_model
-from theodolite.papers import Outcome, Study
-from theodolite.papers.catch_tag_release.outliers import (
+from theodolite.passes.run import Run
+from theodolite.passes.survey import survey
+from theodolite.report.drawing import outliers as drawing
+from theodolite.report.outcome import Outcome
+from theodolite.report.page import block_of
+from theodolite.sinks.outliers import Outliers
+from theodolite_papers import Study
+from theodolite_papers.catch_tag_release.outliers import (
     CLAIMS,
     is_delimiter,
     judge_consistency,
@@ -29,12 +35,7 @@ from theodolite.papers.catch_tag_release.outliers import (
     sinks_of,
     stays,
 )
-from theodolite.papers.experiment import of_nothing
-from theodolite.passes.run import Run
-from theodolite.passes.survey import survey
-from theodolite.report.drawing import outliers as drawing
-from theodolite.report.page import block_of
-from theodolite.sinks.outliers import Outliers
+from theodolite_papers.experiment import of_nothing
 
 SINKS = ["token_id", "first", "contexts"]
 

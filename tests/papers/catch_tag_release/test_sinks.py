@@ -15,24 +15,24 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
-from theodolite.papers.catch_tag_release.tag_ablation import ablated, against_others
-from theodolite.papers.catch_tag_release.traced_sinks import (
+from theodolite.passes.survey import spectra
+from theodolite.report.drawing import prompt as figures_prompt
+from theodolite.report.drawing.sinks import release_map, release_scatter
+from theodolite.report.outcome import Outcome
+from theodolite.report.outcome_page import render
+from theodolite.report.sink_trace import (
     judge_clusters,
     judge_copy,
     judge_later,
     judge_outliers,
     judge_release,
     show_trace,
-    traced,
 )
-from theodolite.papers.experiment import Study
-from theodolite.passes.survey import spectra
-from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.drawing.sinks import release_map, release_scatter
-from theodolite.report.outcome import Outcome
-from theodolite.report.outcome_page import render
 from theodolite.sinks.ablation import LOSS_CAUGHT, LOSS_DIFFERENCE, LOSS_OTHERS
 from theodolite.sinks.trace import trace_sinks
+from theodolite_papers.catch_tag_release.tag_ablation import ablated, against_others
+from theodolite_papers.catch_tag_release.traced_sinks import traced
+from theodolite_papers.experiment import Study
 
 IDS = planted.contexts(6)
 CORPUS = Corpus("planted", IDS, torch.full((len(IDS),), -1), [], 0)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.papers.hidden_geometry.decoupling import decouple
 from theodolite.theory.haar import haar_rotation
+from theodolite_papers.hidden_geometry.decoupling import decouple
 
 
 def sample(seed: int, *shape: int) -> Tensor:

@@ -11,13 +11,13 @@ from scipy import stats
 
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Criterion, judge
-from theodolite.papers import Study
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.hidden_geometry.criteria import above_chance
-from theodolite.papers.hidden_geometry.heads import EARLIER, MANY_HEADS, _by_layers, _over_heads
-from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
-from theodolite.papers.hidden_geometry.prompt_logits import UNCHANGED
-from theodolite.papers.hidden_geometry.weights import MAJORITY
+from theodolite_papers import Study
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.hidden_geometry.criteria import above_chance
+from theodolite_papers.hidden_geometry.heads import EARLIER, MANY_HEADS, _by_layers, _over_heads
+from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
+from theodolite_papers.hidden_geometry.prompt_logits import UNCHANGED
+from theodolite_papers.hidden_geometry.weights import MAJORITY
 
 FIGURE_25 = EXPERIMENTS["geometry/figure25"]
 

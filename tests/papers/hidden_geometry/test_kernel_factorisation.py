@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.errors import UsageError
-from theodolite.papers.hidden_geometry.kernel_factorisation import (
+from theodolite_papers.hidden_geometry.kernel_factorisation import (
     KernelSetting,
     _within_span,
     factorisation_bound,

@@ -17,11 +17,14 @@ from theodolite.corpus.named import addition_corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
-from theodolite.papers import EXPERIMENTS, Study, experiment
-from theodolite.papers.hidden_geometry import addition_check
-from theodolite.papers.hidden_geometry import positions_while_learned as training
-from theodolite.papers.hidden_geometry.addition_check import binomial_error, is_adder, why_not_an_adder
-from theodolite.papers.hidden_geometry.positions_while_learned import (
+from theodolite.passes.survey import survey
+from theodolite.report.outcome import Outcome
+from theodolite_papers import EXPERIMENTS, Study, experiment
+from theodolite_papers.drawing.training import log_step_axis
+from theodolite_papers.hidden_geometry import addition_check
+from theodolite_papers.hidden_geometry import positions_while_learned as training
+from theodolite_papers.hidden_geometry.addition_check import binomial_error, is_adder, why_not_an_adder
+from theodolite_papers.hidden_geometry.positions_while_learned import (
     appears,
     judge_accuracy,
     judge_layer,
@@ -29,11 +32,8 @@ from theodolite.papers.hidden_geometry.positions_while_learned import (
     series_of,
     some_contexts,
 )
-from theodolite.papers.training.task_models import TaskModelConfig, train_task_model
-from theodolite.papers.training.tasks import Additions
-from theodolite.passes.survey import survey
-from theodolite.report.drawing.training import log_step_axis
-from theodolite.report.outcome import Outcome
+from theodolite_papers.training.task_models import TaskModelConfig, train_task_model
+from theodolite_papers.training.tasks import Additions
 
 SERIES, ADDITION = EXPERIMENTS["geometry/training"], EXPERIMENTS["geometry/addition"]
 SPIRAL = {"low_frequency_10": 0.95, "smooth_roughness": 0.01, "turns": 1.2, "relative_norm_beyond_noise": 0.5}
@@ -210,7 +210,7 @@ def test_a_series_needs_the_text(run, adder):
 
 def test_an_untrained_adder_has_learned_nothing_to_generalise(run, adder, monkeypatch):
     """Oracle: after 12 steps no answer of six digits or more is right by chance."""
-    monkeypatch.setattr("theodolite.papers.training.tasks.TESTED", 50)
+    monkeypatch.setattr("theodolite_papers.training.tasks.TESTED", 50)
     outcome = Study(_of(run, adder), adder).outcome(ADDITION)
     assert [verdict.answer for verdict in outcome.verdicts] == [FAILS, UNTESTABLE]
     table = outcome.tables["accuracy"]

@@ -22,15 +22,16 @@ from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.models.prompts import Focus
 from theodolite.models.query_key_parts import visit_layers
-from theodolite.papers import EXPERIMENTS, Study, find, reproduce, write_outcome
-from theodolite.papers.hidden_geometry import addition_check
-from theodolite.papers.hidden_geometry import prompt_logits as experiment
-from theodolite.papers.hidden_geometry.attribution import share_grids
-from theodolite.papers.hidden_geometry.positional_logits import _PositionalLogits, rough_verdict
-from theodolite.papers.hidden_geometry.prompt_logits import _judge_mean, _retained_rows
 from theodolite.passes.survey import survey
 from theodolite.report.outcome import Outcome
+from theodolite.report.outcome_page import write_outcome
 from theodolite.theory.decomposition import PARTS
+from theodolite_papers import EXPERIMENTS, Study, find, reproduce
+from theodolite_papers.hidden_geometry import addition_check
+from theodolite_papers.hidden_geometry import prompt_logits as experiment
+from theodolite_papers.hidden_geometry.attribution import share_grids
+from theodolite_papers.hidden_geometry.positional_logits import _PositionalLogits, rough_verdict
+from theodolite_papers.hidden_geometry.prompt_logits import _judge_mean, _retained_rows
 
 LENGTH = 24
 

@@ -12,13 +12,13 @@ from scipy import special
 
 from tests.papers.hidden_geometry.planted import grouped, study_of
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE
-from theodolite.papers import Study
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.hidden_geometry import theorems
-from theodolite.papers.hidden_geometry.kernel_factorisation import ErrorGrowth
-from theodolite.papers.hidden_geometry.premise import premise_without_noise
-from theodolite.papers.hidden_geometry.theorems import cutoffs_of
 from theodolite.theory.smoothness import normalised_gram, smoothness_bound
+from theodolite_papers import Study
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.hidden_geometry import theorems
+from theodolite_papers.hidden_geometry.kernel_factorisation import ErrorGrowth
+from theodolite_papers.hidden_geometry.premise import premise_without_noise
+from theodolite_papers.hidden_geometry.theorems import cutoffs_of
 
 THEOREM_1, THEOREM_2 = EXPERIMENTS["geometry/theorem1"], EXPERIMENTS["geometry/theorem2"]
 

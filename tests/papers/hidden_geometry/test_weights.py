@@ -13,11 +13,11 @@ from tests.report.synthetic import make_run
 from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.models.head_weights import HeadWeights
-from theodolite.papers import Study
-from theodolite.papers.hidden_geometry import weights
-from theodolite.papers.hidden_geometry.decoupling import corner_energy, decouple
-from theodolite.papers.hidden_geometry.weights import corner_of, figure_4
-from theodolite.report.drawing import theory as drawing
+from theodolite_papers import Study
+from theodolite_papers.drawing import theory as drawing
+from theodolite_papers.hidden_geometry import weights
+from theodolite_papers.hidden_geometry.decoupling import corner_energy, decouple
+from theodolite_papers.hidden_geometry.weights import corner_of, figure_4
 
 WIDTH, RANK, HEADS = 80, 5, 8
 FIGURE_4 = figure_4

@@ -9,10 +9,11 @@ import torch
 from tests.papers.hidden_geometry.planted import grouped
 from theodolite.estimates import Estimates
 from theodolite.judging import HOLDS, judge
-from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.resampling import GroupedBasis
-from theodolite.papers.hidden_geometry.smoothness import measures, measures_without_noise
-from theodolite.papers.hidden_geometry.without_noise import (
+from theodolite.theory.smoothness import low_frequency_ratio
+from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry.resampling import GroupedBasis
+from theodolite_papers.hidden_geometry.smoothness import measures, measures_without_noise
+from theodolite_papers.hidden_geometry.without_noise import (
     estimated,
     gram_shares,
     gram_without_noise,
@@ -21,7 +22,6 @@ from theodolite.papers.hidden_geometry.without_noise import (
     product_shares,
     shares,
 )
-from theodolite.theory.smoothness import low_frequency_ratio
 
 CUTOFFS = (1, 10)
 ALL = torch.ones(8, dtype=torch.float64)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from theodolite.models import open_model
-from theodolite.papers.localization.decoder import (
+from theodolite_papers.localization.decoder import (
     OFFSET,
     Decoder,
     DecoderShape,

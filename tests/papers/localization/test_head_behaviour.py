@@ -9,15 +9,15 @@ from scipy import stats
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.papers import Study
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.localization.agreement import others_median
-from theodolite.papers.localization.head_behaviour import judge_curves, judge_entropy
-from theodolite.papers.localization.text_as_walk import text_walk
 from theodolite.passes.head_predictions import Prediction, from_increments, from_survey
 from theodolite.passes.survey import survey
 from theodolite.report.outcome import Outcome
 from theodolite.report.page import block_of
+from theodolite_papers import Study
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.localization.agreement import others_median
+from theodolite_papers.localization.head_behaviour import judge_curves, judge_entropy
+from theodolite_papers.localization.text_as_walk import text_walk
 
 
 def test_predicted_curves_are_judged_by_the_median_curve_of_the_other_heads():

@@ -18,19 +18,21 @@ from scipy import stats
 
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Estimate
-from theodolite.papers.catalogue import made_by as command_of
-from theodolite.papers.experiment import Study
-from theodolite.papers.localization import locater_claims
-from theodolite.papers.localization.locater_claims import FALLS, RISES, pace_change, wider
-from theodolite.papers.localization.locater_figures import (
+from theodolite.report.outcome import Outcome
+from theodolite.report.outcome_page import write_outcome
+from theodolite_papers.catalogue import made_by as command_of
+from theodolite_papers.experiment import Study
+from theodolite_papers.localization import locater_claims
+from theodolite_papers.localization.locater_claims import FALLS, RISES, pace_change, wider
+from theodolite_papers.localization.locater_figures import (
     OF_SHAPES,
     figure_7,
     fill,
     grid_provenance,
 )
-from theodolite.papers.localization.locater_grid import GridRun, read_grid
-from theodolite.papers.localization.locater_training import Reduction, Setting
-from theodolite.papers.localization.paired_effects import (
+from theodolite_papers.localization.locater_grid import GridRun, read_grid
+from theodolite_papers.localization.locater_training import Reduction, Setting
+from theodolite_papers.localization.paired_effects import (
     association,
     at_step,
     common_step,
@@ -38,8 +40,6 @@ from theodolite.papers.localization.paired_effects import (
     distinct,
     left_out,
 )
-from theodolite.report.outcome import Outcome
-from theodolite.report.outcome_page import write_outcome
 
 STEPS = [0, 1, 2, 5, 10]
 MEANS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)

@@ -16,13 +16,13 @@ from filelock import FileLock
 from rich.console import Console
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.papers.localization import locater_command
-from theodolite.papers.localization import locater_grid as module
-from theodolite.papers.localization.grid_text import TextFiles
-from theodolite.papers.localization.locater_command import train_locater
-from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, train_grid
-from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
 from theodolite.system.checksums import read_checked
+from theodolite_papers.localization import locater_command
+from theodolite_papers.localization import locater_grid as module
+from theodolite_papers.localization.grid_text import TextFiles
+from theodolite_papers.localization.locater_command import train_locater
+from theodolite_papers.localization.locater_grid import Grid, Job, read_grid, train_grid
+from theodolite_papers.localization.locater_training import LocaterTraining, Recipe, Setting
 
 RECIPE = Recipe(length=16, batch=2, vocabulary=None, measure_every=2, measured_windows=3, checkpoint_every=2)
 SETTINGS = [Setting(width=8), Setting(width=8, scale=100.0, mean=1.0), Setting(width=8, seed=1)]

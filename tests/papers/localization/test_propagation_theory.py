@@ -15,15 +15,16 @@ from typer.testing import CliRunner
 from theodolite.cli.app import app
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, IN_PART
-from theodolite.papers import Study, find, reproduce, write_index, write_outcome
-from theodolite.papers.catalogue import EXPERIMENTS, need_no_model
-from theodolite.papers.experiment import of_nothing
-from theodolite.papers.localization import simulated_walks as localization_walks
-from theodolite.papers.localization.propagation_theory import ETAS, NEAR_LIMIT, THETA, XIS, window
-from theodolite.papers.localization.simulated_walks import PREDICTED, share_beyond_error
 from theodolite.report.outcome import Outcome
+from theodolite.report.outcome_page import write_index, write_outcome
 from theodolite.theory import curve_centre, curve_spread, curve_width, entropy_lower_bound, propagation
 from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
+from theodolite_papers import Study, find, reproduce
+from theodolite_papers.catalogue import EXPERIMENTS, need_no_model
+from theodolite_papers.experiment import of_nothing
+from theodolite_papers.localization import simulated_walks as localization_walks
+from theodolite_papers.localization.propagation_theory import ETAS, NEAR_LIMIT, THETA, XIS, window
+from theodolite_papers.localization.simulated_walks import PREDICTED, share_beyond_error
 
 SMALL = WalkSetting(width=24, length=8, walks=120, draws=4)
 

@@ -19,11 +19,11 @@ import torch
 from rich.console import Console
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.papers.training.task_models import PUBLISHED, train_task_model
-from theodolite.papers.training.tasks import Additions
-from theodolite.papers.training.training_loop import LearningRate
 from theodolite.system.checksums import read_checked
 from theodolite.system.locks import locked
+from theodolite_papers.training.task_models import PUBLISHED, train_task_model
+from theodolite_papers.training.tasks import Additions
+from theodolite_papers.training.training_loop import LearningRate
 
 SERIES = replace(
     PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, series=True, checkpoint_every=4
