@@ -1,7 +1,7 @@
 """What QK-Clip does where attention collapses, against LocAteR, normalised queries and keys, and nothing.
 
 `python -m benchmarks.qk_clip --out docs/results/qk-clip.json` trains a small model with each remedy at three
-learning rates, and prints the table of docs/qk-clip-experiment.md. Strengths are few and named before: none is chosen
+learning rates, and prints a table. Strengths are few and named before: none is chosen
 by what comes out.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,11 +81,18 @@ def test_the_gpu_takes_every_benchmark_of_make_bench(name):
     assert makefile.count("-m benchmarks.") == len(gpu.BENCHMARKS) + 1  # and benchmarks.gpu
 
 
-def test_the_page_of_qk_clip_shows_what_was_measured():
+def test_the_page_of_training_shows_what_qk_clip_did():
     """Oracle: the committed runs; of one row the mean, the range and the interval by hand, scipy's t of 4.303."""
     root = Path(__file__).parent.parent
     runs = json.loads((root / "docs/results/qk-clip.json").read_text())["runs"]
-    assert qk_clip.table(runs) in (root / "docs/qk-clip-experiment.md").read_text()
+    page, table = (root / "docs/training.md").read_text(), qk_clip.table(runs)
+    for of, lower in (
+        ("QK-Clip, τ = 20", "0.27 ± 0.17"),
+        ("LocAteR, κ₁ = 0.001", "0.26 ± 0.07"),
+        ("QK-norm", "0.30 ± 0.18"),
+    ):
+        assert lower in page
+        assert re.search(rf"^\|  \| {of} \| .* \| −{lower} \|$", table, re.MULTILINE)
     values = [(0, 3.0, 1.0), (1, 3.5, 2.0), (2, 3.25, 1.5)]
     rows = [
         {
