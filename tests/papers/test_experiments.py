@@ -22,9 +22,9 @@ from theodolite.passes.survey import survey
 from theodolite.report import published
 from theodolite.report.outcome import Outcome
 from theodolite_papers import ALIASES, EXPERIMENTS, Study, find, reproduce
-from theodolite_papers.claims import claims
+from theodolite_papers.experiment import claims
 from theodolite_papers.hidden_geometry import addition_check
-from theodolite_papers.hidden_geometry.context_basis import gap_errors
+from theodolite_papers.hidden_geometry.separation import gap_errors
 
 OF_THE_SURVEY = [
     EXPERIMENTS[f"geometry/{name}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from theodolite_papers.catch_tag_release.averaging_measures import (
+from theodolite_papers.catch_tag_release.averaging_models import (
     error_of_ratio,
     outlier_ratio,
     random_directions,

@@ -18,6 +18,7 @@ from theodolite.theory.averaging import averaging_model, mean_after
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.catch_tag_release import averaging_construction
 from theodolite_papers.catch_tag_release import averaging_models as averaging
+from theodolite_papers.catch_tag_release.averaging_figures import BELOW
 from theodolite_papers.catch_tag_release.averaging_models import (
     DIRECTIONS,
     judge_models,
@@ -35,7 +36,6 @@ from theodolite_papers.catch_tag_release.averaging_training import (
     draw,
     train_averaging,
 )
-from theodolite_papers.drawing.averaging import BELOW
 from theodolite_papers.experiment import Study, of_nothing
 
 ERRORS = {"left_se": 1e-3, "sink_se": 1e-3, "left_blind_se": 1e-3}

@@ -13,7 +13,7 @@ from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import few_shot_accuracy
 from theodolite.models import open_model
 from theodolite.report.outcome import Outcome
-from theodolite_papers import training_folders as folders
+from theodolite_papers import command as folders
 from theodolite_papers.catalogue import made_by
 from theodolite_papers.catch_tag_release import few_shot as shots
 from theodolite_papers.catch_tag_release.few_shot import (
@@ -24,9 +24,9 @@ from theodolite_papers.catch_tag_release.few_shot import (
     shots_table,
     show_accuracy,
 )
-from theodolite_papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
 from theodolite_papers.experiment import Study
 from theodolite_papers.training.task_models import train_task_model
+from theodolite_papers.training.tasks import DEFAULT, FewShot
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ from theodolite_papers.catch_tag_release.few_shot_ablation import (
     share_of,
     show_ablations,
 )
-from theodolite_papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
 from theodolite_papers.training.task_models import train_task_model
+from theodolite_papers.training.tasks import DEFAULT, FewShot
 
 COUNT = 40
 

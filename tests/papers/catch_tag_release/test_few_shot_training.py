@@ -19,11 +19,10 @@ from theodolite.cli.app import app
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM, prompt_ids
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
-from theodolite_papers.catch_tag_release import few_shot_training as few_shot
-from theodolite_papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
+from theodolite_papers.training import tasks as few_shot
 from theodolite_papers.training.command import train_few_shot
 from theodolite_papers.training.task_models import train_task_model
-from theodolite_papers.training.tasks import IGNORED
+from theodolite_papers.training.tasks import DEFAULT, IGNORED, FewShot
 
 SHORT = {"steps": 4, "batch": 4}
 

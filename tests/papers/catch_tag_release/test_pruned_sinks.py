@@ -28,7 +28,7 @@ from theodolite_papers.catch_tag_release.pruned_models import (
     measure_sinks,
     new_sinks,
 )
-from theodolite_papers.drawing.ablations import shares_left
+from theodolite_papers.catch_tag_release.tag_ablation import shares_left
 from theodolite_papers.experiment import Study, of_nothing
 
 

@@ -30,8 +30,7 @@ from theodolite.report.sink_trace import (
 )
 from theodolite.sinks.ablation import LOSS_CAUGHT, LOSS_DIFFERENCE, LOSS_OTHERS
 from theodolite.sinks.trace import trace_sinks
-from theodolite_papers.catch_tag_release.tag_ablation import ablated, against_others
-from theodolite_papers.catch_tag_release.traced_sinks import traced
+from theodolite_papers.catch_tag_release.tag_ablation import ablated, against_others, traced
 from theodolite_papers.experiment import Study
 
 IDS = planted.contexts(6)

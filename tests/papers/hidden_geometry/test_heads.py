@@ -14,10 +14,9 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Criterion, j
 from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.hidden_geometry.criteria import above_chance
-from theodolite_papers.hidden_geometry.heads import EARLIER, MANY_HEADS, _by_layers, _over_heads
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite_papers.hidden_geometry.prompt_logits import UNCHANGED
-from theodolite_papers.hidden_geometry.weights import MAJORITY
+from theodolite_papers.hidden_geometry.weights import EARLIER, MAJORITY, MANY_HEADS, _by_layers, _over_heads
 
 FIGURE_25 = EXPERIMENTS["geometry/figure25"]
 

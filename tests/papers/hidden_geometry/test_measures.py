@@ -11,10 +11,14 @@ import torch
 from theodolite.corpus.corpus import Corpus
 from theodolite.theory.smoothness import normalised_gram, sinusoidal
 from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.context_basis import CONTEXTS_PER_DOCUMENT, chosen_contexts
-from theodolite_papers.hidden_geometry.depth import norms_and_cosines, random_stream
 from theodolite_papers.hidden_geometry.positional_basis import roughness, turns
-from theodolite_papers.hidden_geometry.smoothness import directions_needed, spike
+from theodolite_papers.hidden_geometry.separation import CONTEXTS_PER_DOCUMENT, chosen_contexts
+from theodolite_papers.hidden_geometry.smoothness import (
+    directions_needed,
+    norms_and_cosines,
+    random_stream,
+    spike,
+)
 
 
 def test_roughness_is_one_in_random_order_and_small_on_a_curve():

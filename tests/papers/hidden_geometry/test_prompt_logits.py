@@ -30,8 +30,12 @@ from theodolite_papers import EXPERIMENTS, Study, find, reproduce
 from theodolite_papers.hidden_geometry import addition_check
 from theodolite_papers.hidden_geometry import prompt_logits as experiment
 from theodolite_papers.hidden_geometry.attribution import share_grids
-from theodolite_papers.hidden_geometry.positional_logits import _PositionalLogits, rough_verdict
-from theodolite_papers.hidden_geometry.prompt_logits import _judge_mean, _retained_rows
+from theodolite_papers.hidden_geometry.prompt_logits import (
+    _judge_mean,
+    _PositionalLogits,
+    _retained_rows,
+    rough_verdict,
+)
 
 LENGTH = 24
 

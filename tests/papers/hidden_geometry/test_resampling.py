@@ -17,15 +17,18 @@ from theodolite.passes.survey import survey
 from theodolite.theory.smoothness import low_frequency_ratio, normalised_gram
 from theodolite_papers import EXPERIMENTS, Study
 from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.layer_columns import beyond_random_order, smooth_verdict
+from theodolite_papers.hidden_geometry.layer_columns import (
+    beyond_random_order,
+    random_cosines,
+    smooth_verdict,
+)
 from theodolite_papers.hidden_geometry.positional_basis import scale_growth
-from theodolite_papers.hidden_geometry.random_rotations import random_cosines
 from theodolite_papers.hidden_geometry.resampling import (
     GroupedBasis,
     errors_of,
     grouped_basis,
+    low_frequency_without_noise,
 )
-from theodolite_papers.hidden_geometry.without_noise import low_frequency_without_noise
 
 ALL = torch.ones(8, dtype=torch.float64)
 

@@ -17,8 +17,7 @@ from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.hidden_geometry import theorems
 from theodolite_papers.hidden_geometry.kernel_factorisation import ErrorGrowth
-from theodolite_papers.hidden_geometry.premise import premise_without_noise
-from theodolite_papers.hidden_geometry.theorems import cutoffs_of
+from theodolite_papers.hidden_geometry.theorems import cutoffs_of, premise_without_noise
 
 THEOREM_1, THEOREM_2 = EXPERIMENTS["geometry/theorem1"], EXPERIMENTS["geometry/theorem2"]
 

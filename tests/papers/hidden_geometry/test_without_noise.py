@@ -11,9 +11,8 @@ from theodolite.estimates import Estimates
 from theodolite.judging import HOLDS, judge
 from theodolite.theory.smoothness import low_frequency_ratio
 from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.resampling import GroupedBasis
-from theodolite_papers.hidden_geometry.smoothness import measures, measures_without_noise
-from theodolite_papers.hidden_geometry.without_noise import (
+from theodolite_papers.hidden_geometry.resampling import (
+    GroupedBasis,
     estimated,
     gram_shares,
     gram_without_noise,
@@ -22,6 +21,7 @@ from theodolite_papers.hidden_geometry.without_noise import (
     product_shares,
     shares,
 )
+from theodolite_papers.hidden_geometry.smoothness import measures, measures_without_noise
 
 CUTOFFS = (1, 10)
 ALL = torch.ones(8, dtype=torch.float64)

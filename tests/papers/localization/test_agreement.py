@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from sklearn.metrics import cohen_kappa_score
 
-from theodolite_papers.localization.agreement import (
+from theodolite_papers.localization.head_behaviour import (
     agreement,
     curve_errors,
     mean_over_heads,

@@ -15,8 +15,7 @@ from theodolite.report.outcome import Outcome
 from theodolite.report.page import block_of
 from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
-from theodolite_papers.localization.agreement import others_median
-from theodolite_papers.localization.head_behaviour import judge_curves, judge_entropy
+from theodolite_papers.localization.head_behaviour import judge_curves, judge_entropy, others_median
 from theodolite_papers.localization.text_as_walk import text_walk
 
 

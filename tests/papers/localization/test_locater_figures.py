@@ -23,7 +23,18 @@ from theodolite.report.outcome_page import write_outcome
 from theodolite_papers.catalogue import made_by as command_of
 from theodolite_papers.experiment import Study
 from theodolite_papers.localization import locater_claims
-from theodolite_papers.localization.locater_claims import FALLS, RISES, pace_change, wider
+from theodolite_papers.localization.locater_claims import (
+    FALLS,
+    RISES,
+    association,
+    at_step,
+    common_step,
+    difference,
+    distinct,
+    left_out,
+    pace_change,
+    wider,
+)
 from theodolite_papers.localization.locater_figures import (
     OF_SHAPES,
     figure_7,
@@ -32,14 +43,6 @@ from theodolite_papers.localization.locater_figures import (
 )
 from theodolite_papers.localization.locater_grid import GridRun, read_grid
 from theodolite_papers.localization.locater_training import Reduction, Setting
-from theodolite_papers.localization.paired_effects import (
-    association,
-    at_step,
-    common_step,
-    difference,
-    distinct,
-    left_out,
-)
 
 STEPS = [0, 1, 2, 5, 10]
 MEANS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)

@@ -17,11 +17,10 @@ from rich.console import Console
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import read_checked
-from theodolite_papers.localization import locater_command
+from theodolite_papers.localization import locater_grid as locater_command
 from theodolite_papers.localization import locater_grid as module
 from theodolite_papers.localization.grid_text import TextFiles
-from theodolite_papers.localization.locater_command import train_locater
-from theodolite_papers.localization.locater_grid import Grid, Job, read_grid, train_grid
+from theodolite_papers.localization.locater_grid import Grid, Job, read_grid, train_grid, train_locater
 from theodolite_papers.localization.locater_training import LocaterTraining, Recipe, Setting
 
 RECIPE = Recipe(length=16, batch=2, vocabulary=None, measure_every=2, measured_windows=3, checkpoint_every=2)
