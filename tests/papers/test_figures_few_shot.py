@@ -56,11 +56,6 @@ def test_lines_intervals_and_marks_carry_the_values(each):
     np.testing.assert_allclose(chance.y, 1 / 3, rtol=1e-6)
 
 
-def test_without_seeds_chance_and_best_there_are_lines_alone(each):
-    figure = accuracy_by_shots(over_seeds(each[each["seed"] == 0]))
-    assert [trace.mode for trace in figure.data] == ["lines+markers"] * 3
-
-
 def test_models_of_anybody_are_harmless(each):
     """Oracle: the strings that Plotly reads as markup; and the page can write the figure."""
     each["model"] = each["model"].replace("dense", "<img src=x>\u202e")

@@ -95,19 +95,6 @@ def test_verdicts_follow_the_numbers():
     assert {verdict.answer for verdict in shown(made_up(curves, 0.5)).verdicts} == {"not decided"}
 
 
-def test_noise_about_no_difference_is_no_difference():
-    """Oracle: of leads of 3, −3 and 0 points the mean is 0 ± 1.7 by hand; of their sizes it was 2 ± 1."""
-    curves = {name: [0.5] * 6 for name in ("dense", "OATS", "Wanda", "SparseGPT", "magnitude")}
-    table = made_up(curves, 0.0)
-    leads = table["folder"].map({"m0": 0.03, "m1": -0.03, "m2": 0.0})
-    table["accuracy"] += leads.where((table["model"] == "OATS") & (table["shots"] == 0), 0.0)
-    verdict = shown(table).verdicts[1]
-    assert verdict.answer == "not decided"
-    assert ": 0 ± 0.02 (3 models); criterion: within 0.0200" in verdict.evidence
-    table["accuracy"] -= 0.99 * leads.where((table["model"] == "OATS") & (table["shots"] == 0), 0.0)
-    assert shown(table).verdicts[1].answer == "holds"
-
-
 def test_the_folder_is_known_and_others_are_refused(folder):
     assert folders.provenance_reader(folder) is few_shot_provenance
     assert made_by([figure_3]) == "theodolite train few-shot"
