@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from theodolite_papers.catalogue import ALIASES, EXPERIMENTS, find
 
 if TYPE_CHECKING:
-    from theodolite_papers.experiment import Experiment, Study
-    from theodolite_papers.reproducing import reproduce
+    from theodolite_papers.experiment import Experiment, Study, reproduce
 
 _HOMES = {
     "Experiment": "theodolite_papers.experiment",
     "Study": "theodolite_papers.experiment",
-    "reproduce": "theodolite_papers.reproducing",
+    "reproduce": "theodolite_papers.experiment",
 }
 
 __all__ = ["ALIASES", "EXPERIMENTS", "Experiment", "Study", "find", "reproduce"]

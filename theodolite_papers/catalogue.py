@@ -31,19 +31,19 @@ _PAPERS = {
 _MODULES = """
 geometry  hidden_geometry.tables                  table1 table2 table3
 geometry  hidden_geometry.positional_basis        table4 table5 table6 figure1 figure3 figure24
-geometry  hidden_geometry.context_basis           figure2
+geometry  hidden_geometry.separation           figure2
 geometry  hidden_geometry.separation              clusters incoherence
 geometry  hidden_geometry.smoothness              figure5 figure7
-geometry  hidden_geometry.depth                   figure8
+geometry  hidden_geometry.smoothness                   figure8
 geometry  hidden_geometry.weights                 figure4
-geometry  hidden_geometry.heads                   figure25
+geometry  hidden_geometry.weights                   figure25
 geometry  hidden_geometry.theorems                theorem1 theorem2
 geometry  hidden_geometry.positions_while_learned addition training
 geometry  hidden_geometry.prompt_logits           figure6 figure30
-geometry  hidden_geometry.positional_logits       figure19
+geometry  hidden_geometry.prompt_logits       figure19
 geometry  hidden_geometry.attribution             attribution constituents
 localization  localization.propagation_theory     figure1 figure2 figure3
-localization  localization.entropy_bound          figure4
+localization  localization.propagation_theory          figure4
 localization  localization.simulated_walks        figure5
 localization  localization.fixed_spectrum         collapse width
 localization  localization.locater_figures        figure6 figure7 figure8 figure9 figure10 figure11 figure12
@@ -56,7 +56,7 @@ sinks  catch_tag_release.few_shot_ablation        examples
 sinks  catch_tag_release.pruned_sinks             figure4 figure5
 sinks  catch_tag_release.averaging_construction   figure6
 sinks  catch_tag_release.averaging_models         averaging
-sinks  catch_tag_release.traced_sinks             trace
+sinks  catch_tag_release.tag_ablation             trace
 sinks  catch_tag_release.tag_ablation             ablation
 sinks  catch_tag_release.outliers                 outliers
 """
@@ -121,7 +121,7 @@ class _Catalogue(Mapping[str, "Experiment"]):
         if name not in self._read and module:
             self._read |= _declared(module)
         elif name not in self._read:
-            from theodolite_papers.claims import claims
+            from theodolite_papers.experiment import claims
 
             group = name.partition("/")[0]
             others = [self[each] for each in self if each.startswith(f"{group}/") and each != name]

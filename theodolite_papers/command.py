@@ -19,7 +19,20 @@ from theodolite.report.terminal import show_outcome
 from theodolite.system.progress import ShowStage
 from theodolite.system.wording import harmless
 from theodolite_papers.catalogue import ALIASES, EXPERIMENTS
+from theodolite_papers.catch_tag_release.few_shot import few_shot_provenance, is_few_shot
 from theodolite_papers.experiment import Experiment, Study
+from theodolite_papers.localization.locater_figures import grid_provenance
+from theodolite_papers.localization.locater_grid import is_grid
+
+KINDS = {
+    is_grid: grid_provenance,
+    is_few_shot: few_shot_provenance,
+}
+
+
+def provenance_reader(place: str | Path) -> Callable[[Path], dict[str, Any]] | None:
+    """What reads the provenance of the training runs in a folder; None where there are none."""
+    return next((read for is_there, read in KINDS.items() if is_there(place)), None)
 
 
 def list_experiments(console: Console) -> None:

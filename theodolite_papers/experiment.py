@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
+
+import pandas as pd
 
 from theodolite import Corpus, OpenModel, Run, survey
 from theodolite.corpus.groups import halves
 from theodolite.corpus.spec import RANDOM
 from theodolite.errors import UsageError
+from theodolite.judging import Answer, independent, untestable
 from theodolite.models.prompts import Focus
 from theodolite.passes.provenance import describe_model, versions
 from theodolite.passes.run import SCHEMA_VERSION
@@ -21,6 +24,74 @@ from theodolite.report.data import array, column
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted
+from theodolite_papers.catalogue import find, need_no_model, on_prompts
+
+
+def reproduce(
+    name: str,
+    run: Run | None = None,
+    model: OpenModel | None = None,
+    corpus: Corpus | None = None,
+    other: Corpus | None = None,
+    focus: Focus | None = None,
+) -> Outcome:
+    """Make one published table or figure again from a run.
+
+    Args:
+        name: such as `geometry/table1`; `theodolite_papers.EXPERIMENTS` has them all.
+        run: from `survey` or `Run.load`; None for experiments that read none, or a prompt alone.
+        model: the model of the run; only some experiments need it.
+        corpus: the text of the run; only some experiments need it.
+        other: a second text for those that compare two; None: random tokens.
+        focus: the prompt and the head for those that have one; None: random tokens, and heads found by the survey.
+
+    Raises:
+        UsageError: no such experiment, or the run, the model or the text lacks what it needs.
+    """
+    chosen = find(name)
+    if len(chosen) != 1:
+        raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
+    read: Run | dict[str, Any] | None = run
+    if read is None and model is not None and on_prompts(chosen):
+        read = of_model(model)
+    elif read is None:
+        if not need_no_model(chosen):
+            raise UsageError(f"{name} needs a run: survey a model, or load a run folder")
+        read = of_nothing()
+    return Study(read, model, corpus, other, focus=focus).outcome(chosen[0])
+
+
+def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
+    """The experiment that collects the verdicts of `experiments`.
+
+    Args:
+        group: their name before the slash. paper: what the paper claims, in a sentence.
+    """
+
+    @experiment(
+        f"{group}/claims",
+        "Every claim that the other experiments judge, on one page",
+        paper,
+        options=sorted({option for each in experiments for option in each.options}),
+    )
+    def collected(study: Study, outcome: Outcome) -> None:
+        rows: list[dict[str, str]] = []
+        for each in experiments:
+            try:
+                judged = study.outcome(each)
+                verdicts = judged.verdicts
+                outcome.runs |= judged.runs
+            except UsageError as error:
+                verdicts = [untestable(each.title, str(error))]
+            outcome.verdicts += verdicts
+            rows += [{"experiment": each.name, **verdict.words} for verdict in verdicts]
+        for answer in get_args(Answer):
+            count = sum(verdict.answer == answer for verdict in independent(outcome.verdicts))
+            outcome.read(f"claims: {answer}", str(count))
+        outcome.tables["claims"] = pd.DataFrame(rows)
+
+    return collected
+
 
 Result = TypeVar("Result")
 

@@ -163,8 +163,8 @@ class _Request:
 
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
     """What the experiments read, and the folder for their pages."""
+    from theodolite_papers.command import provenance_reader
     from theodolite_papers.experiment import Study, of_model, of_nothing
-    from theodolite_papers.training_folders import provenance_reader
 
     name, seed = request.name, request.text.seed
     provenance, command = request.model and provenance_reader(request.model), made_by(experiments)

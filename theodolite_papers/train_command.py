@@ -209,7 +209,7 @@ def locater_command(
     Example: theodolite train locater --text train.txt --held-out test.txt --out grid --side-by-side 2
     """
     with one_line_errors():
-        from theodolite_papers.localization.locater_command import train_locater
+        from theodolite_papers.localization.locater_grid import train_locater
 
         _say(train_locater(out, console=_quiet_screen(), **vars(options)), out, as_json)
 

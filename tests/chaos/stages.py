@@ -28,11 +28,11 @@ from tests import checkpoints
 from theodolite.cli.screen import one_line_errors
 from theodolite.corpus.documents import Document
 from theodolite_papers.catalogue import EXPERIMENTS
-from theodolite_papers.catch_tag_release import few_shot_training as few_shot
 from theodolite_papers.localization import locater_grid as grid
 from theodolite_papers.localization.grid_text import TextFiles
 from theodolite_papers.localization.locater_training import Recipe, Setting
 from theodolite_papers.training import embedded_training, task_models, tasks
+from theodolite_papers.training import tasks as few_shot
 from theodolite_papers.training.embedded_text import Source
 from theodolite_papers.training.models import EmbeddedConfig
 

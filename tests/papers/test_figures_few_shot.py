@@ -11,7 +11,7 @@ import pytest
 from theodolite.evaluate.scores import over_seeds
 from theodolite.report import style
 from theodolite.report.payload import figure_json
-from theodolite_papers.drawing.few_shot import accuracy_by_shots
+from theodolite_papers.catch_tag_release.few_shot import accuracy_by_shots
 
 MODELS = ["dense", "oats", "wanda & co"]
 
@@ -54,11 +54,6 @@ def test_lines_intervals_and_marks_carry_the_values(each):
     best, chance = figure.data[-2:]
     np.testing.assert_allclose(best.y, [0.4, 0.5, 0.6, 0.7, 0.8, 0.9], rtol=1e-6)
     np.testing.assert_allclose(chance.y, 1 / 3, rtol=1e-6)
-
-
-def test_without_seeds_chance_and_best_there_are_lines_alone(each):
-    figure = accuracy_by_shots(over_seeds(each[each["seed"] == 0]))
-    assert [trace.mode for trace in figure.data] == ["lines+markers"] * 3
 
 
 def test_models_of_anybody_are_harmless(each):

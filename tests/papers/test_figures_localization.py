@@ -35,13 +35,6 @@ def test_both_formulas_of_every_eta_share_a_colour():
         assert figure.data[pair].line.color == figure.data[pair + 1].line.color
 
 
-def test_windows_are_shaded_where_they_are():
-    figure = drawing.with_windows(
-        drawing.curves(X, (Line("a", "#0072B2"),), [ROWS[0]], ("x", "y")), {"here": (0.5, 0.7)}
-    )
-    assert (figure.layout.shapes[0].x0, figure.layout.shapes[0].x1) == (0.5, 0.7)
-
-
 @pytest.mark.parametrize("square", [False, True])
 def test_maps_stand_side_by_side_on_their_own_axes(square):
     pictures = {"first": ROWS, "second": ROWS + 1, "difference": -ROWS}

@@ -17,7 +17,7 @@ from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.report.outcome_page import tally, write_index, write_outcome
 from theodolite_papers import EXPERIMENTS, Study
-from theodolite_papers.claims import claims
+from theodolite_papers.experiment import claims
 
 CLAIMS = replace(
     claims(

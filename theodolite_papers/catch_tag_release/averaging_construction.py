@@ -18,8 +18,8 @@ from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number
 from theodolite.theory import averaging_error, averaging_model, mean_after
 from theodolite.theory.averaging import ABSENT
+from theodolite_papers.catch_tag_release import averaging_figures as drawing
 from theodolite_papers.catch_tag_release.averaging_training import LENGTH, draw
-from theodolite_papers.drawing import averaging as drawing
 from theodolite_papers.experiment import Study, experiment
 
 S_TAGS = np.arange(2.0, 37.0, 2.0)

@@ -39,9 +39,9 @@ from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import attention_knockout, without_low_rank
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, number, percent
+from theodolite_papers.catch_tag_release import few_shot as drawing
 from theodolite_papers.catch_tag_release.few_shot import COMMAND, PROMPT_SEED, calibration_prompts, models_in
 from theodolite_papers.catch_tag_release.pruned_models import SPARSITY
-from theodolite_papers.drawing import few_shot as drawing
 from theodolite_papers.experiment import Study, experiment
 
 PROMPTS = 1000

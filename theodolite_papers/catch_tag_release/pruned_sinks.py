@@ -23,7 +23,8 @@ from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
-from theodolite_papers.catch_tag_release.averaging_measures import error_of_ratio
+from theodolite_papers.catch_tag_release import tag_ablation as figures_ablations
+from theodolite_papers.catch_tag_release.averaging_models import error_of_ratio
 from theodolite_papers.catch_tag_release.pruned_models import (
     METHODS,
     SPARSITY,
@@ -36,7 +37,6 @@ from theodolite_papers.catch_tag_release.pruned_models import (
     new_sinks,
     pruned_measures,
 )
-from theodolite_papers.drawing import ablations as figures_ablations
 from theodolite_papers.experiment import Study, experiment
 
 DENSE = "dense"

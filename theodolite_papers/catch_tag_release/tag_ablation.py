@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import textwrap
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 
-from theodolite import Corpus, trace_sinks
+from theodolite import Corpus, Run, trace_sinks
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import Criterion, Verdict, all_of, judge, untestable
+from theodolite.report import style
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
+from theodolite.report.sink_trace import TRACE, show_trace
 from theodolite.sinks.ablation import (
     HEAD_SINKS,
     LATER_SINKS,
@@ -21,9 +27,76 @@ from theodolite.sinks.ablation import (
     LOSS_OTHERS,
     ablation_test,
 )
-from theodolite.system.wording import counted, head_name, number, percent, with_error
-from theodolite_papers.drawing import ablations as drawing
+from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
 from theodolite_papers.experiment import Study, chosen_and_judged, experiment
+
+
+def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Figure:
+    """One dot per ablation with its 95 % interval, and a dotted line at each of `limits`."""
+    names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
+    dots = go.Scatter(
+        x=np.array([share.value for share in left.values()], dtype=np.float32),
+        y=names,
+        mode="markers",
+        marker={"size": 11, "color": style.BLUE},
+        error_x=style.error_bars([share.margin for share in left.values()]),
+        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
+    )
+    drawn = style.figure(
+        [dots],
+        "share left",
+        height=150 + 60 * len(names),
+        layout={"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}},
+    )
+    for limit in limits:
+        drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
+    return drawn
+
+
+def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
+    """Bars with standard errors: one group per ablation and measure, ablation and control side by side."""
+    shown = table[table["measure"].isin(measures)]
+    names = [for_plotly(f"{row.ablation}: {row.measure}") for row in shown.itertuples()]
+    bars = [
+        go.Bar(
+            y=names,
+            x=shown[column].to_numpy(np.float32),
+            error_x=style.error_bars(shown[f"{column}_se"]),
+            orientation="h",
+            name=name,
+            marker={"color": colour},
+            hovertemplate="%{y}<br>" + name + ": %{x:.4g}<extra></extra>",
+        )
+        for column, name, colour in (
+            ("control", "control", style.GREY),
+            ("change", "ablation", style.VERMILLION),
+        )
+    ]
+    layout = {
+        "yaxis": {"autorange": "reversed", "automargin": True},
+        "barmode": "group",
+        "margin": {"l": 300},
+    }
+    return style.figure(bars, "change", height=150 + 46 * len(names), layout=layout)
+
+
+@experiment(TRACE.name, TRACE.title, TRACE.paper, needs=("model",))
+def traced(study: Study, outcome: Outcome) -> None:
+    show_trace(outcome, trace_of(study))
+
+
+def trace_of(study: Study) -> Run:
+    """The trace of the study's text, made once and kept next to the pages.
+
+    Raises:
+        UsageError: there is no text.
+    """
+    corpus = study.require_corpus("sinks are traced through a text: pass it together with the run")
+    folder = None if study.folder is None else study.folder / "trace"
+    return study.cached(
+        "trace", lambda: trace_sinks(study.require_model(), corpus, folder, show_progress=study.show)
+    )
+
 
 MORE = Criterion("more than", 0.0, "an effect beyond that of the hardest control (ours)")
 MORE_THAN_NONE = Criterion("more than", 0.0, "more than on other tokens")
@@ -94,7 +167,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "losses",
         f"{name} ablated: loss of the next token",
-        drawing.changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
+        changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
         "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
         "the head's sinks caught in the untouched model. Control: a random ablation of the same norm.",
         "red bars longer than the grey ones, on caught tokens more than on others.",
@@ -104,7 +177,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "sinks",
         f"{name} ablated: sinks",
-        drawing.changes(table, [HEAD_SINKS, LATER_SINKS]),
+        changes(table, [HEAD_SINKS, LATER_SINKS]),
         "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
         "red bars longer than the grey ones.",
         f"{ZHANG}, section 3.2",
@@ -113,7 +186,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "clusters",
         f"{name} ablated: clusters downstream",
-        drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
+        changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
         "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
         "untouched model.",
         "η² that falls by nearly its whole value: then the clusters came from this tag.",

@@ -33,14 +33,12 @@ from theodolite_papers.experiment import Study, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import (
     columns_with_errors,
-    significant_verdict,
-    smooth_verdict,
-)
-from theodolite_papers.hidden_geometry.low_rank import (
     energy_within,
     energy_within_rank,
     found_ranks,
     low_rank_verdict,
+    significant_verdict,
+    smooth_verdict,
 )
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis, by_halves, errors_of, grouped_basis
 

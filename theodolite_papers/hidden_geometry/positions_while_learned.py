@@ -34,8 +34,7 @@ from theodolite_papers.hidden_geometry.addition_check import (
     why_not_known_to_add,
 )
 from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
-from theodolite_papers.hidden_geometry.resampling import read_by_group
-from theodolite_papers.hidden_geometry.without_noise import norms_beyond_noise
+from theodolite_papers.hidden_geometry.resampling import norms_beyond_noise, read_by_group
 
 SERIES = "series"
 SURVEYED_CONTEXTS = 64

@@ -33,18 +33,26 @@ from theodolite_papers.drawing import experiments as drawing
 from theodolite_papers.experiment import Study, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import (
+    AS_RANDOM,
     beyond_random_order,
     columns_with_errors,
     few_positions,
+    found_ranks,
+    low_rank_verdict,
+    mean_over_random,
+    no_room,
     quotient,
     significant_verdict,
     smooth_verdict,
     unless_noise,
 )
-from theodolite_papers.hidden_geometry.low_rank import found_ranks, low_rank_verdict, no_room
-from theodolite_papers.hidden_geometry.random_rotations import AS_RANDOM, mean_over_random
-from theodolite_papers.hidden_geometry.resampling import GroupedBasis, grouped_basis
-from theodolite_papers.hidden_geometry.without_noise import estimated, gram_shares, product_shares
+from theodolite_papers.hidden_geometry.resampling import (
+    GroupedBasis,
+    estimated,
+    gram_shares,
+    grouped_basis,
+    product_shares,
+)
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
 QUANTITIES = {

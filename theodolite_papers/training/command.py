@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from theodolite.corpus.addition_task import parse_digits
-from theodolite_papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
 from theodolite_papers.training.embedded_training import train_embedded_model
 from theodolite_papers.training.models import EmbeddedConfig
 from theodolite_papers.training.task_models import PUBLISHED, train_task_model
-from theodolite_papers.training.tasks import Additions, Characters
+from theodolite_papers.training.tasks import DEFAULT, Additions, Characters, FewShot
 
 
 def train_embedded(out: Path, options: dict[str, Any], *, seed: int, **running: Any) -> list[str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from theodolite_papers.catch_tag_release.averaging_measures import (
+from theodolite_papers.catch_tag_release.averaging_models import (
     error_of_ratio,
     outlier_ratio,
     random_directions,
-    second_over_first,
     tag_direction,
     tag_strength,
     unexplained_variance,
@@ -46,11 +45,6 @@ def test_outlier_ratio():
     """Oracle: by hand: RMS 9, 3, 2 and 1 over the counted token, the median of the others 2."""
     hidden = torch.tensor([[[[2.0, -9.0, 1.0, 3.0], [100.0, 0.0, 0.0, 0.0]]]])
     assert outlier_ratio(hidden, torch.tensor([[[True, False]]])).tolist() == [4.5]
-
-
-def test_second_over_first():
-    matrix = torch.stack([torch.diag(torch.tensor([4.0, -1.0])), torch.ones(2, 2)])
-    torch.testing.assert_close(second_over_first(matrix), torch.tensor([0.25, 0.0]).double())
 
 
 def test_random_directions_are_uniform_in_what_is_written() -> None:

@@ -13,7 +13,7 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.report.outcome import Outcome
 from theodolite_papers import EXPERIMENTS, reproduce
 from theodolite_papers.experiment import Study
-from theodolite_papers.hidden_geometry.low_rank import energy_within_rank, noise_share
+from theodolite_papers.hidden_geometry.layer_columns import energy_within_rank, noise_share
 from theodolite_papers.hidden_geometry.tables import robust_verdicts
 
 

@@ -15,9 +15,8 @@ from theodolite.measure.geometry import contextual, random_maximum
 from theodolite_papers import Study, reproduce
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.context_basis import frequent_labels
 from theodolite_papers.hidden_geometry.layer_columns import quotient
-from theodolite_papers.hidden_geometry.separation import cluster_shares
+from theodolite_papers.hidden_geometry.separation import cluster_shares, frequent_labels
 
 CLUSTERS, INCOHERENCE = EXPERIMENTS["geometry/clusters"], EXPERIMENTS["geometry/incoherence"]
 

@@ -63,16 +63,6 @@ def test_logits_are_those_that_the_survey_measures(tmp_path: Path) -> None:
     assert open_model(tmp_path).hf.config.do_layer_norm_before is False
 
 
-def test_factors_are_the_projections() -> None:
-    """Oracle: a logit without biases, by the module's own linear map."""
-    block = made().blocks[0]
-    x, y = torch.randn(2, 16)
-    w_q, w_k = block.factors()
-    weight = block.projections.weight
-    assert w_q.shape == w_k.shape == (1, 16, 16)
-    torch.testing.assert_close(x @ w_q[0] @ w_k[0].mT @ y, (weight[:16] @ x) @ (weight[16:32] @ y))
-
-
 def test_loss_and_gradients_in_chunks() -> None:
     """Oracle: torch's cross-entropy and autograd in float64, on a count of tokens that is no multiple of a chunk."""
     torch.manual_seed(1)
