@@ -91,6 +91,7 @@ def commands() -> str:
     command = typer.main.get_command(app)
     context = command.make_context("theodolite", [], resilient_parsing=True)
     text = get_docs_for_click(obj=command, ctx=context, name="theodolite", title="Commands")
+    text = re.sub(r"^\*\*Commands\*\*:\n\n(\* .*\n)+", "", text, flags=re.MULTILINE)  # cut short there
     text = re.sub(r"^Example: (theodolite .*)$", r"```bash\n\1\n```", text, flags=re.MULTILINE)
     text = re.sub(r"^(\* `[^`]+`: )(.*)$", lambda row: row[1] + escaped(row[2]), text, flags=re.MULTILINE)
     return re.sub(r"^(#+) `(.*)`$", r"\1 \2", text, flags=re.MULTILINE).replace("$ theodolite", "theodolite")
