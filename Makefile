@@ -68,10 +68,12 @@ types: $(VENV)/developers
 docs: $(VENV)/developers
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Every text family of transformers, small: writes docs/results/families.json and docs/families.md.
+# Every text family of transformers, small: writes docs/results/families.json and docs/families.md, and goes through the
+# tests of families with all of them, which the full run does with twenty.
 families: $(VENV)/developers
 	$(BIN)/python -m tools.measured_families
 	$(BIN)/python -m tools.families
+	$(PYTEST) --all-families tests
 
 bench: $(VENV)/developers
 	$(BIN)/python -m benchmarks.spectra

@@ -198,13 +198,6 @@ def test_the_table_of_families_is_what_the_tests_hold():
     assert families.page() == families.PAGE.read_text(), "run python -m tools.families"
 
 
-def test_every_family_of_the_tests_has_a_name():
-    from tests import checkpoints
-    from tests.prune import families as pruned
-
-    assert set(families.NAMES) == {*checkpoints.FAMILIES, *pruned.MORE}
-
-
 def test_the_gallery_is_what_the_committed_results_say():
     for path, page in gallery.pages(gallery.results(), gallery.pictures()).items():
         assert page == path.read_text(), "run python -m tools.gallery"
