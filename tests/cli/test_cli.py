@@ -463,20 +463,21 @@ def test_ctrl_c_after_the_passes_ends_in_a_line_and_no_pass_is_made_again(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "text.txt"]
 
 
-def test_a_terminal_that_cannot_write_greek_gets_escapes(surveyed, tmp_path, monkeypatch):
+def test_a_terminal_that_cannot_write_greek_gets_escapes(surveyed, checkpoint, rows, monkeypatch):
     """Oracle: the same tables written as UTF-8."""
 
     def printed(encoding: str, *words: object) -> bytes:
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-        monkeypatch.setattr(sys, "argv", ["theodolite", "report", str(run), *words])
+        monkeypatch.setattr(sys, "argv", ["theodolite", *map(str, (*survey, *words))])
         with redirect_stdout(stream), pytest.raises(SystemExit) as ended:
             main()
         assert not ended.value.code
         stream.flush()
         return stream.buffer.getvalue()
 
-    run = shutil.copytree(surveyed, tmp_path / "run")
-    assert rb"\u" in printed("ascii", "--json")
+    survey = ("survey", checkpoint("gpt2"), "--out", surveyed, "--length", 32)  # which is there already
+    survey += ("--corpus", rows, "--label-column", "kind", "--per-label", 2)
+    assert rb"\u" in printed("ascii")
     one, other = (printed(encoding, "--json") for encoding in ("ascii", "utf-8"))
     assert one.isascii()
     assert json.loads(one) == json.loads(other)
