@@ -18,7 +18,6 @@ from rich.console import Console
 import theodolite.cli.app
 import theodolite.comparison.command
 import theodolite.evaluate.command
-import theodolite.papers.catch_tag_release.traced_sinks
 import theodolite.passes.survey
 import theodolite.prune
 import theodolite.report.page
@@ -28,18 +27,18 @@ import theodolite.sinks.trace
 from tests import checkpoints
 from theodolite.cli.screen import one_line_errors
 from theodolite.corpus.documents import Document
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.catch_tag_release import few_shot_training as few_shot
-from theodolite.papers.localization import locater_grid as grid
-from theodolite.papers.localization.grid_text import TextFiles
-from theodolite.papers.localization.locater_training import Recipe, Setting
-from theodolite.papers.training import embedded_training, task_models, tasks
-from theodolite.papers.training.embedded_text import Source
-from theodolite.papers.training.models import EmbeddedConfig
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.localization import locater_grid as grid
+from theodolite_papers.localization.grid_text import TextFiles
+from theodolite_papers.localization.locater_training import Recipe, Setting
+from theodolite_papers.training import embedded_training, task_models, tasks
+from theodolite_papers.training import tasks as few_shot
+from theodolite_papers.training.embedded_text import Source
+from theodolite_papers.training.models import EmbeddedConfig
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
 
-assert EXPERIMENTS  # their modules are imported
+list(EXPERIMENTS.values())  # their modules are imported
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import pytest
 from tests.cli.test_cli import TEXT, wait_for
 from tests.processes import Started, command
 from tests.slow import chaos_but
-from theodolite.papers.training import training_loop
 from theodolite.prune.checkpoint import UnfinishedPruning
+from theodolite_papers.training import training_loop
 
 
 def _slowly(*words: Any) -> None:

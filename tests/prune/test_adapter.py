@@ -103,7 +103,7 @@ def test_what_cannot_be_an_adapter_is_refused_at_once(tmp_path, monkeypatch):
     model = opened_anew("gpt2", tmp_path)
     with pytest.raises(UsageError, match="wanda has no low-rank part that an adapter could hold: use oats"):
         prune_model(model, CORPUS, "wanda", 0.5, out=tmp_path / "out", form="adapter")
-    monkeypatch.setattr("theodolite.system.pruning_options.find_spec", lambda name: None)
+    monkeypatch.setattr("theodolite.prune.options.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install peft"):
         prune_model(model, CORPUS, "oats", 0.5, out=tmp_path / "out", form="adapter")
     assert model.interventions == ()

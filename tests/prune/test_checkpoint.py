@@ -12,7 +12,7 @@ from tests.prune.families import opened_anew
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.prune import checkpoint, prune_model
-from theodolite.prune.settings import PruningSettings
+from theodolite.prune.matrices import PruningSettings
 
 
 def corpus_of(seed: int = 0) -> Corpus:

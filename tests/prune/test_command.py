@@ -21,9 +21,9 @@ from tests.prune.families import write
 from tests.slow import slow_but
 from theodolite.prune import prune_model
 from theodolite.prune.checkpoint import UnfinishedPruning
+from theodolite.prune.options import PruningOptions
 from theodolite.report.drawing.pruning import error_map
 from theodolite.report.pruned_model import page_at
-from theodolite.system.pruning_options import PruningOptions
 
 RESULT = Path("report") / "sinks-prune" / "result.json"
 
@@ -123,19 +123,6 @@ def test_json_is_json_and_nothing_else(tmp_path, text):
     assert all(abs(row["sparsity"] - 0.5) < 1e-9 and row["error"] > 0 for row in rows)
     assert [row["asked"] for row in rows] == [None] * len(rows)
     assert 'data-figure="error"' in (out / RESULT).with_name("index.html").read_text()
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
-def test_recovery_is_told_and_another_one_refused(tmp_path, text):
-    model, out = write("gpt2", tmp_path / "model"), tmp_path / "out"
-    more = ("--format", "adapter", "--skip", "mlp.c_proj, lm_head", "--contexts", "20", "--length", "16")
-    status, stdout, stderr = call(*_arguments(model, text, out, *more, "--recover", "2"))
-    assert status == 0, stderr
-    assert "loss on 2 held-out contexts, 2 steps" in " ".join(stdout.split())
-    assert "recovered − dense, trained" in (out / RESULT).with_name("index.html").read_text()
-    status, _, stderr = call(*_arguments(model, text, out, *more, "--recover", "3"))
-    assert status == 2
-    assert "--recover 2 there, 3 now" in " ".join(stderr.split())
 
 
 def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:

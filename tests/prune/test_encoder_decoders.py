@@ -55,13 +55,3 @@ def test_a_finished_pruning_is_read_back_into_the_model(t5, tmp_path, attention)
         prune_model(model, corpus_of(), "magnitude", 0.5, out=tmp_path / "out")
     theirs = again.hf.state_dict()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in first.hf.state_dict().items())
-
-
-def test_packed_layers_run_in_a_family_that_asks_its_weights_for_their_dtype(t5, tmp_path):
-    """T5's feed-forward does. Oracle: the same folder opened without packing."""
-    dense, out = open_model(t5, attention="encoder"), tmp_path / "out"
-    prune_model(dense, corpus_of(), "magnitude", 0.5, out=out, form="factored")
-    packed, unpacked = (open_model(out, attention="encoder", packed=packed) for packed in (True, False))
-    ids = corpus_of().contexts[:3]
-    given = {"input_ids": ids, "decoder_input_ids": ids}
-    assert torch.equal(packed.hf(**given).logits, unpacked.hf(**given).logits)

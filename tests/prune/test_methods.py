@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from theodolite.errors import UsageError
 from theodolite.prune import methods
 from theodolite.prune.methods import factor_hessian, magnitude, sparsegpt, sparsegpt_factored, wanda
-from theodolite.prune.oats import oats
+from theodolite.prune.sparse_low_rank import oats
 
 
 def weights(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:

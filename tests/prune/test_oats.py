@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 
 import numpy as np
@@ -12,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.errors import UsageError
-from theodolite.prune import oats, subspace, wanda
-
-module = importlib.import_module("theodolite.prune.oats")  # `theodolite.prune.oats` is the function
+from theodolite.prune import oats, wanda
+from theodolite.prune import sparse_low_rank as module
 
 
 def weights(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
@@ -85,9 +83,9 @@ def test_small_matrices_get_the_published_iteration(shape, sparsity, ratio, iter
 def test_the_subspace_goes_where_the_svd_goes(shape, monkeypatch):
     """Followed until it rests to rounding, it gives each iteration what a full SVD gives."""
     monkeypatch.setattr(module, "SMALL", 0)
-    monkeypatch.setattr(subspace, "_TOLERANCE", 1e-7)
-    monkeypatch.setattr(subspace, "_MOST_STEPS", 60)
-    monkeypatch.setattr(subspace, "_START_STEPS", 200)
+    monkeypatch.setattr(module, "_TOLERANCE", 1e-7)
+    monkeypatch.setattr(module, "_MOST_STEPS", 60)
+    monkeypatch.setattr(module, "_START_STEPS", 200)
     weight, second_moment = weights(*shape), moments(shape[1])
     dense, _, error = slow_oats(weight, second_moment, *budget(*shape, 0.5, 0.25), 20)
     got = oats(*tensors(weight, second_moment), 0.5, iterations=20)
@@ -113,7 +111,7 @@ def test_the_random_start_leaves_hardly_more_than_a_truncated_svd(shape):
     """Of noise alone, whose singular values no gap parts: the hardest case."""
     target, rank = torch.from_numpy(np.random.default_rng(4).normal(size=shape)), 16
     values = np.linalg.svd(target.numpy(), compute_uv=False)
-    found = subspace.randomised_svd(target, rank, torch.Generator().manual_seed(0))
+    found = module.randomised_svd(target, rank, torch.Generator().manual_seed(0))
     left = torch.linalg.vector_norm(target - found.left @ found.right)
     assert found.left.shape == (shape[0], rank)
     assert 1 <= float(left) / np.sqrt((values[rank:] ** 2).sum()) < 1.01
@@ -159,8 +157,8 @@ def test_the_error_is_that_of_full_svds_within_a_hundredth(kind, shape):
 def test_a_subspace_that_does_not_rest_is_replaced_by_a_full_svd(monkeypatch):
     """No step is enough: every iteration but the first, which starts at random, stalls, and is exact."""
     monkeypatch.setattr(module, "SMALL", 0)
-    monkeypatch.setattr(subspace, "_MOST_STEPS", 0)
-    monkeypatch.setattr(subspace, "_START_STEPS", 200)
+    monkeypatch.setattr(module, "_MOST_STEPS", 0)
+    monkeypatch.setattr(module, "_START_STEPS", 200)
     weight, second_moment = weights(30, 40), moments(40)
     dense, _, error = slow_oats(weight, second_moment, *budget(30, 40, 0.5, 0.25), 9)
     got = oats(*tensors(weight, second_moment), 0.5, iterations=9)
@@ -231,7 +229,7 @@ def test_counts(outputs, inputs, sparsity, ratio, small):
 def test_no_iteration_loses(small, monkeypatch):
     """Each half-step takes the best that it can, also where the subspace is followed by one step only."""
     monkeypatch.setattr(module, "SMALL", small)
-    monkeypatch.setattr(subspace, "_TOLERANCE", 2)
+    monkeypatch.setattr(module, "_TOLERANCE", 2)
     weight, second_moment = tensors(weights(50, 60), moments(60))
     errors = [oats(weight, second_moment, 0.5, iterations=n).error for n in range(1, 25)]
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(errors))

@@ -152,12 +152,6 @@ def test_weights_of_a_layer_are_those_of_the_whole_model(tmp_path):
     assert in_memory(streamed) == []
 
 
-def test_what_needs_the_whole_model_is_refused(tmp_path):
-    model = open_streamed(write("llama3", tmp_path / "llama3"))
-    with pytest.raises(UsageError, match="trains a model in memory: use open_model"):
-        prune_model(model, corpus_of(), "oats", 0.5, out=tmp_path / "out", form="adapter", recover=3)
-
-
 @pytest.mark.parametrize(("family", "method"), [("llama3", "oats"), ("gpt2", "sparsegpt")])
 def test_offloaded_blocks_are_pruned_from_their_files(family, method, tmp_path):
     """Oracle: the same pruning of the model in memory. The offloaded model stays as it is."""
@@ -191,34 +185,6 @@ def test_offloaded_blocks_whose_files_do_not_do_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("sparsity_by", ["owl", "tags"])
-def test_sparsity_by_block_is_that_of_the_model_in_memory(sparsity_by, tmp_path):
-    folder = write("llama3", tmp_path / "llama3")
-    options = {"sparsity_by": sparsity_by, "batch": 3}
-    whole = prune_model(open_model(folder), corpus_of(), "wanda", 0.5, out=tmp_path / "whole", **options)
-    model = open_streamed(folder)
-    streamed = prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "streamed", **options)
-    assert len(set(whole.table["asked"])) > 1
-    assert whole.table.equals(streamed.table)
-    assert in_memory(model) == []
-
-
-@pytest.mark.parametrize("method", ["gptq", "oats"])
-def test_packed_bits_are_those_of_the_model_in_memory(method, tmp_path):
-    """Oracle: what is written of the model in memory, which other tests open with transformers alone."""
-    folder = write("llama3", tmp_path / "llama3")
-    options = {"bits": 4, "group": 16, "form": "compressed", "iterations": 2}
-    prune_model(open_model(folder), corpus_of(), method, out=tmp_path / "whole", **options)
-    prune_model(open_streamed(folder), corpus_of(), method, out=tmp_path / "streamed", **options)
-    expected, found = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "streamed")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("whole", "streamed")]
-    assert configs[0] == configs[1]
-    ids = corpus_of().contexts
-    assert torch.equal(*(open_model(tmp_path / name).logits(ids) for name in ("whole", "streamed")))
-
-
 def test_it_is_not_written_into_its_own_folder(tmp_path):
     model = open_streamed(write("llama3", tmp_path / "llama3"))
     with pytest.raises(UsageError, match="lies in the folder of the model that it is made of"):
@@ -239,8 +205,6 @@ def test_text_in_place_of_numbers_and_lists_is_refused(tmp_path):
         prune_model(model, corpus_of(), "wanda", "0.5")
     with pytest.raises(UsageError, match="skip is 'qk': give a list of names"):
         prune_model(model, corpus_of(), "wanda", 0.5, skip="qk")
-    with pytest.raises(UsageError, match="leave out --sparsity-by"):
-        prune_model(model, corpus_of(), "gptq", bits=4, group=16, sparsity_by="owl")
 
 
 def test_without_a_folder_it_is_refused(tmp_path):
