@@ -44,8 +44,8 @@ def in_half_or_single(kind: str, dtype: torch.dtype):
             ("window", torch.float16),
             ("capped", torch.float32),
             ("sink", torch.float16),
-        ]
-        + [("alibi", torch.float32)],
+            ("alibi", torch.float32),
+        ],
     ),
 )
 def test_kernels_are_what_the_matrices_say(kind, dtype, kernels):
