@@ -42,11 +42,10 @@ test-all: $(VENV)/developers
 	$(PYTEST) -m 'not browser and not chaos' $(addprefix --ignore=,$(CHECKED))
 	$(PYTEST) -m 'not browser and not chaos' --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
 
-# Kills, settings, threads and damaged files, all of them; a share is among the tests. Its counts go to docs/trust.md.
+# Kills, settings, threads and damaged files, all of them; a share is among the tests. Its counts go to docs/results/chaos.json.
 chaos: $(VENV)/developers
 	$(PYTEST) -m chaos
 	$(BIN)/python -m tests.chaos
-	$(BIN)/python -m tools.trust
 
 # Every walk through a page in Chromium; the first of each page is among the tests.
 test-browser: $(VENV)/developers
@@ -66,13 +65,12 @@ types: $(VENV)/developers
 
 # Never with --quiet: it takes the warnings away that --strict counts.
 docs: $(VENV)/developers
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
-# Every text family of transformers, small: writes docs/results/families.json and docs/families.md, and goes through the
-# tests of families with all of them, which the full run does with twenty.
+# Every text family of transformers, small: writes docs/results/families.json, and goes through the tests of families with
+# all of them, which the full run does with twenty.
 families: $(VENV)/developers
 	$(BIN)/python -m tools.measured_families
-	$(BIN)/python -m tools.families
 	$(PYTEST) --all-families tests
 
 bench: $(VENV)/developers
@@ -83,9 +81,8 @@ bench: $(VENV)/developers
 	$(BIN)/python -m benchmarks.locater
 	$(BIN)/python -m benchmarks.monitor
 	$(BIN)/python -m benchmarks.oats
-	$(BIN)/python -m benchmarks.pruned_latency
 
-# Writes benchmarks/results/<device>.json and docs/gpu.md.
+# Writes benchmarks/results/<device>.json, which the site's page on large models shows.
 bench-gpu: $(VENV)/developers
 	$(BIN)/python -m benchmarks.gpu
 

@@ -1,4 +1,4 @@
-"""`make bench-gpu`: the ratios of `make bench` on a GPU, printed, and written to benchmarks/results and docs/gpu.md.
+"""`make bench-gpu`: the ratios of `make bench` on a GPU, printed, and written to benchmarks/results.
 
 One GPU, `MINUTES` at most: what has not begun by then is said to be left out. A benchmark that fails is recorded with
 its error, and the others go on. Without a GPU nothing is measured.
@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import locater, long_context, monitor, oats, propagation, pruned_latency, spectra, survey
+from benchmarks import locater, long_context, monitor, oats, propagation, spectra, survey
 from benchmarks.ratios import Ratio
 from theodolite.errors import first_line
-from tools import gpu_page
 
 MINUTES = 25
 """After so many no further benchmark begins; none takes five."""
@@ -42,7 +41,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     "survey": lambda device: [*survey.time_ratios(5, 64, device), *survey.gpu_memory_ratio(device)],
     "locater": lambda device: locater.main(device=device),
     "monitor": lambda device: monitor.main(["--device", device]),
-    "pruned_latency": lambda device: pruned_latency.main(device=device),
     "oats": lambda device: oats.main(iterations=20, rounds=2, device=device),
     "propagation": propagation.main,
 }
@@ -83,7 +81,7 @@ def about(device: str) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, page: Path) -> None:
+def main(folder: Path) -> None:
     if not torch.cuda.is_available():
         raise SystemExit(
             "make bench-gpu needs a CUDA device, and PyTorch sees none; `make bench` measures the CPU"
@@ -95,11 +93,10 @@ def main(folder: Path, page: Path) -> None:
     for benchmark in measured(BENCHMARKS, "cuda", MINUTES):
         result["benchmarks"].append(benchmark)
         file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        page.write_text(gpu_page.page(folder))
-    print(f"\nwritten to {file} and {page}")
+    print(f"\nwritten to {file}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.parse_args()
-    main(gpu_page.RESULTS, gpu_page.PAGE)
+    main(Path(__file__).parent / "results")

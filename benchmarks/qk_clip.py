@@ -1,8 +1,8 @@
 """What QK-Clip does where attention collapses, against LocAteR, normalised queries and keys, and nothing.
 
-`python -m benchmarks.qk_clip --out docs/results/qk-clip.json` trains the model of `theodolite reproduce
-localization/monitor` (the same text, batches, rates, steps and seeds) with each remedy, and prints the table of
-docs/qk-clip-experiment.md. Strengths are few and named before: none is chosen by what comes out.
+`python -m benchmarks.qk_clip --out docs/results/qk-clip.json` trains a small model with each remedy at three
+learning rates, and prints a table. Strengths are few and named before: none is chosen
+by what comes out.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from torch import Tensor, nn
 
 from benchmarks.results import made_by
 from theodolite.corpus.documents import python_topics
-from theodolite.papers.localization.monitor_runs import (
-    BATCH,
-    HEADS,
-    LAYERS,
-    LEARNING_RATES,
-    LENGTH,
-    SEEDS,
-    SMOOTHED,
-    STEPS,
-    WIDTH,
-)
-from theodolite.papers.training.models import gpt2
-from theodolite.papers.training.tasks import Characters
-from theodolite.papers.training.training_loop import BETAS, updates
 from theodolite.train import GeometryMonitor, Locater, QKClip
 from theodolite.train.monitor import CONTEXTS, GeometryWarning
+from theodolite_papers.training.models import gpt2
+from theodolite_papers.training.tasks import Characters
+from theodolite_papers.training.training_loop import BETAS, LearningRate, updates
+
+LEARNING_RATES = {
+    "healthy": LearningRate(1e-3),
+    "30 times too high": LearningRate(3e-2),
+    "rising to 100 times too high": LearningRate(1e-1, warm_up=300),
+}
+"""One that is well chosen for this model, one far too high from the first step on, and one whose warm-up leads into
+failure: the loss falls as it should before it fails."""
+
+LAYERS, HEADS, WIDTH, BATCH = 3, 4, 64, 16
+STEPS, SEEDS, LENGTH = 400, (0, 1, 2), 64
+
+SMOOTHED = 20
+"""Steps at the end whose losses are averaged."""
 
 NOTHING = "nothing"
 
@@ -92,7 +95,7 @@ class NormedQueriesKeys(nn.Module):
 def trained(
     task: Characters, remedy: Remedy, rate: Callable[[int], float], seed: int, steps: int
 ) -> dict[str, Any]:
-    """One training run as in `monitor_runs.train_with_monitor`: the mean loss of the last steps, and the last look.
+    """One training run, without weight decay or clipping: the mean loss of the last steps, and the last look.
 
     QK-Clip has a look after every step, and clips by it; the last one is before the last clip.
     """

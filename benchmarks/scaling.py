@@ -1,6 +1,6 @@
-"""What a survey costs in memory, traffic and arithmetic, from formulas in the shape of the model and of the text.
+"""What a survey holds in memory, from formulas in the shape of the model and of the text: those of docs/scaling.md.
 
-`python -m benchmarks.scaling` prints the tables of docs/costs.md, and beside them what the embedded model's
+`python -m benchmarks.scaling` prints them for 400 billion parameters, and for the embedded model beside what its
 accumulators really hold and what a shard really sends. `tests/test_scaling.py` holds the formulas against the code.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from theodolite import open_model
-from theodolite.accumulate.second_moments import SKETCH, STRIPS
+from theodolite.accumulate.second_moments import SKETCH
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import GROUPS
 from theodolite.passes.packed_states import packed, unpacked
-from theodolite.passes.ray_survey import SHARDS, shards
+from theodolite.passes.ray_survey import shards
 from theodolite.passes.survey_pass import (
     EXAMPLES,
     SAMPLED_BYTES,
@@ -31,15 +31,11 @@ FLOAT = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a text: L, H, key heads, d_h, d, width of the gated MLP, vocabulary; T and C."""
+    """A model and a text: L, H, d; T and C."""
 
     layers: int
     heads: int
-    key_heads: int
-    head_width: int
     width: int
-    hidden: int
-    vocabulary: int
     length: int
     contexts: int
 
@@ -55,14 +51,8 @@ class Shape:
         return min(SAMPLED_TOKENS, self.contexts * (self.length - 1))
 
 
-LARGE = Shape(126, 128, 8, 128, 16384, 53248, 128_256, 8192, 10**12 // 8192)
+LARGE = Shape(126, 128, 16384, 8192, 10**12 // 8192)
 """400 billion parameters, and a trillion tokens."""
-
-FORWARD_RATE = 4e14
-"""Assumed flops a second of one GPU in the forward pass: 40 % of a nominal 989e12 in bfloat16."""
-
-STATISTICS_RATE = 4e13
-"""Assumed flops a second of one GPU in float32 products, which the moments are: 60 % of a nominal 67e12."""
 
 
 def state_bytes(s: Shape) -> dict[str, int]:
@@ -81,84 +71,12 @@ def state_bytes(s: Shape) -> dict[str, int]:
     return {name: count * FLOAT for name, count in numbers.items()}
 
 
-def shard_bytes(s: Shape, groups: int, sampled: int, tokens: int) -> dict[str, int]:
-    """Bytes that a shard sends at most, of contexts in so many groups, with so many of the sample and kept tokens."""
-    residual, d, r = s.layers + 1, s.width, min(SKETCH, s.width)
-    whole = state_bytes(s)
-    return whole | {
-        "sums by position": whole["sums by position"] * groups // GROUPS,
-        "sketches": residual * (GROUPS + groups * d + groups * d * r + d * r) * FLOAT,
-        "sample": residual * (d * (sampled + tokens) + s.sampled) * FLOAT,
-        "outliers": residual * d * (4 * groups + 2) * FLOAT,
-    }
-
-
-def parameters(s: Shape) -> tuple[int, int]:
-    """Of all blocks (W_Q, W_K, W_V, W_O, a gated MLP of three matrices), and of the two embeddings."""
-    attention = 2 * s.width * s.head_width * (s.heads + s.key_heads)
-    return s.layers * (attention + 3 * s.width * s.hidden), 2 * s.vocabulary * s.width
-
-
-def flops_a_token(s: Shape) -> dict[str, float]:
-    """Flops for each token: of the forward pass without the output head, and of statistics that grow with d²."""
-    blocks, _ = parameters(s)
-    # Of symmetric products in STRIPS strips, (STRIPS + 1) / (2 STRIPS) of the columns are computed.
-    strips = (STRIPS + 1) / (2 * STRIPS)
-    return {
-        "weights": 2.0 * blocks,
-        # Query times key and weight times value, over the T/2 keys that a query sees on average.
-        "attention": 2.0 * s.layers * s.length * s.heads * s.head_width,
-        "second moments": (2 * s.layers + 1) * 2 * s.width**2 * strips,
-        "sketches": (s.layers + 1) * 4.0 * s.width * min(SKETCH, s.width),
-    }
-
-
-def contexts_needed(variation: float, precision: float) -> int:
-    """Contexts until a mean's standard error is `precision` of it, if single contexts vary by `variation` of it."""
-    return round((variation / precision) ** 2)
-
-
-def embedded_shape(length: int, contexts: int) -> Shape:
-    """Of the model in the package; its MLP is not asked for."""
-    model = open_model(device="cpu")
-    assert model.vocabulary is not None
-    heads = model.heads
-    return Shape(
-        model.layers,
-        heads,
-        heads,
-        model.head_width,
-        model.width,
-        4 * model.width,
-        model.vocabulary,
-        length,
-        contexts,
-    )
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    print(f"400 billion parameters: {sum(parameters(LARGE)) / 1e9:.0f}e9, T = {LARGE.length}")
-    show("one state", state_bytes(LARGE))
-    show("one shard sends, in one group of contexts", shard_bytes(LARGE, 1, 0, 2))
-    for name, flops in (costs := flops_a_token(LARGE)).items():
-        print(f"  {name}: {flops:.3g} flops a token")
-    forward = costs["weights"] + costs["attention"]
-    moments = costs["second moments"] + costs["sketches"]
-    for contexts in (LARGE.contexts, 20_000):
-        tokens = contexts * LARGE.length
-        hours = [
-            tokens * f / rate / 3600 for f, rate in ((forward, FORWARD_RATE), (moments, STATISTICS_RATE))
-        ]
-        print(f"  {tokens:.3g} tokens: forward {hours[0]:,.0f} and moments {hours[1]:,.0f} GPU-hours")
-    sent = (SHARDS + 1) * sum(shard_bytes(LARGE, 1, 0, 2).values())
-    print(
-        f"  {SHARDS + 1} shards: {sent / 1e12:.0f} TB to the driver, {sent / 12.5e9 / 3600:.1f} h at 100 Gbit/s"
-    )
-
-    shape = embedded_shape(128, 256)
+    show("400 billion parameters, a trillion tokens, one state", state_bytes(LARGE))
     model = open_model(device="cpu")
-    corpus = Corpus.random_tokens(shape.vocabulary, shape.length, shape.contexts)
+    shape = Shape(model.layers, model.heads, model.width, 128, 256)
+    corpus = Corpus.random_tokens(model.required_vocabulary(), shape.length, shape.contexts)
     first, last = list(shards(shape.contexts, 32))[1]  # one batch, in the second of eight groups
     part = SurveyPass(model, corpus, 0, 32)
     started = time.perf_counter()

@@ -9,10 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils.other
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+# `save_pretrained` would import DeepSpeed to ask whether the model is one of its engines, which takes six seconds.
+accelerate.utils.other.is_deepspeed_available = lambda: False
 
 VOCABULARY = 300
 _SIZES: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -26,8 +27,10 @@ import pytest
 import torch
 import transformers
 from threadpoolctl import threadpool_limits
+from typer.testing import CliRunner
 
 from tests import checkpoints
+from theodolite.cli.app import app
 from theodolite.models import OpenModel, open_model
 from tools import small_models
 
@@ -102,6 +105,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-families", action="store_true", help="run the tests of families alone, on every family"
     )
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table of texts of three labels."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    texts = [
+        {"text": f"row {number} of {label} " * 30, "kind": label} for label in "abc" for number in (0, 1)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    return path
+
+
+def _command(name: str, *words: object) -> None:
+    result = CliRunner().invoke(app, [name, *map(str, words)])
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.fixture(scope="session")
+def surveyed(checkpoint, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a survey of a tiny GPT-2, with its page: of two contexts a label. To be read, not changed."""
+    folder = tmp_path_factory.mktemp("surveyed") / "run"
+    of = ("--corpus", rows, "--label-column", "kind", "--per-label", 2, "--length", 32)
+    _command("survey", checkpoint("gpt2"), *of, "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def traced(checkpoint, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a trace of four contexts."""
+    folder = tmp_path_factory.mktemp("traced") / "run"
+    of = ("--corpus", rows, "--label-column", "kind", "--contexts", 4, "--length", 32)
+    _command("trace", checkpoint("gpt2"), *of, "--out", folder)
+    return folder
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose what is run

@@ -1,4 +1,4 @@
-"""Which parameters of a test are in the fast run (`make test`); all are in the whole one."""
+"""Which parameters of a test are in the fast run (`make test`) or the whole one, and which in `make chaos` alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ import pytest
 
 def slow_but(fast: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """The values of parameters, in their order, marked slow but for the fast ones; a tuple is of several parameters."""
-    assert all(value in values for value in fast)
-    return [value if value in fast else _slow(value) for value in values]
+    return _marked_but(fast, values, pytest.mark.slow)
 
 
-def _slow(value: Any) -> Any:
-    return pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.slow)
+def chaos_but(usual: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The same, marked for `make chaos` but for the usual ones."""
+    return _marked_but(usual, values, pytest.mark.chaos)
+
+
+def _marked_but(usual: Sequence[Any], values: Sequence[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    assert all(value in values for value in usual)
+    return [
+        value
+        if value in usual
+        else pytest.param(*value if isinstance(value, tuple) else (value,), marks=mark)
+        for value in values
+    ]

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from benchmarks import (
-    cache_policies,
     gpu,
-    int8_activations,
-    monitor_delays,
     qk_clip,
-    quantised,
-    quantised_shots,
 )
 from benchmarks.ratios import Ratio
-from theodolite.papers.localization.monitor_rivals import summary
-from tools import gpu_page
+from tools import site_pages
 
 
 @pytest.mark.slow
@@ -70,33 +64,35 @@ def test_the_page_shows_what_was_measured(tmp_path):
         ],
     }
     (tmp_path / "nvidia-x100.json").write_text(json.dumps(result))
-    page = gpu_page.page(tmp_path)
-    assert "## NVIDIA X100\n\nMeasured on 2027-01-02; 80 GiB of memory; CUDA 13.0, torch 2.9." in page
-    assert "| dense / ours | 307 | 290 to 1,310 |  |\n| survey / forward | 1.12 | 1 to 1.25 | 1.2 |\n" in page
-    assert "\n\n- `oats` was not measured: RuntimeError: out of luck\n" in page
+    page = site_pages.gpu(None, tmp_path)
+    assert "NVIDIA X100, 80 GiB, 2027-01-02; CUDA 13.0, torch 2.9:" in page
+    assert (
+        "| dense / ours | 307 | 290 to 1.31e+03 |  |\n| survey / forward | 1.12 | 1 to 1.25 | 1.2 |" in page
+    )
+    assert "| `oats` was not measured | RuntimeError: out of luck |" in page
     assert "No GPU has been measured" not in page
-
-
-def test_the_page_says_what_is_committed():
-    """Oracle: whether there are results at all; and the page is theirs."""
-    text = gpu_page.PAGE.read_text()
-    assert text == gpu_page.page(), "run python -m tools.gpu_page"
-    assert ("No GPU has been measured yet" in text) == (not list(gpu_page.RESULTS.glob("*.json")))
 
 
 @pytest.mark.parametrize("name", sorted(gpu.BENCHMARKS))
 def test_the_gpu_takes_every_benchmark_of_make_bench(name):
     """Oracle: the Makefile's lines."""
-    makefile = (gpu_page.ROOT / "Makefile").read_text()
+    makefile = (site_pages.ROOT / "Makefile").read_text()
     assert f"-m benchmarks.{name}\n" in makefile
     assert makefile.count("-m benchmarks.") == len(gpu.BENCHMARKS) + 1  # and benchmarks.gpu
 
 
-def test_the_page_of_qk_clip_shows_what_was_measured():
+def test_the_page_of_training_shows_what_qk_clip_did():
     """Oracle: the committed runs; of one row the mean, the range and the interval by hand, scipy's t of 4.303."""
     root = Path(__file__).parent.parent
     runs = json.loads((root / "docs/results/qk-clip.json").read_text())["runs"]
-    assert qk_clip.table(runs) in (root / "docs/qk-clip-experiment.md").read_text()
+    page, table = (root / "docs/training.md").read_text(), qk_clip.table(runs)
+    for of, lower in (
+        ("QK-Clip, τ = 20", "0.27 ± 0.17"),
+        ("LocAteR, κ₁ = 0.001", "0.26 ± 0.07"),
+        ("QK-norm", "0.30 ± 0.18"),
+    ):
+        assert lower in page
+        assert re.search(rf"^\|  \| {of} \| .* \| −{lower} \|$", table, re.MULTILINE)
     values = [(0, 3.0, 1.0), (1, 3.5, 2.0), (2, 3.25, 1.5)]
     rows = [
         {
@@ -114,70 +110,3 @@ def test_the_page_of_qk_clip_shows_what_was_measured():
     assert qk_clip.table(rows).splitlines()[-1] == (
         "|  | ours | 1.5 (1–2) | 1,230 (1,230–1,230) | 1 (1–1) | −1.75 ± 0.62 |"
     )
-
-
-def test_the_page_of_the_monitor_shows_what_was_measured():
-    """Oracle: the committed runs and first alarms, from which both tables are found again."""
-    root = Path(__file__).parent.parent
-    result = json.loads((root / "docs/results/monitor-delays.json").read_text())
-    page = (root / "docs/monitor-experiment.md").read_text()
-    for limits in ("limits of all healthy rates", "limits of hindsight"):
-        first = pd.DataFrame(result[limits]["first alarms"], dtype=float)
-        assert monitor_delays.lines(summary(pd.DataFrame(result["runs"]).join(first))) in page
-
-
-def test_the_page_of_the_map_shows_what_was_measured():
-    """Oracle: the committed rows; of one row of each table the cells by hand."""
-    root = Path(__file__).parent.parent
-    page = (root / "docs/using-the-map.md").read_text()
-    results = root / "docs/results"
-    texts = json.loads((results / "cache-policies.json").read_text())["texts"]
-    assert all(cache_policies.table(of_text) in page for of_text in texts)
-    rows = json.loads((results / "int8-activations.json").read_text())["rows"]
-    assert int8_activations.table([row for row in rows if row["what"] != "as it is"]) in page
-    made = [
-        {
-            "policy": policy,
-            "size": size,
-            "perplexity": perplexity,
-            "difference": difference,
-            "difference_se": 0.01,
-        }
-        for policy, size, perplexity, difference in (
-            ("full", 256, 20.0, None),
-            ("window", 8, 99.96, -0.1234),
-            ("window + first four", 8, 50.0, None),
-        )
-    ]
-    assert cache_policies.table({"judged": {"rows": made}}).splitlines()[-2:] == [
-        "| 8 | 100.0 (−0.123 ± 0.010) | 50.0 |",
-        "| 256 | 20.0 | |",
-    ]
-    rounded = [
-        {"bits": 8, "share": 0.5, "what": what, "dimensions": 1.25, "cost": 0.5, "cost_se": 0.25}
-        for what in ("rounded", "outlier dimensions kept", "random dimensions kept")
-    ]
-    assert int8_activations.table(rounded).splitlines()[-1] == (
-        "| 8 | 50% | 1.2 |" + 3 * " +0.5000 ± 0.2500 |"
-    )
-
-
-def test_the_page_of_quantising_shows_the_accuracy_by_examples():
-    root = Path(__file__).parents[1]
-    values = json.loads((root / "docs/results/quantised-shots.json").read_text())["measured"]
-    assert quantised_shots.table(values) in (root / "docs/quantising.md").read_text()
-
-
-def test_the_page_of_quantising_shows_what_was_measured():
-    """Oracle: the committed values; of one row the cells by hand."""
-    root = Path(__file__).parent.parent
-    values = json.loads((root / "docs/results/quantising.json").read_text())["measured"]
-    shown = quantised.table(values)
-    assert shown in (root / "docs/quantising.md").read_text()
-    values |= {
-        "GPTQ, 4 bits: bits a weight": 4.125,
-        "GPTQ, 4 bits: loss more on code": -0.01234,
-        "GPTQ, 4 bits: loss more on code, standard error": 0.00456,
-    }
-    assert "| GPTQ, 4 bits | 4.12 | " in quantised.table(values)
-    assert " | −0.0123 ± 0.0046 | " in quantised.table(values)

@@ -24,14 +24,12 @@ from theodolite.judging import (
     judge,
     unless_explained,
 )
-from theodolite.papers.catch_tag_release import few_shot as shots
-from theodolite.papers.catch_tag_release import pruned_sinks as compression
-from theodolite.papers.catch_tag_release import pruning_sweep as compression_sweep
-from theodolite.papers.hidden_geometry import criteria
 from theodolite.report import published
 from theodolite.report.data import mean_over_layers
-from theodolite.system.experiment_names import reading_order
-from theodolite.system.wording import harmless
+from theodolite.system.wording import harmless, reading_order
+from theodolite_papers.catch_tag_release import few_shot as shots
+from theodolite_papers.catch_tag_release import pruned_sinks as compression
+from theodolite_papers.hidden_geometry import criteria
 
 MANY = 10_000
 """Things that an error rests on: as many as make Student's t a normal one."""
@@ -203,7 +201,6 @@ def test_what_something_else_explains_is_not_decided(answer, explanation, expect
     "criterion",
     [
         compression.MORE,
-        compression_sweep.GAIN,
         shots.EXAMPLES_HELP,
         shots.WIDENS,
         criteria.LARGER,

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import theodolite
+import theodolite_papers
 
 PACKAGE = Path(theodolite.__file__).parent
+PAPERS = Path(theodolite_papers.__file__).parent
+REFERENCE = PACKAGE.parent / "docs" / "reference.md"
+FACES = ("theodolite", "theodolite.theory", "theodolite.train")  # packages whose `__all__` is public
 
 # From the ground up: a package imports from those before it only.
 LAYERS = [
@@ -25,21 +31,19 @@ LAYERS = [
     "logits",
     "passes",
     "sinks",
-    "train",
     "prune",
     "evaluate",
     "estimates",
     "judging",
     "report",
+    "train",
     "comparison",
-    "papers",
     "explore",
-    "watch",
     "cli",
     "__main__",
 ]
 HEIGHT = {name: height for height, name in enumerate(LAYERS)}
-TRANSFORMERS = {"models", "train", "papers"}
+TRANSFORMERS = {"models", "train"}
 
 
 def _imports(path: Path) -> set[str]:
@@ -120,7 +124,7 @@ def _imported_by_name(path: Path) -> set[str]:
 
 
 def test_no_import_is_hidden_in_a_string(tmp_path):
-    """But for the tables of public names, of the package and of `train`, which the type checker sees as imports."""
+    """But for the tables of public names, which the type checker sees as imports."""
     hidden = tmp_path / "hidden.py"
     hidden.write_text("import importlib\nimportlib.import_module('theodolite.cli')\n__import__('os')\n")
     assert _imported_by_name(hidden) == {"theodolite.cli", "os"}
@@ -130,7 +134,7 @@ def test_no_import_is_hidden_in_a_string(tmp_path):
         for path in PACKAGE.rglob("*.py")
         if "import_module(" in path.read_text() or "__import__(" in path.read_text()
     }
-    assert callers == {"__init__.py", "train/__init__.py"}
+    assert callers == {"__init__.py", "prune/__init__.py", "train/__init__.py"}
 
 
 def test_transformers_is_known_in_few_places():
@@ -140,9 +144,48 @@ def test_transformers_is_known_in_few_places():
     assert users <= TRANSFORMERS
 
 
+def test_theodolite_never_imports_the_papers():
+    assert not [path for path in PACKAGE.rglob("*.py") if "theodolite_papers" in path.read_text()]
+
+
+def _documented() -> set[str]:
+    """What the reference names: modules and objects in whole, or the members that it picks of one, and their module."""
+    names = set()
+    for block in REFERENCE.read_text().split("\n::: ")[1:]:
+        name = block.split(maxsplit=1)[0]
+        picked = re.search(r"^ +members: \[(.*?)\]", block, re.MULTILINE | re.DOTALL)
+        names |= {f"{name}.{member.strip()}" for member in picked[1].split(",")} if picked else {f"{name}.*"}
+        names.add(name)
+    return names
+
+
+def _is_public(module: str, name: str, documented: set[str]) -> bool:
+    if module in FACES:
+        return name in importlib.import_module(module).__all__
+    return not name.startswith("_") and bool({f"{module}.{name}", f"{module}.*"} & documented)
+
+
+def test_the_papers_import_public_names_only():
+    """Those that the reference documents, and those of `FACES`."""
+    documented = _documented()
+    private = []
+    for path in PAPERS.rglob("*.py"):
+        assert "import theodolite." not in path.read_text()  # by name alone
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "theodolite":
+                private += [
+                    f"{path.name}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not _is_public(node.module, alias.name, documented)
+                ]
+    assert not private
+
+
 def test_importing_theodolite_loads_nothing_heavy():
     heavy = "('torch', 'transformers', 'numpy', 'pandas', 'plotly', 'ray')"
-    code = f"import sys, theodolite, theodolite.cli.app; print([m for m in {heavy} if m in sys.modules])"
+    code = (
+        f"import sys, theodolite.cli.app, theodolite_papers; print([m for m in {heavy} if m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
 

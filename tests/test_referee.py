@@ -32,9 +32,9 @@ from theodolite.judging import (
     unless_explained,
     untestable,
 )
-from theodolite.papers.experiment import of_nothing
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import write_outcome
+from theodolite_papers.experiment import of_nothing
 
 DRAWS = 1000
 ALLOWED = 0.05

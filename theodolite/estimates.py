@@ -175,6 +175,11 @@ def _sigmas(n: int, looks: int = 1) -> float:
     return float(sigmas(n, looks))
 
 
+def most_extreme(count: int) -> float:
+    """By what factor an error grows where the number is the largest, or least, of `count` (Bonferroni)."""
+    return float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2 / max(1, count))) / SIGMAS
+
+
 def jackknife_error(left_out: npt.ArrayLike) -> Floats:
     """The standard error of numbers from what they are without each of n things, (n, …): root of (n − 1) variances."""
     left_out = np.asarray(left_out, dtype=np.float64)

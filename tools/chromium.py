@@ -14,23 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
 
-import plotly.graph_objects as go
 from PIL import Image, ImageColor
 from playwright.sync_api import Page, sync_playwright
-from plotly.offline import get_plotlyjs
 
 from theodolite.report.style import dark_swaps, template
 
-WIDTH, HEIGHT = 800, 400
+WIDTH = 800
 LARGEST = 48_000
 """Bytes of an SVG; beyond, a PNG is made."""
 
 _TO_SVG = """([div, width, height]) => Plotly.toImage(div, {format: 'svg', width, height})"""
-_DRAW = """async ([figure, width, height]) => {
-  const {data, layout} = JSON.parse(figure);
-  const div = await Plotly.newPlot(document.createElement('div'), data, {...layout, width, height});
-  return Plotly.toImage(div, {format: 'svg', width, height});
-}"""
 
 
 @contextmanager
@@ -46,13 +39,6 @@ def browser() -> Iterator[Page]:
             yield context.new_page()
         finally:
             chromium.close()
-
-
-def write_figure(page: Page, figure: go.Figure, target: Path, height: int = HEIGHT) -> Path:
-    """Draw a figure and write it as `target` with the suffix .svg or .png."""
-    if not page.evaluate("() => 'Plotly' in window"):
-        page.add_script_tag(content=get_plotlyjs())
-    return _write(page, page.evaluate(_DRAW, [figure.to_json(), WIDTH, height]), target)
 
 
 def write_first_figure(page: Page, report: Path, target: Path) -> Path | None:
@@ -83,13 +69,10 @@ def _write(page: Page, url: str, target: Path) -> Path:
     with page.context.new_page() as other:
         other.set_content(f'<body style="margin:0;background:#fdfcf9">{svg}</body>')
         shot = other.locator("svg").first.screenshot()
-    return write_png(Image.open(io.BytesIO(shot)), target.with_suffix(".png"))
-
-
-def write_png(picture: Image.Image, target: Path) -> Path:
-    """Write a drawing in 256 colours that are nearest to its own: a third of the room, and fewer would bend scales."""
-    picture.convert("RGB").quantize(256, kmeans=3, dither=Image.Dither.NONE).save(target, optimize=True)
-    return target
+    # In the 256 colours that are nearest to its own: a third of the room, and fewer would bend scales.
+    picture = Image.open(io.BytesIO(shot)).convert("RGB")
+    picture.quantize(256, kmeans=3, dither=Image.Dither.NONE).save(target.with_suffix(".png"), optimize=True)
+    return target.with_suffix(".png")
 
 
 def _adaptive(svg: str) -> str:

@@ -35,30 +35,8 @@ def commands(out: Path) -> list[list[str]]:
         for command, options in (("survey", TEXT), ("spectra", []), ("trace", [*TEXT, "--stretches"]))
     ]
     pruned = str(out / "pruned")
-    prune = [
-        "prune",
-        "--method",
-        "oats",
-        "--sparsity",
-        "0.5",
-        "--contexts",
-        "16",
-        "--length",
-        "128",
-        "--out",
-        pruned,
-    ]
-    compare = [
-        "compare",
-        "embedded",
-        pruned,
-        "--contexts",
-        "32",
-        "--length",
-        "128",
-        "--out",
-        str(out / "compare"),
-    ]
+    prune = f"prune --method oats --sparsity 0.5 --contexts 16 --length 128 --out {pruned}".split()
+    compare = f"compare embedded {pruned} --contexts 32 --length 128 --out {out / 'compare'}".split()
     return [*runs, prune, compare]
 
 

@@ -1,7 +1,7 @@
 """The chaos suite: `python -m tests.chaos`, or a part of it: `python -m tests.chaos kills files --seed 1`.
 
 Commands are disturbed while they run, by what was set before, by kills and by damaged files; see `trials` for the rule.
-The exit status is 1 where a trial broke it. Whole, it writes docs/results/chaos.json, from which docs/trust.md is made.
+The exit status is 1 where a trial broke it. Whole, it writes docs/results/chaos.json, for the page on trust.
 """
 
 from __future__ import annotations

@@ -44,11 +44,11 @@ from tests.chaos.tampering import (
 from tests.chaos.trials import LOST, REFUSED, RIGHT, UNFORESEEN, WRONG, Trial
 from theodolite.cli.app import app
 from theodolite.cli.screen import one_line_errors
-from theodolite.papers.training import training_loop
-from theodolite.papers.training.task_models import PUBLISHED, train_task_model
-from theodolite.papers.training.tasks import Characters
 from theodolite.passes.run import Workspace
 from theodolite.passes.survey import survey
+from theodolite_papers.training import training_loop
+from theodolite_papers.training.task_models import PUBLISHED, train_task_model
+from theodolite_papers.training.tasks import Characters
 
 SECONDS, GROWTH = 20, 2 << 30
 """The most that a command may take, and by how many bytes its addresses may grow."""

@@ -97,16 +97,21 @@ def trials(seed: int, share: float) -> Iterator[Trial]:
         of_each = max(share, MOST_SHARED)
         chosen = random.permutation(len(commands))[: math.ceil(len(commands) * share / of_each)]
         for number in sorted(chosen):
-            drawn = np.random.default_rng([seed, number])
-            yield from of_stage(commands[number], Path(place) / "try", drawn, of_each)
+            drawn, stage = np.random.default_rng([seed, number]), commands[number]
+            counts = (math.ceil(of_each * count) for count in (stage.kills, MOMENTS, len(ASKING)))
+            yield from of_stage(stage, Path(place) / "try", drawn, *counts)
 
 
-def of_stage(stage: Stage, place: Path, random: np.random.Generator, share: float) -> Iterator[Trial]:
-    """The trials of one command in a folder `place`."""
+def of_stage(
+    stage: Stage,
+    place: Path,
+    random: np.random.Generator,
+    at_events: int,
+    at_moments: int = 0,
+    asked: int = 0,
+) -> Iterator[Trial]:
+    """One command in a folder `place`, killed at so many file events and moments, and asked to end so often."""
     expected, seconds, events = whole(stage, place)
-    at_events, at_moments, asked = (
-        math.ceil(share * number) for number in (stage.kills, MOMENTS, len(ASKING))
-    )
 
     def judged(what: str, status: int, said: str) -> Trial:
         runs = 2 + int(random.random() < THIRD)

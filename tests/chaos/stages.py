@@ -18,7 +18,6 @@ from rich.console import Console
 import theodolite.cli.app
 import theodolite.comparison.command
 import theodolite.evaluate.command
-import theodolite.papers.catch_tag_release.traced_sinks
 import theodolite.passes.survey
 import theodolite.prune
 import theodolite.report.page
@@ -28,19 +27,18 @@ import theodolite.sinks.trace
 from tests import checkpoints
 from theodolite.cli.screen import one_line_errors
 from theodolite.corpus.documents import Document
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.catch_tag_release import few_shot_training as few_shot
-from theodolite.papers.catch_tag_release import no_op_training
-from theodolite.papers.localization import locater_grid as grid
-from theodolite.papers.localization.grid_text import TextFiles
-from theodolite.papers.localization.locater_training import Recipe, Setting
-from theodolite.papers.training import embedded_training, task_models, tasks
-from theodolite.papers.training.embedded_text import Source
-from theodolite.papers.training.models import EmbeddedConfig
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.localization import locater_grid as grid
+from theodolite_papers.localization.grid_text import TextFiles
+from theodolite_papers.localization.locater_training import Recipe, Setting
+from theodolite_papers.training import embedded_training, task_models, tasks
+from theodolite_papers.training import tasks as few_shot
+from theodolite_papers.training.embedded_text import Source
+from theodolite_papers.training.models import EmbeddedConfig
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
 
-assert EXPERIMENTS  # their modules are imported
+list(EXPERIMENTS.values())  # their modules are imported
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,6 @@ LONG = {
     "reproduce, model",
     "train addition",
     "train few-shot",
-    "train escape",
 }
 """Commands that take about a second."""
 
@@ -136,11 +133,6 @@ def _trainings(text: Path) -> list[Stage]:
     def embedded(out: Path) -> None:
         embedded_training.train_embedded_model(out, sources=sources, config=config, threads=1, console=quiet)
 
-    def escape(out: Path) -> None:
-        no_op_training.train_no_op_models(
-            out, seeds=1, sources=sources, config=config, threads=1, console=quiet
-        )
-
     def locater(out: Path) -> None:
         recipe = replace(Recipe(), length=16, batch=4, vocabulary=None, measure_every=3, checkpoint_every=2)
         settings = [Setting(layers=1, width=8, seed=0, scale=100.0, mean=0.1), Setting(1, 8, 0)]
@@ -152,7 +144,6 @@ def _trainings(text: Path) -> list[Stage]:
         "addition": of_task(lambda: tasks.Additions((2, 3)), "learned"),
         "few-shot": of_task(few_shot.FewShot, "rotary"),
         "embedded": embedded,
-        "escape": escape,
         "locater": locater,
     }
     return [Stage(f"train {name}", partial(_with_one_line, run)) for name, run in named.items()]

@@ -65,7 +65,7 @@ def counts(trials: Iterable[Trial]) -> dict[str, dict[str, int]]:
 
 
 def write_counts(trials: Iterable[Trial], path: Path, seed: int, commit: str) -> None:
-    """`{"date", "commit", "seed", "counts"}`, what docs/trust.md shows."""
+    """`{"date", "commit", "seed", "counts"}`, what the site's page on trust shows."""
     found = {
         "date": date.today().isoformat(),
         "commit": commit,

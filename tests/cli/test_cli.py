@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +30,10 @@ from theodolite.cli.options import Opening
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
 from theodolite.system import allocator
-from theodolite.system.experiment_names import NAMES, PUBLISHED_ELSEWHERE
+from theodolite_papers import ALIASES, EXPERIMENTS
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
 
@@ -50,45 +52,18 @@ def call(*arguments: object) -> tuple[int, str, str]:
 
 def test_survey_writes_a_run_and_a_report(checkpoint, text, tmp_path):
     out = tmp_path / "run"
-    command = (
-        "survey",
-        checkpoint("llama3"),
-        "--corpus",
-        text,
-        "--length",
-        32,
-        "--contexts",
-        6,
-        "--out",
-        out,
-    )
-    status, stdout, _ = call(*command)
+    of = ("--corpus", text, "--length", 32, "--contexts", 6, "--out", out)
+    status, stdout, _ = call("survey", checkpoint("qwen3"), *of)
     assert status == 0
     assert "Residual stream, by layer" in stdout
     assert stdout.rstrip().endswith(f"Report: {out}/report/index.html")
     assert (out / "report" / "index.html").is_file()
     assert Run.load(out).provenance["corpus"]["contexts"] == 6
     before = (out / "arrays.safetensors").stat().st_mtime_ns
-    assert call(*command)[0] == 0
-    assert (out / "arrays.safetensors").stat().st_mtime_ns == before  # done already, and not done again
-
-
-def test_json_is_json_and_nothing_else(checkpoint, text, tmp_path):
-    status, stdout, _ = call(
-        "survey",
-        checkpoint("qwen3"),
-        "--corpus",
-        text,
-        "--length",
-        32,
-        "--contexts",
-        4,
-        "--json",
-        "--out",
-        tmp_path / "run",
-    )
+    status, stdout, _ = call("survey", checkpoint("qwen3"), *of, "--json")
     assert status == 0
-    tables = json.loads(stdout)
+    assert (out / "arrays.safetensors").stat().st_mtime_ns == before  # done already, and not done again
+    tables = json.loads(stdout)  # JSON, and nothing else
     assert len(tables["layers"]) == 4
     assert len(tables["heads"]) == 12
     assert tables["layers"][0]["cosine_previous"] is None
@@ -117,9 +92,8 @@ def test_only_a_pass_over_a_text_keeps_freed_memory(name, keeps, tmp_path, monke
     assert bool(calls) == keeps
 
 
-def test_report_renders_a_run_again(checkpoint, text, tmp_path):
-    out = tmp_path / "run"
-    call("survey", checkpoint("gpt2"), "--corpus", text, "--length", 32, "--contexts", 4, "--out", out)
+def test_report_renders_a_run_again(surveyed, tmp_path):
+    out = shutil.copytree(surveyed, tmp_path / "run")
     page = out / "report" / "index.html"
     first = page.read_bytes()
     page.unlink()
@@ -196,11 +170,7 @@ def test_a_shell_can_complete_commands_and_options():
     assert completed("theodolite survey --dtype float") == {"float16", "float32", "float64"}
     assert "few-shot" in completed("theodolite survey --corpus f")
     assert completed("theodolite reproduce geometry/table1,sinks/trac") == {"geometry/table1,sinks/trace"}
-    assert set(EXPERIMENTS) | set(ALIASES) == set(NAMES) | set(PUBLISHED_ELSEWHERE)
-    assert list(EXPERIMENTS) == list(NAMES)  # in the order of the list
-    assert set(NAMES) < completed("theodolite reproduce") | completed("theodolite reproduce g") | completed(
-        "theodolite reproduce l"
-    ) | completed("theodolite reproduce s")
+    assert {*EXPERIMENTS, *ALIASES} <= completed("theodolite reproduce ")
 
 
 def test_reproduce_lists_what_there_is():
@@ -420,20 +390,19 @@ def wait_for(path: Path, process: Started) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
-def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, tmp_path):
+def test_a_stopped_survey_resumes_to_the_same_tables(checkpoint, text, tmp_path):
+    """At Ctrl-C; tests/chaos kills."""
     model = checkpoint("gpt2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    reading = ["--corpus", text, "--length", 32, "--batch", 1, "--contexts", 24]
+    reading = ["--corpus", text, "--length", 32, "--batch", 1, "--contexts", 12]
     assert call("survey", model, *reading, "--out", whole)[0] == 0
     process = Started(_survey_saving_always, "survey", model, *reading, "--out", parts, folder=tmp_path)
     wait_for(tmp_path / "parts.partial" / "progress.safetensors", process)
-    os.kill(process.pid, number)
+    os.kill(process.pid, signal.SIGINT)
     status, _, stderr = process.end()
-    assert status == (130 if number == signal.SIGINT else -9)
+    assert status == 130
     assert not parts.exists()
-    if number == signal.SIGINT:
-        assert "error: interrupted; rerun the command to resume" in stderr
+    assert "error: interrupted; rerun the command to resume" in stderr
     assert call("survey", model, *reading, "--out", parts)[0] == 0
     for name in (
         "layers.parquet",
@@ -454,9 +423,9 @@ def test_what_saves_no_progress_does_not_promise_to_resume(checkpoint, tmp_path,
     assert stderr.splitlines()[-1] == "error: interrupted"
 
 
-@pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize(
-    "after_the_passes", ["theodolite.passes.survey.tabulate", "theodolite.report.page.write_report"]
+    ("after_the_passes", "presses"),
+    [("theodolite.passes.survey.tabulate", 1), ("theodolite.report.page.write_report", 2)],
 )
 def test_ctrl_c_after_the_passes_ends_in_a_line_and_no_pass_is_made_again(
     after_the_passes, presses, checkpoint, text, tmp_path, monkeypatch
@@ -489,32 +458,33 @@ def test_ctrl_c_after_the_passes_ends_in_a_line_and_no_pass_is_made_again(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "text.txt"]
 
 
-def test_a_terminal_that_cannot_write_greek_gets_escapes(checkpoint, text, tmp_path):
+def test_a_terminal_that_cannot_write_greek_gets_escapes(surveyed, checkpoint, rows, monkeypatch):
     """Oracle: the same tables written as UTF-8."""
-    command = [sys.executable, "-m", "theodolite", "survey", str(checkpoint("gpt2")), "--corpus", str(text)]
-    command += ["--length", "16", "--contexts", "4", "--out", str(tmp_path / "run")]
-    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
-    table = subprocess.run(command, capture_output=True, env=ascii_only)
-    assert table.returncode == 0, table.stderr
-    assert rb"\u" in table.stdout
-    one, other = (
-        subprocess.run(
-            [*command, "--json"], capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding}
-        )
-        for encoding in ("ascii", "utf-8")
-    )
-    assert one.stdout.isascii()
-    assert json.loads(one.stdout) == json.loads(other.stdout)
+
+    def printed(encoding: str, *words: object) -> bytes:
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "argv", ["theodolite", *map(str, (*survey, *words))])
+        with redirect_stdout(stream), pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        stream.flush()
+        return stream.buffer.getvalue()
+
+    survey = ("survey", checkpoint("gpt2"), "--out", surveyed, "--length", 32)  # which is there already
+    survey += ("--corpus", rows, "--label-column", "kind", "--per-label", 2)
+    monkeypatch.setenv("COLUMNS", "40")  # so narrow that a table has ellipses
+    assert rb"\u" in printed("ascii")
+    one, other = (printed(encoding, "--json") for encoding in ("ascii", "utf-8"))
+    assert one.isascii()
+    assert json.loads(one) == json.loads(other)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_leaves_is_no_error(unbuffered):
+def test_a_reader_that_leaves_is_no_error():
     """Oracle: what other programs end with where `| head` has read enough."""
-    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     words = [sys.executable, "-m", "theodolite", "explain"]
     reading, writing = os.pipe()
     os.close(reading)
-    ended = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, env=environment)
+    ended = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 

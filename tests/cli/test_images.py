@@ -74,6 +74,7 @@ def test_outliers_of_images(model, images):
     assert found.numbers["length"] == 21
 
 
+@pytest.mark.slow
 def test_models_are_compared_on_images(model, images, tmp_path):
     other = vision.write("dinov2_registers", tmp_path / "other", seed=1)
     out = tmp_path / "compared"
@@ -114,6 +115,7 @@ def test_what_images_are_refused_for_is_one_line(model, images, tmp_path, argume
     assert line in " ".join(stderr.split())
 
 
+@pytest.mark.slow
 def test_the_tower_of_images_is_opened_for_images(images, tmp_path):
     folder = vision.write_clip(tmp_path / "clip")
     status, _, stderr = call("survey", folder, "--corpus", images, "--out", tmp_path / "run", "--json")

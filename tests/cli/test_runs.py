@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,23 +15,22 @@ from theodolite.passes.run import TABLES, Run
 from theodolite.system.run_folders import differences
 
 
-@pytest.fixture
-def runs(checkpoint, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(checkpoint, surveyed: Path, traced: Path, rows: Path, tmp_path_factory) -> Path:
     """Two surveys of different length and seed, and a trace."""
-    rows = [
-        {"text": f"row {number} of {label} " * 30, "kind": label} for label in "abc" for number in range(2)
-    ]
-    pd.DataFrame(rows).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
-    of = (checkpoint("gpt2"), "--corpus", tmp_path / "rows.jsonl", "--label-column", "kind")
-    folder = tmp_path / "runs"
-    for name, *options in (("one", "--length", 32), ("two", "--length", 24, "--seed", 3)):
-        balanced = ("--per-label", 2, "--out", folder / name)
-        status, _, stderr = call("survey", *of, *options, *balanced)
-        assert status == 0, stderr
-        assert "3 labels with 2 contexts each" in " ".join(stderr.split())
-    status, _, stderr = call("trace", *of, "--length", 32, "--contexts", 4, "--out", folder / "three <b>")
+    folder = tmp_path_factory.mktemp("made") / "runs"
+    shutil.copytree(surveyed, folder / "one")
+    shutil.copytree(traced, folder / "three <b>")
+    of = ("--corpus", rows, "--label-column", "kind", "--per-label", 2, "--length", 24, "--seed", 3)
+    status, _, stderr = call("survey", checkpoint("gpt2"), *of, "--out", folder / "two")
     assert status == 0, stderr
+    assert "3 labels with 2 contexts each" in " ".join(stderr.split())
     return folder
+
+
+@pytest.fixture
+def runs(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "runs")
 
 
 class Links(HTMLParser):
@@ -77,9 +77,9 @@ def test_runs_are_listed_with_what_differs(runs: Path, tmp_path: Path) -> None:
     assert (runs / "three <b>" / "report" / "index.html").read_text() == index  # no link to itself
 
 
-def test_tables_are_exported_as_csv(runs: Path, tmp_path: Path) -> None:
-    assert call("report", runs / "one", "--csv", tmp_path / "csv")[0] == 0
-    run = Run.load(runs / "one")
+def test_tables_are_exported_as_csv(surveyed: Path, tmp_path: Path) -> None:
+    run = Run.load(shutil.copytree(surveyed, tmp_path / "run"))
+    assert call("report", run.folder, "--csv", tmp_path / "csv")[0] == 0
     filled = {f"{name}.csv" for name in TABLES if len(getattr(run, name))}
     assert {file.name for file in (tmp_path / "csv").iterdir()} == filled >= {"layers.csv", "heads.csv"}
     for name in ("layers", "heads", "constituents"):
@@ -90,9 +90,9 @@ def test_tables_are_exported_as_csv(runs: Path, tmp_path: Path) -> None:
             )
 
 
-def test_a_folder_of_another_run_says_which_option_differs(runs: Path, checkpoint, tmp_path: Path) -> None:
-    of = ("--corpus", tmp_path / "rows.jsonl", "--label-column", "kind", "--per-label", 2)
-    again = (*of, "--out", runs / "one")
+def test_a_folder_of_another_run_says_which_option_differs(surveyed: Path, checkpoint, rows: Path) -> None:
+    of = ("--corpus", rows, "--label-column", "kind", "--per-label", 2)
+    again = (*of, "--out", surveyed)
     status, _, stderr = call("survey", checkpoint("gpt2"), *again, "--length", 24, "--seed", 3)
     assert status == 2
     assert "(--length 32 there, 24 now; --seed 0 there, 3 now)" in " ".join(stderr.split())
@@ -102,7 +102,7 @@ def test_a_folder_of_another_run_says_which_option_differs(runs: Path, checkpoin
     assert "options (the model" in " ".join(stderr.split())
     _, _, stderr = call("trace", checkpoint("gpt2"), *again, "--length", 32)
     assert "(survey there, trace now" in " ".join(stderr.split())
-    options = ("--corpus", tmp_path / "rows.jsonl", "--length", 32, "--contexts", 4, "--out", runs / "one")
+    options = ("--corpus", rows, "--length", 32, "--contexts", 4, "--out", surveyed)
     _, _, stderr = call("survey", checkpoint("gpt2"), *options)
     said = " ".join(stderr.split())
     assert "--contexts 6 there, 4 now" in said
@@ -117,18 +117,16 @@ def test_versions_are_told_apart() -> None:
     assert differences(there, now) == "--batch 0 there, 1 now; --stretches not given there, given now"
 
 
-def test_rules_are_not_overwritten(runs: Path, tmp_path: Path) -> None:
+def test_rules_are_not_overwritten(surveyed: Path, tmp_path: Path) -> None:
     out = tmp_path / "exclusions.json"
     out.write_text('{"schema_version": 1, "model": null, "corpus": null, "rules": []}')
     before = out.read_bytes()
-    status, _, stderr = call("exclude", runs / "one", "--out", out)
+    status, _, stderr = call("exclude", surveyed, "--out", out)
     assert status == 2
     assert "exists already, with other rules" in " ".join(stderr.split())
     assert out.read_bytes() == before
     out.unlink()
-    assert (
-        call("exclude", runs / "one", "--out", out)[0] == call("exclude", runs / "one", "--out", out)[0] == 0
-    )
+    assert call("exclude", surveyed, "--out", out)[0] == call("exclude", surveyed, "--out", out)[0] == 0
 
 
 def test_a_second_prompt_has_a_page_of_its_own(checkpoint, tmp_path: Path) -> None:

@@ -247,15 +247,6 @@ def test_the_term_that_a_model_was_pruned_to_is_read_from_its_folder(damaged, tm
         without_term(0, candidate, 0, 3)
 
 
-def test_no_term_is_taken_out_of_a_factored_checkpoint(damaged, tmp_path):
-    folder = tmp_path / "factored"
-    prune_model(open_model(damaged("random")), CORPUS, "oats", 0.5, iterations=2, out=folder, form="factored")
-    with pytest.raises(
-        UsageError, match="a factored checkpoint: a low-rank term is taken out of a merged one"
-    ):
-        without_term(0, candidates_of([str(folder)])[0], 0, None)
-
-
 def test_a_look_at_each_model_is_its_own(damaged, monkeypatch):
     monkeypatch.setattr(PROMPT_IDS, lambda model, prompt, shipped: IDS[0])
     candidates = candidates_of([str(damaged()), str(damaged("destroyed"))])

@@ -130,7 +130,7 @@ def test_pieces_give_the_tokens_of_the_whole(
 def words_with_merges() -> PreTrainedTokenizerFast:
     """A byte-level BPE with merges over spaces and letters, whose words must not be cut."""
     from theodolite.corpus.documents import Document
-    from theodolite.papers.training.embedded_text import Source, train_tokenizer
+    from theodolite_papers.training.embedded_text import Source, train_tokenizer
 
     text = "aab bba  ab\n ba\n\n abab bbbb aaaa  b a " * 20
     return PreTrainedTokenizerFast(

@@ -7,7 +7,7 @@ import pytest
 from theodolite.corpus.addition_task import CHARACTERS
 from theodolite.corpus.named import make_corpus
 from theodolite.errors import UsageError
-from theodolite.papers.training.task_models import character_tokenizer
+from theodolite_papers.training.task_models import character_tokenizer
 
 
 def test_additions_are_whole_at_full_length_and_cut_below() -> None:

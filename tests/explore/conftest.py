@@ -1,7 +1,10 @@
-"""What the page's tests share: a model with sinks, and surveys of tiny models of several families."""
+"""What the page's tests share: a model with sinks, surveys of tiny models of several families, and served pages."""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 import transformers
 
 from tests import checkpoints
+from tests.inputs.test_pages import HOSTILE
 from theodolite.corpus.corpus import Corpus
 from theodolite.explore.subject import Subject
 from theodolite.models import OpenModel, open_model
@@ -16,6 +20,7 @@ from theodolite.passes.survey import survey_heads
 
 SURVEYED = 32  # tokens per context
 PROMPT = "the cat sat on the mat"
+SINKS_PROMPT = "the theodolite reads the angle"
 
 
 def subject_of(name: str, model: OpenModel, length: int = SURVEYED) -> Subject:
@@ -38,7 +43,7 @@ def subject(opened):
 
 @pytest.fixture(scope="session")
 def sharp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 whose queries look far more sharply than random ones, so that it has sinks."""
+    """A GPT-2 whose queries look far more sharply than random ones, so that it has sinks; it has hostile tokens."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=2, n_embd=16, n_head=2, vocab_size=300, n_positions=64, bos_token_id=None, eos_token_id=None
@@ -49,10 +54,39 @@ def sharp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             block.attn.c_attn.weight.mul_(40)
     folder = tmp_path_factory.mktemp("sharp") / "sharp"
     model.save_pretrained(folder)
-    checkpoints.byte_tokenizer().save_pretrained(folder)
+    tokenizer = checkpoints.byte_tokenizer()
+    tokenizer.add_tokens(HOSTILE)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def sharp(sharp_folder: Path) -> Subject:
     return subject_of("sharp", open_model(sharp_folder), 64)
+
+
+@pytest.fixture(scope="session")
+def serving() -> Callable[..., str]:
+    """serving(subject, …) → the address of a page of theirs."""
+    pytest.importorskip("gradio")
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "True"  # the page says no, whatever the environment says
+    from theodolite.explore.server import application, serve
+    from theodolite.system.listening import listen
+
+    known: dict[tuple[str, ...], str] = {}
+
+    def address(*subjects: Subject) -> str:
+        names = tuple(subject.name for subject in subjects)
+        if names not in known:
+            ready = threading.Event()
+
+            def started(where: str) -> None:
+                known[names] = where
+                ready.set()
+
+            arguments = (application(subjects), listen(0), started)
+            threading.Thread(target=serve, args=arguments, daemon=True).start()
+            assert ready.wait(60)
+        return known[names]
+
+    return address

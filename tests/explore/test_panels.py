@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from base64 import b64decode
 from dataclasses import replace
 from typing import Any
 
@@ -13,56 +11,47 @@ import pytest
 import torch
 
 from tests import checkpoints
-from tests.explore.conftest import PROMPT, subject_of
+from tests.explore.conftest import PROMPT, SINKS_PROMPT, subject_of
 from theodolite.errors import UsageError
 from theodolite.explore import figures, panel_html, panels
 from theodolite.explore.evidence import evidence, roles_of, shares_line, spectrum_line
-from theodolite.explore.panels import PROMPT as ON_PROMPT
-from theodolite.explore.panels import TEXT, Selection, Switches
-from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids
+from theodolite.explore.panels import Shown
+from theodolite.explore.subject import MOST_CHARACTERS, check_pair, offered_prompts, prompt_ids
 from theodolite.explore.view import Sink, tag_colours
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
 from theodolite.report.data import opening_head
 
 
-def place(layer: int = 0, head: int = 0) -> Selection:
-    return Selection(layer, head, (ON_PROMPT, "entropy"))
-
-
-def cells(figure: str) -> tuple[dict[str, Any], np.ndarray]:
-    """The first trace of a heat map, and its numbers."""
-    trace = json.loads(figure)["data"][0]
-    z = np.frombuffer(b64decode(trace["z"]["bdata"]), trace["z"]["dtype"])
-    return trace, z.reshape([int(size) for size in trace["z"]["shape"].split(",")])
+def shown(subjects, prompt: str = PROMPT, layer: int = 0, head: int = 0) -> Shown:
+    return Shown(subjects, prompt_ids(subjects, prompt), layer, head)
 
 
 def test_the_attention_map_and_its_switches(sharp):
-    ids = prompt_ids([sharp], "the theodolite reads the angle")
-    layer, head = next(
-        (layer, head) for layer in range(2) for head in range(2) if sharp.view(ids, layer, head).sinks
+    at = next(
+        at
+        for at in (shown([sharp], SINKS_PROMPT, *place) for place in np.ndindex(2, 2))
+        if sharp.view(*at[1:]).sinks
     )
-    view = sharp.view(ids, layer, head)
-    at = place(layer, head)
-    trace, plain = cells(panels.attention([sharp], ids, at, Switches())[0])
-    np.testing.assert_allclose(plain, view.attention, atol=1e-7)
-    assert (trace["zmin"], trace["zmax"]) == (0, pytest.approx(np.nanmax(view.attention), rel=1e-5))
+    view = sharp.view(*at[1:])
+    trace = panels.attention(at)[0].data[0]
+    np.testing.assert_allclose(trace.z, view.attention, atol=1e-7)
+    assert (trace.zmin, trace.zmax) == (0, pytest.approx(np.nanmax(view.attention), rel=1e-5))
 
-    axis = json.loads(panels.attention([sharp], ids, at, Switches())[0])["layout"]["xaxis"]
-    marked = [at for at, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if "▼" in text]
+    axis = panels.attention(at)[0].layout.xaxis
+    marked = [tick for tick, text in zip(axis.tickvals, axis.ticktext, strict=True) if "▼" in text]
     assert marked == [sink.position for sink in view.sinks]
 
-    trace, logs = cells(panels.attention([sharp], ids, at, Switches(log=True))[0])
-    np.testing.assert_allclose(logs, np.log10(np.maximum(view.attention, 1e-5)), atol=1e-5)
-    assert trace["zmin"] == -5
-    assert trace["colorbar"]["ticktext"][0] == "≤ 1e-05"
+    trace = panels.attention(at, log=True)[0].data[0]
+    np.testing.assert_allclose(trace.z, np.log10(np.maximum(view.attention, 1e-5)), atol=1e-5)
+    assert trace.zmin == -5
 
-    trace, rest = cells(panels.attention([sharp], ids, at, Switches(hide_sinks=True))[0])
+    trace = panels.attention(at, hide_sinks=True)[0].data[0]
     hidden = [sink.position for sink in view.sinks]
-    assert np.isnan(rest[:, hidden]).all()
-    others = [key for key in range(len(ids)) if key not in hidden]
-    np.testing.assert_allclose(rest[:, others], view.attention[:, others], atol=1e-7)
-    assert trace["zmax"] == pytest.approx(np.nanmax(view.attention[:, others]), rel=1e-5)
+    assert np.isnan(trace.z[:, hidden]).all()
+    others = [key for key in range(len(at.ids)) if key not in hidden]
+    np.testing.assert_allclose(trace.z[:, others], view.attention[:, others], atol=1e-7)
+    assert trace.zmax == pytest.approx(np.nanmax(view.attention[:, others]), rel=1e-5)
 
 
 def test_labels_of_the_attention_map_do_not_touch(sharp):
@@ -89,21 +78,20 @@ def test_without_a_sink_the_first_token_is_hidden(sharp):
 
 
 def test_the_map_frames_the_head_and_names_what_can_be_shown(subject, sharp):
-    ids = prompt_ids([sharp], PROMPT)
-    drawn = json.loads(panels.head_map([sharp], ids, place(1, 0))[0])
-    frame = drawn["layout"]["shapes"][0]
-    assert (frame["x0"], frame["x1"], frame["y0"], frame["y1"]) == (-0.5, 0.5, 0.5, 1.5)
+    at = shown([sharp], PROMPT, 1, 0)
+    frame = panels.head_map(at, "prompt:entropy")[0].layout.shapes[0]
+    assert (frame.x0, frame.x1, frame.y0, frame.y1) == (-0.5, 0.5, 0.5, 1.5)
     offered = dict(panels.measures_of([sharp]))
     assert offered["this prompt · entropy"] == "prompt:entropy"
     assert offered["the text · induction"] == "text:induction"
     assert "this prompt · learned sink" not in offered
-    for value in offered.values():
-        where, _, column = value.partition(":")
-        assert panels.head_map([sharp], ids, Selection(0, 0, (where, column)))[0], value
+    assert all(panels.head_map(at, value)[0] for value in offered.values())
     assert "this prompt · learned sink" in dict(panels.measures_of([subject("gpt_oss")]))
     # No token comes twice: there is nothing to draw.
-    once = prompt_ids([sharp], "abcdefgh")
-    assert panels.head_map([sharp], once, Selection(0, 0, (ON_PROMPT, "same_token"))) == [""]
+    assert panels.head_map(shown([sharp], "abcdefgh"), "prompt:same_token") == [None]
+    expected = sharp.run.heads["entropy"].to_numpy().reshape(2, 2)
+    np.testing.assert_allclose(panels.head_map(at, "text:entropy")[0].data[0].z, expected, atol=1e-6)
+    assert np.abs(panels.head_map(at, "prompt:entropy")[0].data[0].z - expected).max() > 1e-3
 
 
 def test_evidence_has_the_numbers_and_the_thresholds(sharp):
@@ -149,14 +137,14 @@ def test_lines_on_spectrum_and_shares(subject):
 
 
 def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp):
-    ids = prompt_ids([sharp], "the theodolite reads the angle")
+    ids = prompt_ids([sharp], SINKS_PROMPT)
     views = [sharp.view(ids, layer, head) for layer in range(2) for head in range(2)]
     view = next(view for view in views if any(sink.caught for sink in view.sinks))
     tokens = tuple("<script>alert(1)</script>" if at == 2 else text for at, text in enumerate(view.tokens))
     said = panel_html.sinks_html(replace(view, tokens=tokens), 1.0)
     assert "<script>" not in said
     assert "&lt;script&gt;" in said
-    assert f'<b class="m">▼1</b>{view.tokens[view.sinks[0].position]}' in said
+    assert f"<b>▼1</b>{view.tokens[view.sinks[0].position]}" in said
     assert said.count("<sub>") == sum(sink.caught for sink in view.sinks)
     assert f"catches {view.sinks[0].caught} token" in said
     tags = sharp.constituents_and_tags(ids, view.layer, view.head).tags
@@ -166,8 +154,7 @@ def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp):
     assert "Cannot be shown: why &lt;not&gt;" in panel_html.tags_html(
         view, None, np.zeros((0, 3)), "why <not>"
     )
-    assert panel_html.message("a <b>") == '<p class="refused">a &lt;b&gt;</p>'
-    assert panel_html.message("") == ""
+    assert panel_html.refusal(UsageError("a <b>")) == "<p><b>a &lt;b&gt;</b></p>"
     no_sink = replace(view, sinks=(), group=np.full(len(ids), -1))
     assert "No sink" in panel_html.sinks_html(no_sink, 1.0)
 
@@ -184,13 +171,11 @@ def test_a_learned_sink_is_told(subject):
 
 def test_constituents_are_drawn_or_refused_with_the_reason(subject):
     own = subject("gpt2")
-    ids = prompt_ids([own], PROMPT)
-    figure, refused = panels.constituents([own], ids, place(), 1)[0]
+    (figure,), (refused,) = panels.constituents(shown([own]))
     assert refused == ""
-    assert len(json.loads(figure)["data"]) == 7  # position, context, two of both, constant, QK, attention
-    long = prompt_ids([own], "a" * 60)  # longer than the contexts of the survey
-    figure, refused = panels.constituents([own], long, place(), 1)[0]
-    assert figure == ""
+    assert len(figure.data) == 7  # position, context, two of both, constant, QK, attention
+    (figure,), (refused,) = panels.constituents(shown([own], "a" * 60))  # longer than the survey's contexts
+    assert figure is None
     assert "the decomposition has 32 positions and the prompt 60" in refused
     assert panels.windows(tuple(range(300))) == [
         ("positions 1 to 128", 1),
@@ -221,6 +206,8 @@ def test_prompts_that_cannot_be_shown(subject, sharp):
             prompt_ids([gpt2], prompt)
     with pytest.raises(UsageError, match=r"513 tokens long: at most 512 can be shown$"):
         prompt_ids([bloom], "a" * 513)
+    with pytest.raises(UsageError, match=rf"2,000,000 characters long: at most {MOST_CHARACTERS:,}"):
+        prompt_ids([bloom], "ab cd" * 400_000)  # before it is tokenized, which would take minutes
     assert len(prompt_ids([bloom], "a" * 512)) == 512
     assert prompt_ids([gpt2], "half \ud83d a pair") == prompt_ids([gpt2], "half ? a pair")
     untold = replace(gpt2, model=replace(gpt2.model, tokenizer=None))
@@ -270,31 +257,18 @@ def test_what_was_computed_is_kept(sharp, monkeypatch):
     assert sharp.read(ids) is not first  # only the last prompts are
 
 
-def test_measures_of_the_text_come_from_the_text(sharp):
-    ids = prompt_ids([sharp], PROMPT)
-    drawn = {}
-    for where in (ON_PROMPT, TEXT):
-        drawn[where] = cells(panels.head_map([sharp], ids, Selection(0, 0, (where, "entropy")))[0])[1]
-    expected = sharp.run.heads["entropy"].to_numpy().reshape(2, 2)
-    np.testing.assert_allclose(drawn[TEXT], expected, atol=1e-6)
-    assert np.abs(drawn[ON_PROMPT] - expected).max() > 1e-3
-
-
 def test_two_models_share_their_scales(subject):
     both = [subject("gpt2"), subject("llama3")]
-    ids = prompt_ids(both, PROMPT)
-    views = [own.view(ids, 1, 0) for own in both]
-    at, hidden = place(1, 0), Switches(hide_sinks=True)  # the first row has a 1 in any model
-    drawn = [json.loads(one)["data"][0] for one in panels.attention(both, ids, at, hidden)]
-    alone = [json.loads(panels.attention([own], ids, at, hidden)[0])["data"][0] for own in both]
+    at = shown(both, PROMPT, 1, 0)
+    views = [own.view(*at[1:]) for own in both]
+    # Without sinks, since the first row has a 1 in any model.
+    drawn = [figure.data[0] for figure in panels.attention(at, hide_sinks=True)]
     most = [np.nanmax(np.delete(view.attention, figures.hidden_keys(view), axis=1)) for view in views]
-    assert [trace["zmax"] for trace in alone] == pytest.approx(most, rel=1e-5)
-    assert [trace["zmax"] for trace in drawn] == pytest.approx([max(most)] * 2, rel=1e-5)
+    assert [trace.zmax for trace in drawn] == pytest.approx([max(most)] * 2, rel=1e-5)
     assert abs(most[0] - most[1]) > 1e-3
 
     for ends in (
-        [json.loads(one)["layout"][axis]["range"] for one in panels.spectrum(both, place(1, 0))]
-        for axis in ("xaxis", "yaxis")
+        [figure.layout[axis].range for figure in panels.spectrum(at)] for axis in ("xaxis", "yaxis")
     ):
         assert ends[0] == ends[1]
     values = np.concatenate([own.run.arrays["spectrum_data"][1, 0] for own in both])
@@ -302,18 +276,20 @@ def test_two_models_share_their_scales(subject):
     assert values[:, 1].min() - low == pytest.approx(0.06 * span, rel=1e-3)
     assert high - values[:, 1].max() == pytest.approx(0.06 * span, rel=1e-3)
 
-    parts = [json.loads(figure)["layout"] for figure, _ in panels.constituents(both, ids, place(1, 0), 1)]
+    parts = [figure.layout for figure in panels.constituents(at)[0]]
     for axis in ("coloraxis", "coloraxis2"):
-        assert parts[0][axis]["cmax"] == parts[1][axis]["cmax"]
+        assert parts[0][axis].cmax == parts[1][axis].cmax
 
     received = [np.nan_to_num(view.received) for view in views]
-    for said, own in zip(panels.sinks(both, ids, place(1, 0)), received, strict=True):
-        shades = [float(part.split('"')[0]) for part in said.split('style="--a:')[1:]]
-        np.testing.assert_allclose(shades, own / np.concatenate(received).max(), atol=0.0051)
+    for said, own in zip(panels.sinks(at), received, strict=True):
+        red = np.array([int(part.split(",")[0]) for part in said.split("background:rgb(")[1:]])
+        np.testing.assert_allclose(
+            (255 - red) / (255 - 197), own / np.concatenate(received).max(), atol=0.011
+        )
 
 
 def test_tags_of_a_turned_model_keep_their_colours(sharp):
-    ids = prompt_ids([sharp], "the theodolite reads the angle")
+    ids = prompt_ids([sharp], SINKS_PROMPT)
     tags = sharp.constituents_and_tags(ids, 1, 0).tags
     turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.manual_seed(0)))
     own, other = tag_colours([tags, replace(tags, scores=tags.scores @ turn)])

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from base64 import b64decode
-
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from tests import checkpoints, dense
-from tests.explore.conftest import PROMPT, SURVEYED
+from tests.explore.conftest import PROMPT, SINKS_PROMPT, SURVEYED
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.explore import panels
-from theodolite.explore.panels import Selection
+from theodolite.explore.panels import Shown
 from theodolite.explore.subject import prompt_ids
 from theodolite.explore.view import head_tags, read_prompt, tag_colours
 from theodolite.models import open_model
 from theodolite.passes.survey import survey, survey_heads
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
 
-FAMILIES = ["gpt2", "llama3", "gpt_oss", "bloom", "gemma2", "qwen3", "mistral", "bert"]
+FAMILIES = ["gpt2", "llama3", "gpt_oss", "bloom", "gemma2", "bert", "qwen3"]
 
 
 def eager_attention(folder, ids) -> list[np.ndarray]:
@@ -34,10 +31,14 @@ def eager_attention(folder, ids) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attention_is_the_models_own(family, subject, checkpoint):
+def test_attention_is_the_models_own_and_constituents_sum_to_its_logits(family, subject, checkpoint):
     own = subject(family)
     ids = prompt_ids([own], PROMPT)
     for layer, expected in enumerate(eager_attention(checkpoint(family), ids)):
+        split = own.constituents_and_tags(ids, layer, 0).split
+        logits = (split.logits.sum(dim=(1, 2)) + split.additive).numpy()
+        cap = split.inputs.softcap
+        logits = logits if cap is None else cap * np.tanh(logits / cap)
         for head, weights in enumerate(expected):
             view = own.view(ids, layer, head)
             np.testing.assert_allclose(np.nan_to_num(view.attention), weights, atol=2e-5)
@@ -46,24 +47,12 @@ def test_attention_is_the_models_own(family, subject, checkpoint):
                 assert np.isnan(view.attention[np.triu_indices(len(ids), 1)]).all()
             np.testing.assert_allclose(view.learned, np.clip(1 - weights.sum(1), 0, None), atol=2e-5)
             assert (view.learned > 1e-3).any() == (family == "gpt_oss")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_constituents_sum_to_the_logits_behind_that_attention(family, subject, checkpoint):
-    own = subject(family)
-    ids = prompt_ids([own], PROMPT)
-    for layer, expected in enumerate(eager_attention(checkpoint(family), ids)):
-        found = own.constituents_and_tags(ids, layer, 0).split
-        assert found is not None
-        logits = (found.logits.sum(dim=(1, 2)) + found.additive).numpy()
-        cap = found.inputs.softcap
-        logits = logits if cap is None else cap * np.tanh(logits / cap)
-        for head, weights in enumerate(expected):
             # A row's log-weights are its logits but for a constant.
-            seen = weights > 1e-5
-            for row in range(len(ids)):
-                told, there = logits[head, row, seen[row]], np.log(weights[row, seen[row]])
-                np.testing.assert_allclose(told - told.mean(), there - there.mean(), atol=3e-3)
+            for row, seen in enumerate(weights > 1e-5):
+                own_row, expected_row = logits[head, row, seen], np.log(weights[row, seen])
+                np.testing.assert_allclose(
+                    own_row - own_row.mean(), expected_row - expected_row.mean(), atol=3e-3
+                )
 
 
 def test_what_a_prompt_measures(subject, checkpoint):
@@ -83,7 +72,7 @@ def test_what_a_prompt_measures(subject, checkpoint):
 
 
 def test_sinks_and_whom_they_catch(sharp, sharp_folder):
-    ids = prompt_ids([sharp], "the theodolite reads the angle")
+    ids = prompt_ids([sharp], SINKS_PROMPT)
     length, least, found = len(ids), min(16, len(ids) / 4), 0
     for layer, expected in enumerate(eager_attention(sharp_folder, ids)):
         for head, weights in enumerate(expected):
@@ -118,7 +107,7 @@ def test_sinks_and_whom_they_catch(sharp, sharp_folder):
 
 
 def test_tags_by_hand(sharp, sharp_folder):
-    ids = prompt_ids([sharp], "the theodolite reads the angle")
+    ids = prompt_ids([sharp], SINKS_PROMPT)
     reference = transformers.GPT2Model.from_pretrained(sharp_folder, attn_implementation="eager").eval()
     with torch.no_grad():
         out = reference(torch.tensor([ids]), output_attentions=True, output_hidden_states=True)
@@ -151,12 +140,6 @@ def test_tags_by_hand(sharp, sharp_folder):
     assert tested
 
 
-def _drawn(figure: str) -> list[np.ndarray]:
-    """x and y of the first trace of a figure's JSON."""
-    trace = json.loads(figure)["data"][0]
-    return [np.frombuffer(b64decode(trace[axis]["bdata"]), trace[axis]["dtype"]) for axis in "xy"]
-
-
 def _sorted(values: np.ndarray) -> np.ndarray:
     return values[np.lexsort((values.imag.round(4), values.real.round(4)))]
 
@@ -185,14 +168,13 @@ def test_the_spectrum_is_that_of_the_whole_matrix(family, subject, checkpoint):
             q, k = w_q[:, 8 * head : 8 * head + 8], w_k[:, 8 * group : 8 * group + 8]
             whole = np.linalg.eigvals(q @ k.T @ covariance)
             expected = whole[np.argsort(-np.abs(whole))[:8]]  # the others are zero
-            x, y = _drawn(panels.spectrum([own], Selection(layer, head, ("text", "entropy")))[0])
-            got = x + 1j * y.astype(np.float64)
+            points = panels.spectrum(Shown([own], (), layer, head))[0].data[0]
+            got = points.x + 1j * points.y.astype(np.float64)
             np.testing.assert_allclose(_sorted(got), _sorted(expected), atol=1e-3 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "qwen3"])
-def test_the_survey_of_heads_is_part_of_the_whole_one(family, opened):
-    model = opened(family)
+def test_the_survey_of_heads_is_part_of_the_whole_one(opened):
+    model = opened("gpt_oss")
     corpus = Corpus.random_tokens(model.tokenizer, SURVEYED, 6, 0)
     brief, whole = survey_heads(model, corpus), survey(model, corpus)
     for column in brief.heads.columns:

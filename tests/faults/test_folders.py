@@ -1,23 +1,22 @@
-"""Disks that are full, folders that cannot be written, run folders that are not whole. Oracle: the disk itself."""
+"""Full disks, folders that cannot be written, run folders that are not whole, other numbers of threads."""
 
 from __future__ import annotations
 
 import ctypes
-import json
-import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from tests.slow import slow_but
+from tests.slow import chaos_but
 from theodolite.cli.app import app
 from theodolite.passes.run import TABLES, Run
 
@@ -67,7 +66,7 @@ def files_up_to(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("command", "size"),
-    slow_but([("survey", 3000)], [("survey", 3000), ("trace", 3000), ("prune", 3000), ("trace", 0)]),
+    chaos_but([("survey", 3000)], [("survey", 3000), ("trace", 3000), ("prune", 3000), ("trace", 0)]),
 )
 def test_a_disk_that_takes_no_more(command: str, size: int, words: list[object], tmp_path: Path) -> None:
     """Oracle: the run on a disk with space; the same command goes on once there is some."""
@@ -101,8 +100,8 @@ def without_overriding() -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are of Linux")
-@pytest.mark.parametrize("command", ["survey", "trace", "prune"])
-def test_a_read_only_folder(command: str, words: list[object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", chaos_but(["survey"], ["survey", "trace", "prune"]))
+def test_a_place_that_takes_nothing(command: str, words: list[object], tmp_path: Path) -> None:
     place = tmp_path / "locked"
     place.mkdir(mode=0o555)
     with without_overriding():
@@ -112,113 +111,57 @@ def test_a_read_only_folder(command: str, words: list[object], tmp_path: Path) -
     assert status == 1
     assert "cannot write" in one_error(stderr)
     assert list(place.iterdir()) == []
-
-
-@pytest.mark.parametrize("command", ["survey", "trace", "prune"])
-def test_a_folder_below_a_file(command: str, words: list[object], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    status, stderr = call(command, *words, "--out", tmp_path / "file" / "run")
+    status, stderr = call(command, *words, "--out", tmp_path / "text.txt" / "run")
     assert status in (1, 2)
-    assert "file" in one_error(stderr)
+    assert "text.txt" in one_error(stderr)
 
 
-@pytest.fixture(scope="module")
-def surveyed(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("surveyed")
-    (folder / "text.txt").write_text(TEXT)
-    words = ["--corpus", folder / "text.txt", "--length", 32, "--contexts", 4, "--out", folder / "run"]
-    assert call("survey", checkpoint("gpt2"), *words)[0] == 0
-    return folder / "run"
-
-
-DAMAGE = {
-    "removed": lambda path: path.unlink(),
-    "empty": lambda path: path.write_bytes(b""),
-    "cut in half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "rubbish": lambda path: path.write_bytes(os.urandom(500)),
-    "its header inverted": lambda path: path.write_bytes(
-        bytes(255 - byte for byte in path.read_bytes()[:64]) + path.read_bytes()[64:]
-    ),
-    "a folder": lambda path: (path.unlink(), path.mkdir()),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize(
-    "name", ["run.json", "arrays.safetensors", *(f"{table}.parquet" for table in TABLES)]
-)
-def test_a_run_that_is_not_whole(name: str, damage: str, surveyed: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(surveyed, folder)
-    if damage == "its header inverted" and not len(getattr(Run.load(folder), Path(name).stem, "some")):
-        pytest.skip("a table without rows has nothing there")
-    DAMAGE[damage](folder / name)
-    commands = [("report", folder)]
-    if name in ("run.json", "layers.parquet"):
-        commands += [
-            ("compare", surveyed, folder, "--out", tmp_path / "c"),
-            ("exclude", folder, "--out", tmp_path / "m"),
-        ]
-    for words in commands:
-        status, stderr = call(*words)
-        assert status == 2
-        assert str(folder) in one_error(stderr)
-
-
-OTHER = {
-    "null": b"null",
-    "a list": b"[]",
-    "a number": b"7",
-    "no version": b"{}",
-    "a version in words": b'{"schema_version": "three"}',
-    "a version of null": b'{"schema_version": null}',
-    "a version of 0": b'{"schema_version": 0}',
-    "only a version": b'{"schema_version": 3}',
-    "not UTF-8": b'{"schema_version": 3, "model": "\xff"}',
-    "nested deeply": b'{"a":' * 100_000,
-}
-
-
-@pytest.mark.parametrize("what", OTHER)
-def test_a_run_json_that_says_something_else(what: str, surveyed: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(surveyed, folder)
-    (folder / "run.json").write_bytes(OTHER[what])
-    status, stderr = call("report", folder)
-    assert status == 2
-    assert str(folder) in one_error(stderr)
+def _measured(model: Path, text: Path, out: Path) -> dict[str, bytes]:
+    reading = ["--corpus", text, "--length", 32, "--contexts", 4]
+    assert call("survey", model, *reading, "--out", out / "survey")[0] == 0
+    assert call("trace", model, *reading, "--out", out / "trace")[0] == 0
+    assert call("spectra", model, "--out", out / "spectra")[0] == 0
+    return contents(out)
 
 
 @pytest.mark.slow
-def test_another_seed_text_or_model_is_not_gone_on_with(
-    words: list[object], checkpoint, tmp_path: Path
-) -> None:
-    """Oracle: the progress that lies there is of one survey, and is left as it is when another one asks for it."""
-    code = (
-        "import sys, os, theodolite.passes.run as r; own = r.Workspace.save_progress\n"
-        "def save(self, notes, tensors): own(self, notes, tensors); os._exit(7)\n"
-        "r.Workspace.save_progress = save\n"
-        "import theodolite.passes.survey as s; s.survey.__wrapped__.__kwdefaults__['checkpoint_seconds'] = 0.0\n"
-        "from theodolite.cli.app import main; main()"
-    )
-    survey = ["survey", *words, "--batch", 1, "--out", tmp_path / "run"]
-    done = subprocess.run([sys.executable, "-c", code, *map(str, survey)], capture_output=True, check=False)
-    assert done.returncode == 7, done.stderr
-    progress = tmp_path / "run.partial" / "progress.safetensors"
-    before = progress.read_bytes()
-    (tmp_path / "other.txt").write_text(TEXT.replace("angle", "angel"))
-    others = (
-        [*survey, "--seed", 1],
-        [*survey, "--corpus", tmp_path / "other.txt"],
-        [*survey, "--dtype", "float64"],
-        ["survey", checkpoint("llama2"), *survey[2:]],
-    )
-    for other in others:
-        status, stderr = call(*other)
-        assert status == 2
-        assert "holds an unfinished survey of another model, corpus or options" in one_error(stderr)
-        assert progress.read_bytes() == before
-    assert call(*survey)[0] == 0
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["seed"] == 0
-    assert Run.load(tmp_path / "run").provenance["corpus"]["name"].endswith("text.txt")
-    assert not progress.parent.exists()
+def test_four_threads_change_last_digits_only(checkpoint, tmp_path: Path) -> None:
+    """Oracle: one thread. Spectra and traces keep their bytes; a survey, all its numbers to a millionth."""
+    text, threads, found = tmp_path / "text.txt", torch.get_num_threads(), []
+    text.write_text(TEXT)
+    try:
+        for number in (1, 4):
+            torch.set_num_threads(number)
+            found.append(_measured(checkpoint("gpt2"), text, tmp_path / str(number)))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) > 20
+    changed = {name.partition("/")[0] for name in found[0] if found[0][name] != found[1][name]}
+    assert changed <= {"survey"}
+    one, four = (Run.load(tmp_path / number / "survey") for number in "14")
+    for name in TABLES:
+        for column, values in getattr(one, name).select_dtypes("float").items():
+            got = getattr(four, name)[column]
+            pd.testing.assert_series_equal(got, values, rtol=0, atol=1e-6 * values.abs().max())
+
+
+DAMAGE = {
+    "run.json": lambda path: path.unlink(),
+    "arrays.safetensors": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "layers.parquet": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+def test_a_run_that_is_not_whole(checkpoint, words: list[object], tmp_path: Path) -> None:
+    """Of each kind of file one; `make chaos` has all of them and every kind of damage."""
+    run, folder = tmp_path / "run", tmp_path / "damaged"
+    assert call("survey", *words, "--out", run)[0] == 0
+    for name, damage in DAMAGE.items():
+        shutil.copytree(run, folder)
+        damage(folder / name)
+        for command in (("report", folder), ("compare", run, folder, "--out", tmp_path / "page")):
+            status, stderr = call(*command)
+            assert status == 2
+            assert str(folder) in one_error(stderr)
+        shutil.rmtree(folder)

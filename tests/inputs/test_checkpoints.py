@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.inputs import hostile
-from tests.slow import slow_but
+from tests.slow import chaos_but
 from theodolite.cli.app import app
 
 MOST_MEGABYTES = 450
@@ -51,7 +51,7 @@ def errors_of(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
-@pytest.mark.parametrize("name", slow_but(OF_EACH_KIND, [*hostile.HOSTILE, *hostile.HARMLESS]))
+@pytest.mark.parametrize("name", chaos_but(OF_EACH_KIND, [*hostile.HOSTILE, *hostile.HARMLESS]))
 def test_hostile_checkpoints(name: str, checkpoint, tmp_path: Path) -> None:
     folder = hostile.write(name, checkpoint("gpt2"), tmp_path / "model")
     text = tmp_path / "text.txt"

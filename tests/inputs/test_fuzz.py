@@ -104,6 +104,7 @@ def expect_one_line(words: list[str]) -> None:
         assert "--debug" not in result.stderr, (words, "was not foreseen", result.stderr)
 
 
+@pytest.mark.chaos
 @pytest.mark.filterwarnings("ignore")
 @few
 @given(data=st.data())
@@ -153,6 +154,7 @@ OPTIONS = {
 FLAGS = {"--json", "--stretches"}
 
 
+@pytest.mark.chaos
 @pytest.mark.filterwarnings("ignore")
 @settings(few, max_examples=12)
 @given(data=st.data())

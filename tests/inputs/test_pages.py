@@ -101,6 +101,7 @@ def shown(page: Path, folder: Path) -> tuple[str, str]:
     return done.stdout.decode("utf-8", "replace"), log.read_text(encoding="utf-8", errors="replace")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 def test_what_a_token_says_is_not_run(pages: list[Path], tmp_path: Path) -> None:
     assert len(pages) >= 4
@@ -115,6 +116,7 @@ def test_what_a_token_says_is_not_run(pages: list[Path], tmp_path: Path) -> None
         assert HOST not in log, page
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 def test_this_browser_would_run_it(tmp_path: Path) -> None:
     """The test above can fail: the same text in a page without our escapes is run, and fetched."""

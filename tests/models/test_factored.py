@@ -1,21 +1,16 @@
-"""Sparse and low-rank matrices as bytes and as layers, against the dense ones."""
+"""Sparse and low-rank matrices as bytes, against the dense ones."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from theodolite.errors import WorkError
 from theodolite.models.factored import (
-    PackedLinear,
     PrunedMatrix,
-    SparseLowRankLinear,
     packed,
     read_matrices,
     unpacked,
@@ -93,45 +88,13 @@ def test_a_damaged_file_is_refused(tmp_path):
         read_matrices(path)
 
 
-@pytest.mark.parametrize("bias", [None, nn.Parameter(torch.arange(7.0))], ids=["no bias", "bias"])
-def test_the_layer_is_that_of_the_merged_matrices(bias):
-    """Oracle: rows put in their places one by one, S + L R in float64."""
-    pieces = _pieces()
-    weight = torch.zeros(7, 5, dtype=torch.float64)
-    for piece in pieces:
-        for row, place in enumerate(piece.rows):
-            weight[place] = piece.sparse[row]
-            if piece.left is not None:
-                weight[place] += piece.left[row].double() @ piece.right.double()
-    layer = SparseLowRankLinear(pieces, bias)
-    inputs = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
-    expected = inputs.double() @ weight.T + (0 if bias is None else bias.double())
-    torch.testing.assert_close(layer(inputs).double(), expected, rtol=1e-5, atol=1e-5)
-    assert (layer.weight == 0).sum() == 4 + 5
-    for piece in pieces:
-        merged = torch.stack([weight[row] for row in piece.rows]).float()
-        torch.testing.assert_close(piece.merged(), merged, rtol=1e-6, atol=1e-6)
-    assert (layer.in_features, layer.out_features) == (5, 7)
-
-
-def test_a_packed_layer_is_the_same_layer_and_holds_what_is_not_zero():
-    """Oracle: the layer that is not packed, bit by bit."""
-    pieces = _pieces()
-    inputs = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
-    for dtype in (torch.float32, torch.bfloat16):
-        layer, small = SparseLowRankLinear(pieces, None).to(dtype), PackedLinear(pieces, None).to(dtype)
-        assert torch.equal(small(inputs.to(dtype)), layer(inputs.to(dtype)))
-        assert torch.equal(small.weight, layer.weight[layer.weight != 0])
-        assert small.bits.numel() == 5  # of 35 entries
-
-
-def test_a_layer_of_one_sparse_matrix_does_one_product():
-    """Oracle: `nn.functional.linear`, bit by bit."""
-    piece = PrunedMatrix("mlp.fc", "block.fc.weight", None, 0, None, torch.eye(3, 5))
-    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
-    layer = SparseLowRankLinear([piece], None)
-    assert layer.order is None
-    assert torch.equal(layer(inputs), nn.functional.linear(inputs, torch.eye(3, 5)))
+def test_a_matrix_is_the_sum_of_its_parts_rounded_once():
+    """Oracle: S + L R in float64."""
+    sum_of_parts, sparse_alone = (piece.merged() for piece in _pieces())
+    first, second = _pieces()
+    by_hand = first.sparse.double() + first.left.double() @ first.right.double()
+    assert torch.equal(sum_of_parts, by_hand.float())
+    assert torch.equal(sparse_alone, second.sparse)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +118,3 @@ def test_parts_that_do_not_belong_together_are_refused(change, said, tmp_path):
     write_checked(path, tensors, notes)
     with pytest.raises(WorkError, match=rf"block\.safetensors is damaged: .*{said}"):
         read_matrices(path)
-
-
-@pytest.mark.parametrize("rows", [[6, 0, 2, 7], [-1, 0, 2, 4], [6, 0, 2, 2]])
-def test_rows_are_every_output_once(rows):
-    first, second = _pieces()
-    with pytest.raises(ValueError, match=r"q/rows, mlp\.fc\.3/rows are not every output once"):
-        SparseLowRankLinear([replace(first, rows=torch.tensor(rows)), second], None)

@@ -12,7 +12,6 @@ from torch import nn
 from tests.prune.families import opened_anew
 from theodolite.errors import WorkError
 from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
-from theodolite.passes.packed_states import packed, unpacked
 from theodolite.prune.methods import factor_hessian
 from theodolite.prune.moments import InputMoments, Moments
 
@@ -139,28 +138,3 @@ def test_a_matrix_that_is_multiplied_by_no_vectors_has_seen_none(damping):
     found = moments.of(matrix)
     assert found.count == 0
     assert torch.equal(found.diagonal, torch.ones(2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-@pytest.mark.parametrize("damping", [None, 0.1], ids=["diagonal", "full"])
-def test_sums_that_were_made_elsewhere_are_merged(damping, family, tmp_path):
-    """Oracle: one process that sums the same parts; for diagonals to the byte. States travel as they do on Ray."""
-    model = opened_anew(family, tmp_path)
-    matrices = block_matrices(model)[0]
-    here, merged = (InputMoments(matrices, damping) for _ in range(2))
-    with one_expert_at_a_time(model.hf):
-        for ids in _ids(contexts=7).split(2):  # the last part is smaller
-            part = InputMoments(matrices, damping)
-            for moments in (here, part):
-                with torch.inference_mode(), moments.collecting():
-                    model.hf.base_model(input_ids=ids, use_cache=False)
-                moments.end_part()
-            merged.merge(unpacked(packed(part.state())))
-    assert merged.together(matrices) == here.together(matrices)
-    for matrix in matrices:
-        ours, theirs = here.of(matrix), merged.of(matrix)
-        assert ours.count == theirs.count
-        if damping is None:
-            assert torch.equal(ours.diagonal, theirs.diagonal)
-        else:
-            np.testing.assert_allclose(gram_of(theirs), gram_of(ours), rtol=1e-9, atol=1e-12)

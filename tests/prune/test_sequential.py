@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.models.block_matrices import one_expert_at_a_time
 from theodolite.models.structure import first_tensor
-from theodolite.prune.sequential import BlockByBlock, shards
+from theodolite.prune.sequential import BlockByBlock
 
 
 def corpus_of(contexts: int = 5, length: int = 24) -> Corpus:
@@ -138,7 +136,7 @@ def test_a_block_that_was_changed_behind_its_back_is_noticed_at_the_end(tmp_path
         stream.verify_end()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "gemma2", "mixtral"])
 def test_contexts_of_unlike_lengths_enter_each_block_as_in_a_pass_of_their_own(family, tmp_path):
     """Oracle: a hook in a whole pass over each context alone."""
     model = opened_anew(family, tmp_path)
@@ -161,33 +159,3 @@ def test_contexts_of_unlike_lengths_enter_each_block_as_in_a_pass_of_their_own(f
             if layer + 1 < model.layers:
                 stream.advance(layer)
         stream.verify_end()
-
-
-@pytest.mark.parametrize(("contexts", "batch"), [(39, 2), (1, 4), (8, 8), (128, 2), (33, 1)])
-def test_shards_are_all_batches_once_and_of_about_equal_length(contexts, batch):
-    corpus = Corpus.random_tokens(300, 8, contexts)
-    whole = shards(corpus, batch)
-    assert list(itertools.chain(*whole)) == list(corpus.batches(batch))
-    sizes = {len(shard) for shard in whole}
-    assert len(whole) == min(16, -(-contexts // batch))
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_some_shards_are_read_alone(tmp_path):
-    """Oracle: the hidden states of these contexts in a stream over all of them."""
-    model, corpus = opened_anew("gpt2", tmp_path), corpus_of()
-    seen: list[torch.Tensor] = []
-    whole, part = (BlockByBlock(model, corpus, 2, lambda: None, only=only) for only in (None, [2, 1]))
-    model.structure.blocks[1].register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(first_tensor(args, kwargs).clone()), with_kwargs=True
-    )
-    for stream in (whole, part):
-        stream.advance(0)
-        seen.clear()
-        stream.read(1, 2)
-        stream.read(1, 1)
-        found = list(seen)
-        if stream is whole:
-            expected = found
-    assert len(found) == len(expected) >= 2
-    assert all(map(torch.equal, found, expected))

@@ -17,8 +17,9 @@ from tests.slow import slow_but
 from theodolite import compare
 from theodolite.comparison.page import experiment_of
 from theodolite.comparison.page import outcome as compared
-from theodolite.papers import EXPERIMENTS, Study, write_index, write_outcome
 from theodolite.passes.run import Run
+from theodolite.report.outcome_page import write_index, write_outcome
+from theodolite_papers import EXPERIMENTS, Study
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (the dev extra)")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")

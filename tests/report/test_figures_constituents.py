@@ -18,11 +18,11 @@ from theodolite.passes.run import Run
 from theodolite.report import figures, style
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing.constituents import PANELS, attributed
-from theodolite.report.drawing.theory import TILE_HEADROOM, positional_tiles
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.exhibits.constituents import CONSTITUENT_EXHIBITS
 from theodolite.report.payload import figure_json
 from theodolite.report.published import LOW_FREQUENCY_QK
+from theodolite_papers.drawing.theory import TILE_HEADROOM, positional_tiles
 
 
 def with_bias(run: Run) -> Run:

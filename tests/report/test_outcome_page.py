@@ -13,11 +13,11 @@ from tests.report.synthetic import HOSTILE
 from tests.report.test_page import Reader
 from theodolite.errors import WorkError
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent
-from theodolite.papers import EXPERIMENTS, Study, write_index, write_outcome
-from theodolite.papers.claims import claims
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome, Reading
-from theodolite.report.outcome_page import tally
+from theodolite.report.outcome_page import tally, write_index, write_outcome
+from theodolite_papers import EXPERIMENTS, Study
+from theodolite_papers.experiment import claims
 
 CLAIMS = replace(
     claims(

@@ -15,10 +15,10 @@ from tests.report.drawn import drawn, finite
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
-from theodolite.papers.catch_tag_release.prompt_sinks import explained_by_place, judge_places, show_prompt
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.prompt import LEFT_OUT, PromptTrace, trace_prompt
+from theodolite_papers.catch_tag_release.prompt_sinks import explained_by_place, judge_places, show_prompt
 
 LENGTH = 24
 IDS = torch.randint(0, 50, (LENGTH,), generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import theodolite
 from theodolite.corpus.documents import python_topics
 from theodolite.models import open_weights
-from theodolite.papers.training.models import EmbeddedConfig, embedded_model
 from theodolite.system import embedded
+from theodolite_papers.training.models import EmbeddedConfig, embedded_model
 
 
 def test_the_embedded_model_has_one_name():

@@ -11,9 +11,9 @@ import torch
 
 from tests import checkpoints
 from theodolite.models import open_model, open_streamed
-from theodolite.papers.localization.locater_training import Recipe
-from theodolite.papers.training.models import EmbeddedConfig
 from theodolite.system.processor import multiplies_halves
+from theodolite_papers.localization.locater_training import Recipe
+from theodolite_papers.training.models import EmbeddedConfig
 
 
 def processor(monkeypatch: pytest.MonkeyPatch, machine: str, capability: str) -> None:

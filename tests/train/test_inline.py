@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from transformers import AttentionInterface, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
@@ -291,9 +290,6 @@ def over_two(kind: str) -> nn.Module:
     model, mesh = model_of("mistral"), init_device_mesh("cpu", (2,))
     if kind == "DDP":
         return nn.parallel.DistributedDataParallel(model)
-    if kind == "FSDP1":
-        blocks = ModuleWrapPolicy({type(model.model.layers[0])})
-        return FullyShardedDataParallel(model, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
     for layer in model.model.layers:
         if kind == "FSDP2":
             fully_shard(layer, mesh=mesh)
@@ -323,7 +319,7 @@ def looked_at_together(rank: int, folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["DDP", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("FSDP1", "FSDP2", "heads"))],
+    ["DDP", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("FSDP2", "heads"))],
 )
 def test_the_micro_batches_of_two_processes_are_one_look(kind, tmp_path):
     with socket.socket() as free:

@@ -22,7 +22,7 @@ from theodolite.train.alarms import alarm_lines
 from theodolite.train.callbacks import GeometryCallback
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning, scalars
 
-DOCS = Path(__file__).parents[2] / "docs" / "watch.md"
+DOCS = Path(__file__).parents[2] / "docs" / "monitor.md"
 Logged = dict[str, list[tuple[int, Any]]]
 """Values and texts by name, each with its step."""
 
@@ -144,7 +144,7 @@ def test_numbers_and_alarms_reach_the_trainer_s_loggers(tmp_path, logger):
 
 
 def documented(logger: str) -> str:
-    """What docs/watch.md tells to write at a look, for a logger of one's own loop."""
+    """What docs/monitor.md tells to write at a look, for a logger of one's own loop."""
     (row,) = re.findall(rf"^\| {logger} \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
     return "\n".join(re.findall(r"`([^`]+)`", row))
 

@@ -14,20 +14,18 @@ import typer
 from theodolite import __version__
 from theodolite.cli.commands import RayCommand, with_option_groups
 from theodolite.cli.compare import compare_command
+from theodolite.cli.entry_points import add_commands
 from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
 from theodolite.cli.prune import prune_command
 from theodolite.cli.report import report_command
-from theodolite.cli.reproduce import reproduce_command
 from theodolite.cli.runs import runs_command
 from theodolite.cli.screen import escape_unwritable, refuse_lost_folder, show_tracebacks
 from theodolite.cli.spectra import spectra_command
 from theodolite.cli.survey import survey_command
 from theodolite.cli.trace import trace_command
-from theodolite.cli.train import training
-from theodolite.cli.watch import watch_command
 
 app = typer.Typer(
     help="Survey the geometry of attention: where position and context live, which heads localize or collapse, "
@@ -37,7 +35,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # else "[default: …]" would be taken for markup, and vanish
 )
-app.add_typer(training, name="train")
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,13 +66,12 @@ app.command("trace")(with_option_groups(trace_command))
 app.command("exclude")(exclude_command)
 app.command("report")(report_command)
 app.command("runs")(runs_command)
-app.command("prune", cls=RayCommand)(with_option_groups(prune_command))
+app.command("prune")(with_option_groups(prune_command))
 app.command("compare")(with_option_groups(compare_command))
 app.command("evaluate")(with_option_groups(evaluate_command))
 app.command("explore")(with_option_groups(explore_command))
-app.command("watch")(watch_command)
-app.command("reproduce")(with_option_groups(reproduce_command))
 app.command("explain")(explain_command)
+add_commands(app)
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from theodolite.system.choices import DTYPES, FORMS, METHODS, QUANTISERS
-from theodolite.system.experiment_names import NAMES, PUBLISHED_ELSEWHERE
+from theodolite.prune.options import FORMS, METHODS
+from theodolite.system.choices import DTYPES
 
 Completion = Callable[[str], list[str]]
 
@@ -13,14 +13,6 @@ Completion = Callable[[str], list[str]]
 def one_of(choices: Iterable[str]) -> Completion:
     """A completion of one word."""
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
-
-
-def experiments(incomplete: str) -> list[str]:
-    """Names of experiments and of their groups; the last of several with commas between them."""
-    before, comma, last = incomplete.rpartition(",")
-    groups = dict.fromkeys(name.partition("/")[0] for name in NAMES)
-    offered = one_of([*groups, *NAMES, *PUBLISHED_ELSEWHERE])(last)
-    return [before + comma + name for name in offered]
 
 
 def corpora(incomplete: str) -> list[str]:
@@ -31,5 +23,5 @@ def corpora(incomplete: str) -> list[str]:
 
 
 dtypes = one_of(DTYPES)
-methods = one_of(dict.fromkeys((*METHODS, *QUANTISERS)))
+methods = one_of(METHODS)
 forms = one_of(FORMS)

@@ -5,9 +5,12 @@ Nothing is measured here, and nothing heavy is imported.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
     from theodolite.explore.subject import Subject
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
+
+_GRADIO = dict.fromkeys(("GRADIO_ANALYTICS_ENABLED", "GRADIO_MCP_SERVER", "GRADIO_SSR_MODE"), "False") | {
+    "HF_HUB_DISABLE_TELEMETRY": "1"
+}
+"""Nothing is sent, and nothing served but the page."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,10 @@ def explore_command(
         opening.check(*names)
         text.check()
 
-        from theodolite.explore.telemetry import disable_telemetry, temporary_folder
-
-        disable_telemetry()
-        with temporary_folder():
+        if importlib.util.find_spec("gradio") is None:
+            raise UsageError("the page needs gradio: pip install 'theodolite[explore]'")
+        with TemporaryDirectory(prefix="theodolite-explore-") as folder:  # what gradio writes
+            os.environ |= _GRADIO | {"GRADIO_TEMP_DIR": folder}  # before it is imported
             from theodolite.explore.server import application, serve
             from theodolite.explore.subject import check_pair
             from theodolite.system.listening import listen

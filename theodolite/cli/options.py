@@ -344,19 +344,19 @@ def finish(run: Run, page: Path | None, as_json: bool) -> None:
 
 def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
     """Write and show the page of a trace, or print its tables as JSON, and say where it is."""
-    from theodolite.papers.catch_tag_release.traced_sinks import show_trace, traced
-    from theodolite.papers.command import show_outcome
     from theodolite.report.outcome import Outcome
     from theodolite.report.outcome_page import write_index, write_outcome
+    from theodolite.report.sink_trace import TRACE, show_trace
+    from theodolite.report.terminal import show_outcome
 
     outcome = Outcome()
     show_trace(outcome, run)
-    page = write_outcome(traced, outcome, run.provenance, folder / "report")
+    page = write_outcome(TRACE, outcome, run.provenance, folder / "report")
     write_index(folder / "report")
     if as_json:
         _print_tables(run)
     else:
-        show_outcome(traced, outcome, Console(soft_wrap=True))
+        show_outcome(TRACE, outcome, Console(soft_wrap=True))
     say_where(page, as_json)
 
 

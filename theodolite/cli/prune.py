@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -14,7 +12,6 @@ import typer
 from rich.console import Console
 
 from theodolite.cli import completion
-from theodolite.cli.cluster import Cluster
 from theodolite.cli.options import (
     AsJson,
     Batch,
@@ -26,10 +23,10 @@ from theodolite.cli.options import (
 )
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
+from theodolite.prune.options import DAMPING, RANK_RATIO, PruningOptions
 from theodolite.system.choices import refuse_unread
 from theodolite.system.interrupt import interruptible
 from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
-from theodolite.system.pruning_options import DAMPING, GROUP, RANK_RATIO, PruningOptions
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
@@ -60,7 +57,7 @@ class _Pruning:
     method: Annotated[
         str,
         typer.Option(
-            help="oats, sparsegpt, wanda or magnitude; with --bits oats, gptq or round.",
+            help="oats, sparsegpt, wanda or magnitude.",
             autocompletion=completion.methods,
         ),
     ] = "oats"
@@ -70,34 +67,20 @@ class _Pruning:
             help="Share of entries removed: one number, or one per block with commas [default: 0.5, or the pattern's]."
         ),
     ] = None
-    sparsity_by: Annotated[
-        str | None,
-        typer.Option(
-            help="owl or tags: blocks with more outliers, or whose sinks tag more, keep more; --sparsity is the mean."
-        ),
-    ] = None
     pattern: Annotated[
         str | None,
         typer.Option(help="N:M sparsity such as 2:4: at most 2 of every 4 consecutive inputs are kept."),
     ] = None
-    bits: Annotated[
-        int | None, typer.Option(help="Quantise to 8, 4 or 3 bits, instead of removing entries.")
-    ] = None
-    group: Annotated[
-        int | None,
-        typer.Option(help=f"With --bits: inputs that share a scale; 0: all of an output [default: {GROUP}]."),
-    ] = None
     rank_ratio: Annotated[
         float | None,
         typer.Option(
-            help="oats only: share of the kept parameters (with --bits: bytes) in the low-rank part "
-            f"[default: {RANK_RATIO}]."
+            help=f"oats only: share of the kept parameters in the low-rank part [default: {RANK_RATIO}]."
         ),
     ] = None
     damping: Annotated[
         float | None,
         typer.Option(
-            help="sparsegpt, and with --bits gptq and oats: added to the Hessian's diagonal, as a share of its mean "
+            help="sparsegpt only: added to the Hessian's diagonal, as a share of its mean "
             f"[default: {DAMPING}]."
         ),
     ] = None
@@ -111,60 +94,39 @@ class _Pruning:
         str | None,
         typer.Option(help="Globs of matrices that stay dense, with commas: mlp.down_proj,model.layers.0.*"),
     ] = None
-    recover: Annotated[
-        int | None,
-        typer.Option(
-            help="--format adapter only: steps in which the low-rank parts are trained on nine tenths of the text."
-        ),
-    ] = None
-    recipe: Annotated[
-        Path | None,
-        typer.Option(
-            help="YAML file with skip, and sparsity and rank_ratio by name: {mlp.*: 0.6, 11.*: 0.3}."
-        ),
-    ] = None
     form: Annotated[
         str,
         typer.Option(
             "--format",
-            help="merged (for transformers), adapter (low-rank parts for PEFT), compressed (packed bits, for servers) "
-            "or factored (smaller, for theodolite).",
+            help="merged (for transformers), adapter (low-rank parts for PEFT) or factored (smaller, for theodolite).",
             autocompletion=completion.forms,
         ),
     ] = "merged"
     errors: Annotated[
         bool,
-        typer.Option(
-            "--errors", help="magnitude and round only: run the text too, for the errors of outputs."
-        ),
+        typer.Option("--errors", help="magnitude only: run the text too, for the errors of outputs."),
     ] = False
-    devices: Annotated[
-        str | None,
-        typer.Option(help="Devices that share the matrices of a block, with commas: cuda:0,cuda:1"),
-    ] = None
 
-    def options(self, *, streamed: bool, on_ray: bool, **others: Any) -> PruningOptions:
+    def options(self, *, streamed: bool, **others: Any) -> PruningOptions:
         """With those that stand elsewhere on the command line, checked.
 
         Raises:
             UsageError: as `PruningOptions.checked`; an option that would be ignored, or one that cannot be read.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
-        given |= {"sparsity": self._sparsity(), "skip": _names(self.skip), "devices": _names(self.devices)}
-        options = PruningOptions(**given, **others).checked(streamed=streamed, on_ray=on_ray)
+        given |= {"sparsity": self._sparsity(), "skip": _names(self.skip)}
+        options = PruningOptions(**given, **others).checked(streamed=streamed)
         of_oats = {"--rank-ratio": self.rank_ratio, "--exact": self.exact or None}
         unread = {} if self.method == "oats" else of_oats
-        unread |= {} if options.needs_full_moments else {"--damping": self.damping}
+        unread |= {} if self.method == "sparsegpt" else {"--damping": self.damping}
         refuse_unread(f"{self.method} has no such option", unread)
-        if self.bits is None:
-            refuse_unread("nothing is quantised without --bits", {"--group": self.group})
         if options.weighs_inputs:
             refuse_unread(f"{self.method} reads the text anyway", {"--errors": self.errors or None})
         return options
 
     def _sparsity(self) -> float | list[float] | None:
         if self.sparsity is None:
-            return None if self.pattern or self.bits is not None else 0.5
+            return None if self.pattern else 0.5
         try:
             numbers = [float(part) for part in self.sparsity.split(",")]
             return numbers if "," in self.sparsity else numbers[0]
@@ -187,21 +149,16 @@ def prune_command(
     as_json: AsJson = False,
     batch: Batch = None,
     opening: Opening,
-    cluster: Cluster,
 ) -> None:
     """Prune a model layer by layer, each block calibrated on the pruned ones before it, and write the checkpoint.
 
     All linear layers inside the blocks are pruned, Q, K and V separately; embeddings, head, norms and routers are not.
-    With --bits they are quantised instead.
     If interrupted, rerun the command to resume.
 
     Example: theodolite prune gpt2 --method oats --sparsity 0.5 --corpus notes.txt --out gpt2-oats
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        options = how.options(
-            streamed=stream, on_ray=cluster.ray is not None, out=out, batch=batch, seed=text.seed
-        )
-        opening = cluster.opening(opening)
+        options = how.options(streamed=stream, out=out, batch=batch, seed=text.seed)
         opening.check(model)
         text.check()
         _refuse_existing(out, model)
@@ -219,12 +176,7 @@ def prune_command(
                 if done == total:
                     show(WRITING, 0, 1)
 
-            prune: Callable[..., Pruned] = prune_model
-            if cluster.ray is not None:
-                from theodolite.prune.ray_pruning import prune_on_ray
-
-                prune = partial(prune_on_ray, address=cluster.ray, actors=cluster.actors, say=say_dimly)
-            pruned = prune(
+            pruned = prune_model(
                 opened,
                 corpus,
                 **vars(options),
@@ -257,8 +209,8 @@ def _refuse_existing(out: Path, model: str | None) -> None:
 
 def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
     """Show the result or print it as JSON, and say where the checkpoint and the report are."""
-    from theodolite.papers.command import show_outcome
     from theodolite.report.pruned_model import PRUNING, pruned_outcome, short_of_tokens
+    from theodolite.report.terminal import show_outcome
     from theodolite.system.checksums import read_json_checked
     from theodolite.system.wording import counted, listed
 

@@ -20,7 +20,6 @@ from theodolite.comparison.audit import SHAPE, check_lengths
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.factored import is_factored
 from theodolite.models.prompts import Focus, prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.run import Run
@@ -90,13 +89,8 @@ def without_term(place: int, candidate: Candidate, layer: int, rank: int | None)
         layer: which block. rank: of the SVD's part; None for a candidate that has a low-rank term.
 
     Raises:
-        UsageError: a rank and a term, or neither; a factored checkpoint, whose matrices are not one each.
+        UsageError: a rank and a term, or neither.
     """
-    if is_factored(Path(candidate.source)):
-        raise UsageError(
-            f"{candidate.name} is a factored checkpoint: a low-rank term is taken out of a merged one "
-            "(theodolite prune --format merged)"
-        )
     factors = low_rank_factors(candidate.source, layer)
     if rank is not None and factors is not None:
         raise UsageError(f"{candidate.name} has a low-rank term of its own: leave out --rank")

@@ -24,8 +24,6 @@ FAINTEST = 1e-5
 LABELLED = 24  # tokens written at an axis at most: in a column of half a laptop's screen they do not touch
 NAMED = 10  # characters of each
 MARK = "▼"
-COLOUR_AXES = ("coloraxis", "coloraxis2")
-END_TICK_GAP = 0.15  # decades between the last tick and the end of the colours, for the end to be written
 AXIS_MARGIN = 0.06  # of an axis, beyond its outermost points
 
 
@@ -49,7 +47,9 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
     most = float(shown.max()) if shown.size and shown.max() > 0 else 1.0
     sinks = [sink.position for sink in view.sinks if sink.position >= 0]
     names = [for_plotly(f"{place} {shown_token(token)}") for place, token in enumerate(view.tokens)]
-    low, high, ticks = _decades(most) if log else (0.0, most, {})
+    low, high = (
+        (math.log10(FAINTEST), max(math.log10(most), math.log10(FAINTEST) + 1)) if log else (0.0, most)
+    )
     value = "10^%{z:.2f}" if log else "%{z:.3g}"
     z = np.log10(np.maximum(weights, FAINTEST)) if log else weights
     heat = go.Heatmap(
@@ -59,7 +59,7 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
         colorscale=style.MAGNITUDE,
         zmin=low,
         zmax=high,
-        colorbar=style.colour_bar("attention", **ticks),
+        colorbar=style.colour_bar("attention", tickprefix="10^" if log else ""),
         hoverongaps=False,
         hovertemplate=f"query %{{y}}<br>key %{{x}}<br>attention {value}<extra></extra>",
     )
@@ -70,17 +70,6 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
         "margin": {"l": 84, "r": 8, "t": 8, "b": 84},
     }
     return style.figure([heat], "key", "query", height=560, layout=layout)
-
-
-def _decades(most: float) -> tuple[float, float, dict[str, Any]]:
-    """The ends of the colours in decades, one decade apart at least, and the colour bar's ticks as plain numbers."""
-    low = round(math.log10(FAINTEST))
-    high = max(math.log10(most), low + 1.0)
-    decades: list[float] = list(range(low, math.floor(high) + 1))
-    names = [f"{10.0**decade:g}" for decade in decades]
-    if high - decades[-1] > END_TICK_GAP:  # the upper end has a number, too
-        decades, names = [*decades, high], [*names, f"{10.0**high:.2g}"]
-    return low, high, {"tickvals": decades, "ticktext": [f"≤ {names[0]}", *names[1:]]}
 
 
 def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
@@ -120,16 +109,21 @@ def framed_map(run: Run, measure: str, layer: int, head: int) -> go.Figure:
     return drawn
 
 
-def share_scales(drawn: Sequence[go.Figure]) -> None:
+def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
     """Give figures of several models, alike but for their numbers, the same ends of colours and of axes."""
+    for figure in drawn:
+        figure.update_layout(
+            paper_bgcolor=style.NEUTRAL
+        )  # on a dark page, too: colours are those of light paper
     if len(drawn) < 2:
-        return
-    for name in COLOUR_AXES:
+        return drawn
+    for name in ("coloraxis", "coloraxis2"):
         _share([figure.layout[name] for figure in drawn if name in figure.layout], "c")
     _share([trace for figure in drawn for trace in figure.select_traces({"type": "heatmap"})], "z")
     for axis in ("x", "y"):
         if all(figure.layout[f"{axis}axis"].range is None for figure in drawn):
             _share_axis(drawn, axis)
+    return drawn
 
 
 def _share(scales: Sequence[Any], letter: str) -> None:
@@ -145,14 +139,11 @@ def _share(scales: Sequence[Any], letter: str) -> None:
 
 def _share_axis(drawn: Sequence[go.Figure], axis: str) -> None:
     """An axis of numbers from the least to the most of all points."""
-    values = [trace[axis] for figure in drawn for trace in figure.data if trace.type == "scatter"]
-    finite = [points[np.isfinite(points)] for points in map(np.asarray, values)]
-    if not any(points.size for points in finite):
+    values = [np.asarray(trace[axis]) for figure in drawn for trace in figure.data if trace.type == "scatter"]
+    finite = np.concatenate([points[np.isfinite(points)] for points in values] or [[]])
+    if not finite.size:
         return
-    low, high = (
-        min(points.min() for points in finite if points.size),
-        max(points.max() for points in finite if points.size),
-    )
-    margin = AXIS_MARGIN * (float(high - low) or 1.0)
+    low, high = float(finite.min()), float(finite.max())
+    margin = AXIS_MARGIN * (high - low or 1.0)
     for figure in drawn:
-        figure.layout[f"{axis}axis"].range = [float(low) - margin, float(high) + margin]
+        figure.layout[f"{axis}axis"].range = [low - margin, high + margin]

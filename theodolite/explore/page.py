@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlencode
 
@@ -12,258 +11,170 @@ import gradio as gr
 
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore import panel_html, panels
-from theodolite.explore.panels import Selection, Switches
+from theodolite.explore.panels import Shown
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
 from theodolite.report.data import opening_head
 from theodolite.system.wording import head_name
 
 FIRST_MEASURE = "prompt:entropy"
 OPENING = "few-shot"
-_CONSTITUENTS = (
+CONSTITUENTS = (
     "The query-key product in parts that depend on position, context, both or neither; they sum to QK, the model's own "
     "logits. pos is the contribution of position and cvec that of token and context, in the order query-key: pos-cvec "
     "is a position that attends to a content. Each row is centred, to which the softmax is invariant. Position 0 is "
     "excluded."
 )
-_START = """
-const start = () => window.theodolite
-  ? window.theodolite.{what}(element, props, watch, trigger) : setTimeout(start, 40);
-start();
+# gradio's plots tell of no clicks. Each new figure is a new element.
+_CLICKS = """
+new MutationObserver(() => document.querySelectorAll(".head-map .js-plotly-plot:not([data-heard])").forEach((plot) => {
+  plot.dataset.heard = "";
+  plot.on("plotly_click", ({ points: [point] }) => trigger("select", { head: `L${point.y}H${point.x}` }));
+})).observe(document.body, { childList: true, subtree: true });
 """
+_KEEP_ADDRESS = "(query) => { if (query) history.replaceState(history.state, '', query); }"
+_COPY_ADDRESS = "() => { navigator.clipboard.writeText(location.href); }"
 
-
-@dataclass(frozen=True)
-class _ModelPanels:
-    """The panels of one model."""
-
-    map: gr.HTML
-    head: gr.HTML
-    attention: gr.HTML
-    sinks: gr.HTML
-    spectrum: gr.HTML
-    propagation: gr.HTML
-    constituents: gr.HTML
-    not_split: gr.HTML
-    tags: gr.HTML
-
-    @property
-    def quick(self) -> list[gr.HTML]:
-        return [self.map, self.head, self.attention, self.sinks, self.spectrum, self.propagation]
-
-    @property
-    def slow(self) -> list[gr.HTML]:
-        return [self.constituents, self.not_split, self.tags]
-
-
-@dataclass(frozen=True)
-class _Controls:
-    """What the reader sets; the values of an event's function come in this order."""
-
-    ids: gr.State
-    head: gr.Dropdown
-    measure: gr.Dropdown
-    log: gr.Checkbox
-    hide: gr.Checkbox
-    window: gr.Dropdown
-
-    def all(self) -> list[Any]:
-        return [getattr(self, each.name) for each in fields(self)]
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The values of `_Controls`."""
-
-    ids: tuple[int, ...]
-    selection: Selection
-    switches: Switches
-    first: int
-
-    @classmethod
-    def of(cls, ids: Sequence[int], head: str, measure: str, log: bool, hide: bool, window: int) -> _Settings:
-        """From the controls.
-
-        Raises:
-            UsageError: no prompt was read yet, as after the server was started anew under an open page.
-        """
-        if not ids:
-            raise UsageError("no prompt has been run yet: run one first")
-        where, _, column = measure.partition(":")
-        selection = Selection(*panels.parse_head(head), (where, column))
-        return cls(tuple(ids), selection, Switches(log, hide), int(window or 1))
+Update = dict[Any, Any]
 
 
 def build(subjects: Sequence[Subject]) -> gr.Blocks:
     """The page of one model, or of two side by side."""
-    with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
-        _html(panel_html.title([s.name for s in subjects], [s.run for s in subjects]))
-        prompts = offered_prompts(subjects)
-        prompt, preset, run_button = _prompt_row(prompts)
-        message = _html(elem_id="message")
-        link = _link()
-        controls = _control_row(subjects)
-        with gr.Row(elem_classes="sides"):
-            sides = [_side(subject, alone=len(subjects) == 1) for subject in subjects]
-        _wire(page, subjects, prompts, (prompt, preset, run_button, message, link), controls, sides)
-    return page
-
-
-def _prompt_row(prompts: dict[str, str]) -> tuple[gr.Textbox, gr.Dropdown, gr.Button]:
-    with gr.Row(elem_classes="prompt-row"):
-        prompt = gr.Textbox(
-            prompts[OPENING],
-            label="prompt",
-            lines=3,
-            max_lines=8,
-            scale=5,
-            elem_id="prompt",
-            info="Enter starts a new line; Shift+Enter or Run runs the model.",
-        )
-        with gr.Column(scale=1, min_width=170):
-            preset = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="preset")
-            run_button = gr.Button("Run", variant="primary", elem_id="run")
-    return prompt, preset, run_button
-
-
-def _control_row(subjects: Sequence[Subject]) -> _Controls:
-    heads = panels.heads_of(subjects)
+    prompts = offered_prompts(subjects)
     start = head_name(*opening_head(subjects[0].run))
-    with gr.Row(elem_classes="controls"):
-        return _Controls(
-            ids=gr.State(()),
-            head=gr.Dropdown(heads, value=start, label="head", elem_id="head", min_width=120),
-            measure=gr.Dropdown(
-                panels.measures_of(subjects),
-                value=FIRST_MEASURE,
-                label="head map of",
-                elem_id="measure",
-                min_width=200,
-            ),
-            log=gr.Checkbox(False, label="logarithmic attention", elem_id="log", min_width=150),
-            hide=gr.Checkbox(False, label="hide sinks", elem_id="hide", min_width=120),
-            window=gr.Dropdown(
-                [("all positions", 1)],
-                value=1,
-                label="constituents of",
-                elem_id="window",
-                visible=False,
-                min_width=150,
-            ),
-        )
-
-
-def _side(subject: Subject, *, alone: bool) -> _ModelPanels:
-    panels_by_name: dict[str, gr.HTML] = {}
-    with gr.Column(elem_classes="side"):
-        hidden = " only-heard" if alone else ""  # one model's name is the page's own heading
-        _html(f'<h2 class="side-name{hidden}">{panel_html.escaped(subject.name)}</h2>')
-        with gr.Row(elem_classes="pair"):
-            with _panel("Heads", "Rows are layers, columns heads. Click a head to show it."):
-                panels_by_name["map"] = _figure("layer × head map", picks=True)
-                panels_by_name["head"] = _html(elem_classes="head-panel")
-            with _panel(
-                "Attention", "Each row is a query token, each column a key; ▼ marks the head's sinks."
-            ):
-                panels_by_name["attention"] = _figure("attention map of the head", kind="square")
-        with gr.Row(elem_classes="pair"):
-            panels_by_name["sinks"] = _html(elem_classes="sinks-panel")
-            panels_by_name["tags"] = _html(elem_classes="tags-panel")
-        with _panel("Constituents of the logits", _CONSTITUENTS):
-            panels_by_name["not_split"] = _html()
-            panels_by_name["constituents"] = _figure(
-                "constituents of the head's logits", kind="tiled", elem_classes="wide-figure"
+    with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
+        gr.HTML(panel_html.title([each.name for each in subjects], [each.run for each in subjects]))
+        with gr.Row():
+            label = "prompt (Shift+Enter or Run reads it)"
+            prompt = gr.Textbox(
+                prompts[OPENING], label=label, lines=3, max_lines=8, scale=5, elem_id="prompt"
             )
-        with gr.Row(elem_classes="pair"):
-            with _panel(
-                "Spectrum", "Eigenvalues of the head's query-key matrix, with the text's covariance Σ̂."
-            ):
-                panels_by_name["spectrum"] = _figure("eigenvalues of the head")
-            with _panel("Signal propagation", "ρ predicted from the spectrum and measured on the text."):
-                panels_by_name["propagation"] = _figure("predicted and measured signal propagation")
-    return _ModelPanels(**panels_by_name)
+            with gr.Column(scale=1, min_width=170):
+                preset = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="preset")
+                run_button = gr.Button("Run", variant="primary", elem_id="run")
+        message = gr.HTML(elem_id="message")
+        with gr.Row(equal_height=True):
+            head = gr.Dropdown(panels.heads_of(subjects), value=start, label="head", elem_id="head")
+            measures = panels.measures_of(subjects)
+            measure = gr.Dropdown(measures, value=FIRST_MEASURE, label="head map of", elem_id="measure")
+            log = gr.Checkbox(label="logarithmic attention", elem_id="log")
+            hide = gr.Checkbox(label="hide sinks", elem_id="hide")
+            window = gr.Dropdown(
+                [("all", 1)], value=1, label="constituents of", elem_id="window", visible=False
+            )
+            copy_link = gr.Button("Copy link", size="sm", elem_id="copy-link")
+        with gr.Row():
+            sides = [_side(subject.name if len(subjects) > 1 else "") for subject in subjects]
+        clicks = gr.HTML(js_on_load=_CLICKS)
+        address = gr.Textbox(visible="hidden")
+        text = gr.State("")  # the prompt that is shown; another may have been typed since
 
+        def of_sides(**values: Sequence[Any]) -> Update:
+            named = [
+                (name, *each)
+                for name, of_models in values.items()
+                for each in zip(sides, of_models, strict=True)
+            ]
+            return {side[name]: value for name, side, value in named}
 
-def _wire(
-    page: gr.Blocks,
-    subjects: Sequence[Subject],
-    prompts: dict[str, str],
-    prompt_row: tuple[gr.Textbox, gr.Dropdown, gr.Button, gr.HTML, gr.HTML],
-    controls: _Controls,
-    sides: list[_ModelPanels],
-) -> None:
-    prompt, preset, run_button, message, link = prompt_row
-    quick_panels = [panel for side in sides for panel in side.quick]
-    slow_panels = [panel for side in sides for panel in side.slow]
-    inputs = controls.all()
-    on = functools.partial(_event, message)
+        def shown(prompt_text: str, name: str) -> Shown:
+            if not prompt_text:  # as after the server was started anew under an open page
+                raise UsageError("no prompt has been run yet: run one first")
+            return Shown(subjects, prompt_ids(subjects, prompt_text), *panels.parse_head(name))
 
-    def read(text: str, *values: Any) -> Iterator[Any]:
-        ids = prompt_ids(subjects, text)
-        choices = panels.windows(ids)
-        window = gr.Dropdown(choices=choices, value=1, visible=len(choices) > 1)
-        name = next((name for name, prompt_text in prompts.items() if prompt_text == text), None)
-        settings = _Settings.of(*[ids, *values[1:5], 1])
-        yield from (ids, window, name, _query(settings, text), *_quick(subjects, settings))
+        def maps(prompt_text: str, name: str, column: str, *_: Any) -> Iterator[Update]:
+            yield of_sides(map=panels.head_map(shown(prompt_text, name), column))
 
-    def show(*values: Any) -> Iterator[Any]:
-        settings = _Settings.of(*values)
-        yield from (_query(settings), *_quick(subjects, settings))
+        def attention(
+            prompt_text: str, name: str, _: str, logs: bool, hides: bool, *__: Any
+        ) -> Iterator[Update]:
+            yield of_sides(attention=panels.attention(shown(prompt_text, name), log=logs, hide_sinks=hides))
 
-    def parts(*values: Any) -> Iterator[Any]:
-        if not values[0]:  # whatever came before has said why there is no prompt
-            yield from (gr.skip() for _ in slow_panels)
-            return
-        yield from _slow(subjects, _Settings.of(*values))
+        def constituents(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
+            drawn, reasons = panels.constituents(shown(prompt_text, name), settings[-1] or 1)
+            yield of_sides(constituents=drawn, not_split=reasons)
 
-    def maps(*values: Any) -> Iterator[Any]:
-        settings = _Settings.of(*values)
-        yield from panels.head_map(subjects, settings.ids, settings.selection)
+        def show(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
+            at = shown(prompt_text, name)
+            query = {"prompt": prompt_text.encode("utf-8", "replace"), "layer": at.layer, "head": at.head}
+            first = of_sides(
+                head=panels.head(at),
+                sinks=panels.sinks(at),
+                spectrum=panels.spectrum(at),
+                propagation=panels.propagation(at),
+            )
+            for of_one in (maps, attention):
+                first |= next(of_one(prompt_text, name, *settings))
+            yield first | {address: f"?{urlencode(query)}", head: name}
+            yield from constituents(prompt_text, name, *settings)
+            yield of_sides(tags=panels.tags(at))
 
-    def attention(*values: Any) -> Iterator[Any]:
-        settings = _Settings.of(*values)
-        yield from panels.attention(subjects, settings.ids, settings.selection, settings.switches)
+        def read(typed: str, name: str, *settings: Any) -> Iterator[Update]:
+            windows = panels.windows(prompt_ids(subjects, typed))
+            picked = next((each for each, offered in prompts.items() if offered == typed), None)
+            updates = show(typed, name, *settings[:-1], 1)
+            window_picker = gr.Dropdown(choices=windows, value=1, visible=len(windows) > 1)
+            yield next(updates) | {text: typed, preset: picked, window: window_picker}
+            yield from updates
 
-    def choose(evt: gr.EventData, *values: Any) -> Iterator[Any]:
-        head = str(evt._data["head"])
-        yield from (head, *show(values[0], head, *values[2:]))
+        def load(request: gr.Request, typed: str, name: str, *settings: Any) -> Iterator[Update]:
+            """Show what the page's address asks for, which anybody may have written: checked like what is typed."""
+            asked, refused = dict(request.query_params), ""
+            typed = asked.get("prompt") or typed
+            yield {prompt: typed}
+            try:
+                name = _head_asked(subjects, asked) or name
+            except TheodoliteError as error:
+                refused = panel_html.refusal(error)
+            for update in read(typed, name, *settings):
+                yield update | {message: refused}
 
-    def from_link(request: gr.Request) -> list[Any]:
-        """What the page's address asks for, which anybody may have written: checked like what is typed."""
-        asked = dict(request.query_params)
-        try:
-            head = _head_asked(subjects, asked)
-        except TheodoliteError as error:
-            return [panel_html.message(str(error)), gr.skip(), asked.get("prompt") or gr.skip()]
-        return ["", head or gr.skip(), asked.get("prompt") or gr.skip()]
+        def choose(event: gr.EventData, prompt_text: str, _: str, *settings: Any) -> Iterator[Update]:
+            yield from show(prompt_text, str(event._data["head"]), *settings)
 
-    reads = [controls.ids, controls.window, preset, link, *quick_panels]
-    for trigger in (run_button.click, prompt.submit):
-        on(trigger, read, [prompt, *inputs], reads).then(**_then(message, parts, inputs, slow_panels))
-    page.load(
-        from_link, None, [message, controls.head, prompt], show_progress="hidden", api_visibility="private"
-    ).then(**_then(message, read, [prompt, *inputs], reads)).then(
-        **_then(message, parts, inputs, slow_panels)
-    )
-    preset.input(prompts.__getitem__, preset, prompt, show_progress="hidden", api_visibility="private").then(
-        **_then(message, read, [prompt, *inputs], reads, first=True)
-    ).then(**_then(message, parts, inputs, slow_panels))
-    on(controls.head.input, show, inputs, [link, *quick_panels]).then(
-        **_then(message, parts, inputs, slow_panels)
-    )
-    for side in sides:
-        on(side.map.select, choose, inputs, [controls.head, link, *quick_panels]).then(
-            **_then(message, parts, inputs, slow_panels)
-        )
-    on(controls.measure.input, maps, inputs, [side.map for side in sides])
-    for switch in (controls.log, controls.hide):
-        on(switch.input, attention, inputs, [side.attention for side in sides])
-    on(controls.window.input, parts, inputs, slow_panels)
+        def pick(name: str, *controls: Any) -> Iterator[Update]:
+            yield {prompt: prompts[name]}
+            yield from read(prompts[name], *controls)
 
+        controls = [head, measure, log, hide, window]
+        every_panel = [component for side in sides for component in side.values()]
+        everything = [message, text, prompt, preset, address, *controls, *every_panel]
 
-def _query(settings: _Settings, text: str | None = None) -> str:
-    """What is shown, as the page's address keeps it; without a text the prompt in it stays."""
-    place = {"layer": settings.selection.layer, "head": settings.selection.head}
-    return urlencode(place if text is None else {"prompt": text.encode("utf-8", "replace"), **place})
+        def on(trigger: Callable[..., Any], work: Callable[..., Iterator[Update]], *inputs: Any) -> None:
+            """Show what `work` gives, or why it was refused; the model is asked one thing at a time."""
+
+            @functools.wraps(work)
+            def answer(*values: Any) -> Iterator[Update]:
+                try:
+                    for update in work(*values):
+                        yield {message: ""} | update
+                except TheodoliteError as error:
+                    yield {message: panel_html.refusal(error)}
+
+            trigger(
+                answer,
+                [*inputs, *controls],
+                everything,
+                trigger_mode="always_last",  # of clicks that come while one is answered
+                concurrency_id="model",
+                concurrency_limit=1,
+                api_visibility="private",
+                show_progress="minimal",
+                show_progress_on=[message],
+            )
+
+        on(page.load, load, prompt)
+        on(run_button.click, read, prompt)
+        on(prompt.submit, read, prompt)
+        on(preset.input, pick, preset)
+        on(head.input, show, text)
+        on(clicks.select, choose, text)
+        on(measure.input, maps, text)
+        on(log.input, attention, text)
+        on(hide.input, attention, text)
+        on(window.input, constituents, text)
+        address.change(None, address, None, js=_KEEP_ADDRESS)
+        copy_link.click(None, None, None, js=_COPY_ADDRESS)
+    return page
 
 
 def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | None:
@@ -279,97 +190,39 @@ def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | 
     return head_name(layer, head)
 
 
-def _quick(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
-    shown = (subjects, settings.ids, settings.selection)
-    quick = [
-        panels.head_map(*shown),
-        panels.head(*shown),
-        panels.attention(*shown, settings.switches),
-        panels.sinks(*shown),
-        panels.spectrum(subjects, settings.selection),
-        panels.propagation(subjects, settings.selection),
-    ]
-    for side in zip(*quick, strict=True):
-        yield from side
-
-
-def _slow(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
-    shown = (subjects, settings.ids, settings.selection)
-    for parts, tags in zip(panels.constituents(*shown, settings.first), panels.tags(*shown), strict=True):
-        yield from (*parts, tags)
-
-
-def _event(
-    message: gr.HTML, trigger: Any, work: Callable[..., Any], inputs: list[Any], outputs: list[Any]
-) -> Any:
-    # Of clicks that come while one is answered, the last one counts.
-    return trigger(**_then(message, work, inputs, outputs, first=True), trigger_mode="always_last")
-
-
-def _then(
-    message: gr.HTML, work: Callable[..., Any], inputs: list[Any], outputs: list[Any], *, first: bool = False
-) -> dict[str, Any]:
-    """An event whose function gives all outputs, or is refused in a line; the model is asked one thing at a time.
-
-    `first`: nothing comes before it that could have been refused, so that an older line is taken away.
-    """
-
-    @functools.wraps(work)
-    def answer(*values: Any) -> list[Any]:
-        try:
-            return ["" if first else gr.skip(), *work(*values)]
-        except TheodoliteError as error:
-            return [panel_html.message(str(error)), *(gr.skip() for _ in outputs)]
-
-    return {
-        "fn": answer,
-        "inputs": inputs,
-        "outputs": [message, *outputs],
-        "show_progress": "minimal",
-        "show_progress_on": [message],
-        "concurrency_id": "model",
-        "concurrency_limit": 1,
-        "api_visibility": "private",
-    }
-
-
-def _html(value: str = "", **more: Any) -> gr.HTML:
-    return gr.HTML(
-        value,
-        # Not the default, which would read what stands in the value as a template.
-        html_template='<div class="words"></div>',
-        js_on_load=_START.replace("{what}", "words"),
-        apply_default_css=False,
-        **more,
-    )
-
-
-def _link() -> gr.HTML:
-    """Keeps prompt and head in the page's address, and copies it."""
-    return gr.HTML(
-        "",
-        html_template='<button type="button" class="copy-link">Copy link to this prompt and head</button>'
-        '<span class="copied" role="status"></span>',
-        js_on_load=_START.replace("{what}", "link"),
-        apply_default_css=False,
-        elem_id="link",
-    )
-
-
-def _panel(title: str, lead: str) -> gr.Column:
-    panel = gr.Column(elem_classes="panel")
-    with panel:
-        _html(f'<h3>{title}</h3><p class="lead">{lead}</p>')
-    return panel
-
-
-def _figure(label: str, *, kind: str = "", picks: bool = False, **more: Any) -> gr.HTML:
-    picking = " data-picks" if picks else ""
-    return gr.HTML(
-        "",
-        html_template=f'<div class="plot {kind}" role="figure" aria-label="{label}"{picking}></div>'
-        '<details class="numbers"><summary>Data table</summary></details>',
-        js_on_load=_START.replace("{what}", "figure"),
-        apply_default_css=False,
-        **more,
-    )
+def _side(name: str) -> dict[str, Any]:
+    """The panels of one model, under its name where there are two."""
+    side: dict[str, Any] = {}
+    with gr.Column(min_width=420):
+        if name:
+            gr.HTML(panel_html.heading(name))
+        with gr.Row():
+            with gr.Column(min_width=400):
+                gr.Markdown("### Heads\nRows are layers, columns heads. Click a head to show it.")
+                side["map"] = gr.Plot(show_label=False, elem_classes="head-map")
+                side["head"] = gr.HTML(elem_classes="head")
+            with gr.Column(min_width=400):
+                gr.Markdown(
+                    "### Attention\nEach row is a query token, each column a key; ▼ marks the head's sinks."
+                )
+                side["attention"] = gr.Plot(show_label=False, elem_classes="attention")
+        with gr.Row():
+            with gr.Column(min_width=400):
+                gr.Markdown("### Sinks\nThe attention that each token receives.")
+                side["sinks"] = gr.HTML(elem_classes="sinks")
+            with gr.Column(min_width=400):
+                gr.Markdown("### Tags\nWhat the head writes at each token.")
+                side["tags"] = gr.HTML(elem_classes="tags")
+        gr.Markdown(f"### Constituents of the logits\n{CONSTITUENTS}")
+        side["not_split"] = gr.HTML()
+        side["constituents"] = gr.Plot(show_label=False, elem_classes="constituents")
+        with gr.Row():
+            with gr.Column(min_width=400):
+                gr.Markdown(
+                    "### Spectrum\nEigenvalues of the head's query-key matrix, with the text's covariance Σ̂."
+                )
+                side["spectrum"] = gr.Plot(show_label=False)
+            with gr.Column(min_width=400):
+                gr.Markdown("### Signal propagation\nρ predicted from the spectrum and measured on the text.")
+                side["propagation"] = gr.Plot(show_label=False)
+    return side

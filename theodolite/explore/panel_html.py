@@ -1,71 +1,50 @@
-"""The panels of the page that are words and coloured tokens, as HTML; the templates escape every string.
+"""The panels of the page that are words and coloured tokens, as HTML. Every string of a model or a prompt is escaped.
 
 Colour never stands alone: sinks are marked and numbered, and a caught token carries the number of its sink.
 """
 
 from __future__ import annotations
 
-import functools
-import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from html import escape
 
-import jinja2
 import numpy as np
 
 from theodolite.attention.summary import SINK_THRESHOLD
-from theodolite.explore.evidence import Evidence, evidence, roles_of, shares_line, spectrum_line
-from theodolite.explore.view import HeadView, Sink, Tags
+from theodolite.errors import TheodoliteError
+from theodolite.explore.evidence import evidence, roles_of, shares_line, spectrum_line
+from theodolite.explore.view import HeadView, Tags
 from theodolite.passes.run import Run
 from theodolite.report.content import flowing
-from theodolite.report.data import provenance
-from theodolite.report.page import environment
+from theodolite.report.data import Floats, provenance
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
 from theodolite.system.wording import counted, head_name, number, percent, shown_token, tokens_of, visible
 
 LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)
+WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
+_BOX = "max-height:22rem;overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.9"
+_TOKEN = "unicode-bidi:isolate;border-radius:3px;padding:.1em 0"
 
 
-@dataclass(frozen=True)
-class Row:
-    """A role in the table of evidence."""
-
-    holds: bool
-    role: str
-    meaning: str
-    on_text: str
-    on_prompt: str
-    threshold: str
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token in running text; its line ends apart, so that its mark does not reach into the next line."""
-
-    text: str
-    breaks: str
-    hint: str
-    mark: str
-    note: str
-    style: str
+def title(names: Sequence[str], runs: Sequence[Run]) -> str:
+    """The page's heading: the models, and what they were surveyed on."""
+    shown = [escape(visible(name, 80)) for name in names]
+    lines = []
+    for name, run in zip(shown, runs, strict=True):
+        model = provenance(run, "model") or {}
+        shape = f"{model.get('layers')} layers × {model.get('heads')} heads"
+        lines.append(f"<p>{name}: {shape}, surveyed on {escape(text_line(run))}</p>")
+    if len(shown) > 1:
+        lines.append(
+            "<p>Both models share all scales: a colour, shade or height means the same on either side.</p>"
+        )
+    return f"<h1>{' and '.join(shown)}</h1>{''.join(lines)}"
 
 
-def head_html(view: HeadView, run: Run, measured: Run) -> str:
-    """The head's name, its roles with the evidence, and what its spectrum and its logits say."""
-    rows = evidence(run, measured, view.layer, view.head)
-    return render(
-        "head.html.j2",
-        name=head_name(view.layer, view.head),
-        roles=roles_of(rows),
-        rows=[_row(row) for row in rows],
-        text=text_line(run),
-        lines=[
-            line
-            for line in (shares_line(run, view.layer, view.head), spectrum_line(run, view.layer, view.head))
-            if line
-        ],
-    )
+def heading(name: str) -> str:
+    """The name of one of two models, over its panels."""
+    return f"<h2>{escape(visible(name, 80))}</h2>"
 
 
 def text_line(run: Run) -> str:
@@ -75,136 +54,110 @@ def text_line(run: Run) -> str:
     return f"{size} of {visible(corpus['name'], 60)}"
 
 
+def line(text: str) -> str:
+    """A line of text; empty for none."""
+    return f"<p>{escape(text)}</p>" if text else ""
+
+
+def refusal(error: TheodoliteError) -> str:
+    """Why nothing changed, in a line."""
+    return f"<p><b>{escape(visible(error))}</b></p>"
+
+
+def head_html(view: HeadView, run: Run, measured: Run) -> str:
+    """The head's name, its roles with the evidence, and what its spectrum and its logits say."""
+    rows = evidence(run, measured, view.layer, view.head)
+    cells = "".join(
+        f'<tr><th scope="row" title="{escape(row.role.meaning)}">{"✓ " if row.holds else ""}{escape(row.role.title)}'
+        f"</th><td>{number(row.on_text, 2)}</td><td>{number(row.on_prompt, 2)}</td><td>{row.role.threshold:g}</td></tr>"
+        for row in rows
+    )
+    return (
+        f"<h4>{head_name(view.layer, view.head)} {escape(roles_of(rows))}</h4>"
+        f"<table><thead><tr><th>role</th><th>text</th><th>prompt</th><th>threshold</th></tr></thead>"
+        f"<tbody>{cells}</tbody></table>"
+        + line(shares_line(run, view.layer, view.head))
+        + line(spectrum_line(run, view.layer, view.head))
+    )
+
+
 def most_received(views: Sequence[HeadView]) -> float:
     """The most attention that any token receives in any of the models."""
     return max((float(value) for view in views for value in view.received if value > 0), default=1.0)
 
 
 def sinks_html(view: HeadView, most: float) -> str:
-    """The prompt's tokens, shaded by the attention that they receive, sinks marked; and each sink in a sentence.
-
-    `most`: what the deepest shade means.
-    """
-    shades = np.nan_to_num(view.received) / most
-    tokens = [token(view, position, f"--a:{shade:.2f}") for position, shade in enumerate(shades)]
-    learned = float(view.learned.mean())
-    return render(
-        "sinks.html.j2",
-        tokens=tokens,
-        most=number(most, 2),
-        threshold=SINK_THRESHOLD,
-        sinks=[sink_sentence(view, index) for index in range(len(view.sinks))],
-        learned=f"{learned:.2f}" if learned > 0 else "",
-        uncaught=int((view.group == UNCAUGHT).sum()),
+    """The prompt's tokens, shaded by the attention that they receive up to `most`; and each sink in a sentence."""
+    shades = np.nan_to_num(view.received)[:, None] / most
+    sinks = [sink_sentence(view, index) for index in range(len(view.sinks))]
+    if sinks:
+        sinks.append(f"{(view.group == UNCAUGHT).sum()} of the other tokens are caught by no sink")
+    else:
+        sinks.append(f"No sink: no token receives more than {SINK_THRESHOLD}, or dominates a contiguous span")
+    if view.learned.mean() > 0:
+        sinks.append(
+            f"{view.learned.mean():.2f} of the attention goes to a learned sink column, which belongs to no token"
+        )
+    key = (
+        f"White to plum: mean attention from the tokens that see it, 0 to {number(most, 2)}. ▼1: a sink. "
+        "Small number: the sink that caught the token."
     )
+    return _tokens(view, WHITE + shades * (PLUM - WHITE)) + line(key) + "".join(map(line, sinks))
 
 
-def tags_html(view: HeadView, tags: Tags | None, colours: np.ndarray, reason: str) -> str:
+def tags_html(view: HeadView, tags: Tags | None, colours: Floats, reason: str) -> str:
     """The same tokens in the `colours` of what the head writes; and how far the sinks explain it."""
-    tokens = [token(view, position, _background(colour)) for position, colour in enumerate(colours)]
-    return render(
-        "tags.html.j2",
-        tokens=tokens,
-        reason=visible(reason),
-        line="" if tags is None else _tag_sentence(view, tags),
-    )
+    if tags is None:
+        return line(f"Cannot be shown: {visible(reason)}.")
+    key = "Similar colours mean similar outputs: three principal components as red, green and blue."
+    return _tokens(view, colours) + line(key) + line(_tag_sentence(tags))
 
 
-def message(text: str) -> str:
-    """One line that says why nothing changed; empty for none."""
-    return render("message.html.j2", text=visible(text))
-
-
-def escaped(text: str) -> str:
-    """A name that stands in a line of HTML."""
-    return html.escape(visible(text, 80))
-
-
-def title(names: list[str], runs: list[Run]) -> str:
-    """The page's heading: the models, and what they were surveyed on."""
-    models = [
-        {
-            "name": visible(name, 80),
-            "shape": _shape(run),
-            "text": text_line(run),
-        }
-        for name, run in zip(names, runs, strict=True)
-    ]
-    return render("title.html.j2", models=models)
-
-
-def _shape(run: Run) -> str:
-    model = provenance(run, "model") or {}
-    return f"{model.get('layers')} layers × {model.get('heads')} heads"
-
-
-def _row(evidence: Evidence) -> Row:
-    return Row(
-        evidence.holds,
-        evidence.role.title,
-        evidence.role.meaning,
-        number(evidence.on_text, 2),
-        number(evidence.on_prompt, 2),
-        f"{evidence.role.threshold:g}",
-    )
-
-
-def token(view: HeadView, position: int, style: str) -> Token:
-    """A token of the prompt in running text: marked as a sink, or with the number of the one that caught it."""
-    text = flowing(view.tokens[position])
-    line = text.rstrip("\n")
-    sinks = [sink.position for sink in view.sinks]
-    mark = f"▼{sinks.index(position) + 1}" if position in sinks else ""
-    group = int(view.group[position])
-    caught = group not in (UNCAUGHT, LEFT_OUT)
-    received = float(view.received[position])
-    hint = f"{position}: {shown_token(view.tokens[position])}"
-    hint += " · seen by too few tokens" if math.isnan(received) else f" · receives {received:.3f}"
-    hint += f" · sink {mark}" if mark else f" · caught by ▼{group + 1}" if caught else ""
-    return Token(line, text[len(line) :], hint, mark, str(group + 1) if caught else "", style)
-
-
-def sink_sentence(view: HeadView, index: int) -> tuple[str, str]:
+def sink_sentence(view: HeadView, index: int) -> str:
     """A sink's mark, and what it receives and catches."""
     sink = view.sinks[index]
-    name = "the learned column" if sink.position < 0 else f"token {sink.position} “{_token_of(view, sink)}”"
+    token = f"token {sink.position} “{shown_token(view.tokens[sink.position])}”"
     local = " (a local sink: it dominates a contiguous span)" if sink.stretch else ""
-    return f"▼{index + 1}", (
-        f"{name} receives {sink.received:.2f} of the attention on average and catches "
-        f"{counted(sink.caught, 'token')}{local}"
+    return (
+        f"▼{index + 1} {'the learned column' if sink.position < 0 else token} receives {sink.received:.2f} of the "
+        f"attention on average and catches {counted(sink.caught, 'token')}{local}"
     )
 
 
-def _token_of(view: HeadView, sink: Sink) -> str:
-    return shown_token(view.tokens[sink.position])
+def _tokens(view: HeadView, colours: Floats) -> str:
+    """The tokens in running text, each on its colour (T, 3); a line ends behind its token's mark."""
+    sinks = [sink.position for sink in view.sinks]
+    spans = []
+    for position, colour in enumerate(colours):
+        text, group = flowing(view.tokens[position]), int(view.group[position])
+        mark = f"<b>▼{sinks.index(position) + 1}</b>" if position in sinks else ""
+        caught = f"<sub>{group + 1}</sub>" if group not in (UNCAUGHT, LEFT_OUT) else ""
+        hint = f"{position}: {shown_token(view.tokens[position])} · " + (
+            "seen by too few tokens"
+            if math.isnan(view.received[position])
+            else f"receives {view.received[position]:.3f}"
+        )
+        shown = text.rstrip("\n")
+        spans.append(
+            f'<span style="{_TOKEN};{_background(colour)}" title="{escape(hint)}">{mark}{escape(shown)}{caught}</span>'
+            + text[len(shown) :]
+        )
+    return f'<div style="{_BOX}" tabindex="0" role="group" aria-label="the prompt\'s tokens">{"".join(spans)}</div>'
 
 
-def _background(colour: np.ndarray) -> str:
-    red, green, blue = (int(channel) for channel in colour)
+def _background(colour: Floats) -> str:
+    red, green, blue = (round(float(channel)) for channel in colour)
     share = colour / 255
     linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
     luminance = linear @ (0.2126, 0.7152, 0.0722)
     return f"background:rgb({red},{green},{blue});color:{'#000' if luminance >= LIGHT else '#fff'}"
 
 
-def _tag_sentence(view: HeadView, tags: Tags) -> str:
+def _tag_sentence(tags: Tags) -> str:
     if math.isnan(tags.explained):
-        return (
-            "No sink groups these tokens, so there is no tag to measure: the colours show the leading principal "
-            "components of the head's output."
-        )
+        return "No sink groups these tokens, so there is no tag to measure."
     return (
         f"The grouping by sink explains {percent(tags.explained)} of the variance of the head's output (η²) and "
         f"{percent(tags.before)} of that of the stream that enters the block; a random grouping would explain "
         f"{percent(tags.chance)}."
     )
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    return environment("theodolite.explore", "static")
-
-
-def render(template: str, /, **values: object) -> str:
-    """One of the templates in `static/`, which escape every string."""
-    return _environment().get_template(template).render(values)

@@ -1,51 +1,43 @@
-"""Every panel of the page as the string that the browser gets, one per model: text as HTML, figures as JSON.
+"""Every panel of the page, one value per model: a Plotly figure, or words as HTML.
 
-Models that stand side by side share their scales, so that a colour or a height means the same in both.
-Between the numbers of a view and the page; gradio is not known here, so that all of it can be tested without.
+Models that stand side by side share their scales, so that a colour or a height means the same in both. gradio is not
+known here, so that all of it can be tested without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.explore import figures, panel_html
+from theodolite.explore import panel_html
+from theodolite.explore.figures import attention_map, framed_map, share_scales
 from theodolite.explore.subject import Subject
 from theodolite.explore.view import tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import END_TOKEN_SINK, LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
-from theodolite.report.drawing import spectra as figures_spectra
+from theodolite.report.drawing import spectra as spectra_figures
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.measures import HEAD_MEASURES
-from theodolite.report.payload import figure_json
 from theodolite.system.wording import head_name, visible
 
-Ids = tuple[int, ...]
+Figures = list[go.Figure | None]
 
 PROMPT, TEXT = "prompt", "text"
 ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column for role in SINK_ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
 
-@dataclass(frozen=True)
-class Selection:
-    """A head, and the measure of the map: (`PROMPT` or `TEXT`, column)."""
+class Shown(NamedTuple):
+    """What the page shows: a head of every model on a prompt."""
 
+    subjects: Sequence[Subject]
+    ids: tuple[int, ...]
     layer: int
     head: int
-    measure: tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Switches:
-    """How the attention map is drawn."""
-
-    log: bool = False
-    hide_sinks: bool = False
 
 
 def parse_head(name: str) -> tuple[int, int]:
@@ -72,92 +64,78 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     measured = [{measure.column for measure in head_measures(subject.run)} for subject in subjects]
     on_text = [name for name in HEAD_MEASURES if all(name in of_model for of_model in measured)]
     learned = any(
-        bool(subject.run.heads.get(LEARNED_SINK.column, subject.run.heads["layer"] * 0).any())
+        subject.run.heads.get(LEARNED_SINK.column, 0 * subject.run.heads["layer"]).any()
         for subject in subjects
     )
-    end_token = all(END_TOKEN_SINK.column in of_model for of_model in measured)
-    absent = {
-        role.column for role, there in ((LEARNED_SINK, learned), (END_TOKEN_SINK, end_token)) if not there
+    present = {
+        LEARNED_SINK.column: learned,
+        END_TOKEN_SINK.column: END_TOKEN_SINK.column in set.intersection(*measured),
     }
-    on_prompt = [name for name in ON_PROMPT if name not in absent]
-    sources = ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
+    on_prompt = [name for name in ON_PROMPT if present.get(name, True)]
     return [
         (f"{label} · {HEAD_MEASURES[name].title}", f"{where}:{name}")
-        for where, names, label in sources
+        for where, names, label in ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
         for name in names
     ]
 
 
-def head_map(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
-    """The layer × head map with the head framed; empty where no head has the measure."""
-    where, measure = selection.measure
+def head_map(shown: Shown, measure: str) -> Figures:
+    """The layer × head map of `prompt:entropy`, say, with the head framed; none where no head has the measure."""
+    where, _, column = measure.partition(":")
+    runs = [each.run if where == TEXT else each.read(shown.ids).measured for each in shown.subjects]
     try:
-        drawn = [
-            figures.framed_map(
-                subject.run if where == TEXT else subject.read(ids).measured,
-                measure,
-                selection.layer,
-                selection.head,
-            )
-            for subject in subjects
-        ]
+        return share_scales([framed_map(run, column, shown.layer, shown.head) for run in runs])
     except UsageError:
-        return [""] * len(subjects)
-    title = f"{HEAD_MEASURES[measure].title} on {'the text' if where == TEXT else 'this prompt'}"
-    return _payloads(drawn, f"layer × head map of {title}, {_head_name(selection)} framed")
+        return [None] * len(runs)
 
 
-def head(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
-    """The head's name, kind and evidence."""
+def head(shown: Shown) -> list[str]:
+    """The head's name, roles and evidence."""
     return [
-        panel_html.head_html(
-            subject.view(ids, selection.layer, selection.head), subject.run, subject.read(ids).measured
-        )
-        for subject in subjects
+        panel_html.head_html(each.view(*shown[1:]), each.run, each.read(shown.ids).measured)
+        for each in shown.subjects
     ]
 
 
-def attention(subjects: Sequence[Subject], ids: Ids, selection: Selection, switches: Switches) -> list[str]:
+def attention(shown: Shown, *, log: bool = False, hide_sinks: bool = False) -> Figures:
     """The head's attention map."""
-    views = [subject.view(ids, selection.layer, selection.head) for subject in subjects]
-    drawn = [figures.attention_map(view, log=switches.log, hide_sinks=switches.hide_sinks) for view in views]
-    return _payloads(drawn, f"attention map of {_head_name(selection)} on this prompt")
+    views = [each.view(*shown[1:]) for each in shown.subjects]
+    return share_scales([attention_map(view, log=log, hide_sinks=hide_sinks) for view in views])
 
 
-def sinks(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
+def sinks(shown: Shown) -> list[str]:
     """The tokens with their sinks."""
-    views = [subject.view(ids, selection.layer, selection.head) for subject in subjects]
+    views = [each.view(*shown[1:]) for each in shown.subjects]
     most = panel_html.most_received(views)
     return [panel_html.sinks_html(view, most) for view in views]
 
 
-def tags(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
+def tags(shown: Shown) -> list[str]:
     """The tokens in the colours of what the head writes."""
-    details = [subject.constituents_and_tags(ids, selection.layer, selection.head) for subject in subjects]
-    colours = tag_colours([each.tags for each in details])
+    details = [each.constituents_and_tags(*shown[1:]) for each in shown.subjects]
+    colours = tag_colours([detail.tags for detail in details])
     return [
-        panel_html.tags_html(subject.view(ids, selection.layer, selection.head), each.tags, rgb, each.no_tags)
-        for subject, each, rgb in zip(subjects, details, colours, strict=True)
+        panel_html.tags_html(each.view(*shown[1:]), detail.tags, rgb, detail.no_tags)
+        for each, detail, rgb in zip(shown.subjects, details, colours, strict=True)
     ]
 
 
-def constituents(
-    subjects: Sequence[Subject], ids: Ids, selection: Selection, first: int
-) -> list[tuple[str, str]]:
-    """The head's constituents, their sum and its attention, from position `first` on; or why there are none."""
-    drawn, refused = [], []
-    for subject in subjects:
-        detail = subject.constituents_and_tags(ids, selection.layer, selection.head)
-        refused.append(
-            "" if detail.split else panel_html.message(f"The logits cannot be decomposed: {detail.not_split}")
-        )
-        if detail.split:
-            drawn.append(qk_panels(detail.split, selection.head, subject.read(ids).tokens, first=first))
-    payloads = iter(_payloads(drawn, f"constituents of the logits of {_head_name(selection)} on this prompt"))
-    return [("", reason) if reason else (next(payloads), "") for reason in refused]
+def constituents(shown: Shown, first: int = 1) -> tuple[Figures, list[str]]:
+    """The head's constituents, their sum and its attention, from position `first` on; and why there are none."""
+    details = [each.constituents_and_tags(*shown[1:]) for each in shown.subjects]
+    drawn = [
+        detail.split and qk_panels(detail.split, shown.head, each.read(shown.ids).tokens, first=first)
+        for each, detail in zip(shown.subjects, details, strict=True)
+    ]
+    share_scales([figure for figure in drawn if figure])
+    reasons = [
+        detail.not_split and f"The logits cannot be decomposed: {visible(detail.not_split)}"
+        for detail in details
+    ]
+    return drawn, [panel_html.line(reason) for reason in reasons]
 
 
-def windows(ids: Ids) -> list[tuple[str, int]]:
+def windows(ids: tuple[int, ...]) -> list[tuple[str, int]]:
     """The windows of positions that constituents are drawn of: (label, first position)."""
     return [
         (f"positions {first} to {min(first + MOST_POSITIONS, len(ids)) - 1}", first)
@@ -165,33 +143,19 @@ def windows(ids: Ids) -> list[tuple[str, int]]:
     ]
 
 
-def spectrum(subjects: Sequence[Subject], selection: Selection) -> list[str]:
+def spectrum(shown: Shown) -> Figures:
     """The eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
-    drawn = [
-        figures_spectra.spectrum(
-            subject.run,
-            selection.layer,
-            selection.head,
-            "spectrum_data" if "spectrum_data" in subject.run.arrays else "spectrum",
-        )
-        for subject in subjects
-    ]
-    return _payloads(drawn, f"eigenvalues of the query-key matrix of {_head_name(selection)}")
+    names = ["spectrum_data" if "spectrum_data" in each.run.arrays else "spectrum" for each in shown.subjects]
+    return share_scales(
+        [
+            spectra_figures.spectrum(each.run, shown.layer, shown.head, name)
+            for each, name in zip(shown.subjects, names, strict=True)
+        ]
+    )
 
 
-def propagation(subjects: Sequence[Subject], selection: Selection) -> list[str]:
+def propagation(shown: Shown) -> Figures:
     """The propagation that the spectrum predicts, and the one measured on the text."""
-    drawn = [
-        figures_spectra.propagation(subject.run, selection.layer, selection.head) for subject in subjects
-    ]
-    return _payloads(drawn, f"signal propagation of {_head_name(selection)}, predicted and measured")
-
-
-def _head_name(selection: Selection) -> str:
-    return head_name(selection.layer, selection.head)
-
-
-def _payloads(drawn: Sequence[go.Figure], label: str) -> list[str]:
-    """The figures of all models on one scale, as JSON with what a screen reader says of them."""
-    figures.share_scales(drawn)
-    return [figure_json(figure.update_layout(meta=label), {}) for figure in drawn]
+    return share_scales(
+        [spectra_figures.propagation(each.run, shown.layer, shown.head) for each in shown.subjects]
+    )

@@ -6,21 +6,16 @@ Only the page itself is answered: nothing from another origin, and of what gradi
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from importlib import resources
 
 import fastapi
 import gradio as gr
 import uvicorn
-from plotly.offline import get_plotlyjs
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from theodolite.explore.page import build
 from theodolite.explore.subject import Subject
-from theodolite.explore.theme import theme
-from theodolite.report.page import static_text, themes
 from theodolite.system.listening import HOST
 
 POLICY = (
@@ -37,11 +32,9 @@ NOT_SERVED = frozenset(
 )
 """Descriptions for programs, and copies of a session that gradio would keep on disk."""
 
-_HEAD = "".join(f'<script src="/explore/{name}"></script>' for name in ("plotly.js", "page.js"))
-
 
 def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
-    """The page with its scripts, as a web application."""
+    """The page as a web application."""
     app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     # A page elsewhere must not reach this one under a name of its own.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
@@ -56,8 +49,6 @@ def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
         response.headers["Referrer-Policy"] = "no-referrer"
         return response
 
-    for name, script in (("plotly.js", get_plotlyjs()), ("page.js", _page_script())):
-        app.add_api_route(f"/explore/{name}", _script(script), methods=["GET"])
     return gr.mount_gradio_app(
         app,
         build(subjects),
@@ -66,9 +57,8 @@ def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
         show_error=False,
         enable_monitoring=False,
         footer_links=[],
-        theme=theme(),
-        css=_static("page.css"),
-        head=_HEAD,
+        run_history=False,  # prompts are private
+        theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),  # none is fetched
         root_path="",
     )
 
@@ -97,18 +87,3 @@ def _refusal(request: fastapi.Request) -> fastapi.Response | None:
     if path in NOT_SERVED or not (reads or path in POSTED):
         return fastapi.Response("this is not served", 404)
     return None
-
-
-def _script(text: str) -> Callable[[], fastapi.Response]:
-    def answer() -> fastapi.Response:
-        return fastapi.Response(text, media_type="text/javascript")
-
-    return answer
-
-
-def _page_script() -> str:
-    return f"const THEMES = {json.dumps(themes())};\n" + static_text("numbers.js") + _static("page.js")
-
-
-def _static(name: str) -> str:
-    return (resources.files("theodolite.explore") / "static" / name).read_text(encoding="utf-8")

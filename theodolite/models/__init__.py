@@ -7,4 +7,3 @@ from theodolite.models.open import open_model as open_model
 from theodolite.models.open import open_module as open_module
 from theodolite.models.opened import OpenModel as OpenModel
 from theodolite.models.streamed import open_streamed as open_streamed
-from theodolite.models.traced_cache import TracedCache as TracedCache

@@ -80,7 +80,7 @@ def image_reader(model: OpenModel) -> CheckpointImages:
     if not isinstance(model.root, PreTrainedModel):
         raise UsageError(
             f"{source} is a module of its own, which has no image processor: give "
-            "TransformedImages(transform, patch=(rows, columns)), as in docs/images.md"
+            "TransformedImages(transform, patch=(rows, columns)), as in docs/survey.md"
         )
     config = model.root.config
     if model.source.reads != PIXELS:

@@ -29,11 +29,11 @@ from transformers.utils.hub import extract_commit_hash
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.adapters import with_adapter_merged
 from theodolite.models.dequantised import has_own_class
-from theodolite.models.factored import PackedLinear, SparseLowRankLinear, is_factored, load_factored
+from theodolite.models.factored import is_factored, load_factored
 from theodolite.models.guard import MAKING
 from theodolite.models.quantised import FLOATS, kind_of_name, refuse_quantised_files
 from theodolite.system.checkpoint_folders import refuse_index, weight_files
-from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in, is_compressed
+from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in
 
 # What the loaders of transformers raise on broken or unknown checkpoints.
 LOADING_ERRORS = (
@@ -201,13 +201,7 @@ def on_meta(
 
 
 def load(
-    source: str | Path,
-    config: Any,
-    dtype: Any,
-    device_map: Any,
-    revision: str | None,
-    *,
-    packed: bool = False,
+    source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
 ) -> PreTrainedModel:
     """The model of a checkpoint's own architecture, all of whose tensors are there.
 
@@ -216,11 +210,9 @@ def load(
         dtype: as `from_pretrained` takes it; "auto": the checkpoint's.
         device_map: as `from_pretrained` takes it; None: the CPU.
         revision: of a hub name.
-        packed: keep the matrices of a factored checkpoint packed.
 
     Raises:
-        UsageError: the config asks for more than the files hold; a factored checkpoint and a `device_map`; `packed` and
-            no factored checkpoint.
+        UsageError: the config asks for more than the files hold; a factored checkpoint and a `device_map`.
         WorkError: tensors of the model are missing, or of layers that its config does not have are there.
     """
     architecture = architecture_of(source, config)
@@ -238,18 +230,8 @@ def load(
     if is_factored(folder):
         if device_map is not None:
             raise UsageError(f"{source} is factored, and goes to one device: leave out --device-map")
-        in_memory = PackedLinear if packed else SparseLowRankLinear
-        factored = load_factored(architecture, config, folder, in_memory=in_memory)
+        factored = load_factored(architecture, config, folder)
         return factored if dtype == "auto" else factored.to(getattr(torch, str(dtype).removeprefix("torch.")))
-    if packed:
-        raise UsageError(
-            f"{source} is not factored: packed is for what `theodolite prune --format factored` wrote"
-        )
-    packing = getattr(config, "quantization_config", None)
-    if packing and is_compressed(folder):
-        # Packed by us, they are unpacked as they are read: to the numbers of the merged checkpoint.
-        config = copy.deepcopy(config)
-        config.quantization_config = {**packing, "dequantize": True}
     with ExitStack() as stack:
         scratch = None
         if (

@@ -70,7 +70,7 @@ class LogitRows:
         """Whether the module still has a parameter with these rows."""
         parameter = self.module._parameters.get(self.name)
         if parameter is None or parameter.ndim != self.ndim:
-            return False  # FSDP1's is a part of a flat one
+            return False
         return parameter.shape[self.dimension] > int(self.rows.max())
 
     @torch.no_grad()

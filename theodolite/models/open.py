@@ -66,7 +66,6 @@ def open_model(
     device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
     tower: Tower | None = None,
-    packed: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> OpenModel:
     """Open and verify a checkpoint from a folder or the hub; the embedded model where no path is given.
@@ -84,17 +83,13 @@ def open_model(
         revision: a branch, tag or commit on the hub.
         tower: of a checkpoint with two (CLIP): "text" or "vision", None: text.
         say: told in a line which tower it is, and of a dtype in which this processor is slow.
-        packed: of a factored checkpoint: keep matrices as packed in memory as in their files, and unpack each for the
-            time of its products; half the memory, and slower.
 
     Raises:
         UsageError: no such checkpoint, pickled weights, an unknown or unsupported family.
         WorkError: weights missing, NaN or infinite, or the tapped attention is not the model's own.
     """
     if isinstance(path_or_id, nn.Module):
-        return _in_memory(
-            path_or_id, tokenizer, attention, (dtype, device, device_map, revision, tower, packed or None)
-        )
+        return _in_memory(path_or_id, tokenizer, attention, (dtype, device, device_map, revision, tower))
     check_dtype(dtype)
     check_one_place(device, device_map)
     target = usable_device(device)
@@ -105,7 +100,7 @@ def open_model(
             if local is None:
                 revision = commit_of(str(place), revision)
             config = tower_of(config_of(place, revision), tower, say)
-            model = load(place, config, dtype, device_map, revision, packed=packed)
+            model = load(place, config, dtype, device_map, revision)
     except TheodoliteError:
         raise
     except LOADING_ERRORS as error:
@@ -138,7 +133,7 @@ def _in_memory(
     attention: Attention | None,
     others: tuple[Any, ...],
 ) -> OpenModel:
-    if others != ("auto", None, None, None, None, None):
+    if others != ("auto", None, None, None, None):
         raise UsageError(
             f"{type(model).__name__} is in memory: move or convert it before, and give no dtype or device"
         )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,15 +17,12 @@ from theodolite.errors import UsageError
 from theodolite.models.shards import (
     Place,
     dimensions_of_heads,
-    flat_owner,
     gathered,
     is_dtensor,
     of_own_heads,
-    parameter_at,
 )
 
 if distributed.is_available():
-    from torch.distributed.fsdp import ShardingStrategy
     from torch.distributed.tensor import DTensor
 
 
@@ -36,24 +33,17 @@ class Part:
     Attributes:
         parameter: whose it is.
         gradient: of this rank's part; with DeepSpeed of all of it.
-        owner, start: with FSDP1, what holds the flat parameter, and where the gradient begins there.
     """
 
     parameter: Tensor
     gradient: Tensor
-    owner: Any = None
-    start: int = 0
 
     @classmethod
-    def of(cls, place: Place, parameter: Tensor, gradient: Tensor) -> Part:
-        """Of a gradient of all of it (of this rank's heads), while it is gathered."""
-        owner = flat_owner(place[0])
+    def of(cls, module: nn.Module, parameter: Tensor, gradient: Tensor) -> Part:
+        """Of a gradient of all of it (of this rank's heads), while it is gathered; the module holds the parameter."""
         if is_dtensor(parameter):
-            return cls(parameter, _shard_of(gradient, parameter, place[0]))
-        if owner is None:
-            return cls(parameter, gradient)
-        piece, start = _flat_piece(gradient, parameter, owner)
-        return cls(parameter, piece, owner, start)
+            gradient = _shard_of(gradient, parameter, module)
+        return cls(parameter, gradient)
 
     def times(self, factor: float | Tensor) -> Part:
         """The same, multiplied."""
@@ -64,14 +54,6 @@ class Part:
 
     def add(self) -> None:
         """Add it to the gradient that the optimizer reads: before a backward pass, or (DeepSpeed: only) after it."""
-        if self.owner is not None:
-            handle = self.owner._handle
-            if handle.flat_param.grad is None:
-                handle.flat_param.grad = torch.zeros_like(handle.flat_param)
-                if self.owner._use_orig_params:
-                    handle._use_sharded_grad_views()
-            handle.flat_param.grad[self.start : self.start + len(self.gradient)] += self.gradient
-            return
         parameter = self.parameter
         if is_of_deepspeed(parameter):
             from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
@@ -119,7 +101,9 @@ class WholeParameters:
     def __init__(self, places: Iterable[Place]) -> None:
         self._places = list(dict.fromkeys(places))
         # FSDP2 puts others in their place between a forward pass and its backward one.
-        self._dtensors = {place: p for place in self._places if is_dtensor(p := parameter_at(place))}
+        self._dtensors = {
+            (module, name): p for module, name in self._places if is_dtensor(p := module._parameters[name])
+        }
         self._own: list[Tensor] = []
         self.leaves: list[nn.Parameter] = []
 
@@ -131,8 +115,7 @@ class WholeParameters:
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """To be opened and left by all ranks."""
-        with ExitStack() as stack:
-            stack.enter_context(gathered(dict.fromkeys(module for module, _ in self._places)))
+        with gathered(dict.fromkeys(module for module, _ in self._places)):
             held: list[Any] = [module._parameters[name] for module, name in self._places]
             self._own = [self._dtensors.get(place, p) for place, p in zip(self._places, held, strict=True)]
             owned = zip(self._places, self._own, strict=True)
@@ -154,11 +137,11 @@ class WholeParameters:
         """This rank's of the gradients of a value, as long as they are gathered, for what is trained."""
         trained = [leaf for leaf in self.leaves if leaf.requires_grad]
         owned = zip(self._places, self._own, self.leaves, strict=True)
-        places = [(place, parameter) for place, parameter, leaf in owned if leaf.requires_grad]
+        holders = [(module, parameter) for (module, _), parameter, leaf in owned if leaf.requires_grad]
         gradients = torch.autograd.grad(value, trained) if trained else ()
         return [
-            Part.of(place, parameter, gradient)
-            for (place, parameter), gradient in zip(places, gradients, strict=True)
+            Part.of(module, parameter, gradient)
+            for (module, parameter), gradient in zip(holders, gradients, strict=True)
         ]
 
 
@@ -187,13 +170,3 @@ def _like(local: Tensor, dtensor: DTensor) -> DTensor:
         shape=dtensor.shape,
         stride=dtensor.stride(),
     )
-
-
-def _flat_piece(gradient: Tensor, whole: Tensor, owner: Any) -> tuple[Tensor, int]:
-    """What this rank's shard of a flat parameter holds of a gradient, and where in it; `whole` is a view of all."""
-    ranks = owner.process_group.size() if owner.sharding_strategy != ShardingStrategy.NO_SHARD else 1
-    size = whole.untyped_storage().nbytes() // whole.element_size() // ranks
-    begin = int(whole.storage_offset()) - (owner.process_group.rank() * size if ranks > 1 else 0)
-    first, last = max(begin, 0), min(begin + whole.numel(), size)
-    piece = gradient.flatten()[max(first - begin, 0) : max(last - begin, 0)]
-    return piece, max(first, 0)

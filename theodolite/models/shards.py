@@ -1,8 +1,8 @@
 """A model whose weights are spread over ranks: its matrices made whole, one module at a time, by all ranks together.
 
-Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of
-`FullyShardedDataParallel` (FSDP1) lie in a flat one, and of ZeRO 3 with DeepSpeed. Under tensor parallelism a rank has
-whole heads, and computes their attention: its matrices stay its own, and what it taps is put together.
+Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of ZeRO 3 are
+with DeepSpeed. Under tensor parallelism a rank has whole heads, and computes their attention: its matrices stay its
+own, and what it taps is put together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import UsageError
 
 if distributed.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -30,9 +31,6 @@ Place = tuple[nn.Module, str]
 """Where a parameter is: a module, and the name under which it holds it."""
 
 _Tap = Callable[[nn.Module, AttentionInputs], Tensor]
-
-_flat: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The modules whose parameters lie in a flat one, and a reference to what holds it, and so them."""
 
 _head_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 """The process group over which a model, each module of which is named, is parallel."""
@@ -47,29 +45,28 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether a rank holds, or may hold, a part of a parameter; `_fsdp_flattened` is FSDP1's with `use_orig_params`."""
-    return is_dtensor(parameter) or hasattr(parameter, "ds_id") or hasattr(parameter, "_fsdp_flattened")
+    """Whether a rank holds, or may hold, a part of a parameter."""
+    return is_dtensor(parameter) or hasattr(parameter, "ds_id")
 
 
 def is_spread(model: nn.Module) -> bool:
     """Whether weights are spread over ranks: all of them must then run the model, and read its weights, together."""
-    return any(map(is_part, model.parameters())) or any(module in _flat for module in model.modules())
-
-
-def has_weights(module: nn.Module) -> bool:
-    """Whether there is a parameter inside of a module, or FSDP1 holds one of its in a flat one."""
-    return next(module.parameters(), None) is not None or any(child in _flat for child in module.modules())
+    return any(map(is_part, model.parameters()))
 
 
 def register_spread(outermost: nn.Module) -> None:
-    """Learn how a model's weights are spread. To be called by all ranks."""
+    """Learn how a model's weights are spread. To be called by all ranks.
+
+    Raises:
+        UsageError: `FullyShardedDataParallel` keeps them in flat tensors.
+    """
     if not distributed.is_available() or not distributed.is_initialized():
         return
-    for owner in outermost.modules():
-        if isinstance(owner, FullyShardedDataParallel) and owner._handle is not None:
-            flat: Any = owner._handle.flat_param
-            for of_module in (*flat._param_infos, *flat._shared_param_infos):
-                _flat[of_module.module] = weakref.ref(owner)
+    if any(isinstance(module, FullyShardedDataParallel) for module in outermost.modules()):
+        raise UsageError(
+            "FullyShardedDataParallel (FSDP1) keeps weights in flat tensors, which are not read: shard the model with "
+            "fully_shard (FSDP2)"
+        )
     group = _parallel_group(outermost)
     for module in outermost.modules() if group is not None else ():
         _head_groups[module] = group
@@ -123,10 +120,10 @@ def _split_over(parameter: DTensor) -> Any:
 def gathering_entry(outermost: nn.Module, inner: nn.Module) -> nn.Module | None:
     """What must be called for weights to be gathered: the outermost of FSDP, else the model; None: any part of it."""
     for module in outermost.modules():
-        if isinstance(module, FullyShardedDataParallel | FSDPModule) and inner in module.modules():
+        if isinstance(module, FSDPModule) and inner in module.modules():
             return module
     gathers = any(hasattr(p, "ds_id") for p in inner.parameters()) or any(
-        isinstance(module, FullyShardedDataParallel | FSDPModule) for module in inner.modules()
+        isinstance(module, FSDPModule) for module in inner.modules()
     )
     return inner if gathers else None
 
@@ -146,18 +143,14 @@ def as_sharded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While open, FSDP1 and ZeRO 3 have made the parameters of some modules whole. To be called by all ranks."""
-    inside = list(modules)
-    with ExitStack() as stack:
-        for owner in dict.fromkeys(flat_owner(module) for module in inside if module in _flat):
-            stack.enter_context(
-                FullyShardedDataParallel.summon_full_params(owner, recurse=False, writeback=False)
-            )
-        of_zero = [p for module in inside for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
-        if of_zero:
-            import deepspeed
+    """While open, ZeRO 3 has made the parameters of some modules whole. To be called by all ranks."""
+    of_zero = [p for module in modules for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
+    if not of_zero:
+        yield
+        return
+    import deepspeed
 
-            stack.enter_context(deepspeed.zero.GatheredParameters(of_zero))
+    with deepspeed.zero.GatheredParameters(of_zero):
         yield
 
 
@@ -299,17 +292,3 @@ def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
         bias=of_heads(inputs.bias),
         sink=None if inputs.sink is None else joined_heads(inputs.sink, group, 0),
     )
-
-
-def parameter_at(place: Place) -> Any:
-    """The parameter of a place, or FSDP1's flat one that holds it."""
-    module, name = place
-    if name in module._parameters or module not in _flat:
-        return module._parameters[name]
-    return flat_owner(module)._handle.flat_param
-
-
-def flat_owner(module: nn.Module) -> Any:
-    """What holds the flat parameter of FSDP1 in which a module's lie."""
-    held = _flat.get(module)
-    return None if held is None else held()

@@ -365,7 +365,7 @@ def embedded_tokens(model: PreTrainedModel) -> int:
     """
     try:
         embedding: Any = model.get_input_embeddings()
-        # FSDP and ZeRO keep it flat.
+        # ZeRO keeps it flat.
         return len(embedding.weight) if embedding.weight.ndim > 1 else embedding.num_embeddings
     except (AttributeError, NotImplementedError) as error:
         raise UsageError(

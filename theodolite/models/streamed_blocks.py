@@ -107,17 +107,8 @@ class StreamedBlocks:
             named = {f"{self.names[layer]}.{name}": tensor for name, tensor in block.items()}
             return {name: tensor.cpu().clone() for name, tensor in named.items() if name not in without}
 
-    def save(
-        self,
-        folder: Path,
-        change: Callable[[int, dict[str, Tensor]], dict[str, Tensor]] = lambda layer, own: own,
-    ) -> None:
-        """Write a checkpoint that `transformers` opens, a file of each block and one of the rest.
-
-        Args:
-            folder: is there.
-            change: given a layer and its tensors by the model's names, gives those that are written.
-        """
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint that `transformers` opens into a folder, a file of each block and one of the rest."""
         from transformers.core_model_loading import revert_weight_conversion
 
         model, files = self._tensors.model, len(self.names) + 1
@@ -126,7 +117,7 @@ class StreamedBlocks:
         size = 0
         for number in range(files):
             name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
-            own = change(number, self.tensors(number)) if number < len(self.names) else self._rest()
+            own = self.tensors(number) if number < len(self.names) else self._rest()
             tensors = {name: t.contiguous() for name, t in revert_weight_conversion(model, own).items()}
             save_file(tensors, folder / name, {"format": "pt"})
             places |= dict.fromkeys(tensors, name)

@@ -22,7 +22,7 @@ def training_source(model: nn.Module | OpenModel) -> Source:
     """What to hook and tap of a model in training, and how to run it: by all ranks, where its weights are spread.
 
     Raises:
-        UsageError: as `unwrap`; it is an encoder-decoder, or on a device without float64.
+        UsageError: as `unwrap` and `register_spread`; it is an encoder-decoder, or on a device without float64.
     """
     if isinstance(model, OpenModel):
         register_spread(model.root)  # it may have been spread since it was opened

@@ -17,7 +17,7 @@ import torch
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import OpenModel, open_model, open_streamed
+from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.passes.ray_cluster import WorkerLost, answered, fetched, imported_ray, node_here
 from theodolite.system import embedded
@@ -38,7 +38,6 @@ class Checkpoint:
     Attributes:
         source: as `open_model` takes it.
         id: what the result calls it.
-        streamed: its blocks are read from its files as they run.
     """
 
     source: str | None
@@ -48,7 +47,6 @@ class Checkpoint:
     attention: Attention | None
     device: str
     threads: int
-    streamed: bool
     expected: dict[str, Any]
 
 
@@ -93,7 +91,6 @@ def checkpoint_of(model: OpenModel, device: str) -> Checkpoint:
         attention=cast(Any, model.source.attention),  # of a checkpoint: one of those of transformers
         device=device,
         threads=torch.get_num_threads(),
-        streamed=model.streamed is not None,
         expected=fingerprint_of(model) | {"device": device},
     )
 
@@ -140,10 +137,7 @@ class Opener:
         torch.set_num_threads(job.threads)
         try:
             opening: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
-            if job.streamed:
-                model = open_streamed(job.source, **opening)
-            else:
-                model = open_model(job.source, attention=job.attention, **opening)
+            model = open_model(job.source, attention=job.attention, **opening)
         except TheodoliteError as error:
             raise type(error)(f"on node {node}: {error}") from error
         fingerprint = fingerprint_of(model)
@@ -213,7 +207,8 @@ class Workers:
         if len(gone) == self.count:
             raise WorkError(
                 f"workers died before they did anything, {DEATHS} in a row ({self._why}): try `python -c 'import "
-                "theodolite.prune'` on the nodes of the Ray cluster, and read their logs (/tmp/ray/session_latest/logs)"
+                "theodolite.passes.ray_workers'` on the nodes of the Ray cluster, and read their logs "
+                "(/tmp/ray/session_latest/logs)"
             )
         alive = [number for number in range(self.count) if number not in (*self._asked, *gone)]
         self._wait(bool(alive))

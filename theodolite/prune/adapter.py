@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from theodolite.models import OpenModel
-from theodolite.models.factored import PrunedMatrix, by_module
+from theodolite.models.factored import PrunedMatrix
 from theodolite.system.pruned_folders import ADAPTER_FILES
 
 PREFIX = "base_model.model."  # of PEFT, before the names of the model's modules
@@ -46,7 +46,10 @@ def write_adapter(
     for block in blocks:
         held = list(filter(has_layer, block))
         transposed |= any(matrix.dimension == 1 for matrix in held)
-        factors |= {name: _stacked(model, name, parts) for name, parts in by_module(held).items()}
+        by_module: dict[str, list[PrunedMatrix]] = {}
+        for matrix in held:
+            by_module.setdefault(matrix.parameter.rpartition(".")[0], []).append(matrix)
+        factors |= {name: _stacked(model, name, parts) for name, parts in by_module.items()}
     ranks = {name: len(a) for name, (a, _) in factors.items()}
     config = LoraConfig(
         r=max(ranks.values()),

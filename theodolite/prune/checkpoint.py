@@ -35,7 +35,6 @@ from theodolite.models.streamed import save_checkpoint
 from theodolite.models.streamed_blocks import save_config
 from theodolite.passes.run import Workspace
 from theodolite.prune.adapter import has_layer, write_adapter
-from theodolite.prune.compressed import write_compressed
 from theodolite.prune.pruned import (
     LOW_RANK,
     TABLE,
@@ -55,7 +54,7 @@ from theodolite.system.checksums import (
 )
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 from theodolite.system.locks import locked
-from theodolite.system.pruned_folders import ADAPTER, COMPRESSED, SETTINGS, exists_already, writes_adapter
+from theodolite.system.pruned_folders import ADAPTER, SETTINGS, exists_already
 from theodolite.system.run_folders import differences
 
 WEIGHTS = "weights"
@@ -93,8 +92,6 @@ class UnfinishedPruning:
         self._workspace = Workspace(out, fingerprint)
         self.out = self._workspace.out
         self._seconds = self._workspace.folder / "seconds.json"
-        self._sparsities = self._workspace.folder / "sparsities.json"
-        self._trained: LowRank = {}
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -126,10 +123,9 @@ class UnfinishedPruning:
             matrices, notes = read_matrices(path)
         except WorkError as error:
             raise WorkError(f"{error}; remove it, and its block is pruned again") from error
-        if _of_blocks(notes["fingerprint"]) != _of_blocks(self._fingerprint):
-            differs = differences(
-                _options(notes["fingerprint"]), _options(self._fingerprint), None, self._corpus
-            )
+        there, now = _options(notes["fingerprint"]), _options(self._fingerprint)
+        if there != now:
+            differs = differences(there, now, None, self._corpus)
             raise UsageError(
                 f"{path.parent} holds an unfinished pruning of another model, text or settings ({differs}): choose "
                 "another --out or remove it"
@@ -188,20 +184,6 @@ class UnfinishedPruning:
         except (OSError, ValueError, TypeError):
             return 0.0
 
-    def sparsities(self, read: Callable[[], list[float]]) -> list[float]:
-        """Of each block, as `read` finds them on the dense model the first time: a resumed pruning has the same."""
-        try:
-            saved = read_json_checked(self._sparsities)
-            if _of_blocks(saved["fingerprint"]) == _of_blocks(self._fingerprint):
-                return [float(each) for each in saved["sparsities"]]
-        except (UsageError, KeyError, TypeError, ValueError):
-            pass
-        found = read()
-        with disk_errors(self._workspace.folder):
-            self._workspace.folder.mkdir(parents=True, exist_ok=True)
-            write_json_checked(self._sparsities, {"fingerprint": self._fingerprint, "sparsities": found})
-        return found
-
     def save(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
         """Save a finished block atomically."""
         notes = {"fingerprint": self._fingerprint, "rows": rows}
@@ -218,10 +200,6 @@ class UnfinishedPruning:
             for row in with_one
         ]
         return LowRankOfFiles(keys, lambda layer: low_rank_of(layer, self._matrices(layer)))
-
-    def put_low_rank(self, trained: LowRank) -> None:
-        """Low-rank parts in place of those that the finished blocks were saved with."""
-        self._trained = trained
 
     @contextmanager
     def written_into(
@@ -262,12 +240,10 @@ class UnfinishedPruning:
         with folder_written_atomically(self.out) as temporary, without_progress_bars():
             if form == "factored":
                 self._write_factored(temporary, model, pruned)
-            elif form == COMPRESSED:
-                self._write_compressed(temporary, model, pruned)
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     save_checkpoint(model, temporary)
-            if writes_adapter(form, pruned.provenance["pruning"]["method"]):
+            if form == ADAPTER:
                 blocks = map(self._matrices, range(model.layers))
                 write_adapter(temporary / ADAPTER, model, blocks, self.out)
             if model.tokenizer is not None:
@@ -306,31 +282,16 @@ class UnfinishedPruning:
             shutil.copyfile(self._block(layer), folder / BLOCK.format(layer))
 
     def _matrices(self, layer: int) -> list[PrunedMatrix]:
-        """Of a finished block, with low-rank parts as they were trained since."""
-        matrices = self._read(self._block(layer))[0]
-        return [_with_low_rank(matrix, self._trained.get((layer, matrix.key))) for matrix in matrices]
-
-    def _write_compressed(self, folder: Path, model: OpenModel, pruned: Pruned) -> None:
-        pruning = pruned.provenance["pruning"]
-        write_compressed(folder, model, self._matrices, pruning["bits"], pruning["group"])
+        """Of a finished block."""
+        return self._read(self._block(layer))[0]
 
     def _block(self, layer: int) -> Path:
         return self._workspace.folder / BLOCK.format(layer)
 
 
-def _with_low_rank(matrix: PrunedMatrix, factors: tuple[Tensor, Tensor] | None) -> PrunedMatrix:
-    """With a low-rank part that may have been trained since the block was saved."""
-    return replace(matrix, left=factors[0], right=factors[1]) if factors else matrix
-
-
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """A fingerprint with each setting under its own name."""
     return {name: value for name, value in fingerprint.items() if name != "pruning"} | fingerprint["pruning"]
-
-
-def _of_blocks(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """What decides finished blocks: that they will be trained, as that parts the text, but not for how long."""
-    return _options(fingerprint) | {"recover": "recover" in fingerprint["pruning"]}
 
 
 def _by_name(low_rank: LowRank) -> dict[str, Tensor]:

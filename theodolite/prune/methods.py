@@ -8,7 +8,6 @@ released codes of magnitude and SparseGPT remove entries ≤ a threshold instead
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
+from theodolite.prune.options import DAMPING
 from theodolite.prune.patterns import (
     Pattern,
     check_finite,
@@ -26,7 +26,6 @@ from theodolite.prune.patterns import (
     precision_of,
     sparsity_of,
 )
-from theodolite.system.pruning_options import DAMPING
 
 GivenPattern = str | tuple[int, int] | None
 """None, or N:M as "2:4" or (2, 4): at most N of every M consecutive inputs of an output are kept."""
@@ -271,44 +270,16 @@ def sparsegpt_factored(
         UsageError: as `sparsegpt`.
     """
     weight = checked_weight(weight)
-    inputs = weight.shape[1]
-    check_inputs_of(factor, weight)
+    if len(factor.upper) != weight.shape[1]:
+        raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {weight.shape[1]}")
     if block < 1:
         raise UsageError(f"block is {block}: give a positive number of inputs")
-    n_of_m = pattern_of(pattern, inputs)
+    n_of_m = pattern_of(pattern, weight.shape[1])
     share = sparsity_of(sparsity, n_of_m)
     if n_of_m:
         block = max(block // n_of_m.of, 1) * n_of_m.of
-    return changed_in_blocks(
-        weight,
-        factor,
-        block,
-        lambda rows, inverse, _: _prune_block(rows, inverse, n_of_m or count_left(rows.numel(), share)),
-    )
-
-
-def check_inputs_of(factor: HessianFactor, weight: Tensor) -> None:
-    """Raise `UsageError` where the Hessian is of another width than the weight."""
-    if len(factor.upper) != weight.shape[1]:
-        raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {weight.shape[1]}")
-
-
-def changed_in_blocks(
-    weight: Float[Tensor, "outputs inputs"],
-    factor: HessianFactor,
-    block: int,
-    change_block: Callable[[Tensor, Tensor, slice], None],
-) -> Float[Tensor, "outputs inputs"]:
-    """The weight changed a block of inputs at a time, each moved by what the blocks before it lost.
-
-    Args:
-        weight: checked. Inputs that are always 0 get weight 0 before all else.
-        factor: of as many inputs.
-        block: inputs per block.
-        change_block: changes weights (inputs of the block, outputs) in place, given U of the block, and which it is.
-    """
     precision = precision_of(weight)
-    changed = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    pruned = torch.empty_like(weight, memory_format=torch.contiguous_format)
     # Weights, and of inputs that are done what was added to them. Transposed: an input's weights to all outputs, read
     # and written together, are contiguous.
     change = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
@@ -319,44 +290,37 @@ def changed_in_blocks(
         inverse = inverse.to(precision)
         asked = factor.upper[:start, now].to(precision).mT @ change[:start]
         rows = torch.addmm(change[now], inverse.mT, asked, alpha=-1)
-        change_block(rows, inverse, now)
-        changed[:, now] = rows.T
+        _prune_block(rows, inverse, n_of_m or count_left(rows.numel(), share))
+        pruned[:, now] = rows.T
         torch.sub(rows, change[now], out=change[now])
-    return changed
+    return pruned
 
 
 def _prune_block(
     rows: Float[Tensor, "inputs outputs"], upper: Float[Tensor, "inputs inputs"], keep: Pattern | int
 ) -> None:
-    """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern."""
+    """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern.
+
+    The paper takes the i-th error from all later inputs at once; here each input takes from itself all earlier errors
+    just before it is needed, which reads as much and writes less.
+    """
     scale = upper.diagonal().unsqueeze(1)
     errors = torch.empty_like(rows)
     mask = torch.empty_like(rows, dtype=torch.bool)
     if isinstance(keep, int):
         mask = largest((rows / scale).abs().view(1, -1), keep).view(rows.shape)
-    share = rows
-    for i, group in inputs_in_turn(rows, upper, errors, keep.of if isinstance(keep, Pattern) else SUBBLOCK):
-        if i == group.start:
-            if isinstance(keep, Pattern):
-                mask[group] = keep.largest_down((rows[group] / scale[group]).abs())
-            share = ~mask[group] / scale[group]
-        torch.mul(rows[i], share[i - group.start], out=errors[i])
-    rows.masked_fill_(~mask, 0)
-
-
-def inputs_in_turn(rows: Tensor, upper: Tensor, errors: Tensor, size: int) -> Iterator[tuple[int, slice]]:
-    """Each input of a block, and its group of `size`, once the errors of the inputs before it are taken from it.
-
-    The paper takes the i-th error, which the caller writes, from all later inputs at once; here each input takes from
-    itself all earlier errors just before it is needed, which reads as much and writes less.
-    """
+    size = keep.of if isinstance(keep, Pattern) else SUBBLOCK
     for first in range(0, len(rows), size):
         group = slice(first, min(first + size, len(rows)))
         rows[group].addmm_(upper[:first, group].mT, errors[:first], alpha=-1)
+        if isinstance(keep, Pattern):
+            mask[group] = keep.largest_down((rows[group] / scale[group]).abs())
+        share = ~mask[group] / scale[group]
         for i in range(first, group.stop):
             if i > first:
                 rows[i].addmv_(errors[first:i].mT, upper[first:i, i], alpha=-1)
-            yield i, group
+            torch.mul(rows[i], share[i - first], out=errors[i])
+    rows.masked_fill_(~mask, 0)
 
 
 def count_left(entries: int, sparsity: float) -> int:

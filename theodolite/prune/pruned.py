@@ -39,7 +39,7 @@ class Pruned:
     """The record of a pruned model.
 
     Attributes:
-        table: one row per matrix; `docs/pruned-checkpoints.md` lists the columns.
+        table: one row per matrix; `docs/pruning.md` lists the columns.
         provenance: versions, model, text, settings.
         low_rank: the low-rank part of each matrix that has one.
         folder: where it was written, if it was.

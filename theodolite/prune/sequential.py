@@ -9,9 +9,8 @@ in between.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
@@ -35,19 +34,6 @@ MAX_ROUNDINGS = 16
 MOST_VARIANTS = 4
 """Distinct argument tensors per shape that a new one is compared with, to store equal ones once."""
 
-SHARDS = 16
-"""At most, however long the text: of each, the moments of a block's inputs are summed by themselves."""
-
-Keep = Callable[[int, Hidden], Hidden]
-
-
-def shards(corpus: Corpus, batch: int) -> list[list[slice]]:
-    """The batches of a corpus, cut into runs of about equal length; they depend on the corpus and the batch alone."""
-    parts = list(corpus.batches(batch))
-    count = min(SHARDS, len(parts))
-    edges = [len(parts) * number // count for number in range(count + 1)]
-    return [parts[first:last] for first, last in itertools.pairwise(edges)]
-
 
 def in_file(tensor: Tensor, folder: Path) -> Tensor:
     """A copy whose memory is a file without a name: the system has it in memory as far as there is room.
@@ -65,37 +51,6 @@ def in_file(tensor: Tensor, folder: Path) -> Tensor:
     return mapped.view(flat.shape)
 
 
-def kept_in_memory(number: int, hidden: Hidden) -> Hidden:
-    """Store the hidden states of a batch where they are."""
-    return hidden
-
-
-@contextmanager
-def kept_in_files(folder: Path) -> Iterator[Keep]:
-    """While open, hidden states can be kept in files without a name, which memory holds as far as it has room.
-
-    Raises:
-        WorkError: the folder, which is made, cannot be written to.
-    """
-    kept: dict[int, Tensor] = {}
-
-    def keep(number: int, hidden: Hidden) -> Hidden:
-        if number in kept:
-            return kept[number].copy_(hidden)
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            kept[number] = in_file(hidden, folder)
-        return kept[number]
-
-    yield keep
-    kept.clear()
-
-
-def keeping(model: OpenModel, folder: Path | None) -> AbstractContextManager[Keep]:
-    """Of a model whose blocks are read as they run, in files of the folder, if there is one; else in memory."""
-    return nullcontext(kept_in_memory) if model.streamed is None or folder is None else kept_in_files(folder)
-
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call, by place and by name."""
 
@@ -108,14 +63,12 @@ class BlockByBlock:
         corpus: the calibration contexts.
         batch: contexts per forward pass.
         between: called after every batch; it may raise to stop.
-        keep: given the number of a batch and its hidden states, gives what of them is stored until the next block.
-        only: the shards that are read; None: all.
-
-    Attributes:
-        shards: those that are read, in order.
+        folder: keep hidden states in files without a name there, which memory holds as far as it has room; None: in
+            memory.
 
     Raises:
-        WorkError: the family computes something between its blocks, so that they cannot be run one by one.
+        WorkError: the family computes something between its blocks, so that they cannot be run one by one; or the
+            folder, which is made, cannot be written to.
     """
 
     def __init__(
@@ -124,46 +77,32 @@ class BlockByBlock:
         corpus: Corpus,
         batch: int,
         between: Callable[[], None],
-        keep: Keep = kept_in_memory,
-        only: Sequence[int] | None = None,
+        folder: Path | None = None,
     ) -> None:
-        every = shards(corpus, batch)
-        self.shards = list(range(len(every)) if only is None else only)
-        self._model, self._between, self._keep = model, between, keep
+        self._model, self._between, self._folder = model, between, folder
         self._shared = _SharedArguments()
         self._first_context = corpus.ids(slice(0, 1))
         self._witness_calls, self._witness = self._verified_pass()
         record = self._passing_through if self._may_pass_through() else self._pass
         self._hidden: list[Hidden] = []
         self._calls: list[list[Arguments]] = []  # by batch, then by block, without hidden states
-        self._batches: dict[int, range] = {}  # by shard
-        for shard in self.shards:
-            first = len(self._calls)
-            for part in every[shard]:
-                calls, outputs = record(corpus.ids(part))
-                self._hidden.append(keep(len(self._calls), outputs.entered))
-                self._calls.append(calls)
-                between()
-            self._batches[shard] = range(first, len(self._calls))
+        for part in corpus.batches(batch):
+            calls, outputs = record(corpus.ids(part))
+            self._hidden.append(self._kept(outputs.entered))
+            self._calls.append(calls)
+            between()
 
-    def read(self, layer: int, shard: int | None = None) -> None:
-        """Run a block on all contexts, or on those of a shard, for its hooks only."""
-        for _ in self._outputs(layer, range(len(self._calls)) if shard is None else self._batches[shard]):
+    def read(self, layer: int) -> None:
+        """Run a block on all contexts, for its hooks only."""
+        for _ in self._outputs(layer):
             pass
 
-    def advance(self, layer: int, tapped: AbstractContextManager[None] | None = None) -> None:
-        """Run a block on all contexts; its outputs become the inputs of the next one.
-
-        Args:
-            layer: of the block.
-            tapped: open while it runs on them, and on nothing else.
-        """
+    def advance(self, layer: int) -> None:
+        """Run a block on all contexts; its outputs become the inputs of the next one."""
         self._witness = self._run(layer, self._witness_calls, self._witness)
-        every = range(len(self._calls))
-        with tapped or nullcontext():
-            for number, output in zip(every, self._outputs(layer, every), strict=True):
-                refuse_nonfinite_stream(layer + 1, output)
-                self._hidden[number] = self._keep(number, output)
+        for number, output in enumerate(self._outputs(layer)):
+            refuse_nonfinite_stream(layer + 1, output)
+            self._hidden[number] = self._kept(output, self._hidden[number])
 
     def verify_end(self) -> None:
         """Compare the output of the last block on the witness with a forward pass of the pruned model.
@@ -176,10 +115,19 @@ class BlockByBlock:
         refuse_nonfinite_stream(last + 1, ours)
         self._compare(ours, _first(self._pass(self._first_context)[1].left))
 
-    def _outputs(self, layer: int, batches: range) -> Iterator[Hidden]:
-        for number in batches:
-            hidden = self._hidden[number].to(self._model.device)
-            yield self._run(layer, self._calls[number], hidden)
+    def _kept(self, hidden: Hidden, before: Hidden | None = None) -> Hidden:
+        """Hidden states where they stay until the next block: in the place of those before, if these are in a file."""
+        if self._folder is None:
+            return hidden
+        if before is not None:
+            return before.copy_(hidden)
+        with disk_errors(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return in_file(hidden, self._folder)
+
+    def _outputs(self, layer: int) -> Iterator[Hidden]:
+        for number, calls in enumerate(self._calls):
+            yield self._run(layer, calls, self._hidden[number].to(self._model.device))
             self._between()
 
     def _run(self, layer: int, calls: list[Arguments], hidden: Hidden) -> Hidden:

@@ -22,9 +22,8 @@ from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered
 from theodolite.system.checksums import read_json_checked, write_json_checked
-from theodolite.system.experiment_names import reading_order
 from theodolite.system.files import disk_errors, folder_written_atomically, write_text
-from theodolite.system.wording import harmless, visible
+from theodolite.system.wording import harmless, reading_order, visible
 
 RESULT = "result.json"
 SOURCES = {

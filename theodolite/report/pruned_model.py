@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from theodolite.prune import Pruned
@@ -13,10 +11,10 @@ from theodolite.report.drawing import pruning as drawing
 from theodolite.report.exhibit import Exhibit
 from theodolite.report.outcome import Heading, Outcome, Reading
 from theodolite.report.outcome_page import folder_of, write_index, write_outcome
-from theodolite.system.wording import counted, listed, number, percent, with_error
+from theodolite.system.wording import counted, listed, number, percent
 
 OUTLYING_MATRICES = (
-    "matrices that stand out: a lower sparsity, more bits or (OATS) another rank ratio would retain more."
+    "matrices that stand out: a lower sparsity or (OATS) another rank ratio would retain more."
 )
 
 
@@ -31,23 +29,22 @@ PRUNING = Heading(
 def pruned_outcome(pruned: Pruned) -> Outcome:
     """Key numbers, the errors by block and matrix, and the table."""
     table, pruning = pruned.table, pruned.provenance["pruning"]
-    entries = (table["outputs"] * table["inputs"]).to_numpy(float)
-    before = ", before the low-rank parts were trained" if "recovery" in pruning else ""
+    entries = table["outputs"] * table["inputs"]
+    removed = float((table["sparsity"] * entries).sum() / entries.sum())
     of = "outputs, scaled norm" if _read_text(table) else "weights"
     readings = [
         Reading("method", _method(pruning)),
         Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
         *_half(pruning),
-        _kept(table, pruning, entries),
-        Reading(f"relative error of {of}{before}", _spread(table["error_scaled"])),
+        Reading("share of entries removed, of pruned matrices", percent(removed)),
+        Reading(f"relative error of {of}", _spread(table["error_scaled"])),
     ]
     if table["error"].notna().any():
-        readings.append(Reading(f"relative error of outputs{before}", _spread(table["error"])))
+        readings.append(Reading("relative error of outputs", _spread(table["error"])))
     if "bytes" in pruning:
         written, dense = (number(pruning[name] / 1e6) for name in ("bytes", "dense_bytes"))
         size = f"{written} MB ({pruning['format']}), dense {dense} MB"
         readings.append(Reading("weights that are loaded", size))
-    readings += _recovery(pruning.get("recovery"))
     short = short_of_tokens(pruned)
     notes = [
         ("matrices with fewer tokens than inputs", f"{len(short)}: {listed(short, 3)}" if short else ""),
@@ -55,7 +52,7 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
         ("fallbacks", listed(list(table.loc[table["fallback"] != "", "fallback"].unique()))),
     ]
     readings += [Reading(name, text) for name, text in notes if text]
-    return Outcome(readings, [], {"matrices": table}, _exhibits(table, before))
+    return Outcome(readings, [], {"matrices": table}, _exhibits(table))
 
 
 def short_of_tokens(pruned: Pruned) -> list[str]:
@@ -99,9 +96,9 @@ def page_at(folder: Path) -> Path:
     return folder_of(PRUNING.name, folder) / "index.html"
 
 
-def _exhibits(table: pd.DataFrame, before: str) -> list[Exhibit]:
+def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
     of_outputs = (
-        f"Error of each matrix in the scaled norm{before}",
+        "Error of each matrix in the scaled norm",
         "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
         "pruned blocks before it give them: the norm in which Wanda and OATS choose, as if inputs were uncorrelated.",
     )
@@ -123,10 +120,10 @@ def _exhibits(table: pd.DataFrame, before: str) -> list[Exhibit]:
         return [scaled]
     exact = Exhibit(
         "error",
-        f"Error of the outputs of each matrix{before}",
+        "Error of the outputs of each matrix",
         drawing.error_map(table, "error"),
         "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their full second moments: what "
-        "SparseGPT and GPTQ minimise.",
+        "SparseGPT minimises.",
         OUTLYING_MATRICES,
         "Frantar & Alistarh 2023, eq. 1",
         wide=True,
@@ -134,38 +131,10 @@ def _exhibits(table: pd.DataFrame, before: str) -> list[Exhibit]:
     return [exact, scaled]
 
 
-def _recovery(told: dict[str, Any] | None) -> list[Reading]:
-    """What training the low-rank parts brought."""
-    if told is None:
-        return []
-    losses = ", ".join(f"{name} {number(loss)}" for name, loss in told["loss"].items())
-    differences = [
-        Reading(name, f"{with_error(each['mean'], each['error'])} nats per token")
-        for name, each in told["difference"].items()
-    ]
-    held_out = counted(told["held_out_contexts"], "held-out context")
-    return [Reading(f"loss on {held_out}, {counted(told['steps'], 'step')}", losses), *differences]
-
-
 def _method(pruning: dict) -> str:
     also = [f"pattern {pruning['pattern']}"] if pruning["pattern"] else []
     also += ["exact"] if pruning.get("exact") else []
-    also += [f"sparsity by {pruning['sparsity_by']}"] if "sparsity_by" in pruning else []
     return ", ".join([pruning["method"], *also])
-
-
-def _kept(table: pd.DataFrame, pruning: dict, entries: np.ndarray) -> Reading:
-    """What is left of the weights: a share of them, or some bits of each."""
-    if "bits" not in pruning:
-        removed = float((table["sparsity"] * entries).sum() / entries.sum())
-        return Reading("share of entries removed, of pruned matrices", percent(removed))
-    all_bits = number(8 * float(table["compact_bytes"].sum()) / entries.sum())
-    low_rank = ", and low-rank parts" if (table["rank"] > 0).any() else ""
-    inputs = counted(pruning["group"], "input") if pruning["group"] else "all inputs of an output"
-    return Reading(
-        "bits of a weight",
-        f"{pruning['bits']}, and {all_bits} with scales, one for {inputs}{low_rank}",
-    )
 
 
 def _spread(errors: pd.Series) -> str:

@@ -1,8 +1,9 @@
-"""What the terminal shows of a run: a short table of layers, a short table of notable heads, and JSON."""
+"""What the terminal shows of a run: short tables of layers and notable heads, an outcome, and JSON."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import pandas as pd
@@ -11,10 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from theodolite.judging import Verdict
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import Run
 from theodolite.report.data import records
-from theodolite.system.wording import rounded_with_error
+from theodolite.report.outcome import Heading, Outcome
+from theodolite.report.outcome_page import MARKS
+from theodolite.system.wording import harmless, rounded_with_error
 
 LAYER_COLUMNS = {
     "layer": "layer",
@@ -37,6 +41,7 @@ SPECTRUM_COLUMNS = {
     "r": "r",
 }
 STRONGEST = 3
+MARK_COLOURS = {"✓": "green", "◐": "yellow", "✗": "red", "–": "dim"}
 WIDE = 140  # columns of a terminal from which standard errors are printed next to the values, not below
 
 
@@ -47,6 +52,30 @@ def show_run(run: Run, console: Console) -> None:
         console.print(_strongest_heads(run.heads))
     else:
         console.print(_spectra(run.heads))
+
+
+def show_outcome(
+    heading: Heading, outcome: Outcome, console: Console, shown_verdicts: Collection[Verdict] = ()
+) -> None:
+    """Print the paper's numbers next to the measured ones, and the verdicts that are not in `shown_verdicts`."""
+    console.print(f"\n[bold]{escape(heading.name)}[/bold]  {escape(heading.title)}", highlight=False)
+    if outcome.readings:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        parts = {"": "quantity", "paper": "paper", "here": "here"}
+        if not any(row.paper for row in outcome.readings):
+            del parts["paper"]
+        for heading in parts:
+            table.add_column(heading, overflow="fold")
+        for row in outcome.readings:
+            table.add_row(*(escape(harmless(getattr(row, part))) for part in parts.values()))
+        console.print(table)
+    for verdict in outcome.verdicts:
+        if verdict in shown_verdicts:
+            continue
+        mark = MARKS[verdict.answer]
+        line = f"[{MARK_COLOURS[mark]}]{mark}[/] {escape(harmless(verdict.claim))}: {verdict.answer}"
+        console.print(line, highlight=False)
+        console.print(f"  {harmless(verdict.evidence)}", style="dim", markup=False, highlight=False)
 
 
 def tables_as_json(run: Run) -> dict[str, Any]:

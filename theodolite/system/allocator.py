@@ -1,9 +1,8 @@
-"""The memory allocator: what it keeps for the next tensor, and what it gives back to the system."""
+"""The memory allocator: what it keeps for the next tensor."""
 
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's `mallopt`."""
@@ -22,9 +21,3 @@ def keep_pages() -> None:
         return
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def return_pages() -> None:
-    """Give the system all pages that hold nothing now, between what is kept as well; without glibc, nothing is done."""
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -17,24 +17,6 @@ ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 DECODER: Attention = "decoder"
 
-METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
-"""Of pruning."""
-
-QUANTISERS = ("oats", "gptq", "round")
-"""The same, where weights are put on a grid of few bits."""
-
-WEIGH_NO_INPUTS = ("magnitude", "round")
-"""Of either: what enters a matrix decides nothing, so that no text is read unless it is asked for."""
-
-BITS = (3, 4, 8)
-"""Of such a grid."""
-
-PACKED_BITS = (4, 8)
-"""Those that servers unpack."""
-
-FORMS = ("merged", "factored", "adapter", "compressed")
-"""How a pruned checkpoint is written."""
-
 
 def check_whole(**given: object) -> None:
     """Raise `UsageError` where one of the arguments is no whole number; a bool is none."""
@@ -68,29 +50,6 @@ def check_attention(attention: str | None) -> None:
     """Raise `UsageError` where it is given, and none of `ATTENTIONS`."""
     if attention is not None and attention not in ATTENTIONS:
         raise UsageError(f"unknown attention {attention}: use {', '.join(ATTENTIONS)}")
-
-
-def check_method(method: str, bits: int | None = None) -> None:
-    """Raise `UsageError` where it is none of `METHODS`; with `bits`, none of `QUANTISERS`."""
-    known = METHODS if bits is None else QUANTISERS
-    if method in known:
-        return
-    if method in (*METHODS, *QUANTISERS):
-        what = "does not quantise: leave out --bits, or use" if bits else "quantises: give --bits, or use"
-        raise UsageError(f"{method} {what} {', '.join(known)}")
-    raise UsageError(f"unknown method {method}: use {', '.join(known)}")
-
-
-def check_bits(bits: object) -> None:
-    """Raise `UsageError` where it is none of `BITS`."""
-    if not isinstance(bits, numbers.Integral) or bits not in BITS:
-        raise UsageError(f"bits is {bits!r}: use one of {', '.join(map(str, BITS))}")
-
-
-def check_form(form: str) -> None:
-    """Raise `UsageError` where it is none of `FORMS`."""
-    if form not in FORMS:
-        raise UsageError(f"unknown format {form}: use one of {', '.join(FORMS)}")
 
 
 def check_one_place(device: object, device_map: object) -> None:

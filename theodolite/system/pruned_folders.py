@@ -14,16 +14,8 @@ SETTINGS = "pruning.json"
 ADAPTER = "adapter"
 """The folder in it of the adapter that holds the low-rank parts, where they are apart."""
 
-COMPRESSED = "compressed"
-"""The format in which quantised weights are packed."""
-
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What PEFT calls the files of an adapter."""
-
-
-def writes_adapter(form: object, method: object) -> bool:
-    """Whether a checkpoint of this format has its low-rank parts as an adapter."""
-    return form == ADAPTER or (form == COMPRESSED and method == "oats")
 
 
 def adapter_in(folder: Path) -> Path | None:
@@ -32,26 +24,16 @@ def adapter_in(folder: Path) -> Path | None:
     Raises:
         UsageError: it should have one.
     """
-    if not writes_adapter(*_written(folder)):
+    try:
+        form = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["pruning"]["format"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    if form != ADAPTER:
         return None
     # Without the second, PEFT would look for pickled weights, and then for a model of this name on the hub.
     if not all((folder / ADAPTER / name).is_file() for name in ADAPTER_FILES):
         raise UsageError(f"{folder} lacks its low-rank parts ({ADAPTER}/): prune again")
     return folder / ADAPTER
-
-
-def is_compressed(folder: Path) -> bool:
-    """Whether it is a pruned checkpoint with packed weights."""
-    return _written(folder)[0] == COMPRESSED
-
-
-def _written(folder: Path) -> tuple[object, object]:
-    """Format and method of a pruned checkpoint; None of another folder."""
-    try:
-        pruning = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["pruning"]
-        return pruning["format"], pruning["method"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None, None
 
 
 def exists_already(out: Path) -> UsageError:

@@ -34,11 +34,7 @@ OPTIONS = {
     "rank_ratio": "--rank-ratio",
     "damping": "--damping",
     "exact": "--exact",
-    "sparsity_by": "--sparsity-by",
     "skip": "--skip",
-    "bits": "--bits",
-    "group": "--group",
-    "recover": "--recover",
     "errors": "--errors",
 }
 """What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""

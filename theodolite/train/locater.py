@@ -29,7 +29,7 @@ from theodolite.models.shard_gradients import (
     check_deepspeed_has_gradients,
     is_of_deepspeed,
 )
-from theodolite.models.shards import head_group, is_part, is_spread, joined_heads, parameter_at
+from theodolite.models.shards import head_group, is_part, is_spread, joined_heads
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
@@ -113,8 +113,8 @@ class Locater:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The matrices that the penalty depends on and that are trained, each once; with FSDP1, what holds them."""
-        held = (parameter_at(place) for layer in self._projections for place in layer.places)
+        """The matrices that the penalty depends on and that are trained, each once."""
+        held: Any = (module._parameters[name] for layer in self._projections for module, name in layer.places)
         return [p for p in {id(p): p for p in held}.values() if p.requires_grad]
 
     def __call__(self, step: int | None = None) -> Float[Tensor, ""]:
@@ -126,7 +126,7 @@ class Locater:
         Raises:
             UsageError: a strength is a function and no step was given, or it gives a negative or no number; a module
                 that holds the weights was replaced after this was made, or all the weights have been frozen; the
-                gradients are FSDP1's or DeepSpeed's to make, which leaves `add_gradient`.
+                gradients are DeepSpeed's to make, which leaves `add_gradient`.
         """
         self._check()
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
@@ -134,7 +134,7 @@ class Locater:
         # A layer at a time: a graph would hold every layer in float32.
         if self._together and not all(whole.dtensors for whole in self._whole):
             raise UsageError(
-                "FSDP1 and DeepSpeed make the gradients of their weights themselves: call add_gradient() between "
+                "DeepSpeed makes the gradients of its weights itself: call add_gradient() between "
                 "backward and the optimizer's step"
             )
         value, parts = self._gathered(self._strengths_at(step))
@@ -226,7 +226,7 @@ class Locater:
             return
         for held in self._held:
             _check_held(self._model, held)
-        if any(is_part(parameter_at(place)) for layer in self._projections for place in layer.places):
+        if any(map(is_part, self.parameters)):
             raise UsageError(
                 "weights have been spread over ranks since this Locater was made: make it of the model that is sharded"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ CONTEXTS, LENGTH = 8, 128
 
 SEARCHED = 512
 """Rows of a data set in which long enough ones are looked for."""
+
+PAGE_SHARE = 0.01
+"""Of the time, at most, goes into writing the page; in between it is as it was."""
 
 
 class GeometryWarning(UserWarning):
@@ -57,8 +61,8 @@ class GeometryMonitor:
             are left out.
         every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
-        folder: where `heads.jsonl`, `layers.jsonl`, `alarms.jsonl` and `losses.jsonl` go, one row a line, for
-            `theodolite watch`; None: nowhere.
+        folder: where `heads.jsonl`, `layers.jsonl`, `alarms.jsonl` and `losses.jsonl` go, one row a line, and the
+            page that shows them, `watch.html`; None: nowhere.
         limits: the levels of alarm.
         over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
             must make the monitor and call it at every step; the batch is that of the first one, which alone writes
@@ -109,6 +113,8 @@ class GeometryMonitor:
         self._record = Record(
             folder if self._ranks.first else None, self._reader.model.layers, self._reader.model.places
         )
+        weakref.finalize(self, _finish, self._record)
+        self._next_page = 0.0
         self._step: int | None = None
         self._number = -1
         self._broken = False
@@ -161,6 +167,7 @@ class GeometryMonitor:
         self.last = geometry
         self.alarms += self.new_alarms
         self._write(step, lambda: self._record.write(geometry, self.new_alarms))
+        self._write(step, self._write_page)
         for line in alarm_lines(self.new_alarms):
             self._warn(line)
         self._seconds += geometry.seconds
@@ -168,9 +175,10 @@ class GeometryMonitor:
         return scalars(geometry) | {"alarms": float(self._judge.active), "time_share": share}
 
     def close(self) -> None:
-        """End an inline look that no step completed; a `GeometryCallback` does at the end of training."""
+        """End training: an inline look that no step completed, and the page. A `GeometryCallback` does this itself."""
         if isinstance(self._reader, OverheardReader):
             self._reader.close()
+        _finish(self._record)
 
     def _look(self, step: int) -> Geometry | None:
         """A look that is due now; or inline the one that was due at a step that is done now."""
@@ -203,9 +211,20 @@ class GeometryMonitor:
         try:
             write()
         except WorkError as error:
-            self._record = Record(None)
+            self._record.folder = None
             message = f"step {step}: {error}; the looks go on without a record"
             self._warn(message, RecordWarning, stacklevel=4)
+
+    def _write_page(self) -> None:
+        """Write the page, unless it was written so recently that this would take more than its share of the time."""
+        started = time.perf_counter()
+        if self._record.folder is not None and started >= self._next_page:
+            # Only a process that writes it loads what draws it.
+            from theodolite.train.watch_page import write_page
+
+            write_page(self._record, finished=False)
+            now = time.perf_counter()
+            self._next_page = now + (now - started) / PAGE_SHARE
 
     def _begin(self, step: int) -> None:
         """Begin at a step; at a later one than 0, go on from what the folder holds of the steps before."""
@@ -216,7 +235,9 @@ class GeometryMonitor:
                 self._number = 0  # the next looks count from the last one with spectra
             else:
                 self._number = geometry.step // self.every if self.last is None else self._number + 1
-            self.alarms += self._judge.update(geometry)
+            alarms = self._judge.update(geometry)
+            self._record.keep(geometry, alarms)
+            self.alarms += alarms
             self.last = geometry
         # Steps without a look before the first one: looks are due at multiples of `every`.
         self._since = step // self.every * self.every
@@ -231,6 +252,24 @@ class GeometryMonitor:
         if last is not None:
             return step - last.step >= self.every
         return step % self.every == 0 or step - self._since >= self.every
+
+
+def _finish(record: Record) -> None:
+    """Write the page of a run for the last time; at the latest when its monitor, or the process, ends.
+
+    Warns:
+        RecordWarning: it cannot be written.
+    """
+    if record.folder is not None and len(record.heads.steps) and not record.finished:
+        from theodolite.train.watch_page import write_page
+
+        try:
+            write_page(record, finished=True)
+        except WorkError as error:
+            warnings.warn(
+                f"{error}; the page of the training run is not complete", RecordWarning, stacklevel=3
+            )
+        record.finished = True
 
 
 def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:

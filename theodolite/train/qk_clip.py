@@ -21,7 +21,7 @@ from theodolite.models.logit_rows import POSITIONS, find_logit_rows
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.shard_gradients import is_of_deepspeed
-from theodolite.models.shards import flat_owner, parallel_group
+from theodolite.models.shards import parallel_group
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
 from theodolite.train.callbacks import FOLDER, GeometryCallback
@@ -63,11 +63,9 @@ class QKClip:
             raise UsageError(
                 "each rank has some of the heads: make the QKClip before the model is tensor parallel"
             )
-        if any(flat_owner(inner) is not None for inner in self._model.modules()) or any(
-            map(is_of_deepspeed, self._model.parameters())
-        ):
+        if any(map(is_of_deepspeed, self._model.parameters())):
             raise UsageError(
-                f"the weights of {source.name} are held by FSDP1 or DeepSpeed in tensors of their own: {_CLIPPED}"
+                f"the weights of {source.name} are held by DeepSpeed in tensors of its own: {_CLIPPED}"
             )
         with evaluation_mode(self._model), on_a_few_tokens(source):
             structure = find_structure(source)
@@ -160,7 +158,7 @@ class QKClip:
         for name, rows in self._held.items():
             if not is_held(self._model, name, rows):
                 raise UsageError(
-                    f"{name} is no longer the parameter that this QKClip was made for (an adapter, quantised, FSDP1?): "
+                    f"{name} is no longer the parameter that this QKClip was made for (an adapter, or quantised?): "
                     "make a new QKClip after the model is changed"
                 )
             if is_of_deepspeed(getattr(rows.module, rows.name)):

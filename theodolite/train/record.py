@@ -1,16 +1,20 @@
-"""The record of a training run's looks: lines of JSON in a folder, and what of them a resumed run may keep.
+"""The record of a training run's looks: lines of JSON in a folder, what of them a resumed run may keep, what is drawn.
 
-Nothing is measured or judged here, and nothing is said to the user.
+Nothing is measured, judged or drawn here, and nothing is said to the user.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from theodolite.system.files import disk_errors, json_text, write_text
 from theodolite.train.alarms import Alarm
@@ -25,17 +29,64 @@ JUDGED = {"entropy_share", "propagation", "at_distance", "same_token", "sink_fir
 """Columns of the heads that a resumed monitor judges again."""
 
 
+OF_HEADS = ("entropy_share", "propagation", "sink_first", "sink_later", "largest_logit")
+OF_LAYERS = ("rank_collapse",)
+"""Columns that the page draws."""
+
+MOST = 1e30
+"""Losses as large are no numbers to draw."""
+
+
+class Columns:
+    """What the page draws of all looks: some columns at every place, a head's (layer, head) or a layer's (layer,)."""
+
+    def __init__(self, names: Sequence[str], places: Sequence[tuple[int, ...]]) -> None:
+        self.places = places
+        self._names = names
+        self._steps: list[int] = []
+        self._looks: list[NDArray[np.float32]] = []
+
+    def add(self, step: int, table: pd.DataFrame) -> None:
+        """Keep a look; of a column that it lacks, NaN."""
+        with np.errstate(over="ignore"):
+            values = table.reindex(columns=self._names).to_numpy(dtype=np.float32)
+        self._steps.append(step)
+        self._looks.append(np.where(np.isfinite(values), values, np.nan))
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Of all looks, in order: S of them."""
+        return np.array(self._steps, dtype=np.int64)
+
+    def of(self, name: str) -> NDArray[np.float64] | None:
+        """A column as (S, P); None where no look has it."""
+        column = self._names.index(name)
+        values = np.array([look[:, column] for look in self._looks], dtype=np.float64)
+        return values if np.isfinite(values).any() else None
+
+
 class Record:
     """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`.
 
     Args:
         folder: where; None: nowhere.
         layers, places: of the model, and of its heads, to know its own complete looks.
+
+    Attributes:
+        heads, layers: what the page draws of the looks.
+        alarms: of all looks.
+        loss_steps, losses: each step's last loss.
+        finished: the page says that the run has ended.
     """
 
     def __init__(self, folder: Path | None, layers: int = 0, places: Sequence[tuple[int, int]] = ()) -> None:
-        self._folder = folder
+        self.folder = folder
         self._layers, self._places = layers, list(places)
+        self.heads = Columns(OF_HEADS, self._places)
+        self.layers = Columns(OF_LAYERS, [(layer,) for layer in range(layers + 1)])
+        self.alarms: list[Alarm] = []
+        self.loss_steps, self.losses = array("q"), array("d")
+        self.finished = False
 
     def begin(self, step: int) -> tuple[list[Geometry], str]:
         """Drop what was recorded after `step` (all of it, at step 0); the looks that are kept, and what to say.
@@ -45,10 +96,10 @@ class Record:
         Raises:
             WorkError: the folder cannot be written.
         """
-        if self._folder is None:
+        if self.folder is None:
             return [], ""
-        with disk_errors(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
             old = {name: self._read(name) for name in FILES}
             rows = {name: [row for line in old[name] if (row := parsed_row(line))] for name in FILES}
             heads, layers = (_by_step(rows[name], step) for name in ("heads", "layers"))
@@ -59,7 +110,7 @@ class Record:
             message = ""
             if any(old.values()) and (not steps or damaged or others):
                 number = self._move_aside()
-                message = f"{self._folder} held an earlier record: moved to heads.{number}.jsonl and so on"
+                message = f"{self.folder} held an earlier record: moved to heads.{number}.jsonl and so on"
                 if step and (damaged or others):
                     message += (
                         f"; {len(steps)} looks kept, {others} dropped that are no complete looks of this model, "
@@ -69,26 +120,29 @@ class Record:
                 # A loss belongs to a step that is done, whether or not there was a look.
                 done = range(step + 1) if name == "losses" else whole
                 remaining = [row for row in rows[name] if steps and row["step"] in done]
-                write_text(self._folder / f"{name}.jsonl", "".join(map(_line, remaining)))
+                write_text(self.folder / f"{name}.jsonl", "".join(map(_line, remaining)))
+                if name == "losses":
+                    for row in remaining:
+                        self._keep_loss(row["step"], row.get("loss"))
         return [Geometry(at, _table(heads[at]), _table(layers[at]), 0.0) for at in steps], message
 
     def _read(self, name: str) -> list[str]:
-        assert self._folder is not None
-        path = self._folder / f"{name}.jsonl"
+        assert self.folder is not None
+        path = self.folder / f"{name}.jsonl"
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
         # Without the half line at which a process was killed.
         return lines if parsed_row(lines[-1]) else lines[:-1]
 
     def _move_aside(self) -> int:
         """Rename the files to `heads.1.jsonl` and so on; the number."""
-        assert self._folder is not None
+        assert self.folder is not None
         number = 1
-        while any((self._folder / f"{name}.{number}.jsonl").exists() for name in FILES):
+        while any((self.folder / f"{name}.{number}.jsonl").exists() for name in FILES):
             number += 1
         for name in FILES:
-            path = self._folder / f"{name}.jsonl"
+            path = self.folder / f"{name}.jsonl"
             if path.exists():
-                path.rename(self._folder / f"{name}.{number}.jsonl")
+                path.rename(self.folder / f"{name}.{number}.jsonl")
         return number
 
     def _whole(self, heads: list[dict[str, Any]], layers: list[dict[str, Any]]) -> bool:
@@ -100,6 +154,14 @@ class Record:
             and all(row.keys() >= JUDGED for row in heads)
             and all("rank_collapse" in row for row in layers)
         )
+
+    def keep(self, geometry: Geometry, alarms: list[Alarm]) -> None:
+        """Keep of one look and its alarms what the page draws."""
+        if self.folder is not None:
+            self.heads.add(geometry.step, geometry.heads)
+            self.layers.add(geometry.step, geometry.layers)
+            self.alarms += alarms
+            self.finished = False
 
     def write(self, geometry: Geometry, alarms: list[Alarm]) -> None:
         """Append one look and its alarms.
@@ -115,6 +177,7 @@ class Record:
         }
         for name, lines in rows.items():
             self._append(name, lines)
+        self.keep(geometry, alarms)
 
     def write_loss(self, step: int, loss: float) -> None:
         """Append the loss of a step; of several for one step the last counts.
@@ -123,11 +186,23 @@ class Record:
             WorkError: the folder cannot be written.
         """
         self._append("losses", [{"step": step, "loss": loss}])
+        self._keep_loss(step, loss)
+
+    def _keep_loss(self, step: int, loss: Any) -> None:
+        """Keep a loss for the page: a gap where it is no number that a page can show."""
+        if self.folder is None:
+            return
+        value = float(loss) if type(loss) in (int, float) and abs(loss) < MOST else math.nan
+        if self.loss_steps and self.loss_steps[-1] == step:
+            self.losses[-1] = value
+        else:
+            self.loss_steps.append(step)
+            self.losses.append(value)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        if self._folder is None:
+        if self.folder is None:
             return
-        with disk_errors(self._folder), (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+        with disk_errors(self.folder), (self.folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, rows)))
 
 

@@ -12,31 +12,27 @@ import torch
 
 from tests.report.drawn import drawn, finite
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.catch_tag_release import averaging_construction
-from theodolite.papers.catch_tag_release import averaging_models as averaging
-from theodolite.papers.catch_tag_release.averaging_models import (
-    DIRECTIONS,
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import for_plotly
+from theodolite.theory.averaging import averaging_model
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.catch_tag_release import averaging_construction
+from theodolite_papers.catch_tag_release import averaging_models as averaging
+from theodolite_papers.catch_tag_release.averaging_figures import BELOW
+from theodolite_papers.catch_tag_release.averaging_models import (
     judge_models,
     measured,
-    read_levels,
 )
-from theodolite.papers.catch_tag_release.averaging_training import (
-    HELD_OUT_SEED,
+from theodolite_papers.catch_tag_release.averaging_training import (
     PUBLISHED,
     QK_NORM,
     STANDARD,
     AveragingRecipe,
     PublishedModel,
     TrainedModels,
-    draw,
     train_averaging,
 )
-from theodolite.papers.experiment import Study, of_nothing
-from theodolite.report.drawing.averaging import BELOW
-from theodolite.report.outcome import Outcome
-from theodolite.system.wording import for_plotly
-from theodolite.theory.averaging import averaging_model, mean_after
+from theodolite_papers.experiment import Study, of_nothing
 
 ERRORS = {"left_se": 1e-3, "sink_se": 1e-3, "left_blind_se": 1e-3}
 RANDOM = {"sink_begun": 0.05, "left_random": 0.2, "left_random_sd": 0.1, "as_costly": 0.0}
@@ -85,15 +81,6 @@ def test_one_model_without_a_sink_decides_on_a_strong_one() -> None:
     assert verdict(models((PUBLISHED, 0.5, {})), "can be trained") == FAILS
 
 
-def test_the_least_of_many_is_nearer_to_its_criterion_than_it_looks():
-    """Oracle: Bonferroni by hand: of ten, 2.81 standard errors decide what 1.96 of one do."""
-    near = {"sink": 0.3 - 0.0025, "sink_se": 0.001}
-    nine = [(STANDARD, 0.01, {})] * 9
-    assert judged(models(*nine, (STANDARD, 0.01, near)), "necessitate").parts[0].answer == UNDECIDED
-    near["sink"] = 0.3 - 0.003
-    assert judged(models(*nine, (STANDARD, 0.01, near)), "necessitate").parts[0].answer == FAILS
-
-
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
@@ -125,24 +112,6 @@ def test_a_tag_that_costs_no_more_than_random_directions_is_not_called_read():
     assert "residual variance 0.200" in judged(table, words).evidence
 
 
-def test_the_sink_before_training_is_said_beside_the_one_after():
-    table = models(*[(PUBLISHED, 0.01, {"sink_begun": 0.75})] * 3)
-    assert "(before training 0.750)" in judged(table, "forms an attention sink").evidence
-    outcome = Outcome()
-    read_levels(outcome, table.assign(left_mean_of_all=0.7, eta=0.5))
-    assert "attention to [SEP] 0.990 to 0.990, before training 0.750 to 0.750" in outcome.readings[1].here
-
-
-def test_a_mean_over_few_models_has_a_wide_interval():
-    """Oracle: Student's t: 0.40 ± 0.04 is two standard errors above 0.3, and the 95 % interval of three takes 4.3."""
-    rows = [(PUBLISHED, 0.01, {"sink": sink}) for sink in (0.33, 0.4, 0.47)]
-    sink = judged(models(*rows), "forms an attention sink")
-    assert sink.answer == UNDECIDED
-    assert ": 0.40 ± 0.04 (3 models); " in sink.evidence
-    assert verdict(models(*rows * 4), "forms an attention sink") == HOLDS
-    assert verdict(models(rows[0]), "forms an attention sink") == UNTESTABLE
-
-
 def construction() -> PublishedModel:
     model, built = PublishedModel([torch.Generator().manual_seed(0)]), averaging_model(12.0, d=0.1)
     with torch.no_grad():
@@ -153,36 +122,6 @@ def construction() -> PublishedModel:
         model.s_num.fill_(0)
         model.s_tag.fill_(12)
     return model
-
-
-def test_random_directions_of_a_plane() -> None:
-    """Oracle: two coordinates, so the mean over random directions is that over a fine grid of angles.
-
-    The construction writes along its tag alone; a second value column makes it write the plane.
-    """
-    model = construction()
-    with torch.no_grad():
-        model.value_1[:, :, 0, 0] = 0.3
-    kind = AveragingRecipe("built", 2, 0, 1, 0.0)
-    row = measured(TrainedModels(kind, (0,), model, model, torch.zeros(1, 1))).iloc[0]
-    numbers, places = draw([torch.Generator().manual_seed(HELD_OUT_SEED)], averaging.HELD_OUT_SEQUENCES)
-    targets = mean_after(numbers, places)
-    angles = (torch.arange(180) + 0.5) * torch.pi / 180
-    left = torch.stack(
-        [
-            (model(numbers, places, ablated=torch.tensor([[a.cos(), a.sin()]])).output - targets)
-            .square()
-            .mean()
-            / targets.square().mean()
-            for a in angles
-        ]
-    ).detach()
-    error = float(left.std()) / DIRECTIONS**0.5
-    assert float(left.std()) > 0.05 * float(left.mean())
-    assert row["left_random"] == pytest.approx(float(left.mean()), abs=4 * error)
-    assert row["left_random_sd"] == pytest.approx(float(left.std()), rel=0.4)
-    share = float((left >= row["left_untagged"]).float().mean())
-    assert row["as_costly"] == pytest.approx(share, abs=4 * (share * (1 - share) / DIRECTIONS) ** 0.5 + 0.01)
 
 
 def test_measures_of_the_construction() -> None:

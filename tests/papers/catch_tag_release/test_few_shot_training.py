@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +17,9 @@ from theodolite.cli.app import app
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM, prompt_ids
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
-from theodolite.papers.catch_tag_release import few_shot_training as few_shot
-from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
-from theodolite.papers.training.command import train_few_shot
-from theodolite.papers.training.task_models import train_task_model
-from theodolite.papers.training.tasks import IGNORED
+from theodolite_papers.training import tasks as few_shot
+from theodolite_papers.training.command import train_few_shot
+from theodolite_papers.training.tasks import IGNORED, FewShot
 
 SHORT = {"steps": 4, "batch": 4}
 
@@ -79,8 +75,7 @@ def test_bayes_reader_is_as_good_as_is_possible():
     assert np.all(np.abs(accuracy - best) < 4 * np.sqrt(best * (1 - best) / 800))
 
 
-@pytest.mark.parametrize("batch", [None, 7])
-def test_answers_are_right_where_the_reader_is(batch):
+def test_answers_are_right_where_the_reader_is():
     """Oracle: the reader's choice at every colon, one prompt at a time."""
     prompts = RULES.draw(20, np.random.default_rng([5, TEST_STREAM]))
     ids, asked, labels = (torch.from_numpy(part) for part in (prompts.ids, prompts.asked, prompts.labels))
@@ -91,14 +86,14 @@ def test_answers_are_right_where_the_reader_is(batch):
         asked,
         labels,
         RULES.label_ids,
-        batch=batch,
+        batch=7,
         show_progress=lambda done, total: progress.append((done, total)),
     )
     for row, places, label, answers in zip(ids, asked, labels, right, strict=True):
         for word, place in enumerate(places):
             logits = Reader()(row[None, : place + 1], False).logits[0, -1]
             assert bool(answers[word]) == (int(logits[2:5].argmax()) == int(label[word]))
-    assert progress == ([(0, 20), (7, 20), (14, 20), (20, 20)] if batch else [(0, 20), (20, 20)])
+    assert progress == [(0, 20), (7, 20), (14, 20), (20, 20)]
 
 
 def test_batches_are_positive():
@@ -109,7 +104,7 @@ def test_batches_are_positive():
 
 
 def test_the_folder_opens_and_says_how_good_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Oracle: `transformers` on the folder's own tokenizer, and the same run again."""
+    """Oracle: `transformers` on the folder's own tokenizer."""
     monkeypatch.setattr(few_shot, "CHECKED", 40)
     lines = train_few_shot(tmp_path / "a", SHORT, seed=0, threads=1, console=quiet())
     result = json.loads((tmp_path / "a" / "training.json").read_text())
@@ -129,12 +124,6 @@ def test_the_folder_opens_and_says_how_good_the_model_is(tmp_path: Path, monkeyp
             f"{word} example{'s' * (word != 1)}: accuracy {share:.1%} (the best possible: "
         )
     assert result["best_by_shots"] == RULES.best_accuracy().tolist()
-    train_few_shot(tmp_path / "b", SHORT, seed=0, threads=1, console=quiet())
-    train_few_shot(tmp_path / "c", SHORT, seed=1, threads=1, console=quiet())
-    digests = [
-        hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).hexdigest() for name in "abc"
-    ]
-    assert digests[0] == digests[1] != digests[2]
 
 
 def test_the_command_trains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -153,15 +142,3 @@ def test_the_command_trains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "said": result_of_command.stdout.splitlines()[:-1],
         "training": result,
     }
-
-
-def test_a_few_steps_learn_what_is_usual(tmp_path: Path):
-    """Oracle: the exact best accuracy without examples; 150 small steps are above chance there by 4 errors."""
-    config = replace(DEFAULT, layers=1, heads=2, width=32, steps=150, batch=32, learning_rate=5e-3)
-    result = train_task_model(tmp_path / "m", FewShot(), config, threads=1, console=quiet())
-    error = np.sqrt(2 / 9 / few_shot.CHECKED)
-    assert 1 / 3 + 4 * error < result["accuracy_by_shots"][0] < RULES.best_accuracy()[0] + 4 * error
-
-
-def test_another_family_is_another_training():
-    assert FewShot(replace(RULES, usual=0.1)).sha256 != FewShot().sha256

@@ -1,4 +1,4 @@
-"""Figures 4 and 5 of the third paper, and the sweeps: what is measured of pruned copies, and what is said of it."""
+"""Figures 4 and 5 of the third paper: what is measured of pruned copies, and what is said of it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.report.drawn import drawn, finite
+from tests.report.drawn import drawn
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import Estimate
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.catch_tag_release import pruned_models as compressed
-from theodolite.papers.catch_tag_release import pruned_sinks, pruning_sweep
-from theodolite.papers.catch_tag_release.pruned_models import (
+from theodolite.report.outcome import Outcome
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.catch_tag_release import pruned_models as compressed
+from theodolite_papers.catch_tag_release import pruned_sinks
+from theodolite_papers.catch_tag_release.pruned_models import (
     ModelSinks,
     halves,
     kept_sinks,
@@ -27,10 +28,8 @@ from theodolite.papers.catch_tag_release.pruned_models import (
     measure_sinks,
     new_sinks,
 )
-from theodolite.papers.catch_tag_release.pruning_sweep import front
-from theodolite.papers.experiment import Study, of_nothing
-from theodolite.report.drawing.pruning import SIDES, shares_left
-from theodolite.report.outcome import Outcome
+from theodolite_papers.catch_tag_release.tag_ablation import shares_left
+from theodolite_papers.experiment import Study, of_nothing
 
 
 def random_sinks(seed: int, share: float = 0.1, contexts: int = 9) -> ModelSinks:
@@ -75,11 +74,6 @@ def test_paired_verdicts():
     assert method_answer(*others) == "not decided"
 
 
-def test_all_sinks_of_a_few_contexts_are_no_proof():
-    """Oracle: 0.025^{1/9} = 0.66, where nine tenths are asked for."""
-    assert answer(pruned_sinks._judge_oats, random_sinks(0), random_sinks(0)) == "not decided"
-
-
 def low_rank_answer(removed: float, spared: float) -> str:
     left = {"without the term": Estimate(removed, 0.01, 60, "contexts")}
     left["without a random part"] = Estimate(spared, 0.01, 60, "contexts")
@@ -105,45 +99,15 @@ def answer(judge, *measured, **options):
     return outcome.verdicts[0].answer
 
 
-def test_a_layers_sinks_and_the_whole_models_loss_are_told_apart(study):
-    for name, whose in (
-        ("figure4", " of the dense model's sinks in layer 4; "),
-        ("figure5", "dense model's sinks; "),
-    ):
-        readings = study.outcome(EXPERIMENTS[f"sinks/{name}"]).readings
-        assert all(whose in reading.here for reading in readings)
-        assert all("; the whole model has " in reading.here for reading in readings)
-
-
-def test_the_front_is_of_those_that_none_beats():
-    """Oracle: the definition, by pairs."""
-    random = np.random.default_rng(0)
-    cost, worth = random.integers(0, 6, 30).astype(float), random.integers(0, 6, 30).astype(float)
-    cost[:2] = cost.min() - 1  # two alike: the better one counts
-    worth[:2] = 0, 1
-    flags = front(cost, worth)
-    for a in range(30):
-        better = [
-            cost[b] <= cost[a] and worth[b] >= worth[a] and (cost[b] < cost[a] or worth[b] > worth[a])
-            for b in range(30)
-        ]
-        if flags[a]:
-            assert not any(better)
-    assert flags[1]
-    assert not flags[0]
-    unbeaten = {(cost[a], worth[a]) for a in range(30) if flags[a]}
-    assert len(unbeaten) == flags.sum()
-
-
 @pytest.fixture(autouse=True)
 def few_iterations(monkeypatch):
-    monkeypatch.setattr(compressed, "ITERATIONS", 3)
+    monkeypatch.setattr(compressed, "ITERATIONS", 1)
 
 
 @pytest.fixture(scope="module")
 def study():
     model = open_model()
-    corpus = Corpus.python_docs(model.tokenizer, length=48, contexts=32)
+    corpus = Corpus.python_docs(model.tokenizer, length=64, contexts=12)
     provenance = of_nothing()
     provenance["model"]["sha256"] = model.sha256
     return Study(
@@ -156,7 +120,7 @@ def study():
 
 def test_contexts_that_calibrate_are_not_measured(study):
     calibration, measured = halves(study)
-    assert len(calibration.contexts) == len(measured.contexts) == 16
+    assert len(calibration.contexts) == len(measured.contexts) == 6
     assert torch.equal(calibration.contexts, study.corpus.contexts[::2])
     assert torch.equal(measured.contexts, study.corpus.contexts[1::2])
 
@@ -171,6 +135,7 @@ def test_losses_are_those_of_transformers(study):
     np.testing.assert_allclose(measures.loss.numpy(), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_figures_4_and_5(study):
     before = copy.deepcopy(study.model.hf.state_dict())
     for name, models in (("figure4", 4), ("figure5", 5)):
@@ -198,27 +163,6 @@ def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monke
     oats, gone = next((d, o) for d, o, layer in calls.values() if layer == 4 and d is not calls[0][0])
     assert torch.equal(oats.sinks[:, :4], gone.sinks[:, :4])
     assert not torch.equal(oats.sinks[:, 4:], gone.sinks[:, 4:])
-
-
-@pytest.mark.slow
-def test_sweeps(study, monkeypatch):
-    monkeypatch.setattr(pruning_sweep, "SPARSITIES", (0.5, 0.7))
-    monkeypatch.setattr(pruning_sweep, "RATIOS", (0.0, 0.25))
-    outcome = study.outcome(EXPERIMENTS["sinks/sweep"])
-    table = outcome.tables["prunings"]
-    assert len(table) == 4
-    assert (table.groupby("sparsity")["loss_more"].min().diff().dropna() > 0).all()
-    assert (table[table["sparsity"] == 0.7]["bytes"] < table[table["sparsity"] == 0.5]["bytes"].min()).all()
-    front = drawn(outcome.exhibits[0].figure, mode="markers")
-    np.testing.assert_allclose(front, finite(*(table[name] for name in SIDES)), rtol=1e-6)
-    allocation = study.outcome(EXPERIMENTS["sinks/allocation"])
-    assert len(allocation.verdicts) == 4
-    prunings = allocation.tables["prunings"]
-    assert len(prunings) == 9
-    # A rank ratio moves numbers from the sparse part to the factors: the bytes are nearly the same.
-    assert prunings.groupby("plan")["bytes"].mean().std() < 0.002
-    plans = drawn(allocation.exhibits[0].figure)
-    np.testing.assert_allclose(plans, finite(*(prunings[name] for name in SIDES)), rtol=1e-6)
 
 
 def test_what_cannot_be_judged_is_refused(study):

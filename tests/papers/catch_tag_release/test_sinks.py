@@ -15,24 +15,21 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
-from theodolite.papers.catch_tag_release.tag_ablation import ablated, against_others
-from theodolite.papers.catch_tag_release.traced_sinks import (
-    judge_clusters,
-    judge_copy,
-    judge_later,
-    judge_outliers,
-    judge_release,
-    show_trace,
-    traced,
-)
-from theodolite.papers.experiment import Study
 from theodolite.passes.survey import spectra
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.drawing.sinks import release_map, release_scatter
+from theodolite.report.drawing.sinks import release_scatter
 from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import render
+from theodolite.report.sink_trace import (
+    judge_clusters,
+    judge_later,
+    judge_release,
+    show_trace,
+)
 from theodolite.sinks.ablation import LOSS_CAUGHT, LOSS_DIFFERENCE, LOSS_OTHERS
 from theodolite.sinks.trace import trace_sinks
+from theodolite_papers.catch_tag_release.tag_ablation import ablated, against_others, traced
+from theodolite_papers.experiment import Study
 
 IDS = planted.contexts(6)
 CORPUS = Corpus("planted", IDS, torch.full((len(IDS),), -1), [], 0)
@@ -151,17 +148,6 @@ def test_the_largest_of_more_layers_must_gain_more():
     assert judged_by(judge_release, HEADS.assign(gain_se=math.nan), 4).answer == "not testable here"
 
 
-def test_a_minority_of_heads_with_a_gain_holds_in_few_cases_only():
-    """Oracle: 7 of 15 heads have a gain, the others none, each known from three contexts; 500 draws, 2.5 % allowed."""
-    generator, holds = np.random.default_rng(0), 0
-    for _ in range(500):
-        values = generator.normal(np.repeat([100.0, 0.0], [7, 8])[:, None], 1.0, (15, 3))
-        heads = pd.DataFrame({"layer": 3, "contexts": 3, "gain": values.mean(1)})
-        heads["gain_se"] = values.std(1, ddof=1) / 3**0.5
-        holds += judged_by(judge_release, heads, 4).answer == "holds"
-    assert holds <= 25
-
-
 def test_the_largest_share_of_many_sinks_must_be_larger():
     """Oracle: Bonferroni by hand: 256 contexts are ± 1/32; of one sink 0.01 + 1.96/32 decides, of a hundred 3.48/32."""
     assert judged_by(judge_later, pd.Series([0.08]), 256).answer == "holds"
@@ -170,33 +156,10 @@ def test_the_largest_share_of_many_sinks_must_be_larger():
     assert judged_by(judge_later, pd.Series([], dtype=float), 256).answer == "not decided"
 
 
-def test_a_share_of_few_sinks_is_uncertain():
-    """Oracle: as many as (Σw)²/Σw² = 2 sinks are ±√(¼/2) about one half, and Yates's ¼/1.96, by hand."""
-    weights = np.array([1.0, 1.0, 0.0])
-    outlying = pd.Series([False, False, True])
-    assert (
-        judged_by(judge_outliers, outlying, weights).answer == "not decided"
-    )  # 0 ± 0.48, and the criterion is 0.5
-    assert ": 0 ± 0.5 (2 sinks); " in judged_by(judge_outliers, outlying, weights).evidence
-    assert judged_by(judge_outliers, pd.Series([False] * 30), np.ones(30)).answer == "fails"
-    assert judged_by(judge_copy, pd.Series([0.99, 0.97, 0.98]), np.ones(3)).answer == "holds"
-    assert judged_by(judge_copy, pd.Series([0.99, 0.5, 0.98]), np.ones(3)).answer == "not decided"
-
-
 def test_a_trace_of_an_older_version_is_refused(model):
     run = trace_sinks(model, IDS)
     with pytest.raises(UsageError, match="trace again"):
         show_trace(Outcome(), replace(run, traces=run.traces.drop(columns=["gain", "gain_se"])))
-
-
-def test_the_head_and_the_layers_of_a_release_map_have_colours_of_their_own(model, run):
-    """Oracle: the table's own largest values."""
-    traced = trace_sinks(model, IDS)
-    head, layers = release_map(traced.traces, traced.arrays["release"].numpy()).data
-    assert list(head.x) == ["head"]
-    assert head.zmax == pytest.approx(traced.traces["tag"].max())
-    assert layers.zmax == pytest.approx(float(traced.arrays["release"].nan_to_num().max()))
-    assert head.colorbar.x < layers.colorbar.x
 
 
 @pytest.mark.parametrize(("layers", "step"), [([2, 3, 4], 1), ([5], 1), (range(33), 4)])

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
-from theodolite.papers import Study
-from theodolite.papers.hidden_geometry.resampling import GroupedBasis
 from theodolite.passes.run import Run
+from theodolite_papers import Study
+from theodolite_papers.hidden_geometry.resampling import GroupedBasis
 
 
 def grouped(basis: Tensor, noise: Tensor | None = None) -> GroupedBasis:

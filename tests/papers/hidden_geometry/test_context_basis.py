@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from theodolite.judging import HOLDS, UNTESTABLE
-from theodolite.papers.hidden_geometry.context_basis import _deepens
 from theodolite.report.outcome import Outcome
+from theodolite_papers.hidden_geometry.separation import _deepens
 
 
 def _answer(gap):

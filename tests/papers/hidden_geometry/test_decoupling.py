@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.papers.hidden_geometry.decoupling import decouple
 from theodolite.theory.haar import haar_rotation
+from theodolite_papers.hidden_geometry.decoupling import decouple
 
 
 def sample(seed: int, *shape: int) -> Tensor:
@@ -78,19 +78,6 @@ def test_planted_structure_is_found_and_random_bases_do_not_find_it() -> None:
     assert got.diagonal.item() == pytest.approx(expected)
 
 
-def test_expected_share_of_the_diagonal_is_the_haar_average() -> None:
-    """Oracle: 400 orthogonal matrices by scipy, within four standard errors, for a W with a trace."""
-    from scipy.stats import ortho_group
-
-    w_q, w_k = sample(5, 1, 12, 3), sample(6, 1, 12, 3) + sample(5, 1, 12, 3)
-    w = (w_q @ w_k.mT)[0].numpy()
-    rotations = ortho_group.rvs(12, size=400, random_state=0)
-    shares = np.square(np.einsum("ndi,de,nei->ni", rotations, w, rotations)).sum(1) / np.square(w).sum()
-    got = decouple(w_q, w_k, torch.eye(12), 1.0).diagonal_random.item()
-    assert abs(got - shares.mean()) < 4 * shares.std() / 20
-    assert got > 2 / 14  # what no traceless W exceeds, as tr W² ≤ ‖W‖_F²
-
-
 def test_random_baseline_is_the_haar_average() -> None:
     """Closed form for A = W − D: (K e + K(K−1) f)/‖A‖², e = (‖A‖² + tr A²)/(d(d+2)), f from the whole."""
     width, corner, count = 16, 4, 200
@@ -105,53 +92,6 @@ def test_random_baseline_is_the_haar_average() -> None:
     error = got.random_deviation.corner_energy.item() / math.sqrt(count)
     assert abs(got.random_mean.corner_energy.item() - expected) < 4 * error
     assert expected == pytest.approx((corner / width) ** 2, rel=0.25)
-
-
-def test_mean_and_deviation_are_over_the_rotations() -> None:
-    """Oracle: `dense` of each rotation drawn again, numpy's mean and sample deviation (n − 1)."""
-    w_q, w_k = sample(15, 1, 14, 4), sample(16, 1, 14, 4)
-    got = decouple(w_q, w_k, torch.eye(14), 2.0, (3, 7), rotations=4)
-    generator = torch.Generator().manual_seed(0)
-    w = 2 * (w_q @ w_k.mT)[0].numpy()
-    energies = [dense(w, haar_rotation(14, generator).numpy(), (3, 7)) for _ in range(4)]
-    for name in ("threshold", "surviving", "surviving_energy", "corner_energy"):
-        values = np.stack([numbers[name] for numbers in energies])
-        np.testing.assert_allclose(getattr(got.random_mean, name)[0], values.mean(0), rtol=1e-10)
-        deviation = getattr(got.random_deviation, name)[0]
-        np.testing.assert_allclose(deviation, values.std(0, ddof=1), rtol=1e-8, atol=1e-15)
-
-
-def test_shares_are_free_of_the_scaling_and_the_dtype() -> None:
-    """Closed form: W scales, so does τ, no share does; float32 input gives float64 numbers."""
-    w_q, w_k, v = sample(9, 1, 20, 4), sample(10, 1, 20, 4), basis_of(sample(11, 5, 20))
-    once, thrice = (decouple(w_q, w_k, v, scaling) for scaling in (1.0, 3.0))
-    torch.testing.assert_close(thrice.aligned.threshold, 3 * once.aligned.threshold)
-    torch.testing.assert_close(thrice.rotated_map, 3 * once.rotated_map)
-    torch.testing.assert_close(thrice.diagonal, once.diagonal)
-    torch.testing.assert_close(thrice.random_mean.corner_energy, once.random_mean.corner_energy)
-    again = decouple(w_q, w_k, v, 1.0)
-    assert torch.equal(again.random_mean.corner_energy, once.random_mean.corner_energy)
-    assert decouple(w_q.float(), w_k.float(), v.float(), 1.0).diagonal.dtype == torch.float64
-
-
-def test_a_multiple_of_the_identity_is_diagonal_everywhere() -> None:
-    """Nothing is off the diagonal, so there is nothing to have a share of."""
-    eye = torch.eye(6)[None]
-    got = decouple(2 * eye, eye, torch.eye(6), 1.0, (2,))
-    assert (got.diagonal.item(), got.diagonal_random.item()) == (1, pytest.approx(1))
-    assert got.aligned.corner_energy.isnan().all()
-    assert got.random_deviation.corner_surviving.isnan().all()
-
-
-def test_mean_over_rotations_leaves_out_those_without_survivors() -> None:
-    """d = 24 and rank 24: most random bases leave nothing; the mean is over the others, and is a share."""
-    got = decouple(sample(12, 4, 24, 24), sample(13, 4, 24, 24), torch.eye(24), 1.0, (24,), rotations=12)
-    some = got.random_mean.surviving > 0
-    assert some.any()
-    assert torch.equal(got.random_mean.corner_surviving[:, 0].isnan(), ~some)
-    torch.testing.assert_close(
-        got.random_mean.corner_surviving[some, 0], torch.ones(int(some.sum()), dtype=torch.float64)
-    )
 
 
 def test_rotations_are_haar() -> None:

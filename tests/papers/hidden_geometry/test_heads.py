@@ -5,19 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
-from scipy import stats
 
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Criterion, judge
-from theodolite.papers import Study
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.hidden_geometry.criteria import above_chance
-from theodolite.papers.hidden_geometry.heads import EARLIER, MANY_HEADS, _by_layers, _over_heads
-from theodolite.papers.hidden_geometry.layer_columns import share_of_heads
-from theodolite.papers.hidden_geometry.prompt_logits import UNCHANGED
-from theodolite.papers.hidden_geometry.weights import MAJORITY
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite_papers import Study
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.hidden_geometry.weights import _over_heads
 
 FIGURE_25 = EXPERIMENTS["geometry/figure25"]
 
@@ -53,52 +47,11 @@ def test_few_heads_more_than_the_limit_decide_nothing(run):
     assert Study(_with(run, argmax_property=share)).outcome(FIGURE_25).verdicts[0].answer == UNDECIDED
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [MAJORITY.limit, MANY_HEADS.limit, UNCHANGED.limit, *(above_chance(of).limit for of in (4, 5, 6))],
-)
-def test_a_share_at_its_limit_is_decided_by_chance_in_one_case_of_twenty_or_fewer(limit):
-    """Oracle: the binomial distribution, at every number of heads, with the criterion's own probability."""
-    criterion, decided = Criterion("at least", limit, "a test"), set()
-    for heads in range(4, 145):
-        counts = np.arange(heads + 1)
-        answers = np.array(
-            [
-                judge("", "", share_of_heads([True] * n + [False] * (heads - n), criterion), criterion).answer
-                for n in counts
-            ]
-        )
-        assert stats.binom.pmf(counts, heads, limit)[answers != UNDECIDED].sum() <= 0.05
-        decided |= {answers[0], answers[-1]}
-    assert decided == {HOLDS, FAILS, UNDECIDED}
-
-
 def test_a_correlation_within_its_error_decides_nothing(run):
     """Oracle: shares that alternate have a rank correlation near 0 with anything monotone."""
     share = np.tile([0.9, 0.1], len(run.heads) // 2)
     run = _with(run, argmax_property=share, previous_token=np.linspace(0, 1, len(share)))
     assert Study(run).outcome(FIGURE_25).verdicts[2].answer == UNDECIDED
-
-
-def test_heads_that_are_alike_within_a_layer_fall_with_depth_by_chance_alone(run):
-    """Oracle: 1000 draws without a trend, half of whose variance is between layers; 2.5 % may hold, with an sd of 5."""
-    generator = np.random.default_rng(0)
-    layer = np.repeat(np.arange(6), 4)
-    each = replace(run, heads=pd.DataFrame({"layer": layer}))
-    holds = 0
-    for _ in range(1000):
-        share = generator.normal(size=6)[layer] + generator.normal(size=len(layer))
-        estimate = _by_layers(each, _over_heads(share, layer.astype(np.float64))[0])
-        holds += judge("", "", estimate, EARLIER).answer == HOLDS
-    assert holds <= 35
-
-
-def test_the_normed_share_is_shown_where_the_run_has_it(run):
-    share = np.linspace(0, 1, len(run.heads))
-    figure = Study(_with(run, argmax_property=share)).outcome(FIGURE_25)
-    two = Study(_with(run, argmax_property=share, argmax_property_normed=share)).outcome(FIGURE_25)
-    assert len(two.exhibits) == len(figure.exhibits) + 1
-    assert set(two.tables["correlations"]["share"]) == {"argmax_property", "argmax_property_normed"}
 
 
 def test_a_run_without_the_column_says_so(run):

@@ -10,11 +10,11 @@ import torch
 
 from tests.papers.hidden_geometry.planted import study_of
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.papers import EXPERIMENTS, reproduce
-from theodolite.papers.experiment import Study
-from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, noise_share
-from theodolite.papers.hidden_geometry.tables import robust_verdicts
 from theodolite.report.outcome import Outcome
+from theodolite_papers import EXPERIMENTS, reproduce
+from theodolite_papers.experiment import Study
+from theodolite_papers.hidden_geometry.layer_columns import energy_within_rank, noise_share
+from theodolite_papers.hidden_geometry.tables import robust_verdicts
 
 
 def _planted(run, rank: int, screenot_rank):

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from theodolite.corpus.corpus import Corpus
-from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.context_basis import CONTEXTS_PER_DOCUMENT, chosen_contexts
-from theodolite.papers.hidden_geometry.depth import norms_and_cosines, random_stream
-from theodolite.papers.hidden_geometry.positional_basis import roughness, turns
-from theodolite.papers.hidden_geometry.smoothness import directions_needed, spike
 from theodolite.theory.smoothness import normalised_gram, sinusoidal
+from theodolite_papers.hidden_geometry.positional_basis import roughness, turns
+from theodolite_papers.hidden_geometry.separation import CONTEXTS_PER_DOCUMENT, chosen_contexts
+from theodolite_papers.hidden_geometry.smoothness import (
+    directions_needed,
+    norms_and_cosines,
+    random_stream,
+    spike,
+)
 
 
 def test_roughness_is_one_in_random_order_and_small_on_a_curve():
@@ -39,18 +42,6 @@ def test_turns_are_those_of_a_circle_and_none_on_a_line(wanted):
         assert turns(curve)[0] == pytest.approx(wanted, abs=0.1)
     line = torch.stack([angle, 2 * angle], -1)[None]
     assert turns(line)[0] <= 0.5
-
-
-def test_a_random_walk_is_no_spiral():
-    """Oracle: the first two components of a random walk, waves of half a period and a whole one, the second half as
-    large: the angle runs from arctan ½ through −90° to 180° − arctan ½ backwards, 0.648 turns."""
-    steps = torch.randn(20, 200, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    walk = steps.cumsum(1)
-    walk = walk - walk.mean(1, keepdim=True)
-    plane = walk @ torch.linalg.svd(walk, full_matrices=False).Vh[:, :2].mT
-    turn_counts = turns(plane)
-    np.testing.assert_allclose(turn_counts, 0.5 + math.atan(0.5) / math.pi, atol=0.05)
-    assert not criteria.SPIRAL_TURNS.met(turn_counts).any()
 
 
 def test_a_diagonal_stands_out_by_what_lies_beside_it():

@@ -12,12 +12,11 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.measure.clusters import clusters
 from theodolite.measure.geometry import contextual, random_maximum
-from theodolite.papers import Study, reproduce
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.context_basis import frequent_labels
-from theodolite.papers.hidden_geometry.layer_columns import quotient
-from theodolite.papers.hidden_geometry.separation import cluster_shares
+from theodolite_papers import Study, reproduce
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry.layer_columns import quotient
+from theodolite_papers.hidden_geometry.separation import cluster_shares, frequent_labels
 
 CLUSTERS, INCOHERENCE = EXPERIMENTS["geometry/clusters"], EXPERIMENTS["geometry/incoherence"]
 

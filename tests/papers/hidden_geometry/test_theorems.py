@@ -12,13 +12,11 @@ from scipy import special
 
 from tests.papers.hidden_geometry.planted import grouped, study_of
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE
-from theodolite.papers import Study
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.hidden_geometry import theorems
-from theodolite.papers.hidden_geometry.kernel_factorisation import ErrorGrowth
-from theodolite.papers.hidden_geometry.premise import premise_without_noise
-from theodolite.papers.hidden_geometry.theorems import cutoffs_of
 from theodolite.theory.smoothness import normalised_gram, smoothness_bound
+from theodolite_papers import Study
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.hidden_geometry import theorems
+from theodolite_papers.hidden_geometry.theorems import premise_without_noise
 
 THEOREM_1, THEOREM_2 = EXPERIMENTS["geometry/theorem1"], EXPERIMENTS["geometry/theorem2"]
 
@@ -27,25 +25,6 @@ def _with_basis(run, rows: torch.Tensor):
     """The run with these positions 1 … at every layer."""
     basis = torch.cat([torch.zeros(1, rows.shape[1]), rows]).expand(3, -1, -1).contiguous()
     return replace(run, arrays=run.arrays | {"positional_basis": basis.float()})
-
-
-@pytest.mark.parametrize("power", [-0.3, 0.0, 0.25])
-def test_growth_is_the_power_that_was_put_in(power):
-    """Oracle: ratios c·d^power, c drawn anew for every draw; the jackknife's mean is that of a straight line."""
-    widths = torch.tensor([128.0, 512.0, 2048.0]).double()
-    sizes = torch.rand(20, 1, generator=torch.Generator().manual_seed(0)).double() + 1
-    growth = ErrorGrowth(0.5, widths, sizes * widths**power, sizes[:3, 0]).growth
-    assert growth.shape == (20,)
-    np.testing.assert_allclose(growth, power, atol=1e-12)
-
-
-@pytest.mark.parametrize("positions", [4, 12, 60, 511])
-def test_cutoffs_reach_from_one_to_the_most_and_include_ten(positions):
-    cutoffs = cutoffs_of(positions)
-    assert cutoffs[0] == 1
-    assert cutoffs[-1] == min(positions, 64)
-    assert cutoffs == sorted(set(cutoffs))
-    assert min(10, positions) in cutoffs
 
 
 def test_the_table_is_the_theorem_one_k_and_m_at_a_time(run):
@@ -111,15 +90,6 @@ def test_sampling_noise_does_not_decide_the_premise(wanted):
     assert float(raw) > 1.3 * truth
     assert (np.abs(premise.values - truth) <= premise.margins).sum() >= 11
     assert np.median(premise.errors) < 0.3 * float(raw)
-
-
-def test_positions_that_are_nothing_but_noise_leave_the_premise_open(run):
-    """Oracle: groups drawn about no positions at all, whose differences are large, and are those of the noise."""
-    noise = torch.randn(6, 8, 47, 64, generator=torch.Generator().manual_seed(0)).double()
-    mean = torch.cat([torch.zeros(6, 1, 64), noise.mean(1)], dim=1).float()
-    nothing = replace(run, arrays=run.arrays | {"positional_basis": mean})
-    answers = _answers(study_of(nothing, noise - noise.mean(1, keepdim=True)))
-    assert answers[:3] == [HOLDS, UNTESTABLE, UNTESTABLE]
 
 
 def test_the_kernel_factorises_and_with_noise_too(run, monkeypatch):

@@ -13,11 +13,10 @@ from tests.report.synthetic import make_run
 from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.models.head_weights import HeadWeights
-from theodolite.papers import Study
-from theodolite.papers.hidden_geometry import weights
-from theodolite.papers.hidden_geometry.decoupling import corner_energy, decouple
-from theodolite.papers.hidden_geometry.weights import corner_of, figure_4
-from theodolite.report.drawing import theory as drawing
+from theodolite_papers import Study
+from theodolite_papers.drawing import theory as drawing
+from theodolite_papers.hidden_geometry import weights
+from theodolite_papers.hidden_geometry.weights import figure_4
 
 WIDTH, RANK, HEADS = 80, 5, 8
 FIGURE_4 = figure_4
@@ -107,16 +106,6 @@ def test_directions_in_which_contexts_vary_are_not_those_of_positions(run, monke
     assert verdict.evidence.endswith("the text, which is not at hand")
 
 
-def test_corners_of_other_bases_are_those_of_the_matrices_written_out(run):
-    """Oracle: `decouple`, which forms the matrices, with the other basis completed."""
-    heads = _model(run, positional=1, diagonal=1).head_weights(0)
-    bases = torch.linalg.qr(_noise(3, WIDTH, WIDTH)).Q
-    got = corner_energy(heads.w_q, heads.w_k, bases[..., :20])
-    for basis, energy in zip(bases, got, strict=True):
-        expected = decouple(heads.w_q, heads.w_k, basis, 0.25, (20,)).aligned.corner_energy[:, 0]
-        torch.testing.assert_close(energy, expected)
-
-
 def test_noise_alone_has_neither_part(run):
     outcome = Study(run, _model(run, positional=0, diagonal=0)).outcome(FIGURE_4)
     assert _answers(outcome) == [FAILS, FAILS, FAILS]
@@ -145,12 +134,6 @@ def test_blocks_without_weights_are_left_out_and_named(run):
         Study(run).outcome(FIGURE_4)
 
 
-@pytest.mark.parametrize(("width", "corner"), [(4096, 20), (128, 20), (80, 20), (64, 10), (16, 5)])
-def test_a_narrow_stream_has_a_smaller_corner(width, corner):
-    """Oracle: the largest K of 5, 10, 20 that is at most a quarter of the width."""
-    assert corner_of(width) == corner
-
-
 def test_tiles_lie_side_by_side_with_the_larger_entry_on_the_diagonal():
     """Oracle: two 2 × 2 heads written out: root of the share of the largest, survivors negative."""
     rotated = np.array([[[4.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
@@ -162,11 +145,3 @@ def test_tiles_lie_side_by_side_with_the_larger_entry_on_the_diagonal():
     np.testing.assert_allclose(picture[top:, -2:], [[1.0, 0.0], [0.0, 0.5]])
     assert np.isnan(picture[:top]).all()
     assert np.isnan(picture[:, 2 : 2 + drawing.TILE_GAP]).all()
-
-
-def test_a_text_shorter_than_the_corner_has_bases_of_noise_as_large(monkeypatch):
-    """Oracle: of weights that are noise a 20 × 20 corner of any basis holds 20²/80², though there are 11 positions."""
-    run = make_run(blocks=2, heads=HEADS, length=12, width=WIDTH)
-    _text(monkeypatch, run, _noise(3, 8, 11, WIDTH))
-    table = Study(run, _model(run, positional=0, diagonal=0)).outcome(FIGURE_4).tables["heads"]
-    np.testing.assert_allclose(table["corner_energy_20_noise"], 400 / WIDTH**2, rtol=0.25)

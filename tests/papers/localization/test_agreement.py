@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from sklearn.metrics import cohen_kappa_score
 
-from theodolite.papers.localization.agreement import (
+from theodolite_papers.localization.head_behaviour import (
     agreement,
     curve_errors,
     mean_over_heads,
@@ -35,22 +35,6 @@ def test_partial_rank_correlation_holds_a_third_number_fixed():
     assert rank_correlation_of_heads(x, y, EACH).value > 0.8
     assert abs(estimate.value) < 3 * estimate.error
     assert np.isnan(partial_rank_correlation_of_heads(x, y, x, EACH).value)
-
-
-def test_rank_correlation_and_its_interval():
-    """Oracle: scipy's Spearman, with ties; for a bivariate normal with ρ = 0.6 and n = 200 its standard error is about
-    (1 − ρ²)·1.06/√n = 0.048."""
-    x = DRAWN.normal(size=200)
-    y = 0.6 * x + 0.8 * DRAWN.normal(size=200)
-    tied = np.round(x, 1)
-    estimate = rank_correlation_of_heads(tied, y, EACH[:200])
-    assert estimate.value == pytest.approx(stats.spearmanr(tied, y).statistic)
-    assert estimate.error == pytest.approx(0.048, rel=0.35)
-    assert estimate == rank_correlation_of_heads(tied, y, EACH[:200])
-    x[:3] = np.nan
-    assert rank_correlation_of_heads(x, y, EACH[:200]).n == 197
-    assert np.isnan(rank_correlation_of_heads(x[:9], y[:9], EACH[:9]).value)
-    assert np.isnan(rank_correlation_of_heads(np.ones(20), y[:20], EACH[:20]).value)
 
 
 def test_agreement_is_cohens():

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from theodolite.models import open_model
-from theodolite.papers.localization.decoder import (
+from theodolite_papers.localization.decoder import (
     OFFSET,
     Decoder,
     DecoderShape,
@@ -61,16 +61,6 @@ def test_logits_are_those_that_the_survey_measures(tmp_path: Path) -> None:
                 logits.softmax(-1).float(), attentions[index][:, 0], rtol=1e-4, atol=1e-6
             )
     assert open_model(tmp_path).hf.config.do_layer_norm_before is False
-
-
-def test_factors_are_the_projections() -> None:
-    """Oracle: a logit without biases, by the module's own linear map."""
-    block = made().blocks[0]
-    x, y = torch.randn(2, 16)
-    w_q, w_k = block.factors()
-    weight = block.projections.weight
-    assert w_q.shape == w_k.shape == (1, 16, 16)
-    torch.testing.assert_close(x @ w_q[0] @ w_k[0].mT @ y, (weight[:16] @ x) @ (weight[16:32] @ y))
 
 
 def test_loss_and_gradients_in_chunks() -> None:

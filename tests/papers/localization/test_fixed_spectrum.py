@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from theodolite.judging import FAILS, HOLDS, IN_PART
-from theodolite.papers import reproduce
-from theodolite.papers.localization import fixed_spectrum
-from theodolite.papers.localization.fixed_spectrum import (
+from theodolite.report.outcome import Outcome
+from theodolite_papers import reproduce
+from theodolite_papers.localization import fixed_spectrum
+from theodolite_papers.localization.fixed_spectrum import (
     LINKS,
     SHARES,
     Collapse,
@@ -22,7 +23,6 @@ from theodolite.papers.localization.fixed_spectrum import (
     spectrum,
     widths,
 )
-from theodolite.report.outcome import Outcome
 
 SMALL = Setting(width=12, length=8, layers=2, draws=3, scales=(0.5, 2.0))
 

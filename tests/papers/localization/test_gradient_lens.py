@@ -12,9 +12,10 @@ from torch.nn import functional
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, judge
-from theodolite.papers import Study
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.localization.gradient_lens import (
+from theodolite.passes.survey import survey
+from theodolite_papers import Study
+from theodolite_papers.catalogue import EXPERIMENTS
+from theodolite_papers.localization.gradient_lens import (
     MORE,
     ORDERS,
     Shares,
@@ -23,7 +24,6 @@ from theodolite.papers.localization.gradient_lens import (
     last_query,
     order,
 )
-from theodolite.passes.survey import survey
 
 
 def test_the_gradient_is_that_of_the_models_own_code(opened):

@@ -14,32 +14,32 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
-from scipy import stats
 
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Estimate
-from theodolite.papers.catalogue import made_by as command_of
-from theodolite.papers.experiment import Study
-from theodolite.papers.localization import locater_claims
-from theodolite.papers.localization.locater_claims import FALLS, RISES, pace_change, wider
-from theodolite.papers.localization.locater_figures import (
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.report.outcome import Outcome
+from theodolite.report.outcome_page import write_outcome
+from theodolite_papers.catalogue import made_by as command_of
+from theodolite_papers.experiment import Study
+from theodolite_papers.localization import locater_claims
+from theodolite_papers.localization.locater_claims import (
+    RISES,
+    association,
+    at_step,
+    common_step,
+    distinct,
+    left_out,
+    pace_change,
+    wider,
+)
+from theodolite_papers.localization.locater_figures import (
     OF_SHAPES,
     figure_7,
     fill,
     grid_provenance,
 )
-from theodolite.papers.localization.locater_grid import GridRun, read_grid
-from theodolite.papers.localization.locater_training import Reduction, Setting
-from theodolite.papers.localization.paired_effects import (
-    association,
-    at_step,
-    common_step,
-    difference,
-    distinct,
-    left_out,
-)
-from theodolite.report.outcome import Outcome
-from theodolite.report.outcome_page import write_outcome
+from theodolite_papers.localization.locater_grid import GridRun, read_grid
+from theodolite_papers.localization.locater_training import Reduction, Setting
 
 STEPS = [0, 1, 2, 5, 10]
 MEANS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
@@ -185,11 +185,6 @@ def test_widths_are_compared_setting_by_setting() -> None:
         assert outcome.verdicts[-1].answer == UNTESTABLE
 
 
-def test_one_seed_decides_nothing() -> None:
-    """Oracle: an interval needs two values."""
-    assert set(verdicts(grid(1.0, seeds=1)).values()) == {UNTESTABLE}
-
-
 @pytest.mark.usefixtures("long_enough")
 def test_against_none_and_weight_decay() -> None:
     """Oracle: the losses put in: best LocAteR 3.8, best decay 4.05; stripes 0.05 against 0."""
@@ -282,65 +277,6 @@ def test_all_are_compared_at_one_step() -> None:
     np.testing.assert_allclose(rows["final_loss"] - rows["lowest_loss"], 0.1)
     assert (rows["lowest_step"] == 5).all()
     np.testing.assert_allclose(rows["stripes"].iloc[0], 0.05, rtol=1e-6)  # half at 0.6, half at 0.5
-
-
-def test_intervals_and_correlations() -> None:
-    """Oracle: scipy's t-test; Spearman of orders known by hand; differences of logarithms by hand."""
-    values = np.array([0.3, 0.1, 0.26, 0.4])
-    interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    effect = Estimate.mean(values, "seeds")
-    assert effect.value - effect.margin == pytest.approx(interval.low)
-    assert effect.value + effect.margin == pytest.approx(interval.high)
-    rows = at_step(grid(1.0), 10)
-    settings = [Setting(scale=100.0, mean=mean) for mean in MEANS]
-    for of, against, expected in (
-        ("entropy", "trace_of_square", -1),
-        ("final_loss", "entropy", -1),
-        ("trace", "entropy", 0),
-    ):
-        correlation = association(rows, [[setting] for setting in settings], of, against)
-        chance = 1 / math.sqrt(4 * 3)  # five settings, three seeds, all alike
-        assert (correlation.value, correlation.error, correlation.n) == pytest.approx((expected, chance, 3))
-    effect = difference(rows, settings[-1], settings[0], "entropy", relative=True)
-    expected = [math.log((3 * math.exp(0.2) + e) / (3 + e)) for e in (0, 1e-3, 2e-3)]
-    assert effect.value == pytest.approx(np.mean(expected))
-    assert effect.error == pytest.approx(np.std(expected, ddof=1) / math.sqrt(3))
-    missing = rows[~((rows["seed"] == 1) & (rows["setting"] == settings[0]))]
-    assert difference(missing, settings[-1], settings[0], "entropy", relative=False).n == 2
-    assert association(missing, [settings[:1], settings[1:]], "entropy", "trace").n == 2
-
-
-@pytest.mark.parametrize("settings", [3, 6])
-@pytest.mark.parametrize("seeds", [2, 5])
-def test_a_correlation_of_nothing_is_rarely_one(settings: int, seeds: int) -> None:
-    """Oracle: the error rate of the rule, 5 %, where entropy has nothing to do with the scale."""
-    generator = np.random.default_rng([settings, seeds])
-    kinds = [Setting(scale=100.0, mean=float(mean)) for mean in range(settings)]
-    rows = pd.DataFrame([{"setting": kind, "seed": seed} for seed in range(seeds) for kind in kinds])
-    decided = 0
-    for _ in range(400):
-        rows["entropy"], rows["frobenius_squared"] = generator.normal(size=(2, len(rows)))
-        effect = association(rows, [[kind] for kind in kinds], "entropy", "frobenius_squared")
-        decided += abs(effect.value) > effect.margin
-    assert decided <= 0.05 * 400 + 2 * math.sqrt(0.05 * 0.95 * 400)
-
-
-@pytest.mark.parametrize(
-    ("values", "verdict"),
-    [
-        ([0.05, 0.051, 0.052], HOLDS),
-        ([-0.05, -0.051, -0.052], FAILS),
-        ([0.001, 0.002, 0.003], FAILS),
-        ([0.1, -0.05, 0.05], UNDECIDED),
-        ([0.05], UNTESTABLE),
-    ],
-)
-def test_what_an_interval_decides(values: list[float], verdict: str) -> None:
-    """Oracle: the rule in words: a whole interval on one side, within a hundredth of 0, or neither."""
-    outcome = Outcome()
-    for sign, criterion in ((1, RISES), (-1, FALLS)):
-        outcome.claim("x", "difference", Estimate.mean(sign * np.array(values), "seeds"), criterion)
-    assert [each.answer for each in outcome.verdicts] == [verdict] * 2
 
 
 def write(folder: Path, runs: list[GridRun]) -> None:

@@ -17,9 +17,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.papers.localization.decoder import Decoder
-from theodolite.papers.localization.grid_text import GridText, TextFiles, kept_text, load_text
-from theodolite.papers.localization.locater_training import (
+from theodolite_papers.localization.decoder import Decoder
+from theodolite_papers.localization.grid_text import GridText, TextFiles, kept_text, load_text
+from theodolite_papers.localization.locater_training import (
     LocaterTraining,
     Recipe,
     Reduction,

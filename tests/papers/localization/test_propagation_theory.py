@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from scipy.optimize import minimize_scalar
 from typer.testing import CliRunner
 
 from theodolite.cli.app import app
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, IN_PART
-from theodolite.papers import Study, find, reproduce, write_index, write_outcome
-from theodolite.papers.catalogue import EXPERIMENTS, need_no_model
-from theodolite.papers.experiment import of_nothing
-from theodolite.papers.localization import simulated_walks as localization_walks
-from theodolite.papers.localization.propagation_theory import ETAS, NEAR_LIMIT, THETA, XIS, window
-from theodolite.papers.localization.simulated_walks import PREDICTED, share_beyond_error
 from theodolite.report.outcome import Outcome
-from theodolite.theory import curve_centre, curve_spread, curve_width, entropy_lower_bound, propagation
+from theodolite.report.outcome_page import write_index, write_outcome
+from theodolite.theory import curve_width, entropy_lower_bound
 from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
+from theodolite_papers import Study, find, reproduce
+from theodolite_papers.catalogue import EXPERIMENTS, need_no_model
+from theodolite_papers.experiment import of_nothing
+from theodolite_papers.localization import simulated_walks as localization_walks
+from theodolite_papers.localization.propagation_theory import ETAS, NEAR_LIMIT, XIS, window
+from theodolite_papers.localization.simulated_walks import PREDICTED, share_beyond_error
 
 SMALL = WalkSetting(width=24, length=8, walks=120, draws=4)
 
@@ -47,24 +47,6 @@ def test_the_linearised_softmax_is_close_for_two_inputs_alone():
     assert gaps[40] == pytest.approx(0.77, abs=0.005)
 
 
-def test_a_closer_clamped_line_than_that_of_slope_one_quarter_exists():
-    """Oracle: at the minimax slope a the error at the clamp, 1 − σ(1/(2a)), equals that where σ' = a."""
-    difference = np.linspace(0, 40, 40_001)
-    softmax = 1 / (1 + np.exp(-difference))
-
-    def largest(slope: float) -> float:
-        return float(np.abs(softmax - np.clip(0.5 + slope * difference, 0, 1)).max())
-
-    best = minimize_scalar(largest, bounds=(0.05, 0.25), method="bounded", options={"xatol": 1e-9})
-    at_clamp = 1 / (1 + math.exp(1 / (2 * best.x)))
-    value = (1 + math.sqrt(1 - 4 * best.x)) / 2  # σ(δ) with σ(1 − σ) = a
-    between = value - 0.5 - best.x * math.log(value / (1 - value))
-    assert best.fun == pytest.approx(at_clamp, abs=1e-4)
-    assert best.fun == pytest.approx(between, abs=1e-4)
-    assert best.fun == pytest.approx(0.056, abs=5e-4)
-    assert largest(0.25) == pytest.approx(1 / (1 + math.exp(2)), abs=1e-6)
-
-
 def test_figure_2_holds_both_formulas():
     """Oracle: scipy's normal distribution with mean (θ − ½)ξη and variance v(θ)η², both v written out."""
     table = reproduce("localization/figure2").tables["curves"]
@@ -75,40 +57,6 @@ def test_figure_2_holds_both_formulas():
         spread = table["eta"] * np.sqrt(2 * table["theta"] ** 2 + linear * table["theta"] + 7 / 12)
         expected = stats.norm.cdf((1 - mean) / spread) - stats.norm.cdf(-mean / spread)
         np.testing.assert_allclose(table[name], expected, atol=1e-12)
-
-
-def observed(rho: torch.Tensor) -> list[bool]:
-    """Which of the five observations below Fig. 2 a grid of curves (ξ, η, θ) shows: docs/errata.md has the fourth.
-
-    ρ concentrates on fewer tokens as η increases, for |ξ| ≥ 5; it is flatter for |ξ| ≤ 1 than for any |ξ| ≥ 5; only
-    late or early tokens propagate at η = 0.001 and |ξ| = 20; it localizes around θ = ½ for η ≥ 0.5 and |ξ| ≥ 5; it
-    vanishes as η increases.
-    """
-    far, near = np.abs(XIS) >= 5, np.abs(XIS) <= 1
-    widths, spreads, centres = curve_width(rho), curve_spread(rho), curve_centre(rho, THETA)
-    late = (rho * (THETA > 0.5)).mean(-1) / rho.mean(-1)
-    return [
-        bool((widths[far, 1:] / widths[far, :-1]).max() <= 1.01),
-        bool(spreads[near].max() <= spreads[far].min()),
-        bool(min(late[-1, 0], 1 - late[0, 0]) >= 0.95),
-        bool((centres[far][:, np.array(ETAS) >= 0.5] - 0.5).abs().max() <= 0.1),
-        bool(rho[:, -1].max() <= 0.1),
-    ]
-
-
-def test_the_observations_below_figure_2():
-    """Oracle: the paper's sentences, all but one of which hold with the corrected variance; curves that are flat in θ
-    and in η, which neither concentrate, move to a side nor vanish; a tilted one; and one that widens."""
-    xi, eta = torch.tensor(XIS, dtype=torch.float64)[:, None], torch.tensor(ETAS, dtype=torch.float64)
-    corrected = propagation(THETA, xi, eta)
-    assert observed(corrected) == [True, True, True, False, True]
-    grid = torch.full((len(XIS), len(ETAS), len(THETA)), 0.5, dtype=torch.float64)
-    grid[..., 0] = 0.49  # not flat, so that spreads have a ratio
-    assert observed(grid) == [True, True, False, True, False]
-    assert not observed(THETA.expand(len(XIS), len(ETAS), -1))[3]
-    growing = grid.clone()
-    growing[:, 0, 200:] = 0
-    assert not observed(growing)[0]
 
 
 def test_figure_3_follows_lemma_2():
@@ -214,15 +162,6 @@ def test_points_beyond_three_standard_errors_are_counted():
     assert share_beyond_error(sim, predicted).tolist() == [0.5, 0.0]
 
 
-def test_limits_in_which_both_variances_agree_only_in_the_middle_of_the_shape():
-    """Oracle: both v are 7/12 at θ = 0, so that the curves start at one value for every ξ and η."""
-    xi, eta = torch.tensor(XIS)[:, None], torch.tensor(ETAS)
-    both = [
-        propagation(torch.zeros(1, dtype=torch.float64), xi, eta, name) for name in ("published", "corrected")
-    ]
-    torch.testing.assert_close(*both)
-
-
 def test_theory_needs_no_run_and_says_so(tmp_path):
     theory = find("localization/figure1,localization/figure4")
     assert need_no_model(theory)
@@ -255,25 +194,3 @@ def test_the_command_opens_no_model_for_theory(tmp_path, monkeypatch):
     assert (tmp_path / "here" / "index.html").is_file()
     assert runner.invoke(app, ["reproduce", "localization/fig4", "gpt2"]).exit_code == 2
     assert runner.invoke(app, ["reproduce", "localization/fig4", "--corpus", "docs"]).exit_code == 2
-
-
-def test_fig_is_figure_in_every_group():
-    assert find("localization/fig5") == find("localization/figure5")
-    assert find("geometry/fig1") == find("geometry/figure1")
-    assert [experiment.name for experiment in find("localization")][:5] == [
-        f"localization/figure{n}" for n in range(1, 6)
-    ]
-
-
-def test_every_page_of_theory_has_captions_and_no_verdict():
-    """They come out the same for every model: a verdict would count for or against each of them."""
-    for number in (1, 2, 3, 4):
-        outcome = reproduce(f"localization/figure{number}")
-        assert not outcome.verdicts
-        for exhibit in outcome.exhibits:
-            assert "Bao et al. 2024" in exhibit.source
-            assert exhibit.look_for
-            figure = exhibit.figure
-            if exhibit.choice:
-                keys = [option.key for option in exhibit.choice.options]
-                assert len(exhibit.choice.variants()[keys[-1]]) == len(figure.data)

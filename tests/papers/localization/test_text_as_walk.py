@@ -7,9 +7,9 @@ import pytest
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.measure.walks import MEASURES
-from theodolite.papers import Study
-from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.passes.survey import survey
+from theodolite_papers import Study
+from theodolite_papers.catalogue import EXPERIMENTS
 
 
 def test_the_page_has_a_text_a_control_and_a_verdict_on_each(opened):

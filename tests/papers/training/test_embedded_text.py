@@ -12,14 +12,14 @@ import torch
 
 from tests.papers.training.test_embedded_training import some_text
 from theodolite.corpus.documents import Document
-from theodolite.papers.training.embedded_text import (
+from theodolite_papers.training.embedded_text import (
     Source,
     Streams,
     bigram_loss,
     mixed_with_tasks,
     split_sources,
 )
-from theodolite.papers.training.models import EmbeddedConfig
+from theodolite_papers.training.models import EmbeddedConfig
 
 
 def test_documents_that_share_text_or_a_label_stay_together() -> None:

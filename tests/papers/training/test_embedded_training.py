@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
-from theodolite.papers.training import command, embedded_training, training_loop
-from theodolite.papers.training.embedded_text import Source, mixed_with_tasks, split_sources
-from theodolite.papers.training.embedded_training import EmbeddedConfig, train_embedded_model
-from theodolite.papers.training.models import embedded_model
-from theodolite.papers.training.training_loop import LearningRate
+from theodolite_papers.training import command, embedded_training, training_loop
+from theodolite_papers.training.embedded_text import Source, mixed_with_tasks, split_sources
+from theodolite_papers.training.embedded_training import EmbeddedConfig, train_embedded_model
+from theodolite_papers.training.models import embedded_model
+from theodolite_papers.training.training_loop import LearningRate
 
 SMALL = EmbeddedConfig(
     layers=1,
@@ -60,9 +60,9 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-@pytest.fixture(scope="module", params=[SMALL, WITH_TASKS], ids=["text", "tasks"])
-def config(request: pytest.FixtureRequest) -> EmbeddedConfig:
-    return request.param
+@pytest.fixture(scope="module")
+def config() -> EmbeddedConfig:
+    return WITH_TASKS
 
 
 @pytest.fixture(scope="module")
@@ -101,20 +101,6 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(
     assert not list(out.parent.glob("*.partial"))
 
 
-def test_the_same_seed_gives_the_same_bytes(
-    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig, tmp_path: Path
-) -> None:
-    again = train_embedded_model(
-        tmp_path / "model", sources=sources(), config=config, threads=1, console=quiet()
-    )
-    assert hashes(tmp_path / "model") == hashes(trained[0])
-    assert replace(again, folder=trained[0]) == trained[1]
-    train_embedded_model(
-        tmp_path / "b", sources=sources(), config=replace(config, seed=1), threads=1, console=quiet()
-    )
-    assert hashes(tmp_path / "b")["model.safetensors"] != hashes(trained[0])["model.safetensors"]
-
-
 def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
     trained: tuple[Path, embedded_training.EmbeddedResult],
     config: EmbeddedConfig,
@@ -144,23 +130,6 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
     assert hashes(tmp_path / "model") == hashes(trained[0])
 
 
-def test_a_training_without_a_checkpoint_is_not_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the words, and a folder of only the settings and their text's hash."""
-
-    def killed(self: LearningRate, step: int) -> float:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LearningRate, "at", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train_embedded_model(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
-    assert [path.name for path in (tmp_path / "m.partial").iterdir()] == ["identity.json"]
-    for text, config in ((sources(), replace(SMALL, seed=1)), (sources()[:1], SMALL)):
-        with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
-            train_embedded_model(tmp_path / "m", sources=text, config=config, threads=1, console=quiet())
-
-
 def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
     # Every line repeats two symbols: each follows from the one before the last, whatever the bigrams are.
     random = np.random.default_rng(0)
@@ -176,16 +145,6 @@ def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
     assert result.bigram_loss["x"] == pytest.approx(math.log(8 * 16 / 15), abs=0.1)
     # All that a line leaves to chance after its first symbol is the second: log 8 of 15 tokens.
     assert math.log(8) / 15 < result.validation_loss["x"] < 0.6 * result.bigram_loss["x"]
-
-
-def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
-    config = EmbeddedConfig(steps=1000, learning_rate=1.0)
-    rates = [config.rate.at(step) for step in range(1000)]
-    assert rates[0] == pytest.approx(1 / 40)
-    assert max(rates) == rates[39] == rates[40] == 1.0
-    assert rates[40:] == sorted(rates[40:], reverse=True)
-    assert rates[520] == pytest.approx(0.55, abs=1e-3)  # half way down the cosine
-    assert rates[-1] == pytest.approx(0.1, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +204,8 @@ def test_the_card_states_data_steps_losses_and_the_call(
         "train_embedded_model('model', sources=…, config=EmbeddedConfig(layers=1, heads=2, width=16, length=16"
         in text
     )
-    said = ["In 30% of the contexts", "In 30%, the token before"]
-    assert [words in text for words in said] == [config == WITH_TASKS] * len(said)
+    assert "In 30% of the contexts" in text
+    assert "In 30%, the token before" in text
 
 
 @pytest.mark.parametrize(
@@ -312,34 +271,3 @@ def test_the_loss_leaves_out_what_cannot_be_predicted() -> None:
     loss = embedded_training._training_loss(model, (tokens, predictable), config)
     assert len(expected) < 3 * 16
     assert float(loss) == pytest.approx(sum(expected) / len(expected), rel=1e-5)
-
-
-def test_every_phase_has_a_name_and_the_bar_is_full_only_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: what is on the screen while the last step's held-out loss is measured, and at the end."""
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=120)
-    real, seen = embedded_training._validation_loss, []
-
-    def slow(*args: object) -> dict[str, float]:
-        console.print("measured now")
-        seen.append(screen.getvalue())
-        return real(*args)
-
-    monkeypatch.setattr(embedded_training, "_validation_loss", slow)
-    train_embedded_model(tmp_path / "model", sources=sources(), config=SMALL, threads=1, console=console)
-    *while_training, after = seen
-    assert len(while_training) == SMALL.steps // SMALL.checkpoint_every
-    assert not any("6/6" in shown for shown in while_training)
-    assert "measuring the model" in after
-    phases = (
-        "splitting the text",
-        "training the tokenizer",
-        "tokenizing",
-        "training, loss",
-        "measuring the model",
-    )
-    places = [screen.getvalue().index(phase) for phase in phases]
-    assert places == sorted(places)
-    assert "6/6" in screen.getvalue()

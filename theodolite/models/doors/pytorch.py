@@ -29,7 +29,6 @@ from theodolite.errors import UsageError
 from theodolite.models.doors.answers import answered, innermost_tapped, is_overheard
 from theodolite.models.doors.by_hand import ByHand
 from theodolite.models.doors.products import unfolded
-from theodolite.models.shards import has_weights
 from theodolite.system.eager import eagerly
 
 _turned: dict[object, frozenset[nn.Module]] = {}
@@ -76,7 +75,7 @@ class _ThisThread(threading.local):
             self.read = (1, *given.shape[:1]) if row else tuple(given.shape[:2])
         reads_heads = isinstance(given, Tensor) and given.ndim >= 4
         # What has no weights is given queries, keys and values that another module makes.
-        self.running.append((module, reads_heads or not has_weights(module)))
+        self.running.append((module, reads_heads or next(module.parameters(), None) is None))
 
     def leave(self, module: nn.Module) -> None:
         if self.running and self.running[-1][0] is module:

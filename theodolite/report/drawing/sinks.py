@@ -1,13 +1,11 @@
-"""Sinks by position, traced, ablated, and in models with a no-op option.
+"""Sinks by position, and traced.
 
 They take a run or plain tables. What does not fit a screen is thinned by keeping the largest values.
 """
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -16,7 +14,7 @@ import plotly.graph_objects as go
 from theodolite.measure.tags import NAMED
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, need
-from theodolite.report.drawing.grammar import Panel, heat, line, panels, reference, rows_down
+from theodolite.report.drawing.grammar import heat, reference, rows_down
 from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
 
 if TYPE_CHECKING:
@@ -186,100 +184,3 @@ def release_scatter(heads: pd.DataFrame) -> go.Figure:
     return style.figure(
         [*diagonal, dots], "η² before the head", "largest η² after the head", height=360, layout=layout
     )
-
-
-def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
-    """Bars with standard errors: one group per ablation and measure, ablation and control side by side."""
-    shown = table[table["measure"].isin(measures)]
-    names = [for_plotly(f"{row.ablation}: {row.measure}") for row in shown.itertuples()]
-    bars = [
-        go.Bar(
-            y=names,
-            x=shown[column].to_numpy(np.float32),
-            error_x=style.error_bars(shown[f"{column}_se"]),
-            orientation="h",
-            name=name,
-            marker={"color": colour},
-            hovertemplate="%{y}<br>" + name + ": %{x:.4g}<extra></extra>",
-        )
-        for column, name, colour in (
-            ("control", "control", style.GREY),
-            ("change", "ablation", style.VERMILLION),
-        )
-    ]
-    layout = {
-        "yaxis": {"autorange": "reversed", "automargin": True},
-        "barmode": "group",
-        "margin": {"l": 300},
-    }
-    return style.figure(bars, "change", height=150 + 46 * len(names), layout=layout)
-
-
-COLUMNS, NO_OP_ROW = 3, 250  # pixels
-TITLE_WIDTH = 34  # characters
-
-
-def by_no_op(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[str, str]) -> go.Figure:
-    """One panel per measure: one dot per model, one line per seed.
-
-    Args:
-        table: one row per model, `escape`, `seed` and the measures. names: what `escape` holds → its title, in order.
-        measures: column → title.
-    """
-    shown: list[Panel] = []
-    places = [name.replace(" ", "<br>", 1) for name in names.values()]
-    for measure, title in measures.items():
-        traces: list[Any] = []
-        for index, seed in enumerate(sorted(table["seed"].unique())):
-            of_seed = table[table["seed"] == seed].set_index("escape")[measure].reindex(list(names))
-            traces += line(
-                places,
-                of_seed.to_numpy(np.float64),
-                f"seed {seed}",
-                style.CATEGORIES[index % len(style.CATEGORIES)],
-                width=1,
-                marker=9,
-                hover=f"%{{x}}: %{{y:.4g}}<extra>seed {seed}</extra>",
-                showlegend=not shown,
-            )
-        last = len(shown) >= len(measures) - COLUMNS  # in its column
-        axis = {"tickangle": 0, "showticklabels": last, "range": [-0.4, len(places) - 0.6]}
-        shown.append(Panel(title, traces, xaxis=axis))
-    return _with_long_titles(shown)
-
-
-def by_step(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:
-    """One panel per measure, over the steps of a training: a line per model, coloured by its kind.
-
-    Args:
-        table: one row per model and step, `folder`, `kind`, `step` and the measures. measures: column → title.
-    """
-    kinds = list(dict.fromkeys(table["kind"]))
-    shown: list[Panel] = []
-    for measure, title in measures.items():
-        traces: list[Any] = []
-        for kind in kinds:
-            of_kind = table[table["kind"] == kind]
-            for index, (folder, rows) in enumerate(of_kind.groupby("folder")):
-                rows = rows.sort_values("step")
-                traces += line(
-                    rows["step"].to_numpy(),
-                    rows[measure].to_numpy(np.float64),
-                    kind,
-                    style.CATEGORIES[kinds.index(kind) % len(style.CATEGORIES)],
-                    width=1.4,
-                    marker=5,
-                    hover=f"{for_plotly(str(folder))}, step %{{x}}: %{{y:.4g}}<extra></extra>",
-                    showlegend=not shown and index == 0,
-                )
-        shown.append(Panel(title, traces))
-    return _with_long_titles(shown)
-
-
-def _with_long_titles(shown: list[Panel]) -> go.Figure:
-    layout = {"margin": {"t": 90}, "legend": {"y": 1.08}}
-    drawn = panels(shown, COLUMNS, height=NO_OP_ROW, gaps=(0.07, 0.12), layout=layout)
-    drawn.for_each_annotation(
-        lambda title: title.update(text="<br>".join(textwrap.wrap(title.text, TITLE_WIDTH)))
-    )
-    return drawn

@@ -123,11 +123,6 @@ document.addEventListener("DOMContentLoaded", () => {
   all(".plot").forEach((div) => near.observe(div));
   const redraw = () => drawn.forEach(draw);
   dark.addEventListener("change", redraw);
-  document.addEventListener("renewed", () => {  // a page that asks for itself again has other numbers now
-    payloads.clear();
-    redraw();
-    all("[data-numbers-of][open]").forEach(listNumbers);
-  });
   function print(now) {
     printing = now;
     document.documentElement.classList.toggle("printing", now);

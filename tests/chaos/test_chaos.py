@@ -1,0 +1,92 @@
+"""Two kills and a handful of the other trials of the chaos suite; `make chaos` runs them all, some thousand.
+
+Oracle: the same command or call undisturbed, and the rule of `trials`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.chaos import files, kills, states
+from tests.chaos.entries import ENTRIES
+from tests.chaos.trials import BAD, WRONG, Trial
+from tests.processes import Started
+
+
+def bad(trials: Iterable[Trial]) -> list[Trial]:
+    tried = list(trials)
+    assert tried
+    return [trial for trial in tried if trial.answer in BAD]
+
+
+def careless(out: Path) -> None:
+    """Write a file under its own name, and take what is there for all of it."""
+    out.mkdir(exist_ok=True)
+    if not (out / "numbers").exists():
+        (out / "numbers.writing").write_text("0123456789" * 9)
+        (out / "numbers.writing").rename(out / "numbers")
+    if not (out / "more").exists():
+        with open(out / "more", "w") as file:
+            file.write("01234")
+            file.flush()
+            (out / "between").write_text("")
+            file.write("56789")
+
+
+def killed(folder: Path) -> None:
+    """Print what is wrong after kills of two commands and of `careless`; where nothing has been computed, to fork."""
+    torch.set_num_threads(1)
+    random, stages = np.random.default_rng(0), {stage.name: stage for stage in kills.made(folder)}
+    for name in ("survey", "prune, merged"):
+        print(name, bad(kills.of_stage(stages[name], folder / "try", random, 1)))
+    for trial in bad(kills.of_stage(kills.Stage("careless", careless), folder / "try", random, 16)):
+        print(f"{trial.what}: {trial.said}")
+
+
+def test_what_was_killed_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    """And a command that would not is found."""
+    (tmp_path / "kills").mkdir()
+    status, stdout, stderr = Started(killed, tmp_path / "kills", folder=tmp_path).end()
+    assert status == 0, stderr
+    survey, prune, *wrong = stdout.splitlines()
+    assert (survey, prune) == ("survey []", "prune, merged []")
+    for when in ("before open out/between", "after open out/between", "after open out/more"):
+        assert any(line.startswith(f"{when}: run 2: other bytes in out/") for line in wrong)
+    assert "numbers.writing" not in stdout
+
+
+HANDFUL = {
+    ("run/run.json", "counts.tokens = 1e9"),
+    ("run/*.parquet", "zeros in the middle"),
+    ("run/sinks.parquet", "share: texts, sealed anew"),
+    ("run/arrays.safetensors", "a header of 2⁶⁰ bytes"),
+    ("model/config.json", "n_layer = 1e9"),
+    ("rows.parquet", "cut near its end"),
+}
+
+
+def test_a_handful_of_tampered_files() -> None:
+    chosen = [way for way in files.all_trials() if (way[0], way[2]) in HANDFUL]
+    assert {(way[0], way[2]) for way in chosen} == HANDFUL
+    assert bad(files.tried(chosen, 0)) == []
+
+
+def test_states_and_threads_change_no_number() -> None:
+    assert bad(states.trials(0, 0.03)) == []
+    assert bad(states.thread_trials(0, 0.05)) == []
+
+
+def test_a_state_that_is_taken_or_left_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that are not guarded: one takes the default dtype, one leaves a seed."""
+    models = states.Models(tmp_path)
+    monkeypatch.setitem(ENTRIES, "careless", lambda model: torch.ones(3))
+    monkeypatch.setitem(ENTRIES, "seeding", lambda model: torch.manual_seed(5) and torch.ones(3))
+    for entry, says in (("careless", "is of torch.bfloat16"), ("seeding", "left changed: torch's generator")):
+        trial = states.of_states(models, entry, "gpt2", ["bfloat16", "seeds"])
+        assert trial.answer == WRONG
+        assert says in trial.said

@@ -1,0 +1,109 @@
+"""The options of a pruning, each once: its default, and what it does not go with. Nothing heavy is imported.
+
+What only the model or the text can refuse is in `model.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from theodolite.errors import UsageError
+from theodolite.system.choices import check_number, check_whole
+from theodolite.system.pruned_folders import ADAPTER
+
+METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
+
+FORMS = ("merged", "factored", ADAPTER)
+"""How a pruned checkpoint is written."""
+
+RANK_RATIO, ITERATIONS = 0.25, 80
+"""Of OATS: κ, share of the kept parameters in the low-rank part; alternations, as published."""
+
+DAMPING = 0.1
+"""Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
+
+Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
+"""One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
+
+RankRatio = float | Callable[[int, str], float]
+"""One number for all matrices, or a function of block and name of the matrix."""
+
+
+@dataclass(frozen=True)
+class PruningOptions:
+    """The options of `prune_model` that decide its result or its folder; they are explained there."""
+
+    method: str
+    sparsity: Sparsity = None
+    pattern: str | None = None
+    rank_ratio: RankRatio = RANK_RATIO
+    iterations: int = ITERATIONS
+    seed: int = 0
+    damping: float = DAMPING
+    exact: bool = False
+    skip: Sequence[str] = ()
+    out: str | Path | None = None
+    form: str = "merged"
+    batch: int | None = None
+    errors: bool = False
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> PruningOptions:
+        """Those of a function's arguments that are options."""
+        return cls(**{option.name: arguments[option.name] for option in fields(cls)})
+
+    def checked(self, *, streamed: bool) -> PruningOptions:
+        """The same with Python's own numbers, since JSON has none of numpy's.
+
+        Args:
+            streamed: the blocks of the model are read from its files as they run.
+
+        Raises:
+            UsageError: an option is none of its kind, or does not go with another one.
+        """
+        if self.method not in METHODS:
+            raise UsageError(f"unknown method {self.method}: use {', '.join(METHODS)}")
+        if self.form not in FORMS:
+            raise UsageError(f"unknown format {self.form}: use one of {', '.join(FORMS)}")
+        if streamed and self.out is None:
+            raise UsageError(
+                "the blocks of a streamed model are read from its files and not kept: give out, a folder"
+            )
+        if self.form == ADAPTER:
+            if self.method != "oats":
+                raise UsageError(
+                    f"{self.method} has no low-rank part that an adapter could hold: use oats, or --format merged"
+                )
+            if find_spec("peft") is None:
+                raise UsageError("adapters are PEFT's: pip install peft, or choose another --format")
+        if isinstance(self.sparsity, str):
+            raise UsageError("sparsity is a number, or one a block: give no text")
+        names: object = self.skip
+        if isinstance(names, str) or not (
+            isinstance(names, Collection) and all(isinstance(name, str) for name in names)
+        ):
+            raise UsageError(f"skip is {names!r}: give a list of names")
+        check_whole(iterations=self.iterations, seed=self.seed)
+        check_number(damping=self.damping)
+        return replace(
+            self, iterations=int(self.iterations), seed=int(self.seed), damping=float(self.damping)
+        )
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """Whether what enters a matrix decides how it is pruned."""
+        return self.method != "magnitude"
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether blocks are run on the text."""
+        return self.weighs_inputs or self.errors
+
+    @property
+    def moments_damping(self) -> float | None:
+        """As `InputMoments` takes it: None where the diagonals of the second moments are enough."""
+        return self.damping if self.method == "sparsegpt" else None

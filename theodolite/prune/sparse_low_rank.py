@@ -1,0 +1,318 @@
+"""OATS: a weight matrix as the sum of a sparse and a low-rank one, in the norm of its inputs' second moments.
+
+Zhang & Papyan 2025 (arXiv 2409.13652). With D = √(second moment of each input), alternate the rank-r truncated SVD L
+of W D − S with the largest entries S of each row of W D − L, from S = 0; Ŵ = (S + L) D⁻¹.
+
+The published code computes a full SVD each time. Here the first one is randomised (Halko, Martinsson & Tropp 2011,
+algorithm 4.4). W D − S is L of the step before where S is not zero, so its r leading singular values stand far above
+the others from the second step on, and one or two steps of subspace iteration, started from the last step's right
+singular vectors, give what the SVD would. Small matrices keep the full SVD: followed, those of a model
+128 wide took a fifth of the time, with 1.0015 times the error on average, and the model lost 2.42 nats at 70 % where
+it loses 2.24. An adder 256 wide, which is followed, loses 1.19 nats at 70 %, with `exact` 1.11, over nine calibration
+texts (difference 0.08 ± 0.05: not decided). Independent of models and texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.prune.methods import GivenPattern
+from theodolite.prune.options import ITERATIONS, RANK_RATIO
+from theodolite.prune.patterns import (
+    AGREEMENT,
+    Pattern,
+    ThresholdTracker,
+    check_sparsity,
+    checked_inputs,
+    checked_weight,
+    pattern_of,
+    precision_of,
+)
+from theodolite.system.threads import using_threads
+
+_CHECK_EVERY = 16
+"""Each 16th iteration and the last are checked for a direction that the subspace misses."""
+
+SMALL = 256
+"""Matrices with fewer rows or columns get a full SVD in each step, on one thread: a second one brings nothing, and
+where another process has its core, LAPACK waits for it at every call."""
+
+_START_STEPS, _MORE = 3, 8
+"""Steps from a random start, and directions beyond the rank, of the first decomposition of a large matrix."""
+
+_TOLERANCE = 0.03
+"""Subspace iteration stops when a step turns the subspace by less: root mean square sine of the angles."""
+
+_MOST_STEPS = 16
+"""Steps that together cost less than a full SVD; a subspace that still turns then has stalled."""
+
+_ROUNDING = 32
+"""Directions of fewer times the machine epsilon, of the largest one, are rounding: a matrix of lower rank has them."""
+
+_PROBES, _PROBE_STEPS, _SLACK = 8, 4, 1.01
+"""Of the check: no direction outside may be larger than the least one inside."""
+
+
+@dataclass(frozen=True, repr=False)
+class SparseLowRank:
+    """Ŵ = sparse + left · right.
+
+    Attributes:
+        sparse: (outputs, inputs), as left and right in the dtype of the weight.
+        left: (outputs, rank), orthonormal columns.
+        right: (rank, inputs).
+        error: ‖(W − Ŵ) D‖_F / ‖W D‖_F, before any rounding to a half precision.
+        iterations: alternations done; 1 where the first one is the answer (no low-rank or no sparse part).
+        stalls: iterations of which subspace iteration failed, so that a full SVD was computed.
+    """
+
+    sparse: Float[Tensor, "outputs inputs"]
+    left: Float[Tensor, "outputs rank"]
+    right: Float[Tensor, "rank inputs"]
+    error: float
+    iterations: int
+    stalls: int
+
+    def dense(self) -> Float[Tensor, "outputs inputs"]:
+        """The sum as one matrix in the dtype of its parts, rounded once."""
+        precision = precision_of(self.sparse)
+        sparse, left, right = (part.to(precision) for part in (self.sparse, self.left, self.right))
+        return torch.addmm(sparse, left, right).to(self.sparse.dtype)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is kept: the rank, the entries per row, and their pattern."""
+
+    rank: int
+    entries: int
+    pattern: Pattern | None
+
+
+@torch.no_grad()
+def oats(
+    weight: Tensor,
+    second_moment: Tensor,
+    sparsity: float | None = None,
+    rank_ratio: float = RANK_RATIO,
+    iterations: int = ITERATIONS,
+    pattern: GivenPattern = None,
+    *,
+    seed: int = 0,
+    exact: bool = False,
+) -> SparseLowRank:
+    """A sparse plus a low-rank matrix with (1 − ρ) d_out d_in parameters together (Zhang & Papyan 2025, algorithm 2).
+
+    rank = ⌊κ (1 − ρ) d_out d_in / (d_out + d_in)⌋ and ⌊d_in (1 − (1 − κ)(1 − ρ))⌋ zeros a row (section 2.4), with
+    ρ the sparsity and κ the rank ratio. Both are rounded down, so that a row may hold one entry more than the budget.
+
+    With a pattern, the sparse part has at most N entries of every M inputs of a row. As published, it has exactly so
+    many, and they are the share 1 − κ of the kept parameters: ρ = 1 − (N/M)/(1 − κ), the default for sparsity None.
+    With a larger ρ, rows have the zeros of the formula above and the pattern holds too; a smaller one is refused.
+
+    An input that is always 0 is treated as the limit of a small one: no entries in the sparse part, its column of
+    the low-rank part the projection of W's column. If all are 0, all are weighted equally.
+
+    Args:
+        weight: (outputs, inputs); computed in float32, or in float64 if it is that.
+        second_moment: (inputs,): mean of x_j² over the tokens; a common factor changes nothing.
+        sparsity: ρ, share of parameters removed, in (0, 1).
+        rank_ratio: κ, share of the kept parameters that goes into the low-rank part, in [0, 1]: 0 is Wanda, 1 a
+            truncated SVD.
+        iterations: alternations.
+        pattern: N:M of the sparse part.
+        seed: of the random start, and of the random probes for directions that the tracked subspace misses.
+        exact: a full SVD in every iteration, as published; then the seed plays no part.
+
+    Raises:
+        UsageError: numbers that are not finite, shapes that do not fit, or settings out of range.
+    """
+    weight = checked_weight(weight)
+    moments = checked_inputs("second_moment", second_moment, weight)
+    budget = rank_and_entries(weight.shape, sparsity, rank_ratio, pattern)
+    if iterations < 1:
+        raise UsageError(f"iterations is {iterations}: give 1 or more")
+    original = weight.to(precision_of(weight))
+    scale = (moments / moments.max()).sqrt().to(original.dtype)
+    scaled = original * scale
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    small = min(scaled.shape) < SMALL
+    with using_threads(1 if small else torch.get_num_threads()):
+        sparse, low_rank, error, done, stalls = _alternate(
+            scaled, budget, iterations, None if exact or small else generator
+        )
+    active = scale > 0
+    return SparseLowRank(
+        sparse=torch.where((sparse != 0) & active, sparse / scale, 0).to(weight.dtype),
+        left=low_rank.left.to(weight.dtype).contiguous(),
+        right=torch.where(active, low_rank.right / scale, low_rank.left.mT @ original).to(weight.dtype),
+        error=error,
+        iterations=done,
+        stalls=stalls,
+    )
+
+
+def rank_and_entries(
+    shape: Sequence[int], sparsity: float | None, rank_ratio: float, given: GivenPattern
+) -> Budget:
+    """What `oats` keeps of a matrix (outputs, inputs), by its arguments, checked as it does."""
+    outputs, inputs = shape
+    pattern = pattern_of(given, inputs)
+    if not 0 <= rank_ratio <= 1:
+        raise UsageError(f"rank_ratio is {rank_ratio}: give the share of the low-rank part, from 0 to 1")
+    if pattern is None:
+        density = 1 - check_sparsity(sparsity)
+    else:
+        most = pattern.density / (1 - rank_ratio) if rank_ratio < 1 else math.inf
+        if sparsity is None and most < 1:
+            density = most
+        elif sparsity is not None and 1 - check_sparsity(sparsity) <= most + AGREEMENT:
+            density = 1 - sparsity
+        elif most < 1:
+            raise UsageError(
+                f"pattern {pattern} with rank_ratio {rank_ratio:g} removes at least {1 - most:.4g}, not {sparsity:g}: "
+                f"pass sparsity {1 - most:.4g} or None, or a larger rank_ratio"
+            )
+        else:
+            raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
+    # In the order of the published code, so that floats are rounded down as they are there.
+    rank = int(rank_ratio * density * (outputs * inputs) / (outputs + inputs))
+    zeros = int(inputs * (1.0 - (1.0 - rank_ratio) * density))
+    return Budget(rank, inputs - zeros, pattern)
+
+
+def _alternate(
+    scaled: Float[Tensor, "outputs inputs"],
+    budget: Budget,
+    iterations: int,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Truncated, float, int, int]:
+    """S, L, the relative error, and how many iterations and stalls there were; without a generator, by full SVDs."""
+    if not budget.rank or not budget.entries:
+        iterations = 1
+    target, residual = scaled.clone(), torch.empty_like(scaled)
+    scores, mask = torch.empty_like(scaled), torch.zeros_like(scaled)
+    search, stalls = ThresholdTracker(budget.entries), 0
+    for iteration in range(iterations):
+        if iteration:
+            torch.addcmul(scaled, residual, mask, value=-1, out=target)
+        if generator is None or iterations == 1:
+            low_rank = truncated_svd(target, budget.rank)
+        elif not iteration:
+            low_rank = randomised_svd(target, budget.rank, generator)
+        else:
+            followed = follow(target, low_rank.space)
+            due = iteration % _CHECK_EVERY == 1 or iteration == iterations - 1
+            if not followed or (due and misses(target, followed, generator)):
+                stalls, followed = stalls + 1, truncated_svd(target, budget.rank)
+            low_rank = followed
+        torch.addmm(scaled, low_rank.left, low_rank.right, alpha=-1, out=residual)
+        _mark_kept(residual, budget, search, scores, mask)
+    sparse = residual * mask
+    norm = torch.linalg.vector_norm(scaled)
+    error = float(torch.linalg.vector_norm(residual - sparse) / norm) if norm > 0 else 0.0
+    return sparse, low_rank, error, iterations, stalls
+
+
+def _mark_kept(
+    residual: Tensor, budget: Budget, search: ThresholdTracker, scores: Tensor, mask: Tensor
+) -> None:
+    """Set `mask` to 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
+
+    With a pattern, the best entries of each row among the best of each group are the best that satisfy both.
+    `scores` is overwritten; all are numbers and there already, which takes a fifth of the time of a new mask.
+    """
+    torch.abs(residual, out=scores)
+    if budget.pattern:
+        scores.mul_(budget.pattern.largest(scores))
+    if budget.pattern and budget.entries >= budget.pattern.density * residual.shape[1]:
+        torch.gt(scores, 0, out=mask)
+    else:
+        search.mark(scores, mask)
+
+
+class Truncated(NamedTuple):
+    """L = left · right, the columns of left orthonormal; rightᵀ = space · factor, as `torch.linalg.qr` has it."""
+
+    left: Tensor
+    right: Tensor
+    space: Tensor
+    factor: Tensor
+
+
+def _step(target: Tensor, space: Tensor) -> Truncated:
+    """One step of subspace iteration.
+
+    Of all matrices whose columns lie in target · space, L is the nearest one to the target. That includes the best
+    one with rows in `space`, so a step never loses, whatever `space` is.
+    """
+    left = torch.linalg.qr(target @ space).Q
+    right = left.mT @ target
+    return Truncated(left, right, *torch.linalg.qr(right.mT))
+
+
+def truncated_svd(target: Tensor, rank: int) -> Truncated:
+    """The truncated SVD, up to a rotation of its factors, by a step from where it ends."""
+    return _step(target, _leading(target, rank))
+
+
+def randomised_svd(target: Tensor, rank: int, generator: torch.Generator) -> Truncated:
+    """Nearly the truncated SVD: subspace iteration from a random start, then the best of what it found."""
+    size = target.shape[1], min(rank + _MORE, *target.shape)
+    space = torch.randn(size, generator=generator, dtype=target.dtype, device=target.device)
+    for _ in range(_START_STEPS):
+        step = _step(target, space)
+        space = step.space
+    return _step(target, space @ torch.linalg.svd(step.factor).U[:, :rank])
+
+
+def follow(target: Tensor, space: Tensor) -> Truncated | None:
+    """Iterate until the subspace converges; None if it does not."""
+    for _ in range(_MOST_STEPS):
+        step = _step(target, space)
+        sines = 1 - (space.mT @ step.space).square().sum(dim=0)
+        size = step.factor.diagonal().abs()
+        if (
+            sines[size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()].sum()
+            <= len(size) * _TOLERANCE**2
+        ):
+            return step
+        space = step.space
+    return None
+
+
+def misses(target: Tensor, low_rank: Truncated, generator: torch.Generator) -> bool:
+    """Whether a direction outside of the subspace is larger than the least one inside.
+
+    Subspace iteration cannot see what is orthogonal to where it started. A few random probes can: the largest
+    singular value that they find in what is left over is a lower bound, so a truncated SVD never fails.
+    """
+    left, right = low_rank.left, low_rank.right
+    probes = torch.randn(right.shape[1], _PROBES, generator=generator, dtype=right.dtype, device=right.device)
+    for _ in range(_PROBE_STEPS):
+        sketch = target @ probes - left @ (right @ probes)
+        probes = torch.linalg.qr((sketch.mT @ target - sketch.mT @ left @ right).mT).Q
+    outside = torch.linalg.svdvals(target @ probes - left @ (right @ probes))[0]
+    inside = torch.linalg.svdvals(low_rank.factor)
+    rounding = _ROUNDING * torch.finfo(inside.dtype).eps * inside[0]
+    return bool(outside > torch.maximum(_SLACK * inside[-1], rounding))
+
+
+def _leading(target: Tensor, rank: int) -> Tensor:
+    """The leading right singular vectors (inputs, rank), or a basis of their span, by a full SVD.
+
+    Of the square factor of a QR decomposition: half the work for a tall matrix, and a fourth for a wide one.
+    """
+    if not rank:
+        return target.new_empty(target.shape[1], 0)
+    if target.shape[0] >= target.shape[1]:
+        return torch.linalg.svd(torch.linalg.qr(target, mode="r").R).Vh[:rank].mT
+    return target.mT @ torch.linalg.svd(torch.linalg.qr(target.mT, mode="r").R).Vh[:rank].mT

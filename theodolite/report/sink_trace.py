@@ -1,0 +1,231 @@
+"""Every sink of a text traced: what it catches, what it writes, where that persists (Zhang et al. 2025, section 2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.errors import UsageError
+from theodolite.estimates import most_extreme, sigmas
+from theodolite.judging import (
+    SIGMAS,
+    Criterion,
+    Estimate,
+)
+from theodolite.passes.run import Run
+from theodolite.report.data import Floats
+from theodolite.report.drawing import sinks as drawing
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Heading, Outcome
+from theodolite.system.wording import counted, number, percent, with_error
+
+LATER = "Attention sinks emerge in later tokens too, and depend on the sequence (section 1.4, Q2)"
+TAGGED = "Tokens cluster by the sink that they attend to in the output of the head (section 2, Fig. 2c)"
+RELEASED = "The clusters by attended sink remain in deeper layers (section 2, Fig. 2d)"
+COPIED = "The tag is the sink's own value, copied to the tokens that it caught (Fig. 2b)"
+OUTLIER = "The tag is an outlier feature dimension (section 2, Fig. 2b)"
+
+MANY = Criterion("at least", 0.01, "“emerge” read as: in one context in a hundred at some head (ours)")
+CLUSTERED = Criterion("at least", 0.1, "“cluster” read as: a tenth of the variance (ours)")
+MORE = Criterion(
+    "at least", 0.5, "“remain” read as: in half of the heads more after the head than before (ours)"
+)
+SAME = Criterion("at least", 0.9, "“copied” read as: a cosine of 0.9 (ours)")
+MOSTLY = Criterion("at least", 0.5, "“outlier” read as: a dimension of six robust standard deviations (ours)")
+
+
+TRACE = Heading(
+    "sinks/trace",
+    "Every sink of the text: what it catches, the tag that it writes, where the tag persists",
+    "Sinks catch tokens, tag them with a common perturbation, and release them into the residual stream, where the "
+    "tag is still to be seen in deep layers (section 2)",
+)
+
+
+def show_trace(outcome: Outcome, run: Run) -> None:
+    """The page of a trace: figures, the strongest sinks, and what becomes of the paper's claims.
+
+    Raises:
+        UsageError: the trace is an older theodolite's.
+    """
+    traces, heads = run.traces, run.heads
+    if "gain_se" not in traces:
+        raise UsageError(
+            "this trace was written by an older version and lacks standard errors of the release: trace again"
+        )
+    outcome.tables |= {"sinks": traces, "heads": heads}
+    if not len(traces):
+        for claim in (LATER, TAGGED, RELEASED, COPIED, OUTLIER):
+            outcome.cannot_test(
+                claim,
+                "no key of any head is a sink in this text: "
+                f"no query pays one more than {SINK_THRESHOLD} on average",
+            )
+        return
+    model = run.provenance["model"]
+    outcome.read("heads that have a sink", f"{len(heads)} of {int(model['layers'] * model['heads'])}")
+    for kind, name in drawing.KIND_NAMES.items():
+        outcome.read(f"sinks: {name}", _kind_summary(traces[traces["kind"] == kind]))
+    for _, row in traces.head(3).iterrows():
+        outcome.read(drawing.sink_name(row), _sink_summary(row))
+    later = traces[traces["kind"] == "later"]
+    judge_later(outcome, later["share"], run.provenance["corpus"]["contexts"])
+    weights = traces["tagged"].fillna(0).to_numpy()
+    judge_clusters(outcome, heads)
+    judge_release(outcome, heads, model["layers"])
+    judge_copy(outcome, traces["alignment"], weights)
+    judge_outliers(outcome, traces["outlier_dimensions"] != "", weights)
+    _figures(outcome, traces, heads, run.arrays["release"].numpy())
+
+
+def _figures(outcome: Outcome, traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> None:
+    outcome.figure(
+        "release",
+        "Where each tag persists",
+        drawing.release_map(traces, release),
+        "One row per sink, the strongest tags first; η²: the share of within-context variance that lies between "
+        "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
+        "in the residual stream, where it is far less, from the layer that enters the head's block on.",
+        "rows that are dark at “head”, and darker after the head's layer than before: a tag that is released.",
+        f"{ZHANG}, section 2",
+        wide=True,
+    )
+    outcome.figure(
+        "strength",
+        "How much is caught, and how strongly it is tagged",
+        drawing.strength(traces),
+        "One dot per sink of a head: the share of all queries of the text that it catches, and η² of the head's "
+        "output by being caught or not.",
+        "dots to the right and up: sinks that mark many tokens clearly.",
+        f"{ZHANG}, section 2",
+    )
+    outcome.figure(
+        "kept",
+        "The grouping before the head and after it",
+        drawing.release_scatter(heads),
+        "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
+        "largest of all later layers; bars: the standard error of the difference. Dotted: nothing was added.",
+        "dots well above the line. On it, the grouping was already there before the head.",
+        f"{ZHANG}, section 2, Fig. 2d",
+    )
+
+
+def judge_later(outcome: Outcome, shares: pd.Series, contexts: int) -> None:
+    """Whether a later token is a sink of some head in enough contexts: the largest share of many rows is looked at."""
+    largest = Estimate.share(float(shares.max()) if len(shares) else 0.0, contexts, "contexts")
+    what = f"largest share of contexts in which a later token is a sink of a head, of {counted(len(shares), 'sink')}"
+    outcome.claim(LATER, what, replace(largest, error=most_extreme(len(shares)) * largest.error), MANY)
+
+
+def judge_clusters(outcome: Outcome, heads: pd.DataFrame) -> None:
+    """η² of the heads, each counted by the contexts that it rests on.
+
+    Heads share their contexts, so that their errors add up: their weighted mean is the most that the mean's can be.
+    """
+    known = heads[heads["tag_se"].notna()]
+    single = len(heads) - len(known)
+    what = (
+        f"η² of the head's output by the sink that caught a query, mean over {counted(len(known), 'head')} with a "
+        "sink, weighted by the contexts where it has one"
+    )
+    if not len(known):
+        outcome.cannot_test(TAGGED, f"no standard error in {counted(single, 'head')}; {CLUSTERED}")
+        return
+    best = known.loc[known["tag"].idxmax()]
+    mean, error, shifted = (
+        float(np.average(known[name], weights=known["contexts"])) for name in ("tag", "tag_se", "tag_shifted")
+    )
+    left_out = f"; {counted(single, 'head')} that rest on one context left out" if single else ""
+    what += (
+        f" (largest {with_error(best['tag'], best['tag_se'])}; of the same groups shifted along the context "
+        f"{number(shifted)}{left_out})"
+    )
+    contexts = round(float(np.average(known["contexts"], weights=known["contexts"])))
+    outcome.claim(TAGGED, what, Estimate(mean, error, contexts, "contexts"), CLUSTERED)
+
+
+def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
+    """Whether most heads' grouping explains more of some later layer than of the one before the head.
+
+    The largest of several layers is looked at, so that its gain must be as unlikely as that of one layer would be
+    beyond its interval, divided by their number (Bonferroni). The intervals are Student's for the contexts that a head
+    rests on, and the heads' share the 5 % (`Estimates.looks`). Heads whose gain is neither more nor less count for
+    neither side.
+    """
+    clear = heads[heads["gain_se"].notna()]
+    if not len(clear):
+        outcome.cannot_test(RELEASED, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
+        return
+    looks = math.ceil(len(clear) / 2)
+    needed, least = (sigmas(clear["contexts"], looks * seen) for seen in (layers - clear["layer"], 1))
+    more = int((clear["gain"] > needed * clear["gain_se"]).sum())
+    less = int((clear["gain"] < -least * clear["gain_se"]).sum())
+    best = clear.loc[clear["gain"].idxmax()]
+    what = (
+        "η² in the later layer where it is largest, less η² before the head, over the same contexts: more in "
+        f"{more} of {counted(len(clear), 'head')} with a sink, less in {less} (mean "
+        f"{number(float(clear['gain'].mean()))}, largest {with_error(best['gain'], best['gain_se'])}; more: by "
+        f"{number(min(needed))} to {number(max(needed))} standard errors, more where more layers follow or "
+        "fewer contexts are behind it); heads with more, each that has neither counted as a half with that error"
+    )
+    neither = len(clear) - more - less
+    count = Estimate(more + neither / 2, neither / 2 / SIGMAS, len(clear), "heads", by_chance=True)
+    outcome.claim(RELEASED, what, count, replace(MORE, limit=len(clear) / 2))
+
+
+def judge_copy(outcome: Outcome, alignment: pd.Series, weights: np.ndarray) -> None:
+    """Whether tags are the values of their sinks: cosines (sinks), weighted by what each sink tags."""
+    known = alignment.notna().to_numpy() & (weights > 0)
+    count = _effective(weights[known])
+    estimate = Estimate(math.nan)
+    if known.any():
+        values, weights_of_known = alignment[known], weights[known]
+        mean = float(np.average(values, weights=weights_of_known))
+        scatter = float(np.average((values - mean) ** 2, weights=weights_of_known))
+        error = (scatter / (count - 1)) ** 0.5 if count > 1 else math.nan
+        estimate = Estimate(mean, error, max(1, round(count)), "sinks")
+    outcome.claim(COPIED, f"cosine of tag and value vector, mean over {_sinks(known, count)}", estimate, SAME)
+
+
+def judge_outliers(outcome: Outcome, outlying: pd.Series, weights: np.ndarray) -> None:
+    """Whether tags have an outlier dimension, of all sinks, weighted by what each tags."""
+    known = weights > 0
+    count = _effective(weights[known])
+    estimate = Estimate(math.nan)
+    if known.any():
+        share = float(np.average(outlying[known], weights=weights[known]))
+        estimate = Estimate.share(share, count, "sinks")
+    what = f"share of {_sinks(known, count)} that have an outlier dimension in their tag"
+    outcome.claim(OUTLIER, what, estimate, MOSTLY)
+
+
+def _effective(weights: np.ndarray) -> float:
+    """As many sinks of equal weight (Kish): (Σw)²/Σw²."""
+    return float(weights.sum() ** 2 / (weights**2).sum()) if len(weights) else 0.0
+
+
+def _sinks(known: np.ndarray, count: float) -> str:
+    return f"{counted(int(known.sum()), 'sink')}, weighted by what they tag (effective number {number(count, 2)})"
+
+
+def _kind_summary(rows: pd.DataFrame) -> str:
+    if not len(rows):
+        return "none"
+    heads_with = rows.groupby(["layer", "head"]).groups
+    heads = counted(len(heads_with), "head")
+    sinks, caught = counted(len(rows), "sink"), percent(float(rows["caught"].sum()) / len(heads_with))
+    return f"{sinks} of {heads}, which catch {caught} of a head's queries"
+
+
+def _sink_summary(row: pd.Series) -> str:
+    return (
+        f"a sink in {percent(row['share'])} of contexts, catches {percent(row['caught'])} of all queries; η² "
+        f"{with_error(row['tag'], row['tag_se'])} in the head (by chance {number(row['tag_chance'])}, shifted along "
+        f"the context {number(row['tag_shifted'])}), {number(row['before'])} before it, "
+        f"{with_error(row['released'], row['released_se'])} at most after it (layer {row['released_layer']}; "
+        f"gain {with_error(row['gain'], row['gain_se'])})"
+    )

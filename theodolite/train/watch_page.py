@@ -1,0 +1,379 @@
+"""`watch.html`: the record of a training run as a page that needs no other file, and reloads itself until the end.
+
+Light however many looks there are: lines and maps have few points, where the nearest to an alarm of those that share
+one is shown. The template escapes every text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from plotly.offline import get_plotlyjs
+
+from theodolite.report import style
+from theodolite.report.content import Tile
+from theodolite.report.data import Floats
+from theodolite.report.drawing.grammar import Panel, Sketch, heat, line, panels, reference, saturation
+from theodolite.report.exhibit import Choice, Exhibit, Option
+from theodolite.report.page import block_of, rendered
+from theodolite.system.files import disk_errors, write_text
+from theodolite.system.wording import counted, for_plotly, head_name, number, visible
+from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
+from theodolite.train.look_sums import residual_place
+from theodolite.train.record import FOLDER, Record
+
+Steps = NDArray[np.int64]
+Places = Sequence[tuple[int, ...]]
+
+PAGE = "watch.html"
+RELOAD = 30
+"""Seconds after which an open page reads itself again."""
+
+LISTED, MARKED = 200, 2000
+"""Alarms in the list, and on the axis of steps, at most: the newest."""
+
+POINTS, CELLS = 500, 50_000
+"""Points of a line, and cells of a map, at most."""
+
+ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
+
+MAP_HEIGHT = (260, 760)  # pixels, least and most
+ROW = 14
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column of the record: what it is called, whether low or high values alarm, and up to where colours go.
+
+    `limit`: the default level of alarm. `grows`: by factors, so that its axis is logarithmic.
+    """
+
+    column: str
+    title: str
+    axis: str
+    low_alarms: bool
+    highest: float | None = 1.0
+    limit: float | None = None
+    grows: bool = False
+
+
+ENTROPIES = Measure("entropy_share", "Entropy", "entropy over its maximum", True, limit=Limits.entropy)
+PROPAGATION = Measure("propagation", "Signal propagation ρ", "ρ", True, limit=Limits.propagation)
+LOGITS = Measure("largest_logit", "Largest logit", "largest logit", False, highest=None, grows=True)
+RESIDUALS = Measure("rank_collapse", "Rank of the residual stream", "‖X − 1x̄ᵀ‖/‖X‖", True, limit=Limits.rank)
+FIRST_SINK = Measure("sink_first", "First-token sink", "share of contexts with a first-token sink", False)
+LATER_SINK = Measure("sink_later", "Later sink", "share of contexts with a later sink", False)
+OF_LINES = (ENTROPIES, PROPAGATION, LOGITS)
+OF_MAP = (ENTROPIES, PROPAGATION, FIRST_SINK, LATER_SINK, LOGITS)
+
+
+def write_page(record: Record, *, finished: bool) -> None:
+    """Write the page of a record beside it. While the run is not finished the page reloads itself.
+
+    Raises:
+        WorkError: it cannot be written.
+    """
+    assert record.folder is not None
+    path = record.folder / PAGE
+    with disk_errors(path):
+        write_text(path, render(record, finished=finished))
+
+
+def render(record: Record, *, finished: bool) -> str:
+    """The page as one string of HTML, with Plotly's script inside."""
+    assert record.folder is not None
+    folder = record.folder.resolve()
+    run = folder.parent if folder.name == FOLDER else folder
+    newest = record.alarms[: -LISTED - 1 : -1]
+    return rendered(
+        "watch.html.j2",
+        {
+            "reload": 0 if finished else RELOAD,
+            "name": visible(run.name or str(run), 80),
+            "folder": visible(folder),
+            "written": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+            "tiles": _tiles(record),
+            "blocks": [block_of(exhibit) for exhibit in _exhibits(record)],
+            "alarms": [(alarm.step, alarm.kind, where(alarm), alarm.trend) for alarm in newest],
+            "listed": LISTED,
+            "count": len(record.alarms),
+            "cards": "{}",
+            "plotly": get_plotlyjs(),
+        },
+    )
+
+
+def _tiles(record: Record) -> list[Tile]:
+    tiles = []
+    steps = record.heads.steps
+    if len(steps):
+        tiles.append(Tile("step of the last look", number(int(steps[-1]), 6), counted(len(steps), "look")))
+    if len(record.losses):
+        loss = record.losses[-1]
+        value = "no number" if math.isnan(loss) else number(loss, 4)
+        tiles.append(Tile("loss", value, f"at step {record.loss_steps[-1]}"))
+    for measure in OF_LINES:
+        values = record.heads.of(measure.column)
+        if values is not None and np.isfinite(values[-1]).any():
+            last = values[-1]
+            index = int(np.nanargmin(last) if measure.low_alarms else np.nanargmax(last))
+            label = f"lowest {measure.axis}" if measure.low_alarms else measure.axis
+            tiles.append(Tile(label, number(float(last[index])), head_name(*record.heads.places[index])))
+    if len(steps):
+        note = f"the last at step {record.alarms[-1].step}" if record.alarms else "none so far"
+        tiles.append(Tile("alarms so far", number(len(record.alarms)), note))
+    return tiles
+
+
+def _exhibits(record: Record) -> list[Exhibit]:
+    heads = record.heads
+    shown = [loss_panel(np.array(record.loss_steps), np.array(record.losses))] if record.losses else []
+    for columns, measures in ((heads, OF_LINES), (record.layers, (RESIDUALS,))):
+        for measure in measures:
+            values = columns.of(measure.column)
+            if values is not None:
+                shown.append(measure_panel(measure, columns.steps, values, columns.places))
+    alarms = record.alarms[-MARKED:]
+    exhibits = []
+    if shown:
+        exhibits.append(
+            Exhibit(
+                key="lines",
+                title="Over the steps",
+                figure=lines(shown, alarms),
+                shows="At each look the mean over all heads (layers, for the rank), and the one nearest to an alarm; "
+                "hovering names it. Where many looks share a point, the nearest to an alarm among them is drawn. "
+                "Dotted: the default limit of alarms. Dashed upright: the first alarm of each kind. Loss, if it was "
+                "recorded, on the band of the steps that share a point.",
+                look_for="entropy and ρ that fall while the loss does not yet show anything.",
+                source="docs/monitor.md",
+                wide=True,
+            )
+        )
+    maps = {measure.column: measure for measure in OF_MAP if heads.of(measure.column) is not None}
+    if maps:
+        exhibits.append(
+            Exhibit(
+                key="alarms",
+                title="Alarms",
+                figure=alarm_strip(alarms, heads.steps),
+                shows="Each alarm at the look that raised it; the list is below. A head or layer alarms once for each "
+                "kind until it has recovered.",
+                look_for="several kinds at once, or heads that follow one another.",
+                source="docs/monitor.md",
+                wide=True,
+            )
+        )
+        exhibits.append(_map(record, maps, alarms))
+    return exhibits
+
+
+def _map(record: Record, maps: dict[str, Measure], alarms: Sequence[Alarm]) -> Exhibit:
+    def draw(column: str) -> Sketch:
+        values = record.heads.of(column)
+        assert values is not None
+        return head_map(maps[column], record.heads.steps, values, record.heads.places, alarms)
+
+    sketches = {column: draw(column) for column in maps}
+    first = next(iter(sketches.values()))
+    options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
+    return Exhibit(
+        key="heads",
+        title="Every head over the steps",
+        figure=style.figure(first.traces, first.x, first.y, height=first.height, layout=first.layout),
+        shows="One row per head, the first layer on top, one column per look, as wide as its steps; crosses where a "
+        "head began to alarm. Where looks share a column, the nearest to an alarm of them is drawn: the lowest entropy "
+        "and ρ, the highest sink share and logit.",
+        look_for="rows that lose their colour together (entropy, ρ), or gain it (sinks, logits).",
+        source="docs/monitor.md",
+        choice=Choice("colour", options, sketches.__getitem__, mode="buttons"),
+        wide=True,
+    )
+
+
+def first_of_groups(count: int, most: int) -> NDArray[np.int64]:
+    """Where groups of neighbours begin, `most` at most; each a power of two, so that they stay as looks are added."""
+    size = 1 << max(0, math.ceil(math.log2(count / most))) if count > most else 1
+    return np.arange(0, count, size)
+
+
+def _extremes(values: Floats, groups: NDArray[np.int64], low: bool) -> Floats:
+    """The lowest or highest of each group of rows; NaN where it has none."""
+    extreme: Floats = (np.fmin if low else np.fmax).reduceat(values, groups, axis=0)
+    return extreme
+
+
+def _last_of_groups(steps: Steps, groups: NDArray[np.int64]) -> Steps:
+    return steps[np.append(groups[1:], len(steps)) - 1]
+
+
+def _means(values: Floats, groups: NDArray[np.int64]) -> Floats:
+    """The mean over each group of rows and all of its places; NaN where it has none."""
+    finite = np.isfinite(values)
+    sums = np.add.reduceat(np.where(finite, values, 0.0).sum(axis=1), groups)
+    with np.errstate(invalid="ignore"):
+        means: Floats = sums / np.add.reduceat(finite.sum(axis=1), groups)
+    return means
+
+
+def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places) -> Panel:
+    """The mean over all heads or layers, and the one that is nearest to an alarm, with its name.
+
+    Args:
+        steps: (S,). values: (S, P). places: of the columns, (layer, head), or (layer,) of the residual stream.
+    """
+    groups = first_of_groups(len(steps), POINTS)
+    x = _last_of_groups(steps, groups)
+    outermost = np.where(np.isfinite(values), values, np.inf if measure.low_alarms else -np.inf)
+    ends = np.append(groups[1:], len(steps))
+    best = np.argmin if measure.low_alarms else np.argmax
+    names = [
+        _place(places[int(best(outermost[start:end])) % len(places)])
+        for start, end in zip(groups, ends, strict=True)
+    ]
+    by_look = (np.fmin if measure.low_alarms else np.fmax).reduce(values, axis=1)
+    extremes = _extremes(by_look, groups, measure.low_alarms)
+    worst, of = "lowest" if measure.low_alarms else "highest", "head" if len(places[0]) == 2 else "layer"
+    hover = f"{worst} {of} at step %{{x}}: %{{y:.3g}}<br>%{{text}}<extra></extra>"
+    traces = line(
+        x, extremes, "nearest to an alarm", style.MEASURED, text=names, hover=hover, marker=_dots(groups)
+    )
+    means = _means(values, groups)
+    traces += line(
+        x, means, "mean", style.REFERENCE, hover="mean at step %{x}: %{y:.3g}<extra></extra>", width=1.4
+    )
+    if measure.limit is not None:
+        traces += reference(x[[0, -1]], measure.limit, "default limit of alarms")
+    # A logarithm shows no logit of 0 or less, as those of a head may all be.
+    drawn = np.concatenate([extremes, means])
+    logarithmic = measure.grows and bool((drawn[np.isfinite(drawn)] > 0).all())
+    axis = {"type": "log", "dtick": "D2", "tickformat": "~g"} if logarithmic else {"rangemode": "tozero"}
+    return Panel(measure.title, traces, "step", measure.axis, yaxis=axis)
+
+
+def loss_panel(steps: Steps, losses: Floats) -> Panel:
+    """The loss, on a band from the lowest to the highest where steps share a point."""
+    groups = first_of_groups(len(steps), POINTS)
+    means = _means(losses[:, None], groups)
+    shown = np.isfinite(means)  # a band must not have gaps
+    band = _extremes(losses, groups, True)[shown], _extremes(losses, groups, False)[shown]
+    x = _last_of_groups(steps, groups)
+    drawn = line(x[shown], means[shown], "", style.MEASURED, band=band)[:-1]
+    hover = "loss at step %{x}: %{y:.4g}<extra></extra>"
+    drawn += line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(groups), showlegend=False)
+    return Panel("Loss", drawn, "step", "loss")
+
+
+def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
+    """Panels against the step that zoom together, with the first alarm of each kind in all of them."""
+    first: dict[str, int] = {}
+    for alarm in alarms:
+        first[alarm.kind] = min(alarm.step, first.get(alarm.kind, alarm.step))
+    marks = [
+        (float(step), {"color": ALARM_COLOURS[kind], "width": 1.2, "dash": "dash"})
+        for kind, step in first.items()
+    ]
+    together: list[Panel] = []
+    for panel in shown:
+        # In the legend once, whatever the number of panels.
+        named = {trace.legendgroup for other in together for trace in other.traces}
+        traces = [
+            trace.update(showlegend=False) if trace.legendgroup in named else trace for trace in panel.traces
+        ]
+        axis = {"matches": "x"} if together else {}
+        together.append(Panel(panel.title, traces, panel.x, panel.y, axis, panel.yaxis, marks=marks))
+    across = 3 if len(shown) > 4 else 2
+    return panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
+
+
+def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
+    """When which kind of alarm came: a mark each, on the axis of all steps."""
+    kinds = list(ALARM_COLOURS)[::-1]
+    # Nothing that is seen, but the axes: without alarms they would have no data.
+    ends, row = np.array([steps[0], steps[-1]], dtype=np.int64), kinds[0]
+    traces = [go.Scatter(x=ends, y=[row, row], mode="markers", opacity=0, hoverinfo="skip", showlegend=False)]
+    for kind, colour in ALARM_COLOURS.items():
+        same = [alarm for alarm in alarms if alarm.kind == kind]
+        stroke = {"width": 2, "color": colour}
+        traces.append(
+            go.Scatter(
+                x=np.array([alarm.step for alarm in same], dtype=np.int64),
+                y=[kind] * len(same),
+                text=[for_plotly(f"{where(alarm)}: {alarm.trend}") for alarm in same],
+                mode="markers",
+                name=kind,
+                marker={"size": 11, "color": colour, "symbol": "line-ns", "line": stroke},
+                hovertemplate="step %{x}: %{y}<br>%{text}<extra></extra>",
+                showlegend=False,
+            )
+        )
+    axis = {
+        "categoryorder": "array",
+        "categoryarray": kinds,
+        "tickvals": kinds,
+        "range": [-0.6, len(kinds) - 0.4],
+    }
+    return style.figure(traces, "step", height=170, layout={"yaxis": axis, "margin": {"t": 12}})
+
+
+def head_map(
+    measure: Measure, steps: Steps, values: Floats, places: Places, alarms: Sequence[Alarm]
+) -> Sketch:
+    """All heads (rows) at all looks (columns), the first layer on top; a cross where a head began to alarm."""
+    groups = first_of_groups(len(steps), max(100, min(POINTS, CELLS // len(places))))
+    cells = _extremes(values, groups, measure.low_alarms)
+    highest = measure.highest or max(saturation([cells]), 1e-6)
+    names = [_place(place) for place in places]
+    hover = f"%{{y}} at step %{{x}}<br>{measure.axis} %{{z:.3g}}<extra></extra>"
+    x = _last_of_groups(steps, groups)
+    cells_of_heads = heat(cells.T, 0.0, highest, hover, bar=measure.axis, plain=True, x=x, y=names)
+    of_heads = [alarm for alarm in alarms if alarm.head is not None]
+    crosses = {
+        "type": "scatter",
+        "x": np.array([alarm.step for alarm in of_heads], dtype=np.int64),
+        "y": [where(alarm) for alarm in of_heads],
+        "text": [alarm.kind for alarm in of_heads],
+        "mode": "markers",
+        "marker": {"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}},
+        "hovertemplate": "%{y} at step %{x}<br>%{text}<extra></extra>",
+        "showlegend": False,
+    }
+    starts = [n for n, (layer, *_) in enumerate(places) if n == 0 or layer != places[n - 1][0]]
+    every = -(-len(starts) // 24)
+    border = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"width": 1, "color": style.GREY}}
+    layout = {
+        "yaxis": {
+            "type": "category",
+            "showgrid": False,
+            "ticks": "",
+            "range": [len(places) - 0.5, -0.5],
+            "tickmode": "array",
+            "tickvals": starts[::every],
+            "ticktext": [f"layer {places[n][0]}" for n in starts[::every]],
+        },
+        "xaxis": {"showgrid": False},
+        "shapes": [border | {"y0": n - 0.5, "y1": n - 0.5} for n in starts[1:]],
+        "margin": {"t": 12},
+    }
+    height = min(MAP_HEIGHT[1], max(MAP_HEIGHT[0], 90 + ROW * len(places)))
+    return Sketch([cells_of_heads, crosses], "step", "", height, layout)
+
+
+def where(alarm: Alarm) -> str:
+    """`L2H5`, or `after block 1` of the residual stream."""
+    return residual_place(alarm.layer) if alarm.head is None else head_name(alarm.layer, alarm.head)
+
+
+def _place(place: tuple[int, ...]) -> str:
+    return head_name(*place) if len(place) == 2 else residual_place(place[0])
+
+
+def _dots(groups: NDArray[np.int64]) -> float:
+    """Points are marked while they are few, and one alone must be seen."""
+    return 5 if len(groups) <= 40 else 0

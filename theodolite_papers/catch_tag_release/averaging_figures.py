@@ -1,0 +1,238 @@
+"""Figures of models that were trained to average: their losses, first-layer attention, and what error goes with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Outcome
+from theodolite.system.threads import using_threads
+from theodolite.system.wording import for_plotly
+from theodolite_papers.catch_tag_release.averaging_training import (
+    FREE_ATTENTION,
+    HELD_OUT_SEED,
+    LENGTH,
+    PENALISED,
+    PUBLISHED_LARGE_TAG,
+    QK_NORM,
+    STANDARD,
+    TrainedModels,
+    draw,
+)
+
+SQUARE, GAP = 390, 0.08
+TITLES = 70  # pixels: a line of them, below the toolbar
+BELOW = 1e-16
+"""Errors under it are rounding and are not drawn."""
+
+
+def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
+    """Attention of one sequence, side by side, queries down and keys to the right, both from 1.
+
+    Args:
+        pictures: name → (T, T). separator: position of [SEP] from 0; its column is marked.
+    """
+    shown = []
+    axis = {"showgrid": False, "zeroline": False}
+    for index, (name, picture) in enumerate(pictures.items()):
+        positions = np.arange(1, len(picture) + 1)
+        trace = heat(
+            np.where(np.tri(len(picture), dtype=bool), picture, np.nan),
+            0,
+            1,
+            "query %{y}, key %{x}: %{z:.3g}<extra></extra>",
+            bar="attention" if index == len(pictures) - 1 else None,
+            x=positions,
+            y=positions,
+        )
+        rows = axis | {"autorange": "reversed"}
+        shown.append(Panel(name, [trace], "key", "" if index else "query", axis, rows))
+    drawn = panels(
+        shown, len(shown), height=SQUARE - HEADROOM, gaps=(GAP, 0), layout={"margin": {"t": TITLES}}
+    )
+    for index, picture in enumerate(pictures.values()):
+        edges = {"x0": separator + 0.5, "x1": separator + 1.5, "y0": 0.5, "y1": len(picture) + 0.5}
+        drawn.add_shape(
+            type="rect", **edges, line={"width": 1.5, "color": style.VERMILLION}, row=1, col=index + 1
+        )
+    return drawn
+
+
+def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
+    """Measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour.
+
+    Args:
+        s_tag: (S,). curves: name → (measured, derived), (S,) each; the derived one may be NaN.
+    """
+    traces: list[Any] = []
+    for index, (name, (measured, derived)) in enumerate(curves.items()):
+        colour = style.CATEGORIES[index % len(style.CATEGORIES)]
+        for label, values, dash, marker in (
+            (name, measured, "solid", 5),
+            (f"{name}, derived", derived, "dot", 0),
+        ):
+            shown = np.where(values > BELOW, values, np.nan)
+            if np.isfinite(shown).any():
+                hover = f"{for_plotly(label)}<br>s_tag %{{x:g}}: %{{y:.3g}}<extra></extra>"
+                own: dict[str, Any] = {"hover": hover, "legendgroup": name, "showlegend": label == name}
+                traces += line(s_tag, shown, label, colour, dash=dash, marker=marker, **own)
+    highest = max(float(np.nanmax(measured)) for measured, _ in curves.values())
+    lowest = min(
+        float(np.nanmin(np.where(measured > BELOW, measured, np.nan))) for measured, _ in curves.values()
+    )
+    window = [
+        math.log10(lowest) - 0.3,
+        math.log10(highest) + 0.7,
+    ]  # a rate means nothing where it exceeds all errors
+    layout = {"yaxis": {"type": "log", "range": window, "exponentformat": "power"}, "legend": {"y": 1.04}}
+    return style.figure(traces, "s_tag", y, height=420, layout=layout)
+
+
+def losses(
+    steps: Mapping[str, Floats], curves: Mapping[str, Floats], marks: Mapping[str, float]
+) -> go.Figure:
+    """The squared error of every seed against training step, one colour a kind, with levels to compare it with.
+
+    Args:
+        steps: kind → (P,). curves: kind → (seeds, P). marks: name → level, drawn as a dotted line.
+    """
+    traces: list[Any] = []
+    for colour, (name, rows) in zip(style.CATEGORIES, curves.items(), strict=False):
+        hover = f"{for_plotly(name)}<br>step %{{x}}: %{{y:.3g}}<extra></extra>"
+        for seed, row in enumerate(rows):
+            traces += line(steps[name], row, name, colour, width=1.2, hover=hover, showlegend=seed == 0)
+    last = max(float(at[-1]) for at in steps.values())
+    for dash, (name, level) in zip(("dot", "dash"), marks.items(), strict=False):
+        hover = f"{for_plotly(name)}: {level:.3g}<extra></extra>"
+        traces += line([0, last], [level, level], name, style.GREY, dash=dash, width=1.5, hover=hover)
+    layout = {"yaxis": {"type": "log", "exponentformat": "power"}, "legend": {"y": 1.04}}
+    return style.figure(traces, "step", "mean squared error", height=430, layout=layout)
+
+
+def seeds(
+    kinds: Mapping[str, tuple[Floats, Floats, Sequence[str]]],
+    titles: tuple[str, str],
+    limits: tuple[float, float],
+    *,
+    logarithmic: bool = False,
+) -> go.Figure:
+    """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind.
+
+    Args:
+        kinds: kind → (errors, values, names). titles: of x and y. limits: drawn as lines, of x and y.
+        logarithmic: the vertical axis.
+    """
+    traces: list[Any] = [
+        go.Scatter(
+            x=errors.astype(np.float32),
+            y=values.astype(np.float32),
+            text=[for_plotly(name) for name in names],
+            name=for_plotly(kind),
+            mode="markers",
+            marker={"size": 9, "color": colour, "symbol": symbol, "line": {"width": 1}},
+            hovertemplate=f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>",
+        )
+        for (kind, (errors, values, names)), colour, symbol in zip(
+            kinds.items(),
+            style.CATEGORIES,
+            ("circle", "diamond", "square", "triangle-up", "x", "cross"),
+            strict=False,
+        )
+    ]
+    power = {"type": "log", "exponentformat": "power"}
+    layout: dict[str, Any] = {
+        "xaxis": power,
+        "yaxis": power if logarithmic else {"range": [-0.05, 1.05]},
+        "legend": {"y": 1.04},
+    }
+    drawn = style.figure(traces, *titles, height=430, layout=layout)
+    limit = {"color": style.GREY, "dash": "dot", "width": 1.5}
+    drawn.add_vline(limits[0], line=limit)
+    drawn.add_hline(limits[1], line=limit)
+    return drawn
+
+
+def draw_losses(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.DataFrame) -> None:
+    """The squared error of every seed while it was trained."""
+    steps, curves = {}, {}
+    for each in trained:
+        curves[each.recipe.name] = each.losses.numpy()
+        points = each.losses.shape[1]
+        steps[each.recipe.name] = (np.arange(points) + 0.5) * each.recipe.steps / points
+    variance = float((models["error"] / models["left"]).mean())
+    marks = {
+        "predicting 0": variance,
+        "predicting mean of all numbers": variance * float(models["left_mean_of_all"].mean()),
+    }
+    outcome.figure(
+        "losses",
+        "Training from scratch",
+        losses(steps, curves, marks),
+        f"Squared error of every seed, {LENGTH} tokens with N(0, 1) numbers. Sink penalised: a mean attention to "
+        f"[SEP] above {FREE_ATTENTION:g} is added to the loss.",
+        "seeds that stay near the dotted lines have not learned to identify the tokens after [SEP].",
+        f"{ZHANG}, section 4; the training runs are ours",
+        wide=True,
+    )
+
+
+def draw_attention(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.DataFrame) -> None:
+    """What the best seed of three kinds pays attention to, in one sequence."""
+    numbers, _ = draw([torch.Generator().manual_seed(HELD_OUT_SEED - 1)], 1)
+    middle = LENGTH // 2
+    pictures: dict[str, Floats] = {}
+    for each in trained:
+        if each.recipe.name in (PUBLISHED_LARGE_TAG, STANDARD, QK_NORM + PENALISED):
+            errors = models.loc[models["kind"] == each.recipe.name, "error"].to_numpy()
+            count = len(each.seeds)
+            with torch.no_grad(), using_threads(1):
+                forward_pass = each.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
+            pictures[each.recipe.name] = forward_pass.attention[errors.argmin(), 0].numpy()
+    outcome.figure(
+        "attention",
+        "First-layer attention of trained models",
+        attention_maps(pictures, middle),
+        "The best seed of three kinds reads the same sequence, [SEP] in the marked column.",
+        "a sink at [SEP] where it was free to form, and none where attention to it was penalised.",
+        f"{ZHANG}, Fig. 6, for trained models",
+        wide=True,
+    )
+
+
+def draw_scatter(
+    outcome: Outcome,
+    models: pd.DataFrame,
+    column: str,
+    names: tuple[str, str],
+    limits: tuple[float, float],
+    look_for: str,
+) -> None:
+    """Each model's error against a column, which `names` names in the title and on the axis; `limits` of both."""
+    what, axis = names
+    kinds = {
+        str(kind): (
+            rows["left"].to_numpy(),
+            rows[column].to_numpy(),
+            [f"{kind}, seed {seed}" for seed in rows["seed"]],
+        )
+        for kind, rows in models.groupby("kind", sort=False)
+    }
+    outcome.figure(
+        column,
+        f"Every trained model: error and {what}",
+        seeds(kinds, ("residual variance", axis), limits, logarithmic=column == "outlier"),
+        "One dot per seed, on sequences not used in training. Dotted: what counts as solved, and the criterion.",
+        look_for,
+        f"{ZHANG}, section 4; the training runs are ours",
+        wide=True,
+    )

@@ -1,0 +1,346 @@
+"""Outlier dimensions and massive activations of the run's model on its text, and what the papers say of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import pandas as pd
+import torch
+
+from theodolite import Corpus, OpenModel, find_outliers
+from theodolite.corpus.groups import GROUPS, Groups
+from theodolite.estimates import Estimate
+from theodolite.judging import Criterion
+from theodolite.measure.heads import sinks_table
+from theodolite.models.token_texts import text_of_tokens
+from theodolite.passes.corpus_pass import batch_of
+from theodolite.passes.stages import Stage, run_stages
+from theodolite.passes.survey_pass import HeadsPass
+from theodolite.report.data import Floats
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Outcome
+from theodolite.sinks.outliers import Outliers, position_0_as_one
+from theodolite.system.wording import counted, listed, number, percent
+from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
+from theodolite_papers.catch_tag_release.outlier_figures import SUN, carrier_name, draw, typical_rms
+from theodolite_papers.experiment import Study, corpus_subset, experiment
+
+EVEN = 0.5 * GAUSSIAN_CONSISTENCY
+CONSISTENT = Criterion(
+    "at least", 0.5, f"of the dimensions; consistent: half as even as Gaussian numbers, {EVEN:.3f} (ours)"
+)
+FEW_TOKENS = Criterion("at most", 0.01, "“few” read as: one token in a hundred (ours)")
+DELIMITED = Criterion("at least", 0.5, "most of them (ours)")
+SUDDEN = Criterion("at least", 0.5, "half of the largest size in one block (ours)")
+STAYS = Criterion("at least", 0.75, "three quarters of the layers from there on (ours)")
+
+Found = TypeVar("Found")
+
+CLAIMS = {
+    "tokens": f"Massive activations are few: they sit at few tokens ({SUN})",
+    "delimiters": f"Massive activations sit at the first token and at delimiters ({SUN})",
+    "dimensions": f"Massive activations sit in few, fixed dimensions ({SUN})",
+    "sudden": f"Massive activations appear within one layer ({SUN})",
+    "stays": f"Massive activations stay until the last layers ({SUN})",
+    "at sinks": f"Massive activations are at tokens that are attention sinks ({SUN}; {ZHANG})",
+    "sinks at": f"Attention sinks are at tokens with massive activations ({SUN}; {ZHANG})",
+}
+
+
+@experiment(
+    "sinks/outliers",
+    "Outlier dimensions and massive activations: where, which tokens carry them, how they grow",
+    "“Unlike attention sinks, outlier feature dimensions are consistent across tokens” (section 1.2); massive "
+    "activations are few, at the first token and delimiters, appear in one layer and stay (Sun et al. 2024)",
+    needs=("model",),
+)
+def outliers(study: Study, outcome: Outcome) -> None:
+    corpus, run = study.require_corpus(), study.run
+    seed = int(run.provenance["seed"])
+    outliers = study.cached("outliers", lambda: find_outliers(study.require_model(), corpus, seed=seed))
+    texts = parts_of(corpus)
+    parts = [find_outliers(study.require_model(), part, seed=seed) for part in texts]
+    flags = ["published", "adaptive", "large_rms", "massive"]
+    flagged, heads = (
+        table[table[flags].any(axis=1)].reset_index(drop=True)
+        for table in (outliers.dimensions, outliers.head_dimensions)
+    )
+    outcome.tables |= {
+        "layers": outliers.layers,
+        "dimensions": flagged,
+        "massive": position_0_as_one(outliers.massive),
+        "growth": outliers.growth,
+        "head_dimensions": heads,
+        "head_massive": position_0_as_one(outliers.head_massive),
+    }
+    outcome.runs["outliers"] = outliers.numbers
+    _read(outcome, outliers)
+    judge_consistency(outcome, outliers, parts)
+    judge_massive(outcome, outliers, parts)
+    sinks = [sinks_of(study.require_model(), part) for part in texts]
+    judge_sinks(outcome, (outliers, run.sinks), list(zip(parts, sinks, strict=True)), corpus)
+    draw(outcome, outliers, len(corpus.contexts))
+
+
+def parts_of(corpus: Corpus) -> list[Corpus]:
+    """The text in `GROUPS` parts, by whose spread errors are taken; none where a part would have a single context."""
+    group = Groups(len(corpus.contexts)).of(torch.arange(len(corpus.contexts)))
+    parts = [corpus_subset(corpus, group == number) for number in range(GROUPS)]
+    return parts if min(len(part.contexts) for part in parts) > 1 else []
+
+
+def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
+    """The table of sinks that a survey of this text has."""
+    stage = Stage(
+        "corpus", "reading sinks", lambda states: HeadsPass(model, corpus, 0, batch_of(corpus, None))
+    )
+    states = run_stages([stage], lambda what, done, total: None)
+    return sinks_table(states.of("corpus.attention"), text_of_tokens(model, corpus))
+
+
+def _estimate(
+    measure: Callable[[Found], float], whole: Found, parts: Sequence[Found], contexts: int
+) -> Estimate:
+    """A share or count of the whole text, with the error of a mean over its parts; of parts that have none, fewer.
+
+    What does not vary over the parts may in as many contexts more (`Estimate.floored`).
+    """
+    values = np.array([measure(part) for part in parts])
+    values = values[np.isfinite(values)]
+    if len(values) < 2:
+        return Estimate(measure(whole))
+    error = float(values.std(ddof=1)) / len(values) ** 0.5
+    return Estimate(measure(whole), error, len(values), "parts").floored(count=contexts)
+
+
+def _even(outliers: Outliers) -> float:
+    large = outliers.dimensions[outliers.dimensions["large_rms"] & ~outliers.dimensions["massive"]]
+    return float((large["consistency"] >= EVEN).mean())
+
+
+def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
+    """Whether dimensions with a large RMS are large in most tokens, or by a few.
+
+    Massive activations are another thing: where they make the RMS, the dimension is counted apart.
+    """
+    claim = f"Outlier feature dimensions are consistent across tokens ({ZHANG}, section 1.2)"
+    large = outliers.dimensions[outliers.dimensions["large_rms"]]
+    apart = f"{int(large['massive'].sum())} more carry massive activations after position 0"
+    large = large[~large["massive"]]
+    if large.empty:
+        outcome.cannot_test(claim, f"no dimension's RMS stands out in its layer ({apart})")
+        return
+    what = (
+        f"share of {counted(len(large), 'dimension')} with an outlying RMS, over all layers, whose geometric mean is "
+        f"not far below it (lowest: {number(large['consistency'].min())} of it; Gaussian numbers: "
+        f"{number(GAUSSIAN_CONSISTENCY)}; {apart})"
+    )
+    outcome.claim(claim, what, _estimate(_even, outliers, parts, _contexts(outliers)), CONSISTENT)
+
+
+def _at_delimiters(outliers: Outliers) -> float:
+    if outliers.massive.empty:
+        return math.nan
+    tokens = _by_token(outliers.massive)
+    places = tokens["places"].to_numpy(dtype=np.float64)
+    return float(places[tokens["first"] | tokens["token"].map(is_delimiter)].sum() / places.sum())
+
+
+def _rise(outliers: Outliers) -> float:
+    return float(outliers.growth.drop_duplicates(["dimension", "token_id", "first"])["rise"].median())
+
+
+def _staying(outliers: Outliers) -> float:
+    shares = stays(outliers.growth)
+    return float(np.median(shares)) if len(shares) else math.nan
+
+
+def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
+    """What Sun et al. 2024 say of massive activations, where their rule finds any: then of those of either rule."""
+    if missing := _nothing(outliers):
+        for name in ("tokens", "delimiters", "dimensions", "sudden", "stays"):
+            outcome.cannot_test(CLAIMS[name], missing)
+        return
+    dimensions = sorted(set(outliers.massive["dimension"]))
+    width = len(set(outliers.dimensions["dimension"]))
+    few = Criterion("at most", max(4.0, 0.01 * width), "“few” read as: 4, or 1 % of them (ours)")
+    lives = outliers.growth.drop_duplicates(["dimension", "token_id", "first"])
+    followed = f"median of {counted(len(lives), 'pair')} of token and dimension"
+    gone = int(lives["vanishes"].notna().sum())
+    first = percent(float(outliers.layers["tokens_first"].max()))
+    measures: dict[str, tuple[str, Callable[[Outliers], float], Criterion]] = {
+        "tokens": (
+            f"largest share over layers of the tokens after position 0 that carry one (position 0: {first})",
+            lambda each: float(each.layers["tokens"].max()),
+            FEW_TOKENS,
+        ),
+        "delimiters": (
+            "share at position 0 or at tokens without a letter or digit "
+            f"({_carrier_names(_by_token(outliers.massive))})",
+            _at_delimiters,
+            DELIMITED,
+        ),
+        "dimensions": (
+            f"dimensions of {width} ({listed([str(dimension) for dimension in dimensions], 8)})",
+            lambda each: float(each.massive["dimension"].nunique()),
+            few,
+        ),
+        "sudden": (f"largest growth in one block over the largest size, {followed}", _rise, SUDDEN),
+        "stays": (
+            "share of the layers, from the one where it appears, in which it is massive, "
+            f"{followed} ({gone} vanish before the last)",
+            _staying,
+            STAYS,
+        ),
+    }
+    for name, (what, measure, criterion) in measures.items():
+        estimate = _estimate(measure, outliers, parts, _contexts(outliers))
+        if name == "sudden" and len({measure(part) for part in parts}) == 1:
+            # Of position 0 with one token, by causality: no context can tell how far off it is.
+            estimate = Estimate(estimate.value)
+        outcome.claim(CLAIMS[name], what, estimate, criterion)
+
+
+def judge_sinks(
+    outcome: Outcome,
+    whole: tuple[Outliers, pd.DataFrame],
+    parts: Sequence[tuple[Outliers, pd.DataFrame]],
+    corpus: Corpus,
+) -> None:
+    """Whether massive activations and sinks are at the same tokens, by token and first position.
+
+    Args:
+        whole: outliers, and sinks as the run's table has them. parts: the same of parts of the text.
+    """
+    outliers, sinks = whole
+    if missing := _nothing(outliers) or ("no attention sink in this run" if sinks.empty else ""):
+        for name in ("at sinks", "sinks at"):
+            outcome.cannot_test(CLAIMS[name], missing)
+        return
+
+    def at_sinks(each: tuple[Outliers, pd.DataFrame]) -> float:
+        massive, caught = _by_token(each[0].massive), _caught(each[1])
+        return _share_among(massive, caught, "places") if len(massive) else math.nan
+
+    def sinks_at(each: tuple[Outliers, pd.DataFrame]) -> float:
+        massive, caught = _by_token(each[0].massive), _caught(each[1])
+        return _share_among(caught, massive, "contexts") if len(caught) else math.nan
+
+    for name, measure, others, what in (
+        ("at sinks", at_sinks, _caught(sinks), "massive activations at tokens that are sinks of some head"),
+        ("sinks at", sinks_at, _by_token(outliers.massive), "sinks at tokens that carry massive activations"),
+    ):
+        chance = _chance(others, corpus)
+        criterion = Criterion("at least", max(0.5, chance), "half, and more than of all tokens (ours)")
+        what = f"share of {what} (baseline: {percent(chance)} of all tokens of the text)"
+        estimate = _estimate(measure, whole, parts, len(corpus.contexts))
+        outcome.claim(CLAIMS[name], what, estimate, criterion)
+
+
+def _caught(sinks: pd.DataFrame) -> pd.DataFrame:
+    """Each (token, first) with the contexts of the head in which it is a sink most often."""
+    return sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
+
+
+def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> float:
+    amount = tokens[weight].to_numpy(dtype=np.float64)
+    return float((amount * _among(tokens, others)).sum() / amount.sum())
+
+
+def _contexts(outliers: Outliers) -> int:
+    return int(outliers.numbers["contexts"])
+
+
+def _nothing(outliers: Outliers) -> str:
+    """Why nothing can be said of massive activations: the published rule finds none; empty: it does."""
+    if outliers.layers["massive_published"].any():
+        return ""
+    by_layer = outliers.massive[["token_id", "first", "dimension"]]
+    tokens = len(by_layer[~by_layer["first"]]["token_id"].unique()) + bool(by_layer["first"].any())
+    others = (
+        f"{counted(tokens, 'token')} (position 0 as one), {counted(by_layer['dimension'].nunique(), 'dimension')}"
+        if tokens
+        else "none either"
+    )
+    largest = float(outliers.dimensions[["maximum", "maximum_first"]].to_numpy().max())
+    ratio = float(
+        (outliers.dimensions[["maximum", "maximum_first"]].max(axis=1) / typical_rms(outliers)).max()
+    )
+    return (
+        f"no massive activation by the published rule: the largest |x| is {number(largest)}, and no value more than "
+        f"{number(ratio)} times the RMS of its layer's median dimension; by comparison with its layer: {others}"
+    )
+
+
+def is_delimiter(token: str) -> bool:
+    """Whether a token has no letter and no digit, or is a special one such as ⟨s⟩."""
+    inner = token.strip()
+    special = len(inner) > 2 and (inner[0], inner[-1]) in {("<", ">"), ("[", "]")}
+    return special or not any(character.isalnum() for character in inner)
+
+
+def stays(growth: pd.DataFrame) -> Floats:
+    """Share of massive layers from the first to the last of the model, of each activation that appears at all."""
+    shares = []
+    for _, activation in growth[growth["appears"].notna()].groupby(["dimension", "token_id", "first"]):
+        later = activation[activation["layer"] >= activation["appears"]]
+        shares.append(float((later["share"] >= 0.5).mean()))
+    return np.array(shares)
+
+
+def _by_token(massive: pd.DataFrame) -> pd.DataFrame:
+    """Each (token, first) with the most contexts and places that it has in any layer and dimension."""
+    keys = ["token_id", "token", "first"]
+    table = massive.groupby(keys, as_index=False)[["contexts", "places"]].max()
+    return table.sort_values(["contexts", "token_id"], ascending=[False, True], ignore_index=True)
+
+
+def _among(tokens: pd.DataFrame, others: pd.DataFrame) -> Floats:
+    """1 for each of `tokens` that is among `others` too; position 0 is one place, whatever its token."""
+    later = set(others.loc[~others["first"], "token_id"])
+    present = np.where(tokens["first"], bool(others["first"].any()), tokens["token_id"].isin(later))
+    return present.astype(np.float64)
+
+
+def _chance(tokens: pd.DataFrame, corpus: Corpus) -> float:
+    """The share of all tokens of the text that are such tokens."""
+    ids = corpus.contexts.numpy()
+    present = np.isin(ids, tokens.loc[~tokens["first"], "token_id"].to_numpy())
+    present[:, 0] = bool(tokens["first"].any())
+    return float(present.mean())
+
+
+def _carrier_names(tokens: pd.DataFrame) -> str:
+    """The most frequent carriers by name, position 0 once."""
+    names = [carrier_name(row.token, row.first) for row in tokens.itertuples()]
+    return listed(list(dict.fromkeys(names)), 5)
+
+
+def _read(outcome: Outcome, outliers: Outliers) -> None:
+    layers, dimensions = outliers.layers, outliers.dimensions
+    largest = dimensions[["maximum", "maximum_first"]].max(axis=1)
+    ratio = largest / typical_rms(outliers)
+    top = int(ratio.to_numpy().argmax())
+    for name, quantity, paper in (
+        ("published", "outlier dimensions, |x| ≥ 6 in 6 % of tokens and 25 % of layers", ""),
+        ("adaptive", "outlier dimensions, by comparison with their layer", ""),
+        ("massive_published", "dimensions with massive activations, published rule", "“few”"),
+        ("massive_adaptive", "dimensions with massive activations, by comparison with their layer", "“few”"),
+    ):
+        mean, most = float(layers[name].mean()), float(layers[name].max())
+        outcome.read(quantity, f"{number(mean)} per layer, at most {number(most)}", paper)
+    carrying, carrying_first = (percent(float(layers[name].max())) for name in ("tokens", "tokens_first"))
+    outcome.read(
+        "tokens after position 0 that carry one, layer with most",
+        f"{carrying}; of position 0 {carrying_first}",
+        "“few”",
+    )
+    outcome.read("largest |x|", number(float(largest.max())), "above 100")
+    outcome.read(
+        "largest |x| over the RMS of its layer's median dimension",
+        f"{number(float(ratio[top]))} (layer {dimensions['layer'][top]}, dimension {dimensions['dimension'][top]})",
+        "above 1000 times the median",
+    )

@@ -1,0 +1,349 @@
+"""Catch, tag and release on a prompt (Zhang et al. 2025, Fig. 2 and Figs. 7 to 11), for any head of any model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from torch import Tensor
+
+from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.estimates import CONFIDENCE, Estimate
+from theodolite.judging import FAILS, HOLDS, Criterion, Verdict, judge, unless_explained, untestable
+from theodolite.models.prompts import prompt_or_shipped
+from theodolite.models.token_texts import token_texts
+from theodolite.report.data import evenly
+from theodolite.report.drawing import prompt as drawing
+from theodolite.report.exhibit import by_name
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Outcome
+from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
+from theodolite.system.wording import counted, head_name, number, percent, shown_token
+from theodolite.theory.colouring import principal_scores, rgb, turned
+from theodolite.theory.grouping import (
+    chance_explained,
+    explained_elsewhere,
+    variance_explained,
+    without_trend,
+)
+from theodolite_papers.experiment import Experiment, Study, experiment
+
+DEEPER = 4
+"""Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
+
+TAIL = (1 - CONFIDENCE) / 2
+"""Of the places that the same runs could have, as many give a gain as large (or as small), where that decides."""
+
+MOST_SHIFTS = 999
+LEAST_SHIFTS = math.ceil(1 / TAIL) - 1
+"""With fewer, no place is rare enough."""
+
+TIE = 1e-12
+"""Of two η²: a grouping and its complement explain the same, but for rounding."""
+
+RARE = Criterion("at most", TAIL, "of all places, its own among them")
+
+BY_CONSTRUCTION = (
+    "; nearly so by construction: the output mixes value vectors by attention, so that tokens that attend to one sink "
+    "share its value vector; what could fail is that the clusters remain"
+)
+
+CLUSTER = 2
+"""Tokens that a group needs: one alone is no cluster."""
+
+DETRENDED = "less a quadratic in position"
+
+TAGGED = "Tokens cluster by the sink that they attend to in the output of the head (Fig. 2c)"
+RELEASED = "The clusters remain in the residual stream of deeper layers (Fig. 2d)"
+
+
+def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> None:
+    """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain.
+
+    Args:
+        trace: of the head. tokens: as they are shown. chosen: by `trace_prompt`, not named.
+    """
+    sinks = [int(position) for position in trace.sinks if position >= 0]
+    grouped = trace.group != LEFT_OUT
+    vectors_at = _places(trace)
+    reference = principal_scores(trace.output, grouped)
+    scores = {
+        name: reference
+        if vectors is trace.output
+        else turned(principal_scores(vectors, grouped), reference, grouped)
+        for name, vectors in vectors_at.items()
+    }
+    colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
+    groups = _names(trace, tokens)
+    places = outcome.tables["places"] = explained_by_place(vectors_at, trace.group, grouped)
+    outcome.tables["tokens"] = pd.DataFrame(
+        {
+            "position": range(len(tokens)),
+            "token_id": trace.ids.tolist(),
+            "token": tokens,
+            "sink": [place in sinks for place in range(len(tokens))],
+            "caught_by": groups,
+        }
+    )
+    head = head_name(trace.layer, trace.head)
+    if chosen:
+        outcome.read(
+            "head", f"{head}, chosen because its sinks divide the prompt most evenly, by its attention alone"
+        )
+    outcome.read(f"sinks of {head}", _listed_sinks(trace, tokens))
+    for row in places.itertuples():
+        judged = f"{DETRENDED} {number(row.beyond_position)}, shifted {number(row.shifted)}"
+        explained = f"{number(row.variance_explained)} (at random {number(row.by_chance)}; {judged})"
+        outcome.read(f"η² of the grouping by sink: {row.place}", explained)
+    judge_places(outcome, trace, places)
+    _figures(outcome, trace, tokens, sinks, scores, colours, groups)
+
+
+def _places(trace: PromptTrace) -> dict[str, Tensor]:
+    """The vectors that are coloured, in the order of the computation: the head's output is the tag, deeper layers
+    the release."""
+    layer, last = trace.layer, len(trace.streams) - 1
+    deeper = [layer + 1 + step for step in evenly(last - layer, DEEPER)]
+    return {
+        f"stream into block {layer}": trace.streams[layer],
+        "output of the head": trace.output,
+        **{f"stream, layer {later}": trace.streams[later] for later in deeper},
+    }
+
+
+def _names(trace: PromptTrace, tokens: list[str]) -> list[str]:
+    names = []
+    for group in trace.group.tolist():
+        if group == LEFT_OUT:
+            names.append("position 0, or a sink")
+        elif group == UNCAUGHT:
+            names.append("not caught")
+        else:
+            names.append(f"caught by {_sink(int(trace.sinks[group]), tokens)}")
+    return names
+
+
+def _sink(position: int, tokens: list[str]) -> str:
+    return "the learned column" if position < 0 else f"{position} “{shown_token(tokens[position])}”"
+
+
+def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
+    if not len(trace.sinks):
+        return (
+            f"none: no key receives more than {SINK_THRESHOLD} of the attention of the queries that see it, "
+            "or enough of a span's"
+        )
+    catches = [
+        f"{_sink(int(position), tokens)} catches {counted(int((trace.group == number_of).sum()), 'token')}"
+        for number_of, position in enumerate(trace.sinks)
+    ]
+    return "; ".join(catches)
+
+
+def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Tensor) -> pd.DataFrame:
+    """One row per place: η², and what a random grouping explains on average.
+
+    beyond_position: η² of the vectors less a quadratic in position, as are the columns after it. shifted: what the same
+    grouping, shifted along the prompt, explains on average. gain: beyond_position less that before the head. as_large,
+    as_small: of so many shifts of the grouping, those whose gain is.
+    """
+    of_tokens, position = group[grouped], grouped.nonzero().flatten()
+    shifts = [1 + shift for shift in evenly(len(of_tokens) - 1, MOST_SHIFTS)]
+    beyond, shifted = {}, {}
+    for name, vectors in vectors_at.items():
+        left = without_trend(vectors[grouped], position)
+        beyond[name] = variance_explained(left, of_tokens)
+        shifted[name] = explained_elsewhere(left, of_tokens, shifts)
+    before = next(iter(beyond))
+    rows = []
+    for name, vectors in vectors_at.items():
+        gain, gains = beyond[name] - beyond[before], shifted[name] - shifted[before]
+        rows.append(
+            {"place": name, "variance_explained": variance_explained(vectors[grouped], of_tokens)}
+            | {"by_chance": chance_explained(of_tokens), "beyond_position": beyond[name]}
+            | {"shifted": float(shifted[name].mean()), "gain": gain, "shifts": len(shifts)}
+            | {"as_large": int((gains >= gain - TIE).sum()), "as_small": int((gains <= gain + TIE).sum())}
+        )
+    return pd.DataFrame(rows)
+
+
+def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> None:
+    """Whether the grouping gains more, from before the head on, than the same runs do elsewhere in the prompt."""
+    _, sizes = trace.group[trace.group != LEFT_OUT].unique(return_counts=True)
+    shifts, why = int(places["shifts"].iloc[0]), ""
+    if not len(trace.sinks):
+        why = "the head has no sink on this prompt (name another with --layer and --head)"
+    elif len(sizes) < 2:
+        why = "all tokens are in one group"
+    elif int((sizes >= CLUSTER).sum()) < 2 or shifts < LEAST_SHIFTS:
+        why = (
+            f"{counted(int(sizes.sum()), 'token')} in groups of {', '.join(map(str, sizes.tolist()))}: two groups "
+            f"need {CLUSTER} each, and all together {LEAST_SHIFTS + 1}, or chance alone would explain as much; give "
+            "a longer prompt"
+        )
+    tagged = _judged(TAGGED, places, 1, why, BY_CONSTRUCTION)
+    if not why and tagged.answer != HOLDS:
+        why = f"no tags to remain (clusters in the output of the head: {tagged.answer})"
+    outcome.verdicts += [tagged, _judged(RELEASED, places, len(places) - 1, why)]
+
+
+def _judged(claim: str, places: pd.DataFrame, place: int, why: str, more: str = "") -> Verdict:
+    if why or not math.isfinite(places["gain"].iloc[place]):
+        return untestable(claim, why or "the vectors are all the same, or follow their position alone")
+    verdict = _by_shifts(claim, places.iloc[0], places.iloc[place])
+    return replace(verdict, evidence=verdict.evidence + more)
+
+
+def _by_shifts(claim: str, before: pd.Series, place: pd.Series) -> Verdict:
+    """A permutation test: all shifts are equally likely where the grouping means nothing and nothing drifts."""
+    larger, smaller = ((1 + place[name]) / (1 + place["shifts"]) for name in ("as_large", "as_small"))
+    what = (
+        f"η² of the {place['place']}, {DETRENDED}, {number(place['beyond_position'])}, minus that before the head, "
+        f"{number(before['beyond_position'])}: {number(place['gain'])}; places of the same runs in the prompt where it "
+        "is as large"
+    )
+    explanation = f"it is as small in {percent(smaller)} of them, so that neither is rare"
+    verdict = judge(claim, what, Estimate.exact(larger), RARE)
+    return unless_explained(verdict, FAILS, "" if smaller <= TAIL else explanation)
+
+
+def _figures(
+    outcome: Outcome,
+    trace: PromptTrace,
+    tokens: list[str],
+    sinks: list[int],
+    scores: dict[str, Tensor],
+    colours: np.ndarray,
+    groups: list[str],
+) -> None:
+    head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
+    grouped = (trace.group != LEFT_OUT).numpy()
+    names = sorted({group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped})
+    shown = [token for token, is_grouped in zip(tokens, grouped, strict=True) if is_grouped]
+    of_shown = [group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped]
+    outcome.figure(
+        "attention",
+        f"Catch: attention of {head}",
+        drawing.attention(trace.attention.numpy(), tokens, sinks),
+        "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than "
+        f"{SINK_THRESHOLD} of the attention of the queries that see them, or, for local sinks, most of the "
+        "attention of a contiguous span.",
+        "strong columns: later tokens attend mostly to that token.",
+        source,
+        wide=True,
+    )
+    outcome.figure(
+        "output",
+        f"Tag: output of {head} by dimension",
+        drawing.by_dimension(trace.output.numpy(), tokens, sinks),
+        f"What the head adds to the residual stream of each token (through W_O), the {drawing.DIMENSIONS} "
+        "dimensions that are largest at any token.",
+        "columns of one colour over all tokens that one sink caught.",
+        f"{ZHANG}, Fig. 2b",
+        wide=True,
+    )
+    outcome.figure(
+        "values",
+        f"Value vectors of {head}: what it can copy",
+        drawing.by_dimension(trace.value.numpy(), tokens, sinks),
+        "The value vector of each token, through W_O, the largest dimensions.",
+        "the rows of the sinks (▼): the same colours as in the columns of the output.",
+        f"{ZHANG}, Fig. 7d",
+        wide=True,
+    )
+    outcome.figure(
+        "colours",
+        "Release: tokens coloured by principal components",
+        drawing.coloured(colours, list(scores), tokens, sinks),
+        "Three principal components of the tokens' vectors as red, green and blue, at each place from its least to "
+        "its largest value; every place turned to the colours of the head's output (orthogonal Procrustes), so "
+        "that a colour means the same in all rows. Position 0 and the sinks are left out of the components.",
+        "runs of one colour after each ▼ in the head's output, and again in the rows below it.",
+        f"{ZHANG}, Figs. 2c and 2d",
+        wide=True,
+    )
+    planes = [values[grouped][:, :2].numpy() for values in scores.values()]
+
+    def drawn(place: int) -> go.Figure:
+        return drawing.clusters(planes[place], of_shown, shown, names)
+
+    outcome.figure(
+        "clusters",
+        "Clusters: tokens on two principal components",
+        by_name("place", list(scores), drawn, grid=True),
+        "The scores behind the first two colours, at each place; one colour per sink that caught the token.",
+        "groups that mix before the head, stand apart in its output, and still do in deep layers.",
+        source,
+        wide=True,
+    )
+    outcome.figure(
+        "received",
+        "Where any head has a sink",
+        drawing.received(trace.received.numpy(), tokens, sinks),
+        "By layer and token, the largest mean attention that a head of the layer pays it.",
+        "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
+        "layers.",
+        f"{ZHANG}, Figs. 8f and 10f",
+        wide=True,
+    )
+
+
+def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
+    @experiment(
+        f"sinks/{figure}",
+        f"Catch, tag and release of one head on {what}",
+        paper,
+        needs=("model", "prompt"),
+        options=("prompt", "layer", "head"),
+    )
+    def on_prompt(study: Study, outcome: Outcome) -> None:
+        model, focus = study.require_model(), study.focus
+        ids = prompt_or_shipped(model, focus.prompt, prompt)
+        trace = trace_prompt(model, ids, focus.layer, focus.head)
+        show_prompt(outcome, trace, token_texts(model, ids), chosen=focus.layer is None)
+
+    return on_prompt
+
+
+PROMPT_SINKS = [
+    _on_prompt(
+        "figure2",
+        "few-shot",
+        "a few-shot prompt",
+        "Two distinct sinks catch the tokens that follow them; tokens cluster by the sink that they attended to, in "
+        "the head's output and in a deep layer (Fig. 2, Phi-3 Medium, L3H6 and layer 17)",
+    ),
+    _on_prompt(
+        "figure7",
+        "passage",
+        "a passage of text",
+        "No clusters before the head, clusters in its output and at layer 18 (Fig. 7, L3H30)",
+    ),
+    _on_prompt(
+        "figure8",
+        "step-by-step",
+        "a zero-shot chain of thought",
+        "A sink on “Let's think step by step” in a deep layer (Fig. 8, L3H6 and L38H33)",
+    ),
+    _on_prompt(
+        "figure9",
+        "chain-of-thought",
+        "a chain of thought",
+        "Clusters in the head's output and at layer 21 (Fig. 9, L5H16)",
+    ),
+    _on_prompt(
+        "figure10",
+        "step-by-step-2",
+        "another zero-shot chain of thought",
+        "A sink on “Let's think step by step” in a deep layer (Fig. 10, L5H14 and L39H24)",
+    ),
+    _on_prompt(
+        "figure11",
+        "chain-of-thought-2",
+        "another chain of thought",
+        "Clusters in the head's output and in a deep layer (Fig. 11, L3H30)",
+    ),
+]

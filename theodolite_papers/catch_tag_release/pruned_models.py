@@ -1,0 +1,206 @@
+"""A model pruned in memory, and what is measured of it on a text: losses, every sink of every context, one prompt.
+
+The text is split: even contexts calibrate the pruning, odd ones are measured, so that nothing is judged on what it was
+fitted to. The model itself is left alone; copies of it are pruned one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from theodolite import Corpus, OpenModel
+from theodolite.accumulate.catches import attend_and_catch
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import UsageError
+from theodolite.evaluate.scores import mean_and_error
+from theodolite.measure.ratios import ratio_by_context
+from theodolite.models.hooks import Hooks, hooked
+from theodolite.passes.corpus_pass import batch_of
+from theodolite.prune.model import prune_model
+from theodolite.prune.pruned import Pruned
+from theodolite.report.data import evenly
+from theodolite.sinks.prompt import PromptTrace, trace_prompt
+from theodolite_papers.experiment import corpus_subset
+
+if TYPE_CHECKING:
+    from theodolite_papers.experiment import Study
+
+METHODS = {"oats": "OATS", "wanda": "Wanda", "sparsegpt": "SparseGPT", "magnitude": "magnitude"}
+
+SPARSITY = 0.5
+"""As in the paper's figures."""
+
+ITERATIONS, RANK_RATIO = 80, 0.25
+"""Of OATS, as published."""
+
+MOST_CONTEXTS = 128
+"""That are measured, evenly chosen, and as many that calibrate."""
+
+
+@dataclass(frozen=True)
+class ModelSinks:
+    """The measures of one model.
+
+    Attributes:
+        loss: next-token loss of each context, nats per token.
+        sinks: which keys of which heads are sinks of each context (the survey's criterion; learned sink logits aside).
+        prompt: one head on one prompt, where one was asked for.
+    """
+
+    loss: Float[Tensor, " contexts"]
+    sinks: Bool[Tensor, "contexts layers heads positions"]
+    prompt: PromptTrace | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The head that is shown, and on which prompt."""
+
+    ids: Tensor
+    layer: int
+    head: int
+
+
+class _SinkHooks(Hooks):
+    """The sinks of one batch."""
+
+    def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
+        self.sinks = torch.zeros(contexts, layers, heads, length, dtype=torch.bool)
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        outputs = []
+        for context in range(len(inputs.query)):
+            output, catches = attend_and_catch(inputs.of_contexts(slice(context, context + 1)))
+            outputs.append(output)
+            tokens = catches.position >= 0
+            head, position = catches.head[tokens].cpu(), catches.position[tokens].cpu()
+            self.sinks[context, layer, head, position] = True
+        return torch.cat(outputs)
+
+
+def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> ModelSinks:
+    """Measure a model as it is now."""
+    losses, sinks = [], []
+    for ids in corpus.contexts.split(batch_of(corpus, None)):
+        batch_sinks = _SinkHooks(len(ids), model.layers, model.heads, ids.shape[1])
+        ids = ids.to(model.device)
+        with hooked(model, batch_sinks):
+            logits = model.logits(ids)
+        by_context = [
+            cross_entropy(row[:-1].double(), tokens[1:]) for row, tokens in zip(logits, ids, strict=True)
+        ]
+        losses.append(torch.stack(by_context).cpu())
+        sinks.append(batch_sinks.sinks)
+    traced = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
+    return ModelSinks(torch.cat(losses), torch.cat(sinks), traced)
+
+
+def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> tuple[float, float]:
+    """Share of a model's sinks, context by context and key by key, that another has; its standard error over contexts.
+
+    Args:
+        layer: of this block only.
+    """
+    return _ratio(dense.sinks & other.sinks, dense.sinks, layer)
+
+
+def new_sinks(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
+    """Sinks of another model that the first lacks, over the first one's; its standard error over contexts."""
+    return _ratio(other.sinks & ~dense.sinks, dense.sinks, None)
+
+
+def _ratio(part: Tensor, reference: Tensor, layer: int | None) -> tuple[float, float]:
+    b, t = ((s if layer is None else s[:, layer]).flatten(1).sum(1).double() for s in (part, reference))
+    value, error = ratio_by_context(b, t)
+    return float(value), float(error)
+
+
+def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
+    """Mean loss of another model less that of the first, and its standard error: paired by context."""
+    return mean_and_error((other.loss - dense.loss).numpy())
+
+
+def halves(study: Study) -> tuple[Corpus, Corpus]:
+    """What calibrates, and what is measured.
+
+    Raises:
+        UsageError: there is no text, or too little, or the model predicts no next tokens.
+    """
+    model = study.require_model()
+    corpus = study.require_corpus("pruned models are calibrated and measured on a text: pass it with the run")
+    if len(corpus.contexts) < 4:
+        raise UsageError(
+            f"{len(corpus.contexts)} contexts are too few to calibrate and to measure: give 4 or more"
+        )
+    if not model.causal or model.source.predict is None:
+        raise UsageError(f"{model.id} does not predict next tokens: pruned models are judged by that loss")
+    return part_of(corpus, slice(0, None, 2)), part_of(corpus, slice(1, None, 2))
+
+
+def part_of(corpus: Corpus, contexts: slice) -> Corpus:
+    """Some contexts of a corpus, `MOST_CONTEXTS` at most, evenly chosen."""
+    part = corpus_subset(corpus, contexts)
+    return corpus_subset(part, evenly(len(part.contexts), MOST_CONTEXTS))
+
+
+def dense_measures(study: Study, prompt: Prompt | None = None) -> ModelSinks:
+    """The model itself; measured once."""
+    _, measured = halves(study)
+    return study.cached(
+        f"look/{_cache_key(prompt)}", lambda: measure_sinks(study.require_model(), measured, prompt)
+    )
+
+
+def pruned(study: Study, method: str, calibration: Corpus) -> tuple[OpenModel, Pruned]:
+    """A copy of the model, pruned by `SPARSITY`."""
+    model = copy.deepcopy(study.require_model())
+    report = prune_model(
+        model,
+        calibration,
+        method,
+        SPARSITY,
+        rank_ratio=RANK_RATIO,
+        iterations=ITERATIONS,
+        show_progress=partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}"),
+    )
+    return model, report
+
+
+def pruned_measures(study: Study, method: str, prompt: Prompt | None = None) -> ModelSinks:
+    """The model pruned by `SPARSITY`; pruned and measured once."""
+    calibration, measured = halves(study)
+
+    def make() -> ModelSinks:
+        model, _ = pruned(study, method, calibration)
+        return measure_sinks(model, measured, prompt)
+
+    return study.cached(f"look/{method}/{_cache_key(prompt)}", make)
+
+
+def ablated_measures(
+    study: Study,
+    edits: Callable[[OpenModel, Pruned], Iterator[tuple[str, AbstractContextManager[object]]]],
+    prompt: Prompt,
+) -> dict[str, ModelSinks]:
+    """The model pruned by OATS, as it is and under interventions, which `edits` names."""
+    calibration, measured = halves(study)
+    model, report = pruned(study, "oats", calibration)
+    measured_models = {"": measure_sinks(model, measured, prompt)}
+    for name, edit in edits(model, report):
+        with edit:
+            measured_models[name] = measure_sinks(model, measured, prompt)
+    return measured_models
+
+
+def _cache_key(prompt: Prompt | None) -> str:
+    return "" if prompt is None else f"{prompt.layer}/{prompt.head}/{prompt.ids.tolist()}"

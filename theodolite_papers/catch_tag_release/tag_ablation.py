@@ -1,0 +1,252 @@
+"""Is the tag used? One sink's head ablated, against norm-matched controls (Zhang et al. 2025, sections 2 and 3)."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+
+from theodolite import Corpus, Run, trace_sinks
+from theodolite.errors import UsageError
+from theodolite.estimates import Estimate
+from theodolite.judging import Criterion, Verdict, all_of, judge, untestable
+from theodolite.report import style
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Outcome
+from theodolite.report.sink_trace import TRACE, show_trace
+from theodolite.sinks.ablation import (
+    HEAD_SINKS,
+    LATER_SINKS,
+    LOSS_CAUGHT,
+    LOSS_DIFFERENCE,
+    LOSS_OTHERS,
+    ablation_test,
+)
+from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
+from theodolite_papers.experiment import Study, chosen_and_judged, experiment
+
+
+def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Figure:
+    """One dot per ablation with its 95 % interval, and a dotted line at each of `limits`."""
+    names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
+    dots = go.Scatter(
+        x=np.array([share.value for share in left.values()], dtype=np.float32),
+        y=names,
+        mode="markers",
+        marker={"size": 11, "color": style.BLUE},
+        error_x=style.error_bars([share.margin for share in left.values()]),
+        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
+    )
+    drawn = style.figure(
+        [dots],
+        "share left",
+        height=150 + 60 * len(names),
+        layout={"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}},
+    )
+    for limit in limits:
+        drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
+    return drawn
+
+
+def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
+    """Bars with standard errors: one group per ablation and measure, ablation and control side by side."""
+    shown = table[table["measure"].isin(measures)]
+    names = [for_plotly(f"{row.ablation}: {row.measure}") for row in shown.itertuples()]
+    bars = [
+        go.Bar(
+            y=names,
+            x=shown[column].to_numpy(np.float32),
+            error_x=style.error_bars(shown[f"{column}_se"]),
+            orientation="h",
+            name=name,
+            marker={"color": colour},
+            hovertemplate="%{y}<br>" + name + ": %{x:.4g}<extra></extra>",
+        )
+        for column, name, colour in (
+            ("control", "control", style.GREY),
+            ("change", "ablation", style.VERMILLION),
+        )
+    ]
+    layout = {
+        "yaxis": {"autorange": "reversed", "automargin": True},
+        "barmode": "group",
+        "margin": {"l": 300},
+    }
+    return style.figure(bars, "change", height=150 + 46 * len(names), layout=layout)
+
+
+@experiment(TRACE.name, TRACE.title, TRACE.paper, needs=("model",))
+def traced(study: Study, outcome: Outcome) -> None:
+    show_trace(outcome, trace_of(study))
+
+
+def trace_of(study: Study) -> Run:
+    """The trace of the study's text, made once and kept next to the pages.
+
+    Raises:
+        UsageError: there is no text.
+    """
+    corpus = study.require_corpus("sinks are traced through a text: pass it together with the run")
+    folder = None if study.folder is None else study.folder / "trace"
+    return study.cached(
+        "trace", lambda: trace_sinks(study.require_model(), corpus, folder, show_progress=study.show)
+    )
+
+
+MORE = Criterion("more than", 0.0, "an effect beyond that of the hardest control (ours)")
+MORE_THAN_NONE = Criterion("more than", 0.0, "more than on other tokens")
+HALF = 0.5
+"""Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
+USED = "The tag is retrieved by deeper layers (abstract): ablating it makes the prediction of caught tokens worse"
+MORE_THAN_OTHERS = (
+    "The tag serves the caught tokens (section 2): ablating it costs them more than other tokens"
+)
+CLUSTERS = (
+    "The clusters in deeper layers come from the tag (Fig. 2d): ablating it lowers the variance that the grouping "
+    "explains"
+)
+LOW_RANK = (
+    "Low-rank parts of W_Q, W_K, W_V make the sinks (section 3.2): ablating them leaves the head fewer sinks"
+)
+BEHIND = "Sinks downstream of the head depend on its tag: ablating it leaves fewer (ours)"
+
+
+def _chosen_tag(study: Study, contexts: Corpus) -> tuple[int, int, torch.Tensor]:
+    """The head that is asked for, or whose sinks tag most tokens; and its strongest tag's direction."""
+    run = trace_sinks(study.require_model(), contexts, show_progress=study.show)
+    traces, focus = run.traces, study.focus
+    if focus.layer is not None:
+        traces = traces[(traces["layer"] == focus.layer) & (traces["head"] == focus.head)]
+    traces = traces[traces["tag"].notna()] if len(traces) else traces
+    if not len(traces):
+        raise UsageError(
+            "that head writes no tag in this text: choose another --layer and --head, or another text"
+        )
+    row = traces.index[0]
+    direction = run.arrays["tag_direction"][row]
+    return int(traces.loc[row, "layer"]), int(traces.loc[row, "head"]), direction
+
+
+@experiment(
+    "sinks/ablation",
+    "One sink's head ablated (tag, attention to its sinks, low-rank weights), against norm-matched controls",
+    "Removing the low-rank terms of W_Q, W_K, W_V removes the sinks (section 3.2, Fig. 4); tags are retrieved by "
+    "deeper layers (abstract)",
+    needs=("model",),
+    options=("layer", "head"),
+    scaled_down="at most 64 contexts in which the head has a sink, of the half that it was not chosen on",
+)
+def ablated(study: Study, outcome: Outcome) -> None:
+    corpus = study.require_corpus("a head is ablated while it reads a text: pass it together with the run")
+    chosen_on, judged_on = chosen_and_judged(corpus)
+    layer, head, direction = _chosen_tag(study, chosen_on)
+    table = ablation_test(study.require_model(), judged_on, layer, head, direction, show_progress=study.show)
+    last = f"η² in layer {study.require_model().layers}"
+    measures = [LOSS_CAUGHT, LOSS_OTHERS, HEAD_SINKS, LATER_SINKS, last]
+    name = head_name(layer, head)
+    outcome.tables["changes"] = table
+    outcome.read("ablated head", f"{name}, in {counted(int(table['contexts'].max()), 'context')}")
+    for row in table[table["measure"].isin(measures)].itertuples():
+        outcome.read(
+            f"{row.ablation}: {row.measure}",
+            f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
+            f"{with_error(row.control, row.control_se)}",
+        )
+    outcome.verdicts += [
+        against_control(USED, table, "tag ablated", LOSS_CAUGHT, +1),
+        against_others(table),
+        against_control(CLUSTERS, table, "tag ablated", last, -1, HALF),
+        against_control(LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1),
+        against_control(BEHIND, table, "tag ablated", LATER_SINKS, -1),
+    ]
+    outcome.figure(
+        "losses",
+        f"{name} ablated: loss of the next token",
+        changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
+        "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
+        "the head's sinks caught in the untouched model. Control: a random ablation of the same norm.",
+        "red bars longer than the grey ones, on caught tokens more than on others.",
+        f"{ZHANG}, sections 2 and 3",
+        wide=True,
+    )
+    outcome.figure(
+        "sinks",
+        f"{name} ablated: sinks",
+        changes(table, [HEAD_SINKS, LATER_SINKS]),
+        "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
+        "red bars longer than the grey ones.",
+        f"{ZHANG}, section 3.2",
+        wide=True,
+    )
+    outcome.figure(
+        "clusters",
+        f"{name} ablated: clusters downstream",
+        changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
+        "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
+        "untouched model.",
+        "η² that falls by nearly its whole value: then the clusters came from this tag.",
+        f"{ZHANG}, section 2, Fig. 2d",
+        wide=True,
+    )
+
+
+def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
+    return table[(table["ablation"] == ablation) & (table["measure"] == measure)].iloc[0]
+
+
+def against_control(
+    claim: str, table: pd.DataFrame, ablation: str, measure: str, sign: int, least: float = 0.0
+) -> Verdict:
+    """Whether a measure changes more than under the one control that is hardest to beat."""
+    row = _row(table, ablation, measure)
+    if row["untouched"] == 0 and row["change"] == 0:
+        return untestable(claim, f"{measure}: there are none")
+    measured = (
+        f"{ablation}: {measure} changes by {with_error(row['change'], row['change_se'])}, under the controls by "
+        f"{with_error(row['control'], row['control_se'])}"
+    )
+    part = f", less {percent(least)} of what it was" if least else ""
+    what = f"{measured}; {'falls' if sign < 0 else 'rises'} more than under the hardest of them{part}"
+    hardest = "beyond_most" if sign > 0 else "beyond_least"
+    gain = sign * row[hardest] - least * abs(row["untouched"])
+    step = 1.0 if measure in (HEAD_SINKS, LATER_SINKS) else 0.0  # of sinks, which may change alike by chance
+    return _more(claim, what, gain, row[f"{hardest}_se"], row["contexts"], step=step)
+
+
+def against_others(table: pd.DataFrame) -> Verdict:
+    """Whether caught tokens lose more than others, and by more than they do under any control."""
+    caught, uncaught, between = (
+        _row(table, "tag ablated", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
+    )
+    what = (
+        f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
+        f"{with_error(uncaught['change'], uncaught['change_se'])} on others; rises more on caught tokens than on others"
+    )
+    more = _more(
+        MORE_THAN_OTHERS, what, between["change"], between["change_se"], between["contexts"], MORE_THAN_NONE
+    )
+    return all_of(
+        MORE_THAN_OTHERS,
+        [more, against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)],
+    )
+
+
+def _more(
+    claim: str,
+    what: str,
+    gain: float,
+    error: float,
+    contexts: int,
+    criterion: Criterion = MORE,
+    step: float = 0.0,
+) -> Verdict:
+    """Judge a difference paired by context; `step`: the least by which a context's can differ from another's."""
+    if not math.isfinite(error):
+        return untestable(claim, f"{what}: too few contexts; {criterion}")
+    known = Estimate(float(gain), float(error), int(contexts), "contexts").floored(step)
+    return judge(claim, f"{what}, by", known, criterion)

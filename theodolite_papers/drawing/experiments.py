@@ -1,0 +1,184 @@
+"""The figures that only experiments need: a run's numbers over the published ones, and comparisons of two bases.
+
+They take plain arrays or a run and return Plotly figures. Nothing here computes a statistic.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.report import published, style
+from theodolite.report.data import Floats, layer_numbers, need_column
+from theodolite.report.drawing.grammar import HEADROOM, Panel, cosine_map, line, panels
+from theodolite.report.style import layer_axis, order_colour
+from theodolite.system.wording import for_plotly, number
+
+if TYPE_CHECKING:
+    from theodolite import Run
+
+THIS_MODEL = style.MEASURED
+PAPER = dict(zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True))
+DASHES = dict(zip(published.TEXTS, ("dot", "solid", "dash"), strict=True))
+LINE = 1.3
+PANEL_GAP = 0.035
+PANEL_ROW = 26  # pixels a row
+NARROW = 16  # characters in a line of an axis title
+
+
+def _this_model(
+    layers: Floats,
+    values: Floats,
+    name: str,
+    errors: Floats | None,
+    colour: str = THIS_MODEL,
+    dash: str = "solid",
+) -> list[go.Scatter]:
+    hover = f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>"
+    return line(layers, values, name, colour, errors=errors, dash=dash, width=2.4, marker=6, hover=hover)
+
+
+def against_published(
+    run: Run, name: str, rows: published.Rows, y: str, errors: Floats | None = None, *, log: bool = False
+) -> go.Figure:
+    """A layer column over the rows of Table 4, 5 or 6, one line per model and text.
+
+    The 13 published layers are stretched onto this model's depth; the run's standard errors are drawn as bars.
+    """
+    layers = layer_numbers(run)
+    depth = np.linspace(0, float(layers.max()), 13).round(4)
+    traces: list[Any] = []
+    for model in published.MODELS:
+        for text, values in zip(published.TEXTS, rows[model], strict=True):
+            traces += line(
+                depth,
+                values,
+                model,
+                PAPER[model],
+                width=LINE,
+                dash=DASHES[text],
+                showlegend=text == "OpenWebText",
+                opacity=0.75,
+                customdata=list(range(13)),
+                hover=f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>",
+            )
+    traces += _this_model(layers, need_column(run.layers, name), "this model", errors)
+    axis = {"type": "log", "dtick": "D2", "tickformat": "~g"} if log else {"rangemode": "tozero"}
+    return style.figure(traces, "layer", y, height=420, layout={"xaxis": layer_axis(layers), "yaxis": axis})
+
+
+def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
+    """Table 1 as dots: one panel per quantity, one line per row, a bar of one standard deviation over layers.
+
+    Args:
+        rows: row name → quantity → (mean, standard deviation); the first row is this run's.
+        quantities: the panels, in order.
+    """
+    names = [for_plotly(name) for name in rows]
+    shown: list[Panel] = []
+    for quantity in quantities:
+        cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
+        dots = go.Scatter(
+            x=cells[:, 0].astype(np.float32),
+            y=names,
+            error_x=dict(style.error_bars(cells[:, 1]) or {}, color=style.GREY),
+            mode="markers",
+            marker={"size": 9, "color": [THIS_MODEL] + [style.REFERENCE] * (len(names) - 1)},
+            hovertemplate=f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>",
+        )
+        title = "<br>".join(textwrap.wrap(quantity, NARROW))  # beside others
+        axis: dict[str, Any] = {"autorange": "reversed", "type": "category"}
+        axis |= {"matches": "y", "showticklabels": False, "ticks": ""} if shown else {}
+        shown.append(Panel("", [dots], title, "", {"rangemode": "tozero", "nticks": 4}, axis))
+    height, gaps = 110 + PANEL_ROW * len(names) - HEADROOM, (PANEL_GAP, 0)
+    return panels(shown, len(shown), height=height, gaps=gaps, layout={"showlegend": False})
+
+
+def shares_by_cutoff(
+    measured: Mapping[str, Mapping[int, float]], paper: Mapping[str, Mapping[int, float]]
+) -> go.Figure:
+    """Share of energy in the K × K lowest frequencies against K: solid as measured, dotted as in Table 3."""
+    colours = (style.VERMILLION, style.BLUE, style.GREEN)
+    traces: list[Any] = []
+    for (name, published_shares), colour in zip(paper.items(), colours, strict=True):
+        for shares, dash, origin in (
+            (measured.get(name), "solid", ""),
+            (published_shares, "dot", ", GPT-2 in Table 3"),
+        ):
+            if not shares:
+                continue
+            hover = f"{name}{origin}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>"
+            size: dict[str, Any] = {"width": LINE, "marker": 4} if origin else {"width": 2.2, "marker": 6}
+            cutoffs = [str(cutoff) for cutoff in shares]
+            traces += line(cutoffs, [*shares.values()], name + origin, colour, dash=dash, hover=hover, **size)
+    layout = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
+    return style.figure(traces, "K", "share of energy", height=360, layout=layout)
+
+
+def two_texts(
+    layers: Floats, curves: Mapping[str, tuple[Floats, Floats | None]], y: str, *, share: bool = False
+) -> go.Figure:
+    """One layer measure on two texts: name → (values, standard errors); the first is solid, the second dashed."""
+    traces: list[Any] = []
+    for (name, (values, errors)), colour, dash in zip(
+        curves.items(), (THIS_MODEL, style.BLUE), ("solid", "dash"), strict=False
+    ):
+        traces += _this_model(layers, values, name, errors, colour, dash)
+    axis = {"range": [0, 1.05]} if share else {"rangemode": "tozero"}
+    return style.figure(traces, "layer", y, height=340, layout={"xaxis": layer_axis(layers), "yaxis": axis})
+
+
+def layer_cosines(cosines: Floats) -> go.Figure:
+    """Mean cosine between a token's vectors at every two layers, (N, N)."""
+    rows = [f"layer {layer}" for layer in range(len(cosines))]
+    layers = range(0, len(rows), max(1, len(rows) // 12))
+    return cosine_map(cosines, rows, "mean cosine", [(float(layer), str(layer)) for layer in layers])
+
+
+def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> go.Figure:
+    """Singular values over the first: of each layer's learned basis, and, thick, of a fixed one."""
+    traces: list[Any] = [style.depth_bar(len(learned))]
+    curves = [
+        (f"layer {layer}", values, order_colour(layer / max(1, len(learned) - 1)), LINE)
+        for layer, values in enumerate(learned)
+    ]
+    for name, values, colour, width in [*curves, (fixed_name, fixed, THIS_MODEL, 3.0)]:
+        if not values.max() > 0:
+            continue
+        relative = values / values.max()
+        above_rounding = relative > 1e-8  # beyond that it is rounding
+        number_of = np.arange(1, len(values) + 1)[above_rounding]
+        hover = f"{name}, number %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>"
+        own: dict[str, Any] = {"width": width, "hover": hover, "showlegend": name == fixed_name}
+        traces += line(number_of, relative[above_rounding], name, colour, **own)
+    axis = {"type": "log", "dtick": 1, "exponentformat": "power"}
+    return style.figure(
+        traces, "number", "singular value over the largest", height=380, layout={"yaxis": axis}
+    )
+
+
+def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
+    """Mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it.
+
+    `ratios`: layer → published norm over that of layer 0.
+    """
+    layers = np.arange(len(norms), dtype=np.float64)
+    dots = go.Scatter(
+        x=list(ratios),
+        y=[float(norms[0]) * ratio for ratio in ratios.values()],
+        name="layer 0 times the ratio of GPT-2",
+        mode="markers",
+        marker={"size": 9, "color": style.REFERENCE, "symbol": "diamond-open"},
+        customdata=[number(ratio, 4) for ratio in ratios.values()],
+        hovertemplate="GPT-2: %{customdata} × layer 0<extra></extra>",
+    )
+    traces = [*_this_model(layers, norms, "this model", errors), dots]
+    axis = {"type": "log", "dtick": "D2", "tickformat": "~s"}
+    return style.figure(
+        traces, "layer", "mean ‖h‖₂", height=360, layout={"xaxis": layer_axis(layers), "yaxis": axis}
+    )

@@ -1,0 +1,347 @@
+"""What an experiment is, and what it works on: the run, and on demand the model, its text, and surveys of other texts.
+
+An experiment that needs only the run leaves the model alone. Every outcome and every further survey is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import pandas as pd
+
+from theodolite import Corpus, OpenModel, Run, survey
+from theodolite.corpus.groups import halves
+from theodolite.corpus.spec import RANDOM
+from theodolite.errors import UsageError
+from theodolite.judging import Answer, independent, untestable
+from theodolite.models.prompts import Focus
+from theodolite.passes.provenance import describe_model, versions
+from theodolite.passes.run import SCHEMA_VERSION
+from theodolite.report.data import array, column
+from theodolite.report.outcome import Heading, Outcome
+from theodolite.system.progress import ShowStage
+from theodolite.system.wording import counted
+from theodolite_papers.catalogue import find, need_no_model, on_prompts
+
+
+def reproduce(
+    name: str,
+    run: Run | None = None,
+    model: OpenModel | None = None,
+    corpus: Corpus | None = None,
+    other: Corpus | None = None,
+    focus: Focus | None = None,
+) -> Outcome:
+    """Make one published table or figure again from a run.
+
+    Args:
+        name: such as `geometry/table1`; `theodolite_papers.EXPERIMENTS` has them all.
+        run: from `survey` or `Run.load`; None for experiments that read none, or a prompt alone.
+        model: the model of the run; only some experiments need it.
+        corpus: the text of the run; only some experiments need it.
+        other: a second text for those that compare two; None: random tokens.
+        focus: the prompt and the head for those that have one; None: random tokens, and heads found by the survey.
+
+    Raises:
+        UsageError: no such experiment, or the run, the model or the text lacks what it needs.
+    """
+    chosen = find(name)
+    if len(chosen) != 1:
+        raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
+    read: Run | dict[str, Any] | None = run
+    if read is None and model is not None and on_prompts(chosen):
+        read = of_model(model)
+    elif read is None:
+        if not need_no_model(chosen):
+            raise UsageError(f"{name} needs a run: survey a model, or load a run folder")
+        read = of_nothing()
+    return Study(read, model, corpus, other, focus=focus).outcome(chosen[0])
+
+
+def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
+    """The experiment that collects the verdicts of `experiments`.
+
+    Args:
+        group: their name before the slash. paper: what the paper claims, in a sentence.
+    """
+
+    @experiment(
+        f"{group}/claims",
+        "Every claim that the other experiments judge, on one page",
+        paper,
+        options=sorted({option for each in experiments for option in each.options}),
+    )
+    def collected(study: Study, outcome: Outcome) -> None:
+        rows: list[dict[str, str]] = []
+        for each in experiments:
+            try:
+                judged = study.outcome(each)
+                verdicts = judged.verdicts
+                outcome.runs |= judged.runs
+            except UsageError as error:
+                verdicts = [untestable(each.title, str(error))]
+            outcome.verdicts += verdicts
+            rows += [{"experiment": each.name, **verdict.words} for verdict in verdicts]
+        for answer in get_args(Answer):
+            count = sum(verdict.answer == answer for verdict in independent(outcome.verdicts))
+            outcome.read(f"claims: {answer}", str(count))
+        outcome.tables["claims"] = pd.DataFrame(rows)
+
+    return collected
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Experiment(Heading):
+    """A published table or figure.
+
+    Attributes:
+        needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text;
+            `nothing`: no model and no text; a command such as `theodolite train locater`: a folder that it wrote.
+        fill: the work: it fills an outcome.
+        options: what it takes besides a run and a text: `other`, `prompt`, `layer`, `head`.
+        scaled_down: what is smaller than in the paper, whatever the model.
+    """
+
+    needs: tuple[str, ...]
+    fill: Callable[[Study, Outcome], None]
+    options: tuple[str, ...] = ()
+    scaled_down: str = ""
+
+
+def experiment(
+    name: str,
+    title: str,
+    paper: str,
+    needs: Sequence[str] = (),
+    options: Sequence[str] = (),
+    scaled_down: str = "",
+) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
+    """Declare the function below it an `Experiment`."""
+    return lambda fill: Experiment(name, title, paper, tuple(needs), fill, tuple(options), scaled_down)
+
+
+class Study:
+    """A run with what it came from."""
+
+    def __init__(
+        self,
+        run: Run | dict[str, Any],
+        model: OpenModel | None = None,
+        corpus: Corpus | None = None,
+        other: Corpus | None = None,
+        *,
+        folder: Path | None = None,
+        focus: Focus | None = None,
+        show: ShowStage = lambda what, done, total: None,
+    ) -> None:
+        """Hold a run against a paper.
+
+        Args:
+            run: the survey that the experiments are about; of those that read none, the provenance of what they read.
+            model: the model of the run, where it is at hand.
+            corpus: the text of the run, where it is at hand.
+            other: a second text, for robustness; None: random tokens.
+            folder: where surveys of other texts are kept and looked for; None: in memory.
+            focus: the prompt and the head of the experiments that have one.
+            show: told how far the work is; it may raise to stop.
+
+        Raises:
+            UsageError: the model is not that of the run.
+        """
+        self._run = run if isinstance(run, Run) else None
+        self.provenance: dict[str, Any] = run.provenance if isinstance(run, Run) else run
+        self.model, self.corpus, self.other = model, corpus, other
+        self.folder, self.show = folder, show
+        self.focus = focus or Focus()
+        self._outcomes: dict[str, Outcome] = {}
+        self._runs: dict[str, Run] = {}
+        self._shared: dict[str, Any] = {}
+        if model is not None and model.weights().sha256 != self.provenance["model"]["sha256"]:
+            raise UsageError(f"{model.id} is not the model of this run: pass the model that was surveyed")
+
+    @property
+    def run(self) -> Run:
+        """The survey.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self._run is None:
+            raise UsageError("this experiment needs a run: survey a model, or load a run folder")
+        return self._run
+
+    def outcome(self, experiment: Experiment) -> Outcome:
+        """The experiment's outcome; made once.
+
+        Raises:
+            UsageError: something that it needs is not there.
+        """
+        if experiment.name not in self._outcomes:
+            for need in experiment.needs:
+                self._require(need, experiment.name)
+            outcome = Outcome()
+            experiment.fill(self, outcome)
+            self._outcomes[experiment.name] = outcome
+        return self._outcomes[experiment.name]
+
+    def provenance_of(self, experiment: Experiment) -> dict[str, Any]:
+        """The provenance of an outcome, with the prompt, head or second text asked for, where it reads them."""
+        asked = self.focus.given() | ({} if self.other is None else {"other": self.other.name})
+        read = {name: value for name, value in asked.items() if name in experiment.options}
+        return self.provenance | ({"asked": read} if read else {})
+
+    def cached(self, name: str, make: Callable[[], Result]) -> Result:
+        """What several experiments share under a name, made when first asked for."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        result: Result = self._shared[name]
+        return result
+
+    def require_model(self) -> OpenModel:
+        """The model.
+
+        Raises:
+            UsageError: it was not given.
+        """
+        if self.model is None:
+            raise UsageError("this experiment needs the model as well as the run: pass it too")
+        return self.model
+
+    def require_corpus(
+        self, why: str = "this experiment reads the text of the run again: pass it as well"
+    ) -> Corpus:
+        """The text of the run.
+
+        Raises:
+            UsageError: it was not given; the message is `why`.
+        """
+        if self.corpus is None:
+            raise UsageError(why)
+        return self.corpus
+
+    def training_folder(self, key: str, purpose: str, command: str, outcome: Outcome | None = None) -> Path:
+        """The folder of training runs that the run's provenance describes under `key`, and then the outcome's, too.
+
+        Raises:
+            UsageError: it describes none; the message begins with `purpose` and names the `command` that writes one.
+        """
+        training: dict[str, Any] | None = self.provenance.get(key)
+        if training is None:
+            raise UsageError(f"{purpose}: pass the folder that `{command}` wrote")
+        if outcome is not None:
+            outcome.runs["trainings"] = training
+        return Path(training["folder"])
+
+    def other_run(self) -> Run:
+        """The survey of the second text."""
+        return self.random_run() if self.other is None else self._survey_of(self.other)
+
+    def random_run(self) -> Run:
+        """The survey of as many contexts of random tokens, as long as those of the run; the run, if it is one."""
+        if self.run.provenance["corpus"]["name"] == RANDOM:
+            return self.run
+        return self._survey_of(random_tokens_like(self.require_model(), self.run))
+
+    def _survey_of(self, corpus: Corpus) -> Run:
+        if corpus.sha256 not in self._runs:
+            name = f"on-{Path(corpus.name).name or 'text'}-{corpus.sha256[:8]}"
+            place = None if self.folder is None else self.folder / name
+            self._runs[corpus.sha256] = self.survey(self.require_model(), corpus, place)
+        return self._runs[corpus.sha256]
+
+    def survey(self, model: OpenModel, corpus: Corpus, place: Path | None) -> Run:
+        """The survey of a further model or text, into a folder or in memory."""
+
+        def show(what: str, done: int, total: int) -> None:
+            self.show(f"{Path(place or corpus.name).name}: {what}", done, total)
+
+        return survey(model, corpus, place, seed=self.provenance["seed"], show_progress=show)
+
+    def _require(self, need: str, name: str) -> None:
+        kind, _, what = need.partition(".")
+        if kind in ("prompt", "nothing") or kind.startswith("theodolite "):
+            return
+        if kind == "model":
+            if self.model is None:
+                raise UsageError(f"{name} needs the model as well as the run: pass it too")
+        elif kind == "labels":
+            labels = array(self.run, "context_label")
+            if labels is None or len(set(labels[labels >= 0].tolist())) < 2:
+                raise UsageError(
+                    f"{name} needs contexts with at least two labels: use a text with labels "
+                    "(a folder of files, or rows with a column label or topic)"
+                )
+        else:
+            value = array(self.run, what) if kind == "arrays" else column(getattr(self.run, kind), what)
+            if value is None:
+                raise UsageError(f"{name} needs {what!r}, which this run lacks: survey the model on a text")
+
+
+def random_tokens_like(model: OpenModel, run: Run) -> Corpus:
+    """As many contexts of random tokens as a run has, as long, by its seed."""
+    described = run.provenance["corpus"]
+    size = described["length"], described["contexts"], run.provenance["seed"]
+    return Corpus.random_tokens(model.required_vocabulary(), *size, below=model.vocabulary)
+
+
+def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
+    """The contexts `chosen` (a slice or indices) of a corpus."""
+    return Corpus(
+        corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
+    )
+
+
+def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:
+    """Two halves of a corpus: one on which heads, layers or settings are chosen, one on which they are judged.
+
+    `corpus.groups.halves` gives the same halves as indices, of anything that was measured by context.
+
+    Raises:
+        UsageError: it has a single context.
+    """
+    if len(corpus.contexts) < 2:
+        raise UsageError("heads are chosen on half of the contexts and judged on the other: give 2 or more")
+    first, second = halves(len(corpus.contexts))
+    return corpus_subset(corpus, first), corpus_subset(corpus, second)
+
+
+def of_model(model: OpenModel, seed: int = 0) -> dict[str, Any]:
+    """The provenance of experiments that read a prompt alone."""
+    return describe_model(model) | {"seed": seed, "reads": "a prompt"}
+
+
+def of_nothing(seed: int = 0) -> dict[str, Any]:
+    """The provenance of experiments that read no model and no text."""
+    return of_trainings("no model", "no model", seed=seed)
+
+
+def of_models(
+    folder: str | Path, models: Sequence[Path], architecture: str, kind: str, **read: Any
+) -> dict[str, Any]:
+    """The provenance of experiments that read small models in the folders of a folder.
+
+    Args:
+        kind: name of the entry that says which. read: what else it says, such as how many prompts.
+    """
+    entry = {"folder": str(folder), "models": [place.name for place in models], **read}
+    name = f"{counted(len(models), 'model')} in {Path(folder).name}"
+    return of_trainings(name, architecture) | {kind: entry}
+
+
+def of_trainings(
+    model: str, architecture: str, *, layers: int = 0, heads: int = 0, seed: int = 0, **provenance: Any
+) -> dict[str, Any]:
+    """The provenance of experiments that survey no model.
+
+    Args:
+        model, architecture, layers, heads: as pages name the model. provenance: further entries.
+    """
+    described = {"id": model, "sha256": None, "architecture": architecture, "layers": layers, "heads": heads}
+    entries = {"schema_version": SCHEMA_VERSION, "versions": versions(), "model": described, "seed": seed}
+    return entries | provenance

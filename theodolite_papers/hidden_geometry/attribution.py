@@ -1,0 +1,329 @@
+"""Which constituent makes a head what it is (section 5.2), and which carries most logits (eq. 10, section 4.2).
+
+Reads a run's own tables; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from theodolite import Run
+from theodolite.judging import Criterion, Verdict, judge, untestable
+from theodolite.measure.attribution import ATTRIBUTED
+from theodolite.measure.constituents import DISJOINT, paired_groups
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
+from theodolite.report.data import Floats, blocks, heads_per_block, provenance
+from theodolite.report.drawing import constituents as figures_constituents
+from theodolite.report.exhibit import by_name
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import counted, head_name, number, percent
+from theodolite.theory.decomposition import PARTS
+from theodolite_papers.drawing import theory as maps
+from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
+
+TIMES_UNIFORM = 2.0
+"""A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
+
+RETAINS = Criterion(
+    "at least", RETAINED, "of what the score has over uniform attention, and more than any other group (ours)"
+)
+MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
+REFUSALS_SHOWN = 2
+
+
+@dataclass(frozen=True)
+class PatternClaims:
+    """What is claimed of one of `ATTENTION_PATTERNS`: its name there, the paper's, the claims, their constituents.
+
+    `strict` is the paper's constituent, which takes the mean for zero; `group` the same with the pairs of a mean or a
+    bias on the other side, which `ours` claims. Both are judged, each by its own words.
+    """
+
+    name: str
+    title: str
+    claim: str
+    strict: str
+    ours: str
+    group: str
+
+
+CLAIMS = [
+    PatternClaims(
+        "same",
+        "identical tokens",
+        "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
+        "cvec-cvec",
+        "Attention to identical tokens is determined by context, mean and bias included (ours)",
+        "context",
+    ),
+    PatternClaims(
+        "previous",
+        "the previous token",
+        "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
+        "pos-pos",
+        "Attention to neighbouring tokens is determined by position, mean and bias included (ours)",
+        "position",
+    ),
+    PatternClaims(
+        "induction",
+        "shifted tokens",
+        "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
+        "cvec-cvec",
+        "Attention to shifted tokens is determined by context, mean and bias included (ours)",
+        "context",
+    ),
+]
+"""In the order of Fig. 6."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """One attributed head and pattern. `groups`: index group; columns share, only, without, kept, left.
+
+    kept, left: what is left of the score's excess over uniform attention with this group only, and without it.
+    """
+
+    layer: int
+    head: int
+    score: float
+    uniform: float
+    groups: pd.DataFrame
+
+    @property
+    def name(self) -> str:
+        """`L3H5`."""
+        return head_name(self.layer, self.head)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the head has the pattern at all."""
+        return self.score >= STRONG and self.score >= TIMES_UNIFORM * self.uniform
+
+    @property
+    def strongest(self) -> str:
+        """The group that keeps most of the pattern by itself, of those that share nothing."""
+        return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
+
+    def determined_by(self, pattern: PatternClaims, group: str) -> bool:
+        """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
+        return self.strongest == pattern.group and bool(RETAINS.met(float(self.groups.loc[group, "kept"])))
+
+    def summary(self, group: str) -> str:
+        """The head's numbers in a line."""
+        row = self.groups.loc[group]
+        evidence = f"{self.name} (score {number(self.score)}, uniform attention {number(self.uniform)})"
+        if not self.follows:
+            return evidence
+        evidence += (
+            f": {group} alone retains {percent(float(row['kept']))}, ablating it leaves {percent(float(row['left']))}, "
+            f"its share of the logits' variance is {percent(float(row['share']))}"
+        )
+        if self.strongest != group:
+            most = percent(float(self.groups.loc[self.strongest, "kept"]))
+            evidence += f"; {self.strongest} alone retains {most}"
+        return evidence
+
+
+def retained(attributed: pd.DataFrame) -> pd.DataFrame:
+    """The table with `kept` and `left`, as of `Head`; NaN where the score is no more than uniform attention."""
+    uniform = attributed["uniform"]
+    excess = (attributed["score"] - uniform).where(attributed["score"] > uniform)
+    return attributed.assign(
+        kept=(attributed["only"] - uniform) / excess, left=(attributed["without"] - uniform) / excess
+    )
+
+
+def attributed_heads(run: Run, pattern: str) -> list[Head]:
+    """The attributed heads of a pattern, those that follow it most first."""
+    table = run.attribution
+    if not len(table):
+        return []
+    heads = []
+    of_pattern = retained(table[table["pattern"] == pattern])
+    for (layer, head), rows in of_pattern.groupby(["layer", "head"], sort=False):
+        groups = rows.set_index("group")[["share", "only", "without", "kept", "left"]].astype(np.float64)
+        score, uniform = (float(rows[name].iloc[0]) for name in ("score", "uniform"))
+        heads.append(Head(int(layer), int(head), score, uniform, groups))
+    return sorted(heads, key=lambda head: -head.score)
+
+
+def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
+    asked = (
+        f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
+    )
+    why = f"the highest score is that of {heads[0].summary(group)}" if heads else "0 heads attributed"
+    return untestable(claim, f"{why}; {asked}")
+
+
+def pattern_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
+    """Judge a pattern's claims, the paper's and ours, on all heads that follow it: one head alone decides nothing."""
+    followers = [head for head in heads if head.follows]
+    if not followers:
+        return [_none_found(pattern.claim, heads, pattern.strict)]
+    verdicts = []
+    for claim, group in ((pattern.claim, pattern.strict), (pattern.ours, pattern.group)):
+        share = share_of_heads([head.determined_by(pattern, group) for head in followers], MOST_HEADS)
+        verdicts.append(judge(claim, _what(heads, followers, group), share, MOST_HEADS))
+    return verdicts
+
+
+def _what(heads: list[Head], followers: list[Head], group: str) -> str:
+    kept = percent(float(np.mean([head.groups.loc[group, "kept"] for head in followers])))
+    return (
+        f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
+        f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the excess, and "
+        f"no other group more (it retains {kept} on average; {followers[0].summary(group)})"
+    )
+
+
+@experiment(
+    "geometry/attribution",
+    "Which constituent makes a head attend to identical, neighbouring or shifted tokens",
+    "pos-pos determines attention to neighbouring tokens, cvec-cvec to identical and shifted ones (section 5.2)",
+    needs=("attribution.score",),
+)
+def attribution(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    for pattern in CLAIMS:
+        heads = attributed_heads(run, pattern.name)
+        followers = [head for head in heads if head.follows]
+        top = f"; highest score {number(heads[0].score)}" if heads else ""
+        outcome.read(f"heads that attend to {pattern.title}", f"{len(followers)}{top}")
+        outcome.verdicts += pattern_verdicts(pattern, heads)
+        if heads:
+            outcome.figure(
+                pattern.name,
+                f"Attention to {pattern.title}: one constituent alone, and ablated",
+                figures_constituents.attribution(run, pattern.name),
+                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}, on a repeated random sequence, of the "
+                "heads that pay most: as measured (solid line), recomputed from the logits of one group of "
+                "constituents alone and with that group ablated, and uniform attention (dotted line).",
+                f"{pattern.group} alone near the solid line, and ablated near the dotted one. {pattern.strict} is its "
+                "part without mean and bias.",
+                f"{SONG}, section 5.2; the recomputation is ours",
+                wide=True,
+            )
+    read_refusals(outcome, run)
+    outcome.tables["attribution"] = retained(run.attribution)
+
+
+def read_refusals(outcome: Outcome, run: Run) -> None:
+    """A line where layers could not be split, with the reason."""
+    if refused := provenance(run, "constituents_refused"):
+        reasons = "; ".join(list(refused.values())[:REFUSALS_SHOWN])
+        outcome.read("layers whose logits cannot be split", f"{len(refused)}: {reasons}")
+
+
+def share_grids(run: Run) -> dict[str, Floats]:
+    """Group → share of logit variance of every head, (L, H); NaN where a layer could not be split."""
+    table = run.constituents
+    sides = list(zip(table["query"], table["key"], strict=True))
+    grids = {}
+    for group in ATTRIBUTED:
+        members = {(PARTS[a], PARTS[b]) for a, b in paired_groups().get(group, [])} or {("additive", "")}
+        inside = table[[side in members for side in sides]]
+        grids[group] = np.full((blocks(run), heads_per_block(run)), np.nan)
+        for (layer, head), share in inside.groupby(["layer", "head"])["share"].sum(min_count=1).items():
+            grids[group][int(layer), int(head)] = share
+    return grids
+
+
+def _largest(grids: dict[str, Floats]) -> dict[str, list[bool]]:
+    """Group → whether it is the largest, of every head that could be split."""
+    stacked = np.stack(list(grids.values())).reshape(len(grids), -1)
+    stacked = stacked[:, np.isfinite(stacked).all(axis=0)]
+    winners = stacked.argmax(axis=0)
+    return {group: (winners == place).tolist() for place, group in enumerate(grids)}
+
+
+@experiment(
+    "geometry/constituents",
+    "How much of each head's logit variance each constituent carries",
+    "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+    needs=("constituents.share",),
+)
+def constituents(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    grids = share_grids(run)
+    if not np.nan_to_num(grids["additive"]).any():
+        del grids["additive"]
+    apart = {group: grid for group, grid in grids.items() if group in (*DISJOINT, "additive")}
+    # The paper's own constituents, and all pairs with a mean or a bias as one group of their own.
+    strict = {
+        name: grid for name, grid in grids.items() if name in ("pos-pos", "cvec-cvec", "cross", "additive")
+    }
+    strict["mean or bias"] = np.sum(list(apart.values()), axis=0) - np.sum(list(strict.values()), axis=0)
+    largest, largest_strict = _largest(apart), _largest(strict)
+    heads = int(np.isfinite(grids["position"]).sum())
+    means = {group: float(np.nanmean(grid)) for group, grid in grids.items()}
+    for group in grids:
+        named = f"{group}: mean share of logit variance" + ("; largest in" if group in apart else "")
+        shown = percent(means[group]) + (
+            f"; {percent(float(np.mean(largest[group])))} of the heads" if group in apart else ""
+        )
+        outcome.read(named, shown, "“important, often dominant”" if group == "pos-pos" else "")
+    read_refusals(outcome, run)
+    what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
+    for claim, group, of, wins in (
+        (
+            "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+            "pos-pos",
+            len(strict),
+            largest_strict["pos-pos"],
+        ),
+        (
+            "Position is often dominant, mean and bias included (ours)",
+            "position",
+            len(apart),
+            largest["position"],
+        ),
+    ):
+        often = criteria.above_chance(of)
+        outcome.claim(
+            claim, what.format(group, of, percent(means[group])), share_of_heads(wins, often), often
+        )
+    outcome.tables["shares"] = pd.DataFrame(
+        {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
+        for layer in range(blocks(run))
+        for head in range(heads_per_block(run))
+    )
+
+    def draw(place: int) -> go.Figure:
+        return maps.head_values(list(grids.values())[place], "share of logit variance")
+
+    outcome.figure(
+        "shares",
+        "Share of logit variance of every head",
+        by_name("group", list(grids), draw, grid=True),
+        "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
+        "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
+        "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
+        "heads dominated by one group: strong in one map, pale in the others.",
+        f"{SONG}, eq. 10; the shares are ours",
+        wide=True,
+    )
+    outcome.figure(
+        "by-layer",
+        "Mean share by layer",
+        figures_constituents.shares_by_layer(
+            np.arange(blocks(run), dtype=np.float64),
+            {group: _layer_means(grid) for group, grid in grids.items()},
+        ),
+        "The mean over each layer's heads; mean and bias count with what is on the other side.",
+        "position early, context late.",
+        f"{SONG}, eq. 10; the shares are ours",
+        wide=True,
+    )
+
+
+def _layer_means(grid: Floats) -> Floats:
+    """Mean over each layer's heads; NaN where a layer could not be split."""
+    return np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in grid])

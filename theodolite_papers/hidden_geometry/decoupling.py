@@ -1,0 +1,212 @@
+"""Is a head's weight matrix a positional part plus a diagonal? Eq. (9) of Song & Zhong 2024, in numbers.
+
+W = W_q W_kᵀ · scaling = V L Vᵀ + D + noise, with V the right singular vectors of the positional basis P and D
+diagonal. This module splits energy and knows nothing of models; one d×d matrix is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.theory import qk_moments
+from theodolite.theory.haar import haar_rotation
+
+CORNERS = (5, 10, 20, 40, 60)
+"""Sizes K of the corner; the paper sees K ≈ 20 in its figure 4."""
+
+SHOWN = 60
+"""Side of the maps: `top_num` of the published code, the axes of figures 4 and 26–29."""
+
+_SEED = 0
+"""Of the random rotations: every layer and every run is compared with the same ones."""
+
+
+@dataclass(frozen=True)
+class RotatedEnergy:
+    """Where the energy Σ entries² of W_rot = Vᵀ(W − D)V lies, for each head; float64.
+
+    threshold: τ = √(2 ln d²) · std of all d² entries of W_rot, in the logit's units. (The published code
+        rounds the standard deviation to three decimals first.)
+    surviving: how many entries exceed τ in magnitude. Of d² normal entries about 0.4/√(ln d) do: no whole one.
+    surviving_energy: their share of the energy of W_rot.
+    corner_surviving: share of the survivors' energy in the top-left K×K corner; NaN where none survives.
+    corner_energy: share of all energy of W_rot in that corner, without threshold.
+    """
+
+    threshold: Float64[Tensor, "*stack"]
+    surviving: Float64[Tensor, "*stack"]
+    surviving_energy: Float64[Tensor, "*stack"]
+    corner_surviving: Float64[Tensor, "*stack corners"]
+    corner_energy: Float64[Tensor, "*stack corners"]
+
+
+@dataclass(frozen=True)
+class Decoupling:
+    """Eq. (9) of Song & Zhong 2024 for the heads of one layer, against random rotations.
+
+    diagonal: share of ‖W‖_F² in D = diag(W).
+    diagonal_random: the share expected in a Haar-random orthonormal basis in place of the coordinate axes,
+        ((tr W)² + ‖W‖_F² + tr W²)/((d + 2)‖W‖_F²). It is near 1 for a multiple of the identity, which is
+        diagonal in every basis: what D owes to the coordinate axes is the difference.
+    aligned: with V as given.
+    random_mean, random_deviation: mean and standard deviation (n − 1) of the same over random rotations in
+        place of V, over those that have a value.
+    rotated_map: |W_rot| in its first rows and columns, entries that do not survive set to 0: figure 4, blue.
+    diagonal_map: |D| in its first entries: figure 4, red.
+    """
+
+    diagonal: Float64[Tensor, " heads"]
+    diagonal_random: Float64[Tensor, " heads"]
+    aligned: RotatedEnergy
+    random_mean: RotatedEnergy
+    random_deviation: RotatedEnergy
+    rotated_map: Float64[Tensor, "heads shown shown"]
+    diagonal_map: Float64[Tensor, "heads shown"]
+
+
+def decouple(
+    w_q: Tensor,
+    w_k: Tensor,
+    v: Tensor,
+    scaling: float,
+    corners: Sequence[int] = CORNERS,
+    rotations: int = 5,
+) -> Decoupling:
+    """Energy of every head in D and in the corner of V, against Haar-random rotations (Song & Zhong 2024, 5.1).
+
+    What the corner holds at random: K²/d² of the energy, to a relative O(1/K), as D leaves no trace behind.
+
+    How fair the comparison is. D is taken off before any rotation, so V and the random bases rotate the same
+    matrix, and D cannot be mistaken for off-diagonal energy in either. But D also takes the diagonal of
+    V L Vᵀ with it, which works against V only, the more the fewer coordinates P lives in. In V's favour: a
+    random basis has no preference for coordinate axes, so a P that leans towards outlier dimensions finds the
+    energy of a W that leans towards them, whether or not they have to do with position. And the survivors of
+    a random basis are few or none, where the corner's share of them is erratic or NaN: `corner_energy` is the
+    number to compare, `corner_surviving` the one to read with figure 4.
+
+    Costs one d³ product and one of d²·d_h for each head and basis, on the device of `w_q`.
+
+    Args:
+        w_q, w_k: factors of W, (H, d, d_h), logit = x W_q W_kᵀ yᵀ · scaling.
+        v: orthogonal (d, d), its columns the right singular vectors of P, in order, completed to a basis where P has
+            fewer rows than columns: `torch.linalg.svd(p, full_matrices=True).Vh.mT`.
+        scaling: of the logit; 1/√d_h in the paper. Every share is free of it.
+        corners: K; a corner beyond the width is everything.
+        rotations: how many random bases, at least 2.
+
+    Raises:
+        UsageError: the shapes do not fit, V is not orthogonal, no corner or one below 1, or too few rotations.
+    """
+    w_q, w_k, v = w_q.double(), w_k.double(), v.to(w_q.device).double()
+    _check(w_q, w_k, v, corners, rotations)
+    heads, width = w_q.shape[:2]
+    moments = qk_moments(w_q, w_k)
+    w_q = w_q * scaling
+    diagonal = (w_q * w_k).sum(-1)
+
+    shown = min(SHOWN, width)
+    rotated_map = w_q.new_empty(heads, shown, shown)
+    aligned = []
+    for head in range(heads):
+        rotated = _rotate(w_q[head], w_k[head], diagonal[head], v)
+        energy = _energy(rotated, corners)
+        aligned.append(energy)
+        corner = rotated[:shown, :shown].abs()
+        rotated_map[head] = torch.where(corner > energy.threshold, corner, 0.0)
+
+    generator = torch.Generator().manual_seed(_SEED)
+    random = []
+    for _ in range(rotations):
+        basis = haar_rotation(width, generator, w_q.device)
+        energies = [_energy(_rotate(w_q[h], w_k[h], diagonal[h], basis), corners) for h in range(heads)]
+        random.append(_stack(energies))
+    expected = moments.trace.square() + moments.frobenius_squared + moments.trace_of_square
+    mean, deviation = _mean_and_deviation(_stack(random))
+    return Decoupling(
+        diagonal=diagonal.square().sum(-1) / (moments.frobenius_squared * scaling**2),
+        diagonal_random=expected / ((width + 2) * moments.frobenius_squared),
+        aligned=_stack(aligned),
+        random_mean=mean,
+        random_deviation=deviation,
+        rotated_map=rotated_map,
+        diagonal_map=diagonal[:, :shown].abs(),
+    )
+
+
+def corner_energy(
+    w_q: Float64[Tensor, "heads width d_h"],
+    w_k: Float64[Tensor, "heads width d_h"],
+    v: Float64[Tensor, "*bases width corner"],
+) -> Float64[Tensor, "*bases heads"]:
+    """Share of the energy of W − D in the corner of the first columns of other bases, as `RotatedEnergy.corner_energy`.
+
+    Costs d·d_h·K for each head and basis.
+    """
+    diagonal = (w_q * w_k).sum(-1)
+    corner = _rotate(w_q, w_k, diagonal, v[..., None, :, :])
+    whole = qk_moments(w_q, w_k).frobenius_squared - diagonal.square().sum(-1)
+    return corner.square().sum((-2, -1)) / whole
+
+
+def _check(w_q: Tensor, w_k: Tensor, v: Tensor, corners: Sequence[int], rotations: int) -> None:
+    if w_q.ndim != 3 or w_q.shape != w_k.shape:
+        raise UsageError(
+            f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give both as (H, d, d_h)"
+        )
+    width = w_q.shape[1]
+    if v.shape != (width, width):
+        raise UsageError(f"v has shape {tuple(v.shape)}: give ({width}, {width}), completed to a full basis")
+    identity = torch.eye(width, dtype=v.dtype, device=v.device)
+    if not torch.allclose(v.mT @ v, identity, rtol=0.0, atol=1e-4):
+        raise UsageError("v is not orthogonal: give all right singular vectors as columns")
+    if not corners or min(corners) < 1:
+        raise UsageError(f"corners are {tuple(corners)}: give one or more positive numbers")
+    if rotations < 2:
+        raise UsageError(f"rotations is {rotations}: a standard deviation needs at least 2")
+
+
+def _rotate(w_q: Tensor, w_k: Tensor, diagonal: Tensor, v: Tensor) -> Tensor:
+    """Vᵀ(W − D)V, without W."""
+    rotated = (v.mT @ w_q) @ (v.mT @ w_k).mT
+    return rotated.sub_(v.mT @ (diagonal[..., None] * v))
+
+
+def _energy(rotated: Tensor, corners: Sequence[int]) -> RotatedEnergy:
+    threshold = math.sqrt(2 * math.log(rotated.numel())) * rotated.std(correction=0)
+    squares = rotated.square()
+    survivors = torch.where(rotated.abs() > threshold, squares, 0.0)
+    energy, surviving = squares.sum(), survivors.sum()
+    return RotatedEnergy(
+        threshold=threshold,
+        surviving=survivors.count_nonzero().double(),
+        surviving_energy=surviving / energy,
+        corner_surviving=torch.stack([survivors[:k, :k].sum() for k in corners]) / surviving,
+        corner_energy=torch.stack([squares[:k, :k].sum() for k in corners]) / energy,
+    )
+
+
+def _stack(parts: Sequence[RotatedEnergy]) -> RotatedEnergy:
+    names = [field.name for field in dataclasses.fields(RotatedEnergy)]
+    return RotatedEnergy(**{name: torch.stack([getattr(part, name) for part in parts]) for name in names})
+
+
+def _mean_and_deviation(stack: RotatedEnergy) -> tuple[RotatedEnergy, RotatedEnergy]:
+    """Over the leading dimension; NaN, a share of nothing, is left out."""
+    means, deviations = {}, {}
+    for field in dataclasses.fields(stack):
+        values = getattr(stack, field.name)
+        present = ~values.isnan()
+        count = present.sum(0)
+        mean = values.nanmean(0)
+        squares = torch.where(present, values - mean, 0.0).square().sum(0)
+        means[field.name] = mean
+        deviations[field.name] = torch.where(count > 1, squares / (count - 1), math.nan).sqrt()
+    return RotatedEnergy(**means), RotatedEnergy(**deviations)

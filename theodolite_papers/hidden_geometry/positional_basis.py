@@ -1,0 +1,348 @@
+"""The positional basis by layer: Tables 4 to 6, its principal components (Figs. 1 and 24), its spectrum (Fig. 3)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from theodolite import Run
+from theodolite.estimates import Estimate, Estimates
+from theodolite.measure.uncertainty import half_sample_error
+from theodolite.report import published
+from theodolite.report.data import (
+    OF_GROUPS,
+    Floats,
+    error_of,
+    layer_average,
+    layer_estimates,
+    mean_over_layers,
+    need,
+    value_of,
+)
+from theodolite.report.drawing import geometry
+from theodolite.report.exhibit import by_layer
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import bracketed, number, percent, with_error
+from theodolite_papers.drawing import experiments as drawing
+from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry.layer_columns import (
+    columns_with_errors,
+    energy_within,
+    energy_within_rank,
+    found_ranks,
+    low_rank_verdict,
+    significant_verdict,
+    smooth_verdict,
+)
+from theodolite_papers.hidden_geometry.resampling import GroupedBasis, by_halves, errors_of, grouped_basis
+
+_BASIS = "arrays.positional_basis"
+
+NOISY = 0.5
+"""Share of sampling noise in a curve from which on it is not judged."""
+
+
+def _beside_published(
+    outcome: Outcome, run: Run, name: str, title: str, rows: published.Rows, place: str, *, log: bool = False
+) -> None:
+    """A layer column beside a published table: the means, all rows as a table, and the figure."""
+    values, errors = value_of(run, name), error_of(run, name)
+    model = published.closest(run)
+    printed = ", ".join(
+        f"{bracketed(*mean_over_layers(row)[:2])} on {text}"
+        for text, row in zip(published.TEXTS, rows[model], strict=True)
+    )
+    outcome.read(
+        f"{title}, mean (sd) over layers", bracketed(*mean_over_layers(values)[:2]), f"{model}: {printed}"
+    )
+    outcome.tables["this_run"] = columns_with_errors(run, [name])
+    outcome.tables["published"] = pd.DataFrame(
+        [
+            {"model": model, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}
+            for model in published.MODELS
+            for text, row in zip(published.TEXTS, rows[model], strict=True)
+        ]
+    )
+    outcome.figure(
+        name.replace("_", "-"),
+        f"{title[0].upper()}{title[1:]}, layer by layer",
+        drawing.against_published(run, name, rows, title, errors, log=log),
+        f"The thick line is this run, with its standard errors; the thin ones are {place}: one colour per model, "
+        "dotted on GitHub, solid on OpenWebText, dashed on WikiText. Their 13 layers are rescaled to this depth.",
+        "the thick line among the thin ones of its kind of model.",
+        f"{SONG}, {place}",
+        wide=True,
+    )
+
+
+@experiment(
+    "geometry/table4",
+    "ScreeNOT rank at every layer",
+    "Ranks of 6 to 18 (Table 4)",
+    needs=("layers.rank", _BASIS),
+)
+def rank(study: Study, outcome: Outcome) -> None:
+    _beside_published(outcome, study.run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
+    claim = "The positional basis has a low rank at every layer (Table 4)"
+    outcome.verdicts.append(low_rank_verdict(study, claim, every=True))
+
+
+@experiment(
+    "geometry/table5",
+    "Stable rank at every layer",
+    "Stable ranks below 8 after layer 0 (Table 5)",
+    needs=("layers.stable_rank",),
+)
+def stable_rank(study: Study, outcome: Outcome) -> None:
+    run, first = study.run, 1
+    _beside_published(outcome, run, "stable_rank", "stable rank", published.STABLE_RANK, "Table 5", log=True)
+    claim = "The positional basis has a low stable rank at every layer after the first (Table 5)"
+    values = value_of(run, "stable_rank")[first:]
+    if not np.isfinite(values).any():
+        outcome.cannot_test(claim, "this run has no stable_rank")
+        return
+    worst = int(np.nanargmax(values))
+    highest = layer_estimates(run, "stable_rank").at(first + worst)
+    what = f"highest stable rank of {len(values)} layers, at layer {worst + first}"
+    outcome.claim(claim, what, highest, criteria.STABLE_RANK)
+
+
+@experiment(
+    "geometry/table6",
+    "Relative norm at every layer",
+    "Most relative norms are bigger than 10 % (section 3.1, Table 6)",
+    needs=("layers.relative_norm",),
+)
+def relative_norm(study: Study, outcome: Outcome) -> None:
+    _beside_published(
+        outcome, study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
+    )
+    claim = "The positional basis is a significant part of the hidden states (Table 6, section 3.1)"
+    outcome.verdicts.append(significant_verdict(study, claim))
+
+
+def roughness(basis: Tensor) -> Floats:
+    """Σ‖p_{t+1} − p_t‖² / 2Σ‖p_t − p̄‖² · n/(n−1) of (N, n, d): 1 for positions in random order, near 0 on a curve.
+
+    Von Neumann's ratio: one less the correlation of neighbours.
+    """
+    centred = basis - basis.mean(1, keepdim=True)
+    steps = basis.diff(dim=1).square().sum((1, 2)) / (basis.shape[1] - 1)
+    spread = centred.square().sum((1, 2)) / basis.shape[1]
+    return (steps / (2 * spread) * (basis.shape[1] - 1) / basis.shape[1]).numpy()
+
+
+def turns(plane: Tensor) -> Floats:
+    """Turns about its own centre, net, that a curve makes in its plane: (N, n, 2) → (N)."""
+    centred = plane - plane.mean(1, keepdim=True)
+    angle = torch.atan2(centred[..., 1], centred[..., 0])
+    step = torch.remainder(angle.diff(dim=1) + math.pi, 2 * math.pi) - math.pi
+    return (step.sum(1).abs() / (2 * math.pi)).numpy()
+
+
+def shape_of(run: Run) -> pd.DataFrame:
+    """Of every layer: scale, share of energy in two directions, and the curve on these two, as it is drawn.
+
+    `sampling_noise`: share of the curve's variance that the mean over C contexts has by chance, at most (from the
+    spread of the kept context vectors). `smooth_roughness` is the roughness with it taken out; where it is half of
+    the variance or more there is no curve to judge, and it is NaN.
+    """
+    basis = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
+    plane = torch.from_numpy(need(run, "positional_pca")[:, 1:, :2]).double()
+    return _shape(basis, plane, _noise_variance(run), NOISY)
+
+
+def shape_errors(run: Run, basis: GroupedBasis | None) -> pd.DataFrame:
+    """The standard errors of the columns of `shape_of`; NaN without a basis by group."""
+    noise = 2 * _noise_variance(run)  # of half of the contexts
+
+    def numbers(half: Tensor) -> Floats:
+        squares, directions = torch.linalg.eigh(half @ half.mT)
+        plane = directions[..., -2:] * squares[:, None, -2:].clamp_min(0).sqrt()
+        return np.asarray(_shape(half, plane, noise, noisy=1.0).to_numpy(dtype=np.float64))
+
+    like = shape_of(run)
+    return pd.DataFrame(errors_of(basis, numbers, like), columns=like.columns)
+
+
+def _noise_variance(run: Run) -> Floats:
+    """Of the mean over the run's contexts, in the plane of the curve, by layer."""
+    cvec = torch.from_numpy(need(run, "cvec_pca")[:, :, :2]).double()
+    variance: Floats = (cvec.var(1).sum(-1) / run.provenance["corpus"]["contexts"]).numpy()
+    return variance
+
+
+def _shape(basis: Tensor, plane: Tensor, noise_variance: Floats, noisy: float) -> pd.DataFrame:
+    """From a basis (layers, positions, d) and its curve (layers, positions, 2).
+
+    A curve with a share of noise of `noisy` or more has no smooth roughness.
+    """
+    noise = noise_variance / plane.var(1).sum(-1).numpy()
+    rough = roughness(plane)
+    within = np.where(noise < noisy, noise, np.nan)
+    return pd.DataFrame(
+        {
+            "layer": range(len(basis)),
+            "scale": (torch.linalg.matrix_norm(basis, 2) / basis.shape[1] ** 0.5).numpy(),
+            "share_of_two_directions": (plane.square().sum((1, 2)) / basis.square().sum((1, 2))).numpy(),
+            "roughness": rough,
+            "sampling_noise": noise,
+            "smooth_roughness": np.clip((rough - within) / (1 - within), 0, None),
+            "turns": turns(plane),
+        }
+    )
+
+
+def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) -> None:
+    shape, errors = shape_of(run), shape_errors(run, grouped_basis(study, run))
+    layers, smooth = len(shape), shape["smooth_roughness"].to_numpy()
+
+    def estimates(name: str, values: Floats) -> Estimates:
+        return Estimates(values, errors[name].to_numpy(), *OF_GROUPS)
+
+    roughness_known = estimates("smooth_roughness", smooth)
+    outcome.claim(
+        f"Positions form a continuous curve ({place})",
+        "roughness on two directions (mean squared step over that in random order, sampling noise taken out)",
+        roughness_known,
+        criteria.CONTINUOUS,
+    )
+    outcome.claim(
+        f"The curve is low-dimensional ({place})",
+        "share of its energy in two directions",
+        estimates("share_of_two_directions", shape["share_of_two_directions"].to_numpy()),
+        criteria.DOMINANT,
+    )
+    continuous, _ = criteria.CONTINUOUS.decided(smooth, roughness_known.shared_margins)
+    claim = f"The curve is often a spiral ({place})"
+    if continuous.any():
+        turned = estimates("turns", np.where(continuous, shape["turns"], np.nan))
+        what = "turns about its centre, where the curve is known to be continuous"
+        outcome.claim(claim, what, turned, criteria.SPIRAL_TURNS)
+    else:
+        outcome.cannot_test(claim, f"of {len(shape)} layers none has a curve that is known to be continuous")
+    means = {name: bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
+    outcome.read("share of energy in two directions, mean (sd)", means["share_of_two_directions"])
+    outcome.read(
+        "roughness of the curve on these two (random order: 1)", means["smooth_roughness"], "“continuous”"
+    )
+    outcome.read("turns about the centre", means["turns"], "“often spiral”")
+    outcome.tables["shape"] = shape.join(errors.drop(columns="layer").add_suffix("_se"))
+    outcome.figure(
+        "principal-components",
+        "Positions and context vectors on two principal components",
+        by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
+        "Each layer's positional basis (violet: early, green: late) on its two leading directions, with context "
+        "vectors (red) on the same plane. Each axis of each picture has its own scale.",
+        "a smooth curve in every layer; a spiral makes a whole turn or more about its centre, a random walk about "
+        "two thirds of one.",
+        f"{SONG}, {place}",
+        wide=True,
+    )
+    outcome.figure(
+        "waves",
+        "The first three components against position",
+        by_layer(layers, lambda layer: geometry.waves(run, layer)),
+        "The components of the curve, one line each.",
+        "slow waves, each with about half a period more than the one before.",
+        f"{SONG}, section 3",
+        wide=True,
+    )
+
+
+@experiment(
+    "geometry/figure1",
+    "Principal components of positions, with context vectors, at every layer",
+    "Positions form a low-dimensional, continuous and often spiral shape across layers (abstract, Fig. 1)",
+    needs=("arrays.positional_pca", "arrays.cvec_pca", _BASIS),
+)
+def principal_components(study: Study, outcome: Outcome) -> None:
+    _principal_components(outcome, study, study.run, "Fig. 1")
+    outcome.claim(
+        "Principal components have dramatically increasing scales across layers (Fig. 1)",
+        "scale of the largest component at the layer where it is largest over that at layer 0, the layer chosen on "
+        "half of the contexts and measured on the other",
+        scale_growth(grouped_basis(study)),
+        criteria.TENFOLD,
+    )
+
+
+def scale_growth(basis: GroupedBasis | None) -> Estimate:
+    """Largest scale over that of layer 0: of each balanced half, at the layer that its complement chooses."""
+    if basis is None:
+        return Estimate(math.nan)
+    scales = by_halves(basis, lambda p: (torch.linalg.matrix_norm(p, 2) / p.shape[1] ** 0.5).numpy())
+    chosen = np.roll(scales, len(scales) // 2, axis=0).argmax(
+        axis=1
+    )  # complements follow the rows of Hadamard's matrix
+    growth = np.where(scales[:, 0] > 0, scales[np.arange(len(scales)), chosen] / scales[:, 0], np.nan)
+    error = half_sample_error(torch.from_numpy(growth))
+    return Estimate(float(growth.mean()), float(error), *OF_GROUPS)
+
+
+@experiment(
+    "geometry/figure24",
+    "Principal components of positions on random tokens",
+    "The low-rank spiral persists for sequences of randomly sampled tokens (section 4.1, Fig. 24)",
+    needs=("model", _BASIS),
+)
+def on_random_tokens(study: Study, outcome: Outcome) -> None:
+    run = study.random_run()
+    _principal_components(outcome, study, run, "Fig. 24, on random tokens")
+    claim = "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
+    outcome.verdicts.append(smooth_verdict(study, run, claim))
+    if run is not study.run:
+        outcome.runs["random"] = run.provenance
+
+
+@experiment(
+    "geometry/figure3",
+    "Singular values of P and the frequencies of its Gram matrix",
+    "A sharp change in the singular values; energies mostly in the low frequencies (sections 3.1 and 3.2, Fig. 3)",
+    needs=("arrays.singular_values", "arrays.dct", _BASIS),
+)
+def spectrum(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
+    energy, found = energy_within_rank(run), found_ranks(run)
+    errors = errors_of(grouped_basis(study), lambda p: energy_within(p, found), energy)
+    table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": energy})
+    singular_values = need(run, "singular_values")
+    for index in range(singular_values.shape[1]):
+        table[f"singular_value_{index + 1}"] = singular_values[:, index]
+    outcome.tables["spectrum"] = table
+    smooth, _ = layer_average(run, "low_frequency_10")
+    outcome.read("share of energy within the rank", percent(mean_over_layers(energy)[0]))
+    outcome.read(
+        "energy of the 10 × 10 lowest frequencies", with_error(smooth.value, smooth.error), "GPT-2: 99.7 %"
+    )
+    outcome.claim(
+        "A few singular values dominate (Fig. 3, left)",
+        f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",
+        Estimates(energy, errors, *OF_GROUPS),
+        criteria.DOMINANT,
+    )
+    claim = "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"
+    outcome.verdicts.append(smooth_verdict(study, run, claim))
+    outcome.figure(
+        "singular-values",
+        "The 60 largest singular values of P",
+        geometry.singular_values(run),
+        "Over the largest, with a large dot at the rank that ScreeNOT keeps; violet layers are early, green ones late.",
+        "a sharp drop after about ten values.",
+        f"{SONG}, Fig. 3, left",
+    )
+    outcome.figure(
+        "frequencies",
+        "The 10 × 10 lowest frequencies of the Gram matrix",
+        by_layer(len(ranks), lambda layer: geometry.dct(run, layer)),
+        "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
+        "weight in the upper left corner.",
+        f"{SONG}, Fig. 3, right",
+    )

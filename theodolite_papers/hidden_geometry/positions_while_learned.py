@@ -1,0 +1,339 @@
+"""Models that are trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of
+addition (section 4.3, appendix D.3).
+
+A series of checkpoints is surveyed one by one on the same contexts. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from theodolite import Corpus, OpenModel, Run, open_model
+from theodolite.corpus.addition_task import digits_of
+from theodolite.errors import UsageError
+from theodolite.estimates import Estimate, Estimates
+from theodolite.judging import OPEN, Criterion, Verdict, all_of, judge, opposite_of, untestable
+from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, layer_estimates, need, value_of
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import counted, listed, number, with_error
+from theodolite_papers.drawing import training as drawing
+from theodolite_papers.experiment import Study, corpus_subset, experiment
+from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry.addition_check import (
+    binomial_error,
+    digits_in_words,
+    is_adder,
+    of_an_adder,
+    on_cpu,
+    task_of,
+    why_not_known_to_add,
+)
+from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
+from theodolite_papers.hidden_geometry.resampling import norms_beyond_noise, read_by_group
+
+SERIES = "series"
+SURVEYED_CONTEXTS = 64
+"""Of the run's contexts, evenly chosen, for each checkpoint: a fixed cost, whatever the corpus."""
+
+SHOWN_STEPS, SHOWN_LAYERS = 10, 7
+
+MEASURES = {
+    "rank": "rank (ScreeNOT)",
+    "relative_norm_beyond_noise": "relative norm without sampling noise",
+    "low_frequency_10": "share of energy at K = 10",
+    "smooth_roughness": "roughness (random order: 1)",
+    "turns": "turns about the centre",
+    "incoherence_mean": "incoherence, mean",
+}
+SMOOTH_CURVE = {
+    "low_frequency_10": criteria.SMOOTH,
+    "smooth_roughness": criteria.CONTINUOUS,
+    "relative_norm_beyond_noise": criteria.SIGNIFICANT,
+}
+SPIRAL = SMOOTH_CURVE | {"turns": criteria.SPIRAL_TURNS}
+"""What the positions of a layer must meet, all of them, to be a smooth, significant curve; and a spiral."""
+
+ACCURATE = Criterion("at least", 0.99, "section 4.3: “above 99%”")
+NO_GENERALISATION = Criterion(
+    "at most", 0.2, "section 4.3: “less than 20% accuracy on average on digits of length smaller than 5”"
+)
+PAPER_ACCURACY = {
+    "absolute positions (paper)": (0.326, 0.080, 0.111, 0.099),
+    "rotary positions (paper)": (0.356, 0.134, 0.200, 0.385),
+}
+"""Appendix D.3, on 1, 2, 3 and 4 digits."""
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint of the series, surveyed.
+
+    Attributes:
+        errors: of the columns of `shape_of`.
+        norms: relative norms less what sampling noise alone has; with it, where the contexts are too few to tell.
+    """
+
+    step: int
+    run: Run
+    errors: pd.DataFrame
+    norms: Estimates
+
+
+def series_of(model: OpenModel) -> dict[int, Path]:
+    """Training step → checkpoint, of the folder that the model was opened from, or next to it in its series.
+
+    Raises:
+        UsageError: there is no series.
+    """
+    folder = Path(model.id)
+    series_folder = folder.parent if folder.parent.name == SERIES else folder / SERIES
+    paths = sorted(series_folder.iterdir()) if series_folder.is_dir() else []
+    steps = {
+        int(path.name): path for path in paths if path.name.isdigit() and (path / "config.json").is_file()
+    }
+    if len(steps) < 2:
+        raise UsageError(
+            f"{model.id} has no series of checkpoints next to its weights: make one with "
+            "`theodolite train characters --series` or `theodolite train addition --series`, and pass that folder"
+        )
+    return steps
+
+
+def some_contexts(corpus: Corpus) -> Corpus:
+    """At most `SURVEYED_CONTEXTS` contexts of a corpus, evenly chosen."""
+    return corpus_subset(corpus, evenly(len(corpus.contexts), SURVEYED_CONTEXTS))
+
+
+def _surveyed(study: Study) -> list[_Checkpoint]:
+    why = "geometry/training surveys every checkpoint on the text of the run: pass the text as well"
+    model, corpus = study.require_model(), study.require_corpus(why)
+    contexts = some_contexts(corpus)
+    series = []
+    for step, path in series_of(model).items():
+        checkpoint = open_model(path, dtype=model.source.dtype, device=model.device)
+        name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
+        run_folder = None if study.folder is None else study.folder / name
+        run = study.survey(checkpoint, contexts, run_folder)
+        basis = read_by_group(checkpoint, contexts, run, study.show)
+        norms = layer_estimates(run, "relative_norm")
+        norms = norms if basis is None else norms_beyond_noise(norms, basis)
+        series.append(_Checkpoint(step, run, shape_errors(run, basis), norms))
+    return series
+
+
+def _table(series: list[_Checkpoint]) -> pd.DataFrame:
+    """One row per step and layer."""
+    parts = []
+    for entry in series:
+        shape = shape_of(entry.run).assign(step=entry.step, relative_norm_beyond_noise=entry.norms.values)
+        errors = entry.errors.assign(relative_norm_beyond_noise=entry.norms.errors)
+        for name in MEASURES:
+            known = name in shape
+            shape[name] = shape[name] if known else value_of(entry.run, name)
+            shape[f"{name}_se"] = errors[name] if known else error_of(entry.run, name)
+        parts.append(shape)
+    names = [f"{name}{end}" for name in MEASURES for end in ("", "_se")]
+    return pd.concat(parts, ignore_index=True)[["step", "layer", *names, "sampling_noise"]]
+
+
+def _grid(table: pd.DataFrame, name: str) -> Floats:
+    """A column as (steps, layers)."""
+    grid: Floats = table.pivot(index="step", columns="layer", values=name).to_numpy(dtype=np.float64)
+    return grid
+
+
+def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
+    """Whether each row, one step of a layer, meets all criteria."""
+    return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
+
+
+def _verdict_at(row: pd.Series, needed: dict[str, Criterion]) -> Verdict:
+    """Whether a layer at one step meets all criteria, with the standard errors that its measures have."""
+    claim = f"all criteria are met at step {row['step']:g}"
+    parts = [
+        judge(claim, MEASURES[name], Estimate(float(row[name]), float(row[f"{name}_se"]), *OF_GROUPS), rule)
+        for name, rule in needed.items()
+    ]
+    return all_of(claim, parts)
+
+
+def _values_line(row: pd.Series, needed: dict[str, Criterion]) -> str:
+    return ", ".join(
+        f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
+    )
+
+
+def _when(steps: list[int], met: list[bool]) -> str:
+    """`first at step 100, and stays to step 5000`."""
+    if not any(met):
+        return "at no step"
+    start = met.index(True)
+    gaps = [str(step) for step, yes in zip(steps[start:], met[start:], strict=True) if not yes]
+    if start == len(steps) - 1:
+        return f"at step {steps[-1]}, the last one, only"
+    stays = f"but not at step {listed(gaps)}" if gaps else f"and stays to step {steps[-1]}"
+    return f"first at step {steps[start]}, {stays}"
+
+
+def appears(
+    table: pd.DataFrame, layer: int, claim: str, needed: dict[str, Criterion], *, expected: bool = True
+) -> Verdict:
+    """Judge whether a layer comes to meet all criteria in training: not at the first step, and at the last.
+
+    `expected`: whether the claim says that it does.
+    """
+    claim = f"{claim}: layer {layer}"
+    rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
+    met, steps = met_at(rows, needed), rows["step"].tolist()
+    first, last = (_values_line(rows.iloc[place], needed) for place in (0, -1))
+    before, after = (_verdict_at(rows.iloc[place], needed) for place in (0, -1))
+    if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
+        why = (
+            f"half of the curve at step {steps[-1]} or more is sampling noise of {SURVEYED_CONTEXTS} contexts"
+        )
+        return untestable(claim, f"{why}; {last}")
+    limits = ", ".join(f"{MEASURES[name]} {rule.side} {number(rule.limit)}" for name, rule in needed.items())
+    evidence = (
+        f"all criteria are met {_when(steps, met)}; step {steps[0]}: {first}; step {steps[-1]}: {last}; criteria, "
+        f"as in tables 2 and 6 and figure 1: {limits}"
+    )
+    for step, verdict in ((steps[0], before), (steps[-1], after)):
+        is_open = verdict.answer in OPEN
+        evidence += f"; at step {step} {verdict.answer}, with the standard errors" if is_open else ""
+    not_before = opposite_of(f"not {before.claim}", before)
+    learned = replace(all_of(claim, [after, not_before]), evidence=evidence)
+    return learned if expected else opposite_of(claim, learned)
+
+
+def judge_layer(
+    outcome: Outcome, table: pd.DataFrame, layer: int, run: Run, model: OpenModel | None = None
+) -> None:
+    """On one layer of the series whose last checkpoint, `model`, gave `run`."""
+    learned = "A smooth, significant positional basis is learned, not predefined (section 2)"
+    positions = need(run, "positional_basis").shape[1] - 1
+    if positions < criteria.LEAST_POSITIONS:
+        why = f"{positions} positions; at least {criteria.LEAST_POSITIONS} can be judged"
+        outcome.cannot_test(f"{learned}: layer {layer}", why)
+    elif digits_of(run.provenance["corpus"]["name"]):
+        claim = "A model trained on addition learns no smooth positional curve (section 4.3)"
+        verdict = appears(table, layer, claim, SMOOTH_CURVE, expected=False)
+        outcome.verdicts.append(of_an_adder(model, run, verdict, verdict.evidence))
+    else:
+        spiral = "The positional basis comes to form a spiral (abstract: “often”)"
+        outcome.verdicts.append(appears(table, layer, learned, SMOOTH_CURVE))
+        outcome.verdicts.append(appears(table, layer, spiral, SPIRAL))
+
+
+@experiment(
+    "geometry/training",
+    "The positional basis at every checkpoint of a training run",
+    "Sinusoidal patterns are learned, not predefined (section 2); training dynamics are left to later work "
+    "(section 7)",
+    needs=("model", "arrays.positional_basis", "layers.low_frequency_10"),
+    scaled_down="every checkpoint is surveyed on at most 64 contexts",
+)
+def training(study: Study, outcome: Outcome) -> None:
+    series = _surveyed(study)
+    steps, run = [entry.step for entry in series], series[-1].run
+    table = outcome.tables["steps"] = _table(series)
+    grids = {title: (_grid(table, name), _grid(table, f"{name}_se")) for name, title in MEASURES.items()}
+    for title, (means, _) in grids.items():
+        pairs = zip(steps, means, strict=True)
+        shown = [f"{step}: {number(float(np.nanmean(row)))}" for step, row in pairs if np.isfinite(row).any()]
+        outcome.read(f"{title}, mean over layers, by step", ", ".join(shown))
+    last = study.require_model()
+    if digits_of(run.provenance["corpus"]["name"]):  # the given model may be an earlier checkpoint
+        last = open_model(series_of(last)[steps[-1]], dtype=last.source.dtype, device=last.device)
+    for layer in sorted({1, int(table["layer"].max()) // 2} - {0}):
+        judge_layer(outcome, table, layer, run, last)
+    drawn = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
+    layers = evenly(len(need(run, "positional_pca")), SHOWN_LAYERS)
+    curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in drawn])
+    outcome.figure(
+        "curves",
+        "The positional basis over training",
+        drawing.curves_by_step([entry.step for entry in drawn], layers, curves.astype(np.float64)),
+        "Each cell: the positional basis of one layer at one training step on its own two leading directions and its "
+        "own scale, the same for both; violet positions are early, green ones late.",
+        "the step at which a cloud becomes a curve, and whether the layers follow one another.",
+        f"{SONG}, Fig. 1, at every checkpoint of a training run",
+        wide=True,
+    )
+    limits = {MEASURES[name]: criterion.limit for name, criterion in SPIRAL.items()}
+    outcome.figure(
+        "measures",
+        "The geometry of positions against training step",
+        drawing.measures_by_step(steps, grids, limits),
+        f"One line per layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
+        "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
+        "the steps at which smoothness and norm rise, and whether they stay high.",
+        f"{SONG}, sections 2 and 3, at every checkpoint of a training run",
+        wide=True,
+    )
+    outcome.runs |= {f"step {entry.step}": entry.run.provenance for entry in series}
+
+
+def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int, trained: str) -> None:
+    """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
+    in_distribution = Estimate(float(values[0]), float(errors[0]), count, "sums", by_chance=True)
+    what = f"exact-match accuracy on {count} sums of {trained}"
+    outcome.claim("Addition is learned in distribution (section 4.3)", what, in_distribution, ACCURATE)
+    spread = float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:])))
+    shorter = judge(
+        "Length generalisation fails (section 4.3, appendix D.3)",
+        f"mean exact-match accuracy on sums of 1, 2, 3 and 4 digits, {count} each",
+        Estimate(float(values[1:].mean()), spread, count * len(errors[1:]), "sums", by_chance=True),
+        NO_GENERALISATION,
+    )
+    if unknown := why_not_known_to_add(what, in_distribution):
+        shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
+    outcome.verdicts.append(shorter)
+
+
+@experiment(
+    "geometry/addition",
+    "Addition: accuracy in distribution and on shorter numbers",
+    "Above 99 % in distribution, less than 20 % on average on 1 to 4 digits (section 4.3, appendix D.3)",
+    needs=("model",),
+    scaled_down="accuracy on 1000 new sums of each kind",
+)
+def addition(study: Study, outcome: Outcome) -> None:
+    model = study.require_model()
+    if not is_adder(model):
+        raise UsageError(
+            f"{model.id} was not trained on addition: pass a model that `theodolite train addition` made, with "
+            "--corpus addition"
+        )
+    task = task_of(study.run)
+    trained = digits_in_words(task.digits)
+    measured = task.measure(on_cpu(model))
+    count, by_digits = measured["tested"], measured["accuracy_by_digits"]
+    names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
+    values = np.array([measured["accuracy"], *by_digits.values()])
+    errors = np.array([binomial_error(float(value), count) for value in values])
+    absolute, rotary = PAPER_ACCURACY.values()
+    printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
+    for name, words, value, error in zip(names, ["“above 99 %”", *printed], values, errors, strict=True):
+        outcome.read(f"exact-match accuracy, {name}", with_error(float(value), float(error)), words)
+    outcome.read("positions of this model", model.positions, "absolute; rotary")
+    judge_accuracy(outcome, values, errors, count, trained)
+    outcome.tables["accuracy"] = pd.DataFrame(
+        {"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count}
+    )
+    paper = {name: np.array([np.nan, *row]) for name, row in PAPER_ACCURACY.items()}
+    outcome.figure(
+        "accuracy",
+        "Exact-match accuracy by number of digits",
+        drawing.accuracies(names, (values, errors), paper),
+        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors. "
+        "Answers are written from their last digit to their first, as in the published code. Whether the positions are "
+        "smooth is judged by geometry/figure5.",
+        "a drop at the lengths that training never saw.",
+        f"{SONG}, appendix D.3",
+        wide=True,
+    )

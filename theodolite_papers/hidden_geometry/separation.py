@@ -1,0 +1,411 @@
+"""Contexts apart from one another and from positions: clusters by label, incoherence against random directions.
+
+Tables of their own (`geometry/clusters`, `geometry/incoherence`), beside Table 1 and Fig. 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import linear_sum_assignment
+
+from theodolite import Run
+from theodolite.errors import UsageError
+from theodolite.estimates import Estimate, Estimates
+from theodolite.judging import Criterion
+from theodolite.report import published
+from theodolite.report.data import (
+    Floats,
+    error_of,
+    evenly,
+    layer_average,
+    layer_estimates,
+    layer_numbers,
+    need,
+    provenance,
+    value_of,
+)
+from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, heat
+from theodolite.report.exhibit import by_layer
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import for_plotly, number, with_error
+from theodolite_papers.drawing import experiments as lines
+from theodolite_papers.drawing import theory
+from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry.layer_columns import (
+    AS_RANDOM,
+    chance_cosines,
+    columns_with_errors,
+    over_random,
+    quotient,
+    smooth_verdict,
+)
+
+LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
+
+
+@Sketched
+def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[int] = ()) -> Sketch:
+    """Cosines between positions, if any, then between contexts in blocks of one label, with lines between the blocks.
+
+    Args:
+        cosines: (n + m, n + m), n positions before m contexts.
+        labels: the label of each of the m contexts, equal ones together.
+        positions: the n positions.
+    """
+    first, size = len(positions), len(positions) + len(labels)
+    starts = [first + i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
+    ticks = [(first / 2, "positions")] if first else []
+    for start, end in zip(starts, [*starts[1:], size], strict=True):
+        if end - start >= LEAST_NAMED * size:
+            ticks.append(((start + end - 1) / 2, for_plotly(_short(labels[start - first]))))
+    centres = [first / 2, first + len(labels) / 2]
+    of_positions = {"tickvals": centres, "ticktext": ["positions →", "contexts"], "tickangle": 0}
+    return cosine_map.sketch(
+        cosines,
+        [f"position {position}" for position in positions]
+        + [f"context {i} of {for_plotly(label)}" for i, label in enumerate(labels)],
+        "cosine",
+        ticks,
+        [start for start in starts if start],
+        xaxis=of_positions if first else {"showticklabels": False},
+    )
+
+
+@Sketched
+def cluster_table(shares: Floats, labels: Sequence[str]) -> Sketch:
+    """Which cluster the contexts of each label fall into, (labels, clusters), rows of shares."""
+    cells = heat(
+        shares,
+        0,
+        1,
+        "%{y}<br>cluster %{x}: %{z:.2f} of its contexts<extra></extra>",
+        bar="share of the label's contexts",
+        cells=True,
+        x=[str(cluster + 1) for cluster in range(shares.shape[1])],
+        y=[for_plotly(_short(label)) for label in labels],
+        plain=True,
+    )
+    axis = {"type": "category", "showgrid": False, "ticks": ""}
+    layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed"}}
+    return Sketch([cells], "cluster of k-means", height=min(900, 110 + 18 * len(labels)), layout=layout)
+
+
+def _short(label: str, limit: int = 16) -> str:
+    return label if len(label) <= limit else label[: limit - 1] + "…"
+
+
+DOCUMENTS, CONTEXTS_PER_DOCUMENT = 4, 32
+"""As in Fig. 2: four documents, 32 contexts each; fewer where the run has fewer."""
+
+SHOWN_POSITIONS = 96
+POSITIONS_PER_CONTEXT = 2  # at most, or the contexts would vanish beside them
+LEAST_LAYERS = 5  # below that, the steps between them are too few to show a trend
+
+
+def frequent_labels(labels: np.ndarray, most: int, least: int = 2) -> list[int]:
+    """The labels that at least so many contexts have, the most frequent first."""
+    present, counts = np.unique(labels[labels >= 0], return_counts=True)
+    ordered = sorted(zip(-counts, present, strict=True))[:most]
+    return [int(label) for count, label in ordered if -count >= least]
+
+
+def chosen_contexts(
+    labels: np.ndarray, most: int = DOCUMENTS, each: int = CONTEXTS_PER_DOCUMENT, least: int = 1
+) -> tuple[list[int], list[int]]:
+    """Kept contexts of the most frequent labels, so many of `each`, grouped: (places, label of each place)."""
+    chosen = frequent_labels(labels, most, least)
+    pairs = [(int(place), label) for label in chosen for place in np.flatnonzero(labels == label)[:each]]
+    return [place for place, _ in pairs], [label for _, label in pairs]
+
+
+def cosines(rows: Floats) -> Floats:
+    """Of (…, n, d): the cosines of all pairs, (…, n, n); those of a row of zeros are 0."""
+    norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
+    unit = rows / np.where(norms > 0, norms, 1.0)
+    gram: Floats = unit @ unit.swapaxes(-1, -2)
+    return gram
+
+
+def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
+    """Of every layer: mean cosine within and between labels, and mean |cosine| of positions and contexts."""
+    label = np.array(of)
+    pairs = np.triu(np.ones((len(of), len(of)), dtype=bool), 1)
+    same = label[:, None] == label[None]
+    inner = grams[:, first:, first:]
+    return pd.DataFrame(
+        {
+            "layer": range(len(grams)),
+            "within": inner[:, pairs & same].mean(axis=1) if (pairs & same).any() else np.nan,
+            "between": inner[:, pairs & ~same].mean(axis=1),
+            "position_context": np.abs(grams[:, :first, first:]).mean(axis=(1, 2)),
+        }
+    )
+
+
+def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
+    """Standard errors of within − between at every layer, by leaving out one context at a time (jackknife).
+
+    NaN where a context left out leaves no pair with one label.
+    """
+    label, inner = np.array(of), grams[:, first:, first:]
+    same = label[:, None] == label[None]
+    means = []
+    for pairs in (same & ~np.eye(len(of), dtype=bool), ~same):
+        rows, counts = (inner * pairs).sum(axis=2), pairs.sum(axis=1)
+        pair_count = (counts.sum() - 2 * counts).astype(np.float64)
+        means.append(
+            (rows.sum(axis=1, keepdims=True) - 2 * rows) / np.where(pair_count > 0, pair_count, np.nan)
+        )
+    gaps = means[0] - means[1]
+    errors: Floats = np.sqrt((len(of) - 1) * gaps.var(axis=1))
+    return errors
+
+
+@experiment(
+    "geometry/figure2",
+    "Gram matrix of positions and of contexts ordered by label",
+    "Positions are smooth, positions and contexts near orthogonal, contexts of one document cluster (Fig. 2)",
+    needs=("labels", "arrays.context_basis", "arrays.positional_basis", "layers.low_frequency_10"),
+)
+def figure_2(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    names = provenance(run, "corpus", "labels") or []
+    places, of = chosen_contexts(need(run, "context_label"))
+    shown = min(SHOWN_POSITIONS, POSITIONS_PER_CONTEXT * len(places))
+    positions = [1 + place for place in evenly(need(run, "positional_basis").shape[1] - 1, shown)]
+    basis, contexts = need(run, "positional_basis"), need(run, "context_basis")
+    grams = cosines(np.concatenate([basis[:, positions], contexts[:, places]], axis=1))
+    blocks = _blocks(grams, len(positions), of)
+    count, cosine = len(set(of)), {name: number(float(blocks[name].mean())) for name in blocks}
+    outcome.read("labels and contexts", f"{count} labels, {len(places)} contexts", "4 documents of 32")
+    outcome.read("mean cosine within a label", cosine["within"])
+    outcome.read("mean cosine between labels", cosine["between"])
+    outcome.read("mean |cosine| of positions and contexts", cosine["position_context"], "“values close to 0”")
+    outcome.verdicts.append(smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)"))
+    outcome.claim(
+        "The position–context part has values close to 0 (Fig. 2, ii)",
+        "mean |cosine|, over that of random directions",
+        over_random(study, "mean"),
+        AS_RANDOM,
+    )
+    gap = (blocks["within"] - blocks["between"]).to_numpy()
+    outcome.claim(
+        "The context–context part shows strong cluster patterns (Fig. 2, iii)",
+        "mean cosine within labels less that between",
+        Estimates(gap, gap_errors(grams, len(positions), of), len(of), "contexts"),
+        criteria.CLUSTERS,
+    )
+    _deepens(outcome, gap)
+    outcome.tables["blocks"] = blocks
+    labels = [str(names[label]) if label < len(names) else str(label) for label in of]
+    outcome.figure(
+        "gram",
+        "Normalised Gram matrix of positions and contexts",
+        by_layer(len(grams), lambda layer: gram_by_label(grams[layer], labels, positions), grid=True),
+        f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {count} labels, "
+        "grouped by label.",
+        "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "
+        "block per label (bottom right).",
+        f"{SONG}, Fig. 2; Figs. 15 to 17",
+        wide=True,
+    )
+
+
+def _deepens(outcome: Outcome, gap: Floats) -> None:
+    """Layers lean on each other, as the places of a random walk do: only its steps are independent."""
+    claim = "The blocks become progressively clear with depth (appendix C.3)"
+    if not np.isfinite(gap).all():
+        outcome.cannot_test(claim, "no label has two contexts")
+        return
+    if len(gap) < LEAST_LAYERS:
+        outcome.cannot_test(claim, f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can")
+        return
+    what = f"mean step of (within − between) from layer to layer, over {len(gap)} layers"
+    outcome.claim(claim, what, Estimate.mean(np.diff(gap), "steps"), criteria.DEEPENS)
+
+
+SHOWN_LABELS, SHOWN_CONTEXTS = 8, 24
+"""Of the Gram matrix: the most frequent labels, and contexts of each."""
+
+LISTED_LABELS = 24
+"""Of the table of labels and clusters."""
+
+OWN_LABEL = Criterion(
+    "more than", 0.0, "above 0 a context is nearer to its own label than to the next one (ours)"
+)
+RECOVERED = Criterion(
+    "at least", 0.5, "“strong” read as: half of the way from chance to the labels themselves (ours)"
+)
+
+
+def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) -> Floats:
+    """Share of each listed label's contexts in each cluster, columns ordered to match the rows as they can."""
+    count = int(clusters.max()) + 1
+    shares = np.array(
+        [np.bincount(clusters[labels == label], minlength=count) for label in listed], dtype=np.float64
+    )
+    shares /= shares.sum(axis=1, keepdims=True)
+    rows, columns = linear_sum_assignment(-shares)
+    matched = columns[np.argsort(rows)].tolist()
+    rest = sorted(set(range(count)) - set(matched), key=lambda column: -shares[:, column].sum())
+    return shares[:, [*matched, *rest]]
+
+
+def _printed(field: str) -> str:
+    """A quantity of Table 1, of the models that the paper has on OpenWebText."""
+    return ", ".join(f"{model}: {getattr(row, field)[0]:g}" for model, row in published.AVERAGES.items())
+
+
+COMPARED = {
+    "silhouette": ("silhouette of the labels", ""),
+    "cluster_ari": ("adjusted Rand index of k-means against labels", ""),
+    "similarity_within": ("similarity within labels", _printed("within")),
+    "similarity_between": ("similarity between labels", _printed("between")),
+}
+INCOHERENCES = {
+    "incoherence_mean": ("mean", _printed("incoherence")),
+    "incoherence_random": ("mean of random directions", "“random baseline is about 0.1”"),
+    "incoherence_max": ("maximum", ""),
+    "incoherence_max_random": ("maximum of random directions", ""),
+}
+"""Layer column → (how it is called, what the paper prints)."""
+
+
+def _read_mean(outcome: Outcome, run: Run, name: str, title: str, printed: str) -> None:
+    mean, _ = layer_average(run, name)
+    outcome.read(f"{title}, mean over layers", with_error(mean.value, mean.error), printed)
+
+
+def _curves(run: Run, titles: dict[str, str]) -> dict[str, tuple[Floats, Floats]]:
+    return {title: (value_of(run, name), error_of(run, name)) for name, title in titles.items()}
+
+
+@experiment(
+    "geometry/clusters",
+    "Do contexts fall into clusters by label?",
+    "The context basis has strong cluster patterns corresponding to documents and topics (section 2, claim 2)",
+    needs=("labels", "arrays.context_basis", "arrays.context_cluster", "layers.silhouette"),
+)
+def clusters(study: Study, outcome: Outcome) -> None:
+    run, layers = study.run, layer_numbers(study.run)
+    labels, of_layers = need(run, "context_label"), need(run, "context_cluster")
+    named = provenance(run, "corpus", "labels") or []
+    names = [str(named[i]) if i < len(named) else str(i) for i in range(int(labels.max()) + 1)]
+    frequent = frequent_labels(labels, len(names))
+    if len(frequent) < 2:
+        raise UsageError("geometry/clusters needs two labels with two contexts each: use more --contexts")
+    for name, (title, printed) in COMPARED.items():
+        _read_mean(outcome, run, name, title, printed)
+    outcome.read("labels with two contexts or more", str(len(frequent)), "4 documents of 32")
+    outcome.claim(
+        "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)",
+        "silhouette of the labels",
+        layer_estimates(run, "silhouette"),
+        OWN_LABEL,
+    )
+    outcome.claim(
+        "The context basis has strong cluster patterns (claim 2, section 2)",
+        "adjusted Rand index of k-means against the labels",
+        layer_estimates(run, "cluster_ari"),
+        RECOVERED,
+    )
+    pair = ("similarity_within", "similarity_between")
+    ratio, errors = quotient(*(find(run, name) for name in pair for find in (value_of, error_of)))
+    outcome.claim(
+        "Inter-cluster similarity is far below intra-cluster similarity (Table 1), layer by layer",
+        "similarity within over between labels",
+        replace(layer_estimates(run, pair[0]), values=ratio, errors=errors),
+        criteria.SEPARATION,
+    )
+    outcome.tables["layers"] = columns_with_errors(run, COMPARED)
+    places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
+    grams, shown = cosines(need(run, "context_basis")[:, places]), [names[label] for label in of]
+    outcome.figure(
+        "gram",
+        "Cosines between contexts, by label",
+        by_layer(len(grams), lambda layer: gram_by_label(grams[layer], shown), grid=True),
+        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, those of one "
+        "label together.",
+        "one strong block per label on the diagonal, little elsewhere.",
+        f"{SONG}, Fig. 2, bottom right",
+        wide=True,
+    )
+    listed = frequent[:LISTED_LABELS]
+    shares, rows = [cluster_shares(labels, each, listed) for each in of_layers], [names[i] for i in listed]
+    outcome.figure(
+        "clusters",
+        "Which cluster the contexts of a label fall into",
+        by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows)),
+        "Each row a label, each column a cluster that k-means found among the directions of the context vectors, "
+        "without knowing the labels; columns are ordered to match the rows as far as they do.",
+        "a strong diagonal: the clusters are the labels.",
+        f"{SONG}, claim 2 of section 2; k-means is ours",
+        wide=True,
+    )
+    indices = {"silhouette": "silhouette of the labels", "cluster_ari": "k-means against labels"}
+    outcome.figure(
+        "agreement",
+        "How well contexts cluster by label, layer by layer",
+        lines.two_texts(layers, _curves(run, indices), "index"),
+        "Mean silhouette of the labels by cosine distance (−1 to 1), and adjusted Rand index of k-means against "
+        "the labels (0: as by chance, 1: the same groups), with standard errors.",
+        "values well above 0 that rise with depth.",
+        f"{SONG}, claim 2 of section 2; both indices are ours",
+    )
+    similarity = {"similarity_within": "within a label", "similarity_between": "between labels"}
+    outcome.figure(
+        "similarity",
+        "Similarity within and between labels",
+        lines.two_texts(layers, _curves(run, similarity), "mean |cosine|"),
+        "Mean |cosine| of the context vectors of two contexts with the same label (solid) and with another "
+        "(dashed), with standard errors.",
+        "a wide gap in every layer.",
+        f"{SONG}, Table 1",
+    )
+
+
+@experiment(
+    "geometry/incoherence",
+    "Incoherence of positions and contexts against random directions",
+    "Positional basis and context basis are nearly orthogonal; a random baseline is about 0.1 (sections 2 and 5)",
+    needs=("layers.incoherence_mean", "layers.incoherence_max", "layers.incoherence_max_random"),
+)
+def incoherence(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    titles = {name: title for name, (title, _) in INCOHERENCES.items()}
+    for name, (title, printed) in INCOHERENCES.items():
+        _read_mean(outcome, run, name, f"|cosine|, {title}", printed)
+    over = value_of(run, "incoherence_mean") / value_of(run, "incoherence_random")
+    outcome.read("mean over that of random directions", number(float(np.nanmean(over))))
+    outcome.claim(
+        "Positional basis and context basis are nearly orthogonal (claim 3, section 2)",
+        "mean |cosine|, over that of random directions",
+        over_random(study, "mean"),
+        AS_RANDOM,
+    )
+    outcome.claim(
+        "The largest |cosine| of a position and a context is typically small (section 5)",
+        "largest |cosine|, over that of random directions",
+        over_random(study, "largest"),
+        AS_RANDOM,
+    )
+    chance = chance_cosines(study)
+    outcome.tables["layers"] = columns_with_errors(run, INCOHERENCES).assign(
+        **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}
+    )
+    outcome.figure(
+        "incoherence",
+        "|Cosine| of positions and contexts, layer by layer",
+        theory.layer_lines(layer_numbers(run), _curves(run, titles), "|cosine|"),
+        "Mean and maximum over all pairs of a position and a context, with standard errors; dotted: what as many "
+        "random directions of the same width have.",
+        "solid lines near their dotted ones: position and context are as unrelated as random directions.",
+        f"{SONG}, section 5 and Table 1",
+        wide=True,
+    )

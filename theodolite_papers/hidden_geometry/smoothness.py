@@ -1,0 +1,358 @@
+"""Smooth and unsmooth positional bases: the fixed encoding (Fig. 7), and models trained on addition (Fig. 5)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from theodolite import Corpus, OpenModel, Run
+from theodolite.estimates import Estimate
+from theodolite.judging import OPEN, judge
+from theodolite.models.hooks import Hooks, hooked
+from theodolite.report import published
+from theodolite.report.data import OF_GROUPS, Floats, evenly, layer_average, need
+from theodolite.report.drawing import geometry
+from theodolite.report.drawing import layers as figures_layers
+from theodolite.report.exhibit import by_layer, by_name
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import number, percent, with_error
+from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
+from theodolite_papers.drawing import experiments as drawing
+from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry.addition_check import of_an_adder
+from theodolite_papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise
+from theodolite_papers.hidden_geometry.resampling import (
+    GroupedBasis,
+    all_estimated,
+    errors_of,
+    gram_without_noise,
+    grouped_basis,
+    low_frequency_without_noise,
+)
+
+
+class _Streams(Hooks):
+    """The residual stream of one sequence by layer, position 0 left out, in float64."""
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Keep one layer."""
+        self.layers.append(hidden[0, 1:].double().cpu())
+
+
+def random_stream(model: OpenModel, length: int, seed: int) -> Tensor:
+    """Hidden states of one sequence of random tokens at every layer: (N, T − 1, d), position 0 left out."""
+    ids = Corpus.random_tokens(model.required_vocabulary(), length, 1, seed, below=model.vocabulary).contexts
+    streams = _Streams()
+    with hooked(model, streams):
+        model.forward(ids)
+    return torch.stack(streams.layers)
+
+
+def norms_and_cosines(hidden: Tensor) -> tuple[Floats, Floats, Floats, Floats]:
+    """Of (N, n, d): mean norm and its standard error over tokens (N), mean cosine and its error (N, N)."""
+    norms = torch.linalg.vector_norm(hidden, dim=-1)
+    unit = torch.nn.functional.normalize(hidden, dim=-1)
+    root = math.sqrt(hidden.shape[1])
+    cosines, errors = [], []
+    for layer in unit:
+        with_all = (unit * layer).sum(-1)
+        cosines.append(with_all.mean(1))
+        errors.append(with_all.std(1) / root)
+    parts = norms.mean(1), norms.std(1) / root, torch.stack(cosines), torch.stack(errors)
+    mean, error, cosine, cosine_error = (part.numpy() for part in parts)
+    return mean, error, cosine, cosine_error
+
+
+@experiment(
+    "geometry/figure8",
+    "Norms and cosines between layers on random tokens",
+    "Norms grow more than 100-fold and layer 0 is nearly orthogonal to the others (appendix B.2, Fig. 8)",
+    needs=("model", "layers.norm"),
+)
+def figure_8(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    length = run.provenance["corpus"]["length"]
+    hidden = random_stream(study.require_model(), length, run.provenance["seed"])
+    norms, errors, cosines, cosine_errors = norms_and_cosines(hidden)
+    ratios = norms / norms[0] if norms[0] > 0 else np.full_like(norms, np.nan)
+    # The relative errors of a quotient add up at most.
+    ratio_errors = ratios * (errors / norms + errors[0] / norms[0])
+    last = len(norms) - 1
+    printed = {1: published.NORM_RATIO_FIRST, last: published.NORM_RATIO_LAST}
+    for layer, ratio in printed.items():
+        shown = with_error(ratios[layer], ratio_errors[layer])
+        outcome.read(f"norm of layer {layer} over layer 0", shown, f"GPT-2: {ratio:g}")
+    others = cosines[0, 1:]
+    outcome.read(
+        "mean cosine of layer 0 with the others",
+        f"{number(others.min())} to {number(others.max())}",
+        "“close to 0”",
+    )
+    outcome.claim(
+        "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
+        f"norm at layer {last} over layer 0, {length - 1} random tokens",
+        Estimate(float(ratios[last]), float(ratio_errors[last]), length - 1, "tokens"),
+        criteria.TENFOLD,
+    )
+    far = int(np.abs(others).argmax()) + 1
+    outcome.claim(
+        "The cosine between layer 0 and any other layer is close to 0 (appendix B.2, Fig. 8)",
+        f"mean cosine with layer 0 that is largest in size, at layer {far}",
+        Estimate(float(cosines[0, far]), float(cosine_errors[0, far]), length - 1, "tokens"),
+        criteria.UNRELATED,
+    )
+    layers = range(len(norms))
+    outcome.tables["norms"] = pd.DataFrame(
+        {"layer": layers, "norm": norms, "norm_se": errors, "norm_ratio": ratios}
+    )
+    outcome.tables["cosines"] = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in layers])
+    outcome.figure(
+        "norms",
+        "Mean norm at every layer",
+        drawing.layer_norms(norms, errors, printed),
+        "Mean norm of the vectors of one sequence of random tokens, position 0 left out; diamonds are this model's "
+        "layer 0 times the ratios printed for GPT-2.",
+        "a steep rise: each block's update outgrows its input.",
+        f"{SONG}, Fig. 8, left",
+    )
+    outcome.figure(
+        "cosines",
+        "Cosine between layers",
+        drawing.layer_cosines(cosines),
+        "Mean cosine between a token's vectors at every two layers.",
+        "a first row near 0: the residual connection does not carry the embedding along unchanged.",
+        f"{SONG}, Fig. 8, right",
+    )
+
+
+SHOWN_POSITIONS = 128
+SHOWN_FREQUENCIES = 10
+NEARBY = 32
+"""The diagonal of a Gram matrix is compared with the diagonal a 32nd of the positions away."""
+
+ENERGY = 0.9
+
+_DIRECTIONS = f"directions that hold {percent(ENERGY)} of the energy"
+_SHARE = "share of energy at K = 10"
+DIFFERENCES = {
+    "spike": (
+        "how far the diagonal stands out",
+        "1 − cosine at a 32nd of the positions from the diagonal",
+        "“large spiky values”, “smooth”",
+        "The learned Gram matrix is smooth where the fixed one spikes at the diagonal (appendix B.1), both centred",
+        criteria.SMALLER,
+    ),
+    "directions": (
+        _DIRECTIONS,
+        _DIRECTIONS,
+        "“a sharper drop”",
+        "The learned basis is more pronouncedly low-rank (appendix B.1), both centred",
+        criteria.SMALLER,
+    ),
+    "low_frequency_10": (
+        _SHARE,
+        _SHARE,
+        "“more low-frequency”",
+        "The learned basis has more low-frequency coefficients (appendix B.1), both centred",
+        criteria.LARGER,
+    ),
+}
+"""The differences of appendix B.1: how a reading and a verdict call them, the paper's words, claim and criterion."""
+
+
+def spike(gram: Tensor) -> Tensor:
+    """How far the diagonal of a normalised Gram matrix (…, n, n) stands out: 1 − mean cosine at distance n/32."""
+    return 1 - gram.diagonal(_nearby(gram), -2, -1).mean(-1)
+
+
+def _nearby(gram: Tensor) -> int:
+    return max(1, round(gram.shape[-1] / NEARBY))
+
+
+def directions_needed(basis: Tensor) -> Tensor:
+    """Directions that hold 0.9 of the energy of (…, n, d)."""
+    energy = torch.linalg.svdvals(basis).square()
+    share = energy.cumsum(-1) / energy.sum(-1, keepdim=True)
+    return (share < ENERGY).sum(-1) + 1
+
+
+def measures(bases: Tensor) -> Floats:
+    """What `DIFFERENCES` are of, of every basis: (3, N)."""
+    grams = normalised_gram(bases)
+    numbers = spike(grams), directions_needed(bases), low_frequency_ratio(grams, (10,))[..., 0]
+    return np.stack([each.double().numpy() for each in numbers])
+
+
+def measures_without_noise(basis: GroupedBasis) -> dict[str, float]:
+    """What `DIFFERENCES` are of, in their order, free of the text's noise: means over layers.
+
+    What noise hides counts as smooth.
+    """
+    gram = gram_without_noise(basis)
+    # Of sums: a position that is hardly seen above its noise has no length to divide by.
+    distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)
+    squares = (squares[..., distance:] + squares[..., :-distance]).mean(-1) / 2
+    nearby = gram.diagonal(distance, -2, -1).mean(-1)
+    spikes = torch.where(squares > 0, (1 - nearby / squares).clamp(0, 2), 0)
+    energy = torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0)
+    within = energy.cumsum(-1) / energy.sum(-1, keepdim=True)
+    numbers = {
+        "spike": spikes,
+        "directions": (within < ENERGY).sum(-1) + 1,
+        "low_frequency_10": torch.from_numpy(low_frequency_without_noise(basis)).nan_to_num(1.0),
+    }
+    return {name: float(value.double().mean()) for name, value in numbers.items()}
+
+
+def _pictured(run: Run, bases: Tensor) -> Run:
+    """The run with the Gram matrices and frequencies of other bases (N, n, d), positions 1…n, for its figures."""
+    count = bases.shape[1]
+    shown = torch.tensor(evenly(count, SHOWN_POSITIONS))
+    grams = normalised_gram(bases)
+    arrays = {
+        "gram": grams[:, shown][:, :, shown].float(),
+        "gram_position": shown + 1,
+        "gram_label": torch.empty(0, dtype=torch.int64),
+        "dct": dct2(grams, SHOWN_FREQUENCIES).abs(),
+    }
+    return replace(run, arrays=arrays)
+
+
+@experiment(
+    "geometry/figure7",
+    "The sinusoidal encoding of Vaswani et al. against the learned basis",
+    "The learned basis is smooth at the diagonal, drops sooner and has more low frequencies (appendix B.1, Fig. 7)",
+    needs=("arrays.positional_basis", "layers.low_frequency_10"),
+)
+def figure_7(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    learned = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
+    layers, positions, width = learned.shape
+    fixed = sinusoidal(positions + 1, width + width % 2)[1:, :width]
+    centred = fixed - fixed.mean(0)
+    layer_names = [f"layer {layer}" for layer in range(layers)]
+    names = ["sinusoidal, centred", "sinusoidal, as printed", *layer_names]
+    numbers = measures(torch.cat([centred[None], fixed[None], learned]))
+    table = outcome.tables["bases"] = pd.DataFrame(
+        {"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True))
+    )
+    basis = grouped_basis(study)
+
+    @cache
+    def without_noise() -> dict[str, Estimate]:
+        assert basis is not None
+        known = all_estimated(basis, lambda each: measures_without_noise(each).values())
+        return dict(zip(DIFFERENCES, known, strict=True))
+
+    # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
+    errors = errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
+    for error, (name, (what, measure, words, claim, criterion)) in zip(
+        errors, DIFFERENCES.items(), strict=True
+    ):
+        centred_value, uncentred, *of_layers = table[name].astype(np.float64)
+        mean = float(np.mean(of_layers))
+        outcome.read(f"{what}: sinusoidal, learned", f"{number(centred_value)}, {number(mean)}", words)
+        values = (
+            f"{measure}: learned {number(mean)} (mean over {layers} layers), sinusoidal {number(centred_value)} "
+            f"({number(uncentred)} uncentred)"
+        )
+        if positions < criteria.LEAST_POSITIONS:
+            outcome.cannot_test(claim, f"{values}; fewer than {criteria.LEAST_POSITIONS} positions")
+            continue
+        difference = Estimate(mean - centred_value, float(error), *OF_GROUPS)
+        verdict = judge(claim, f"{values}; difference", difference, criterion)
+        if verdict.answer not in OPEN and basis is not None:
+            known = without_noise()[name]
+            verdict = unless_noise(verdict, run, replace(known, value=known.value - centred_value), criterion)
+        outcome.verdicts.append(verdict)
+    bases = torch.cat([centred[None], learned])
+    pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
+    outcome.figure(
+        "gram",
+        "Gram matrices: the fixed encoding, and the learned basis of every layer",
+        by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True),
+        "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017 at the "
+        "same positions and width, centred as the learned bases are.",
+        "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
+        f"{SONG}, Fig. 7 against Fig. 2",
+        wide=True,
+    )
+    values = torch.linalg.svdvals(bases).numpy()
+    outcome.figure(
+        "singular-values",
+        "Singular values of the fixed encoding and the learned bases",
+        drawing.singular_values_against(values[1:], values[0], "sinusoidal"),
+        "Over the largest; the thick line is the fixed encoding, violet layers are early, green ones late.",
+        "learned curves that drop sooner.",
+        f"{SONG}, Fig. 7 against Fig. 3, left",
+    )
+    outcome.figure(
+        "frequencies",
+        "The 10 × 10 lowest frequencies",
+        by_name("basis", options, lambda place: geometry.dct(pictured, place)),
+        "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
+        "more weight away from the corner in the fixed encoding.",
+        f"{SONG}, Fig. 7 against Fig. 3, right",
+    )
+
+
+@experiment(
+    "geometry/figure5",
+    "Gram matrix and frequencies of positions at every layer, as for models trained on addition",
+    "Models trained on addition have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
+    needs=("arrays.positional_basis", "layers.low_frequency_10"),
+)
+def figure_5(study: Study, outcome: Outcome) -> None:
+    run, (mean, _) = study.run, layer_average(study.run, "low_frequency_10")
+    outcome.read(
+        "energy of the 10 × 10 lowest frequencies, mean over layers",
+        with_error(mean.value, mean.error),
+        f"additions: about {percent(published.LOW_FREQUENCY_ADDITION)}; GPT-2: 99.7 %",
+    )
+    claim = (
+        "A model trained on addition has a positional basis that is not smooth (section 4.3, appendix D.3)"
+    )
+    share = f"its share of energy at K = 10 is {mean.value:.3f}"
+    verdict = smooth_verdict(study, run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
+    outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
+    outcome.tables["smoothness"] = run.layers.filter(
+        ["layer", *(f"low_frequency_{k}" for k in (1, 3, 5, 10))]
+    )
+    pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
+    layers = len(run.layers)
+    outcome.figure(
+        "gram",
+        "Gram matrix of positions",
+        by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True),
+        "Cosines between positions, at every layer.",
+        "smooth shading in language models; breaks and fractured regions in models trained on addition.",
+        f"{SONG}, Fig. 5, left; Figs. 18 and 21",
+        wide=True,
+    )
+    outcome.figure(
+        "frequencies",
+        "The 10 × 10 lowest frequencies",
+        by_layer(layers, lambda layer: geometry.dct(pictured, layer)),
+        "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
+        "weight beyond the corner where position is not smooth.",
+        f"{SONG}, Figs. 20 and 23",
+    )
+    outcome.figure(
+        "smoothness",
+        "Share of low frequencies, layer by layer",
+        figures_layers.low_frequency(run),
+        "Share of the energy in the K × K lowest frequencies at every layer.",
+        "values near 1 at K = 10 in language models, about one half in models trained on addition.",
+        f"{SONG}, Table 3 and appendix D.3",
+    )

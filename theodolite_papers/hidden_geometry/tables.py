@@ -1,0 +1,311 @@
+"""Tables 1 to 3: averages over layers, robustness on another text, and the smoothness that the QK matrix inherits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from theodolite import Run
+from theodolite.comparison.stream import overlap
+from theodolite.estimates import Estimate
+from theodolite.judging import FAILS, HOLDS, OPEN, Verdict, judge, untestable
+from theodolite.measure.geometry import CUTOFFS
+from theodolite.report import published
+from theodolite.report.data import (
+    OF_GROUPS,
+    column,
+    error_of,
+    layer_average,
+    layer_numbers,
+    mean_over_layers,
+    need,
+    value_of,
+)
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import MISSING, number, percent, visible, with_error
+from theodolite_papers.drawing import experiments as drawing
+from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry.layer_columns import (
+    AS_RANDOM,
+    beyond_random_order,
+    columns_with_errors,
+    few_positions,
+    found_ranks,
+    low_rank_verdict,
+    mean_over_random,
+    no_room,
+    quotient,
+    significant_verdict,
+    smooth_verdict,
+    unless_noise,
+)
+from theodolite_papers.hidden_geometry.resampling import (
+    GroupedBasis,
+    estimated,
+    gram_shares,
+    grouped_basis,
+    product_shares,
+)
+
+# Quantity of Table 1 → (column of the layers table, field of a published row).
+QUANTITIES = {
+    "rank estimate": ("rank", "rank"),
+    "relative norm": ("relative_norm", "relative_norm"),
+    "inter-cluster similarity": ("similarity_between", "between"),
+    "intra-cluster similarity": ("similarity_within", "within"),
+    "incoherence": ("incoherence_mean", "incoherence"),
+}
+_NEEDS = ("layers.rank", "layers.low_frequency_10", "arrays.positional_basis")
+ROWS_OF_TABLE_3 = {
+    "PPᵀ": ("pp_", published.LOW_FREQUENCY),
+    "PWPᵀ": ("pwp_", published.LOW_FREQUENCY_PWP),
+    "QK matrix": ("qk_", published.LOW_FREQUENCY_QK),
+}
+
+
+@experiment(
+    "geometry/table1",
+    "Rank, relative norm, similarity and incoherence, averaged over layers",
+    "The positional basis is a low-rank and significant component, inter similarity is far below intra "
+    "similarity, and the two bases are incoherent (Table 1)",
+    needs=_NEEDS,
+)
+def table_1(study: Study, outcome: Outcome) -> None:
+    run, model = study.run, published.closest(study.run)
+    this_run: dict[str, tuple[float, float]] = {}
+    errors = {}
+    for quantity, (name, field) in QUANTITIES.items():
+        mean, deviation = layer_average(run, name)
+        errors[f"{quantity} se"] = mean.error
+        here, paper = MISSING, getattr(published.AVERAGES[model], field)
+        if math.isfinite(mean.value):
+            this_run[quantity] = (mean.value, deviation)
+            here = f"{with_error(mean.value, mean.error)} ({number(deviation)})"
+        decimals = 3 if field == "incoherence" else 2  # as printed
+        outcome.read(
+            f"{quantity}, mean (sd) over layers", here, f"{model}: {paper[0]:.{decimals}f} ({paper[1]:.2f})"
+        )
+    rows = {"this run": this_run}
+    for row in published.TABLE_1:
+        cells = {quantity: getattr(row, field) for quantity, (_, field) in QUANTITIES.items()}
+        rows[f"{row.model} · {row.text}"] = {q: cell for q, cell in cells.items() if math.isfinite(cell[0])}
+    table = pd.DataFrame(
+        [
+            {"row": name}
+            | {
+                f"{q}{end}": cells.get(q, (math.nan, math.nan))[place]
+                for q in QUANTITIES
+                for place, end in enumerate(("", " sd"))
+            }
+            for name, cells in rows.items()
+        ]
+    )
+    outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
+    outcome.verdicts.append(
+        low_rank_verdict(study, "The positional basis is a low-rank component (Table 1)", every=False)
+    )
+    outcome.verdicts.append(
+        significant_verdict(study, "The positional basis is a significant component (Table 1, section 3.1)")
+    )
+    _separation(outcome, run)
+    outcome.claim(
+        "Position and context are incoherent (Table 1, section 5)",
+        f"mean |cosine| over {len(run.layers)} layers, over that of random directions",
+        mean_over_random(study),
+        AS_RANDOM,
+    )
+    outcome.figure(
+        "table1",
+        "Averages over layers, against the published ones",
+        drawing.averages(rows, list(QUANTITIES)),
+        "Mean over layers 0…L of each measure, with a bar of one standard deviation over layers; the top row is "
+        "this run, the others are Table 1.",
+        "a low rank, a relative norm well above 0.1, intra above inter similarity, and incoherence near 0.",
+        f"{SONG}, Table 1",
+        wide=True,
+    )
+
+
+def _separation(outcome: Outcome, run: Run) -> None:
+    claim = "Inter-cluster similarity is far below intra-cluster similarity (Table 1)"
+    within, between = (layer_average(run, f"similarity_{name}")[0] for name in ("within", "between"))
+    if not math.isfinite(within.value * between.value):
+        outcome.cannot_test(claim, "the text has no labels, or no two contexts with the same one")
+        return
+    numbers = np.array([within.value, within.error, between.value, between.error])
+    ratio, error = map(float, quotient(*numbers))
+    what = f"intra {within.value:.3f} over inter {between.value:.3f}, means over {len(run.layers)} layers"
+    outcome.claim(claim, what, Estimate(ratio, error, within.n, within.of), criteria.SEPARATION)
+
+
+@experiment(
+    "geometry/table2",
+    "Robustness of the positional basis: rank and smoothness on another text",
+    "Similar geometric structures are found on samples unlike the training data, even on random tokens (Table 2)",
+    needs=(*_NEEDS, "model"),
+    options=("other",),
+)
+def table_2(study: Study, outcome: Outcome) -> None:
+    first, second = runs = study.run, study.other_run()
+    names = [visible(Path(run.provenance["corpus"]["name"]).name, 60) for run in runs]
+    if names[0] == names[1]:
+        names[1] += " (second text)"
+    model = published.closest(first)
+    paper = next((row for row in published.TABLE_2 if row.model == model), published.TABLE_2[1])
+    printed = (
+        (f"{paper.model}: {paper.trained_rank:g}", percent(published.LOW_FREQUENCY[10]) + " (GPT-2)"),
+        (f"{paper.model} on {paper.text}: {paper.rank[0]:g}", percent(paper.low_frequency)),
+    )
+    for run, name, (rank_printed, share_printed) in zip(runs, names, printed, strict=True):
+        mean, _ = layer_average(run, "rank")
+        outcome.read(f"mean rank on {name}", with_error(mean.value, mean.error), rank_printed)
+        share, _ = layer_average(run, "low_frequency_10")
+        outcome.read(f"share of energy at K = 10 on {name}", percent(share.value), share_printed)
+    shared, chance = overlap(first, second)
+    outcome.read(
+        "overlap of the leading positional directions, as many as the rank",
+        f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
+    )
+    robust_verdicts(outcome, study, second)
+    layers = layer_numbers(first)
+    here, other = (columns_with_errors(run, ("rank", "low_frequency_10")) for run in runs)
+    other = other.drop(columns="layer").add_prefix("other_").assign(overlap=shared)
+    outcome.tables["robustness"] = here.join(other)
+    for column_name, y, title in (
+        ("rank", "dimensions", "Rank of the positional basis"),
+        ("low_frequency_10", "share of energy", "Smoothness"),
+    ):
+        curves = {
+            name: (value_of(run, column_name), error_of(run, column_name))
+            for run, name in zip(runs, names, strict=True)
+        }
+        outcome.figure(
+            column_name.replace("_", "-"),
+            f"{title} on both texts",
+            drawing.two_texts(layers, curves, y, share=column_name != "rank"),
+            "The measure at every layer, on the text of the run and on the other text; bars are standard errors.",
+            "two curves that stay close.",
+            f"{SONG}, Table 2",
+        )
+    if second is not first:
+        outcome.runs["other"] = second.provenance
+
+
+def robust_verdicts(outcome: Outcome, study: Study, second: Run) -> None:
+    """Judge whether rank and smoothness are the same on the second text."""
+    first = study.run
+    claim = "The positional basis keeps its low rank on text unlike the training data (Table 2, section 4.1)"
+    if first is second:
+        outcome.cannot_test(claim, "the run itself is on random tokens: pass another text with --other")
+        return
+    missing = [int(np.isnan(found_ranks(run)).sum()) for run in (first, second)]
+    if why := no_room(first):
+        outcome.cannot_test(claim, why)
+    elif any(missing):
+        layers = len(first.layers)
+        why = f"no rank found in {missing[0]} layers here and {missing[1]} on the other text, of {layers}"
+        outcome.cannot_test(claim, why)
+    else:
+        here, other = (layer_average(run, "rank")[0] for run in (first, second))
+        what = f"mean rank {here.value:.3g} here, {other.value:.3g} on the other text; change"
+        change = replace(here, value=other.value - here.value, error=math.hypot(here.error, other.error))
+        outcome.claim(claim, what, change, criteria.RANK_CHANGE)
+    smooth = "The positional basis stays smooth on text unlike the training data (Table 2, section 4.1)"
+    outcome.verdicts.append(smooth_verdict(study, second, smooth))
+
+
+def _concentrated(study: Study, name: str, claim: str) -> Verdict:
+    """Judge how far a matrix of Table 3 is from positions in random order: over layers, or over heads as if drawn.
+
+    Sampling noise only brings it nearer: where PPᵀ or PWPᵀ would be smooth without it, nothing is decided.
+    """
+    run = study.run
+    prefix, over = ROWS_OF_TABLE_3[name][0], "layers" if name == "PPᵀ" else "heads"
+    table = getattr(run, over)
+    lowest, constant = (column(table, f"{prefix}low_frequency_{k}") for k in (10, 1))
+    if lowest is None or constant is None:
+        return untestable(claim, f"missing in this run: survey again for the low-frequency shares of {name}")
+    if why := few_positions(run):
+        return untestable(claim, f"share of energy at K = 10: {np.nanmean(lowest):.3f}, but {why}")
+    positions = need(run, "positional_basis").shape[1] - 1
+    what = (
+        f"share of energy at K = 10 {np.nanmean(lowest):.3f}; of the way to all from the most that positions in random "
+        "order, with the same constant, have on average"
+    )
+    if over == "layers":
+        errors = error_of(run, f"{prefix}low_frequency_10"), error_of(run, f"{prefix}low_frequency_1")
+        mean, _, error = mean_over_layers(*beyond_random_order(lowest, constant, positions, errors))
+        estimate = Estimate(mean, error, *OF_GROUPS)
+    else:
+        beyond, _ = beyond_random_order(lowest, constant, positions)
+        estimate = Estimate.mean(beyond[np.isfinite(beyond)], "heads")
+    verdict = judge(claim, f"{what}, mean over {over}", estimate, criteria.MOSTLY)
+    # The QK matrix is of single contexts: no mean of them has noise.
+    if verdict.answer in OPEN or name == "QK matrix":
+        return verdict
+    basis, model = grouped_basis(study), study.model if over == "heads" else None
+    if basis is None or (over == "heads" and model is None):
+        return verdict
+
+    def without_noise(each: GroupedBasis) -> float:
+        shares = gram_shares(each, (1, 10)) if model is None else product_shares(each, model, (1, 10))
+        beyond, _ = beyond_random_order(shares[:, 1], shares[:, 0], positions)
+        # What noise hides could be the other way.
+        return float(np.nan_to_num(beyond, nan=float(verdict.answer == FAILS)).mean())
+
+    return unless_noise(verdict, run, estimated(basis, without_noise), criteria.MOSTLY)
+
+
+@experiment(
+    "geometry/table3",
+    "Low-frequency shares of PPᵀ, PWPᵀ and the QK matrix",
+    "PWPᵀ and the QK matrix inherit the smoothness of the positional basis (Table 3)",
+    needs=("layers.pp_low_frequency_10", "arrays.positional_basis"),
+)
+def table_3(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    claim = "The Gram matrix of positions is concentrated in low frequencies (section 3.2, Table 3)"
+    smooth = _concentrated(study, "PPᵀ", claim)
+    outcome.verdicts.append(smooth)
+    shares_here: dict[str, dict[int, float]] = {}
+    rows: list[dict[str, Any]] = []
+    for name, (prefix, paper) in ROWS_OF_TABLE_3.items():
+        over = "layers" if name == "PPᵀ" else "heads"
+        columns = {k: column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in CUTOFFS}
+        shares = {k: float(np.nanmean(values)) for k, values in columns.items() if values is not None}
+        shares_here[name] = shares
+        rows.append(
+            {"row": name, "where": "this run"} | {f"K = {k}": shares.get(k, math.nan) for k in CUTOFFS}
+        )
+        rows.append({"row": name, "where": "GPT-2, Table 3"} | {f"K = {k}": paper[k] for k in CUTOFFS})
+        outcome.read(
+            f"{name}, K = 1, 3, 5, 10, mean over {over}",
+            ", ".join(map(percent, shares.values())) or "missing in this run",
+            "GPT-2: " + ", ".join(percent(paper[k]) for k in CUTOFFS),
+        )
+        if over == "layers":
+            continue
+        claim = f"{name} inherits the smoothness of the positional basis (section 4.2, Table 3)"
+        inherited = _concentrated(study, name, claim)
+        if smooth.answer != HOLDS:
+            why = f"no smoothness of PPᵀ is known that could be inherited ({inherited.evidence})"
+            inherited = untestable(claim, why)
+        outcome.verdicts.append(inherited)
+    outcome.tables["shares"] = pd.DataFrame(rows)
+    outcome.figure(
+        "table3",
+        "Smoothness, from positions to logits",
+        drawing.shares_by_cutoff(shares_here, {name: paper for name, (_, paper) in ROWS_OF_TABLE_3.items()}),
+        "Share of the energy of the two-dimensional cosine transform in its K × K lowest frequencies: of the Gram "
+        "matrix PPᵀ of positions, not normalised (mean over layers), and of PWPᵀ and the QK matrix (means over heads).",
+        "shares near 1 at K = 10 in all rows.",
+        f"{SONG}, Table 3",
+        wide=True,
+    )

@@ -1,0 +1,418 @@
+"""Trained weights as a positional part plus a diagonal plus noise: eq. (9) for every head (Figs. 4 and 26 to 29).
+
+Reads the model's weights and the run's positional basis; the split itself is in `decoupling`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from theodolite import OpenModel, Run
+from theodolite.errors import WorkError
+from theodolite.estimates import Estimate
+from theodolite.judging import HOLDS, Criterion, judge, unless_explained
+from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
+from theodolite.models.head_weights import EXACT, no_head_matrix
+from theodolite.report.data import Floats, column, evenly, head_grid, need, need_column
+from theodolite.report.exhibit import by_name
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import head_name, number, percent
+from theodolite_papers.drawing import theory as drawing
+from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.hidden_geometry.decoupling import CORNERS, Decoupling, corner_energy, decouple
+from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
+from theodolite_papers.hidden_geometry.resampling import grouped_basis, noise_bases
+
+MOSTLY = 0.8
+"""“for more than 80 % positions t” (section 4.2)."""
+
+MANY_HEADS = Criterion("at least", 0.43, "section 4.2: “more than 43% heads in GPT-2”")
+TOGETHER = Criterion(
+    "more than", 0.0, "“consequence” read as: heads that have the property more attend more locally (ours)"
+)
+EARLIER = Criterion("less than", 0.0, "“especially among early layers” read as: falling with depth (ours)")
+
+TRENDS = (
+    (
+        "The argmax property is satisfied especially in early layers (appendix D.2)",
+        "layer",
+        "its layer",
+        EARLIER,
+    ),
+    (
+        "Local attention is a consequence of smoothness (section 4.2)",
+        "previous_token",
+        "the attention that it pays to the previous token",
+        TOGETHER,
+    ),
+)
+"""Claim, column of the heads table, its name, criterion: of the rank correlation over heads."""
+
+LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
+
+LOCALITY = {
+    "previous_token": "attention to the previous token",
+    "entropy": "entropy of attention",
+}
+"""How local a head's attention is on the text: high, and low."""
+
+MEANT = {
+    "argmax_property": "raw vectors, as published",
+    "argmax_property_normed": "behind the layer's norm",
+}
+BEHIND = {"argmax_property_normed": ", as the head reads it: each row sent through the layer's norm"}
+
+
+def _over_heads(x: Floats, y: Floats) -> tuple[float, int]:
+    """Rank correlation over the heads that have both, and their number; NaN where they are too few."""
+    both = np.isfinite(x) & np.isfinite(y)
+    count = int(both.sum())
+    return float(rank_correlation(x[both], y[both])) if count >= LEAST_HEADS else math.nan, count
+
+
+def _by_layers(run: Run, correlation: float) -> Estimate:
+    """As good as that of as many layers: heads of one layer may be alike."""
+    layers = len(np.unique(need_column(run.heads, "layer")))
+    error = error_under_independence(layers) if layers > 1 else math.nan
+    return Estimate(correlation, error, layers, "layers", by_chance=True)
+
+
+def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
+    """Rank correlation over heads of each share with local attention, entropy and depth."""
+    rows: list[tuple[str, str, float, int]] = []
+    for name, values in shares.items():
+        for measure in ("previous_token", "entropy", "layer"):
+            other = column(run.heads, measure)
+            correlation, count = (math.nan, 0) if other is None else _over_heads(values, other)
+            rows.append((name, measure, correlation, count))
+    return pd.DataFrame(rows, columns=["share", "with", "rank_correlation", "heads"])
+
+
+@experiment(
+    "geometry/figure25",
+    "The argmax property of every head, and local attention",
+    "More than 43 % of the heads of GPT-2 satisfy it at more than 80 % of the positions (section 4.2, Fig. 25)",
+    needs=("heads.argmax_property", "heads.previous_token"),
+)
+def figure_25(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    shares = {name: values for name in MEANT if (values := column(run.heads, name)) is not None}
+    published = shares["argmax_property"]
+    for name, values in shares.items():
+        outcome.read(
+            f"heads above {percent(MOSTLY)} of the positions, {MEANT[name]}",
+            percent(float((values > MOSTLY).mean())),
+            "GPT-2: more than 43 %" if name == "argmax_property" else "",
+        )
+    correlations = _correlations(run, shares)
+    for name, measure, correlation, _ in correlations.itertuples(index=False):
+        if label := LOCALITY.get(measure):
+            outcome.read(f"rank correlation with {label}, {MEANT[name]}", number(correlation))
+    outcome.claim(
+        "Many heads satisfy the argmax property at most positions (section 4.2, appendix D.2)",
+        f"share of {len(published)} heads above {MOSTLY:g}",
+        share_of_heads((published[np.isfinite(published)] > MOSTLY).tolist(), MANY_HEADS),
+        MANY_HEADS,
+    )
+    of_published = correlations[correlations["share"] == "argmax_property"].set_index("with")
+    for claim, measure, what, criterion in TRENDS:
+        correlation, count = of_published.loc[measure, ["rank_correlation", "heads"]]
+        what = f"rank correlation of the head's share with {what}"
+        if measure == "layer" and not (published > MOSTLY).any():
+            outcome.cannot_test(claim, f"no head has it at more than {percent(MOSTLY)} of the positions")
+            continue
+        if math.isnan(correlation):
+            outcome.cannot_test(claim, f"{what}: {count:g} heads with both, or no difference between them")
+            continue
+        outcome.claim(claim, what, _by_layers(run, float(correlation)), criterion)
+    outcome.tables["heads"] = run.heads.filter(["layer", "head", *shares, *LOCALITY])
+    outcome.tables["correlations"] = correlations
+    for name in shares:
+        grid = head_grid(run, name)
+        assert grid is not None
+        outcome.figure(
+            name.replace("_", "-"),
+            f"The argmax property of every head, {MEANT[name]}",
+            drawing.head_values(grid, "share of positions"),
+            "Share of the positions t at which the largest of the entries t' ≤ t of row t of P̃WP̃ᵀ is the t-th, "
+            f"P̃ = pos + μ{BEHIND.get(name, '')}.",
+            "heads above 0.8, mostly in early layers.",
+            f"{SONG}, Fig. 25 and appendix D.2",
+        )
+    outcome.figure(
+        "locality",
+        "The argmax property against local attention",
+        drawing.head_scatter(
+            published,
+            need_column(run.heads, "previous_token"),
+            need_column(run.heads, "layer"),
+            need_column(run.heads, "head"),
+            ("argmax property", "attention to the previous token"),
+        ),
+        "Every head by its share of positions (as published) and by the mean attention that its queries pay to the "
+        "previous token; violet blocks are early, green ones late.",
+        "a rise to the right, if local attention followed from position.",
+        f"{SONG}, section 4.2; the comparison is ours",
+    )
+
+
+CORNER = 20
+"""K of the verdicts and of the map: the paper sees the large values within K ≈ 20."""
+
+SHOWN_HEADS, SHOWN_LAYERS = 12, 13
+"""Heads and layers drawn, evenly chosen where there are more: all of GPT-2 small's."""
+
+TIMES, DEVIATIONS = 2.0, 2.0
+"""A part is present where it holds twice its share in random bases, and exceeds it by two of their sd (ours)."""
+
+LEAST_SURVIVING = 10
+"""Entries above the threshold from which on a head has a pattern of them (ours); noise has none or one."""
+
+MAJORITY = Criterion(
+    "at least",
+    0.5,
+    f"“the majority of attention heads”; {TIMES:g} times the random energy as the sign of a part is ours",
+)
+CONCENTRATED = Criterion(
+    "at least",
+    0.5,
+    "“for many heads … concentrated” read as: more than half of their energy in half of the heads (ours)",
+)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The heads of one block: eq. (9), and whether the weights are those of the logits themselves."""
+
+    block: int
+    split: Decoupling
+    projection: str
+    noise: Float64[Tensor, "draws heads"]
+    """Corner energy of the verdicts' K in bases of sampling noise alone; no draws where the text is not at hand."""
+
+
+def corner_of(width: int) -> int:
+    """K of the verdicts: 20, or the largest of `CORNERS` within a quarter of a narrow stream."""
+    within = [k for k in CORNERS if 4 * k <= width]
+    return min(within or CORNERS[:1], key=lambda k: abs(k - CORNER))
+
+
+def _split(
+    model: OpenModel, basis: Tensor, noise: Float64[Tensor, "draws layers positions width"], corner: int
+) -> tuple[list[_Layer], list[int]]:
+    """Every block that has weights, and those that have none. `basis`: (L + 1, T − 1, d), position 0 left out."""
+    layers, without = [], []
+    for block in range(model.layers):
+        try:
+            weights = model.head_weights(block)
+        except WorkError:
+            without.append(block)
+            continue
+        # What block ℓ reads is residual layer ℓ; the paper takes its raw P and the raw W, without the norm between.
+        directions = torch.linalg.svd(basis[block].double(), full_matrices=True).Vh.mT
+        w_q, w_k = weights.w_q.to(model.device), weights.w_k.to(model.device)
+        split = decouple(w_q, w_k, directions.to(model.device), weights.scaling)
+        short = noise.shape[2] < corner  # fewer positions: completed, as V is
+        drawn = torch.linalg.svd(noise[:, block], full_matrices=short).Vh[..., :corner, :].mT.to(model.device)
+        chance = corner_energy(w_q.double(), w_k.double(), drawn)
+        layers.append(_Layer(block, split, weights.projection, chance.cpu()))
+    return layers, without
+
+
+def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
+    """One row per head; `_random` and `_random_sd` are over random rotations in place of V, `_noise` over noise."""
+    rows: list[dict[str, Any]] = []
+    for layer in layers:
+        split, mean, spread = layer.split, layer.split.random_mean, layer.split.random_deviation
+        for head in range(len(split.diagonal)):
+            row: dict[str, Any] = {
+                "layer": layer.block,
+                "head": head,
+                "weights_of": layer.projection,
+                "threshold": float(split.aligned.threshold[head]),
+                "surviving": int(split.aligned.surviving[head]),
+                "surviving_random": float(mean.surviving[head]),
+                "surviving_energy": float(split.aligned.surviving_energy[head]),
+                "diagonal": float(split.diagonal[head]),
+                "diagonal_random": float(split.diagonal_random[head]),
+            }
+            if len(layer.noise):
+                row[f"corner_energy_{corner}_noise"] = float(layer.noise[:, head].mean())
+                row[f"corner_energy_{corner}_noise_sd"] = float(layer.noise[:, head].std())
+            for place, k in enumerate(CORNERS):
+                row |= {
+                    f"corner_surviving_{k}": float(split.aligned.corner_surviving[head, place]),
+                    f"corner_energy_{k}": float(split.aligned.corner_energy[head, place]),
+                    f"corner_energy_{k}_random": float(mean.corner_energy[head, place]),
+                    f"corner_energy_{k}_random_sd": float(spread.corner_energy[head, place]),
+                }
+            rows.append(row)
+    table = pd.DataFrame(rows)
+    corner_energy, random = table[f"corner_energy_{corner}"], table[f"corner_energy_{corner}_random"]
+    table["corner_ratio"] = corner_energy / random
+    table["corner_z"] = (corner_energy - random) / table[f"corner_energy_{corner}_random_sd"]
+    table["diagonal_ratio"] = table["diagonal"] / table["diagonal_random"]
+    return table
+
+
+def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -> None:
+    low_rank = (table["corner_ratio"] >= TIMES) & (table["corner_z"] >= DEVIATIONS)
+    diagonal = table["diagonal_ratio"] >= TIMES
+    # Where hardly anything survives, where it lies is chance.
+    concentrated = (table[f"corner_surviving_{corner}"] >= CONCENTRATED.limit) & (
+        table["surviving"] >= LEAST_SURVIVING
+    )
+    median = table.median(numeric_only=True)
+    heads = f"share of {len(table)} heads{shortened}"
+    aligned = judge(
+        "Low-rank structure aligned with positions in the majority of attention heads (eq. 9, section 5.1)",
+        f"{heads} whose {corner} × {corner} corner holds {TIMES:g} times the off-diagonal energy that it holds in "
+        f"random rotations, and more by {DEVIATIONS:g} of their sd (median of that energy "
+        f"{percent(median[f'corner_energy_{corner}'])}, {number(median['corner_ratio'])} times that of random "
+        "rotations)",
+        share_of_heads(low_rank.tolist(), MAJORITY),
+        MAJORITY,
+    )
+    outcome.verdicts.append(unless_explained(aligned, HOLDS, _noise_explains(table, corner, low_rank)))
+    outcome.claim(
+        "A diagonal component in the majority of attention heads (eq. 9, section 5.1)",
+        f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
+        f"{percent(median['diagonal'])}, at random {percent(median['diagonal_random'])})",
+        share_of_heads(diagonal.tolist(), MAJORITY),
+        MAJORITY,
+    )
+    outcome.claim(
+        f"The surviving large values are concentrated in the top left, K ≈ {CORNER} (section 5.1, Fig. 4)",
+        f"{heads} with at least {LEAST_SURVIVING} entries above the threshold, and half of their energy in the "
+        f"{corner} × {corner} corner",
+        share_of_heads(concentrated.tolist(), CONCENTRATED),
+        CONCENTRATED,
+    )
+
+
+def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
+    """In words, what else the corner of a majority of heads may come from; empty: nothing.
+
+    A text's sampling noise lies in the directions in which hidden states vary most, which weights read as well, whether
+    or not these have to do with position.
+    """
+    energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
+    if noise not in table:
+        return "whether sampling noise alone would do so is told by the text, which is not at hand"
+    beyond = low_rank & (table[energy] > table[noise] + DEVIATIONS * table[f"{noise}_sd"])
+    share = share_of_heads(beyond.tolist(), MAJORITY)
+    if judge("", "", share, MAJORITY).answer == HOLDS:
+        return ""
+    return f"in {int(beyond.sum())} of them more than in bases of the text's sampling noise alone, by {DEVIATIONS:g} sd"
+
+
+def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
+    heads = evenly(len(layers[0].split.diagonal), SHOWN_HEADS)
+    chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
+    side = chosen[0].split.diagonal_map.shape[1]
+
+    def draw(place: int) -> go.Figure:
+        maps = chosen[place].split.rotated_map, chosen[place].split.diagonal_map
+        tiles = drawing.weight_tiles(*(each[heads].cpu().numpy() for each in maps))
+        return drawing.weight_maps(tiles, [f"head {head}" for head in heads], side)
+
+    outcome.figure(
+        "weights",
+        "Weights of the heads of a block, rotated into the positional basis",
+        by_name("layer", [f"block {layer.block}" for layer in chosen], draw, start=len(chosen) // 2),
+        f"The first {side} rows and columns. Blue: entries of Vᵀ(W − D)V above the threshold, V the right singular "
+        "vectors of the positional basis, the largest first. Red: entries of D, the diagonal of W in the coordinates "
+        "of the stream; the larger of the two where both are. Colour goes by the square root of magnitude, over the "
+        "head's largest.",
+        "blue gathered in the top left corner, and a strong red diagonal where a head compares tokens coordinate by "
+        "coordinate.",
+        f"{SONG}, Fig. 4; Figs. 26 to 29",
+        wide=True,
+    )
+
+
+def _read(outcome: Outcome, table: pd.DataFrame, corner: int) -> None:
+    median = table.median(numeric_only=True)
+    outcome.read(
+        f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median over heads",
+        ", ".join(percent(median[f"corner_energy_{k}"]) for k in CORNERS),
+    )
+    outcome.read(
+        "the same in random bases", ", ".join(percent(median[f"corner_energy_{k}_random"]) for k in CORNERS)
+    )
+    outcome.read(
+        "entries above the threshold, median over heads (in random bases)",
+        f"{number(median['surviving'])} ({number(median['surviving_random'])})",
+    )
+    outcome.read(
+        f"share of their energy in the {corner} × {corner} corner, median over heads",
+        percent(median[f"corner_surviving_{corner}"]),
+        f"“concentrated in the top left (K ≈ {CORNER})”",
+    )
+    best = table.loc[table["corner_ratio"].idxmax()]
+    outcome.read(
+        "head with the largest corner, over random",
+        f"{head_name(int(best['layer']), int(best['head']))}: {number(float(best['corner_ratio']))} times",
+    )
+
+
+@experiment(
+    "geometry/figure4",
+    "Weights of every head: a positional part, a diagonal and noise",
+    "A low-rank part aligned with the positional basis and a diagonal in the majority of heads (eq. 9, Fig. 4)",
+    needs=("model", "arrays.positional_basis"),
+)
+def figure_4(study: Study, outcome: Outcome) -> None:
+    model = study.require_model()
+    basis = torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
+    corner, text = corner_of(model.width), grouped_basis(study)
+    noise = basis.new_empty(0, *basis.shape, dtype=torch.float64) if text is None else noise_bases(text)
+    layers, without = _split(model, basis, noise, corner)
+    if not layers:
+        raise no_head_matrix(model.id)
+    table = outcome.tables["heads"] = _table(layers, corner)
+    _read(outcome, table, corner)
+    named = sorted({layer.projection for layer in layers} - {EXACT})
+    shortened = f" (weights as in: {', '.join(named)})" if named else ""
+    shortened += f" (blocks {', '.join(map(str, without))} have no query-key matrix)" if without else ""
+    _judge(outcome, table, corner, shortened)
+    _maps(outcome, layers)
+    notes = [[""] * model.heads for _ in range(model.layers)]
+    ratios = {name: np.full((model.layers, model.heads), np.nan) for name in ("corner", "diagonal")}
+    for row in table.to_dict("records"):
+        head = row["layer"], row["head"]
+        notes[head[0]][head[1]] = (
+            f"{percent(row[f'corner_energy_{corner}'])} of the off-diagonal energy, random "
+            f"{percent(row[f'corner_energy_{corner}_random'])}<br>diagonal {percent(row['diagonal'])}, random "
+            f"{percent(row['diagonal_random'])}<br>{row['surviving']} entries survive"
+        )
+        for name, grid in ratios.items():
+            grid[head] = row[f"{name}_ratio"]
+    outcome.figure(
+        "corner",
+        f"The {corner} × {corner} corner of every head, over random rotations",
+        drawing.head_values(ratios["corner"], "times random", decades=True, notes=notes),
+        f"Share of the off-diagonal energy in the {corner} × {corner} corner of the positional basis, over the mean of "
+        "the same share in random bases; no threshold.",
+        "heads far above 1: their weights read position.",
+        f"{SONG}, section 5.1; the random rotations are ours",
+    )
+    outcome.figure(
+        "diagonal",
+        "The diagonal of every head, over random bases",
+        drawing.head_values(ratios["diagonal"], "times random", decades=True, notes=notes),
+        "Share of ‖W‖² on the diagonal of W in the coordinates of the stream, over the share expected on the "
+        "diagonal in a random basis.",
+        "heads far above 1, which compare tokens coordinate by coordinate.",
+        f"{SONG}, section 5.1; the random bases are ours",
+    )

@@ -1,0 +1,237 @@
+"""Section 3 of Bao et al. 2024: does a token that propagates contribute to the gradient of W_QK?
+
+∇_{W_QK} J = λ⁻¹ Σ_i (∂J/∂ω_i) x_i x_Tᵀ for the logits ω of the last query, J the loss of the next token: token i's
+share is |∂J/∂ω_i|·‖x_i‖ over the sum of all. The paper drops all terms but those of ρ_i; here nothing is approximated,
+and the attention is the model's own softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from theodolite import OpenModel
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import UsageError
+from theodolite.estimates import Estimates
+from theodolite.judging import Criterion
+from theodolite.measure.rank_correlation import rank_correlation
+from theodolite.models.guard import measures
+from theodolite.models.hooks import Hooks, hooked
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.exhibit import by_name
+from theodolite.report.measures import BAO
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import head_name, number
+from theodolite.theory import empirical_propagation
+from theodolite_papers.drawing import localization as drawing
+from theodolite_papers.drawing.localization import Line
+from theodolite_papers.experiment import Study, experiment
+
+CONTEXTS = 128  # read at most: a backward pass each
+BATCH = 8
+PARTS = 8  # of the contexts, each of which gives a rank correlation over positions
+LEAST_CONTEXTS = 2 * PARTS
+
+BY_SOFTMAX = (
+    "; much of it by construction: a logit's gradient is proportional to its attention, and a key propagates where its "
+    "logit is not far below the mean"
+)
+MORE = Criterion("more than", 0.0, "“characterizes how likely x_i contributes”: it has the larger share")
+ORDERS = Criterion("more than", 0.0, "“ρ_i characterizes its strength”: the same order over positions")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of every context and head: which keys of the last query propagate, and their shares of the gradient.
+
+    Attributes:
+        propagates, share: (contexts, heads of all layers, keys).
+        places: layer and head of each.
+    """
+
+    propagates: Bool[Tensor, "contexts heads keys"]
+    share: Float[Tensor, "contexts heads keys"]
+    places: list[tuple[int, int]]
+
+
+class _LastQuery(Hooks):
+    """Attends as the model does, with a leaf added to the last query's logits, whose gradient is that of the logits."""
+
+    def __init__(self) -> None:
+        self.logits: dict[int, Tensor] = {}
+        self.norms: dict[int, Tensor] = {}
+        self.leaves: dict[int, Tensor] = {}
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        self.norms[layer] = hidden.detach().double().norm(dim=-1)
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        logits = inputs.logits()
+        leaf = torch.zeros_like(logits[:, :, -1]).requires_grad_()
+        self.logits[layer], self.leaves[layer] = logits[:, :, -1].detach(), leaf
+        last = torch.zeros_like(logits)
+        last[:, :, -1] = 1
+        logits = logits + last * leaf.unsqueeze(2)
+        if inputs.sink is not None:
+            column = inputs.sink[None, :, None, None].expand(*logits.shape[:3], 1).to(logits)
+            logits = torch.cat([logits, column], dim=-1)
+        weights = logits.softmax(-1)[..., : inputs.key.shape[2]]
+        value = inputs.value.repeat_interleave(inputs.query.shape[1] // inputs.value.shape[1], dim=1)
+        return (weights.to(value.dtype) @ value).transpose(1, 2)
+
+
+@measures
+def last_query(
+    model: OpenModel, contexts: Int[Tensor, "contexts positions"]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each layer the logits ω of the query that predicts the last token, and ∂J/∂ω, (contexts, heads, keys), and
+    the norms of what attention reads, (contexts, keys). J is the sum over contexts of that prediction's loss.
+
+    Raises:
+        UsageError: the model predicts no tokens.
+    """
+    if model.source.predict is None:
+        raise UsageError(f"{model.id} has no output head that is read, so that it has no loss")
+    hooks = _LastQuery()
+    with hooked(model, hooks), torch.enable_grad():
+        logits = model.source.predict(contexts[:, :-1].to(model.device))[:, -1].float()
+        loss = functional.cross_entropy(logits, contexts[:, -1].to(logits.device), reduction="sum")
+        layers = sorted(hooks.leaves)
+        gradients = torch.autograd.grad(loss, [hooks.leaves[layer] for layer in layers])
+    return [
+        (hooks.logits[layer], gradient, hooks.norms[layer])
+        for layer, gradient in zip(layers, gradients, strict=True)
+    ]
+
+
+def gradient_shares(model: OpenModel, contexts: Int[Tensor, "contexts positions"]) -> Shares:
+    """Of the prediction of each context's last token.
+
+    Raises:
+        UsageError: as `last_query`.
+    """
+    propagates, shares = [], []
+    for batch in contexts.split(BATCH):
+        layers = last_query(model, batch)
+        size = torch.cat(
+            [gradient.double().abs() * norms[:, None] for _, gradient, norms in layers], dim=1
+        ).cpu()
+        shares.append(size / size.sum(-1, keepdim=True))
+        propagates.append(torch.cat([empirical_propagation(logits) for logits, *_ in layers], dim=1).cpu())
+    return Shares(torch.cat(propagates), torch.cat(shares), model.places)
+
+
+def advantage(shares: Shares) -> Estimates:
+    """ln of a propagating key's mean share over another's, head by head: mean over contexts that have both."""
+    inside, share = shares.propagates.double(), shares.share
+    mean_in, mean_out = (
+        (share * chosen).sum(-1) / chosen.sum(-1) for chosen in (inside, 1 - inside)
+    )  # NaN where none is chosen
+    log = (mean_in / mean_out).log().numpy()
+    log[~np.isfinite(log)] = np.nan
+    count = np.isfinite(log).sum(0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.nansum(log, 0) / count
+        error = np.sqrt(np.nansum((log - mean) ** 2, 0) / (count - 1) / count)
+    mean[count < LEAST_CONTEXTS] = np.nan
+    return Estimates(
+        mean,
+        error,
+        max(2, int(count[count >= LEAST_CONTEXTS].min(initial=LEAST_CONTEXTS))),
+        "contexts",
+        "heads",
+    )
+
+
+def order(shares: Shares) -> Estimates:
+    """Rank correlation over positions of ρ_i with the mean share of token i, head by head: mean over parts of the text.
+
+    A head all of whose tokens propagate alike has none.
+    """
+    by_part = []
+    for part in torch.arange(len(shares.share)).chunk(PARTS):
+        rho, share = shares.propagates[part].double().mean(0), shares.share[part].nanmean(0)
+        by_part.append(rank_correlation(rho.numpy(), share.numpy()))
+    values = np.stack(by_part)
+    return Estimates(values.mean(0), values.std(0, ddof=1) / PARTS**0.5, PARTS, "parts of the text", "heads")
+
+
+@experiment(
+    "localization/gradient",
+    "Signal propagation through the lens of the gradient: ρ of a token and its share of ∇W_QK",
+    "ρ_i characterizes how likely token i contributes to the gradient of W_QK (section 3)",
+    needs=("model",),
+    scaled_down=f"{CONTEXTS} contexts at most",
+)
+def gradient(study: Study, outcome: Outcome) -> None:
+    corpus = study.require_corpus()
+    contexts = corpus.contexts[:CONTEXTS]
+    if len(contexts) < LEAST_CONTEXTS or contexts.shape[1] < 3:
+        raise UsageError(f"give {LEAST_CONTEXTS} contexts or more, of 3 tokens or more")
+    shares = gradient_shares(study.require_model(), contexts)
+    gains, orders = advantage(shares), order(shares)
+    tokens = shares.propagates.double()
+    outcome.read("contexts; keys of the last query", f"{len(contexts)}; {contexts.shape[1] - 1}")
+    outcome.read("share of keys that propagate, mean over heads", number(float(tokens.mean())))
+    outcome.read(
+        "their share of the gradient, mean over heads",
+        number(float((shares.share * tokens).sum(-1).nanmean())),
+    )
+    outcome.claim(
+        "A token that propagates contributes more to the gradient of W_QK than one that does not (section 3)",
+        "ln of the mean share of ∇W_QK of keys that propagate over that of the others",
+        gains,
+        MORE,
+        BY_SOFTMAX,
+    )
+    outcome.claim(
+        "Over positions, ρ_i has the order of token i's share of the gradient of W_QK (section 3)",
+        "rank correlation over positions of ρ_i with the mean share of ∇W_QK",
+        orders,
+        ORDERS,
+        BY_SOFTMAX,
+    )
+    outcome.tables["heads"] = pd.DataFrame(
+        {
+            "layer": [layer for layer, _ in shares.places],
+            "head": [head for _, head in shares.places],
+            "propagation": tokens.mean((0, 2)).numpy(),
+            "log_share_ratio": gains.values,
+            "log_share_ratio_se": gains.errors,
+            "rank_correlation": orders.values,
+            "rank_correlation_se": orders.errors,
+        }
+    )
+    _draw(outcome, shares)
+
+
+def _draw(outcome: Outcome, shares: Shares) -> None:
+    rho, share = shares.propagates.double().mean(0).numpy(), shares.share.nanmean(0).numpy()
+    keys = share.shape[1]
+    theta: Floats = (np.arange(keys) + 1) / keys
+    lines = (Line("ρ_i", style.MEASURED, width=2.6), Line("share of ∇W_QK, over the largest", style.BLUE))
+
+    def draw(place: int) -> go.Figure:
+        return drawing.curves(
+            theta, lines, [rho[place], share[place] / share[place].max()], ("position i/T of the key", "")
+        )
+
+    outcome.figure(
+        "heads",
+        "ρ_i and token i's share of the gradient",
+        by_name("head", [head_name(*place) for place in shares.places], draw, grid=True),
+        "For the last query of every context: how often token i propagates, and the mean of |∂J/∂ω_i|·‖x_i‖ as a share "
+        "of all tokens', over its largest value. J is the loss of the next token.",
+        "whether both curves have their peaks at the same tokens.",
+        f"{BAO}, section 3; the comparison is ours",
+        wide=True,
+    )

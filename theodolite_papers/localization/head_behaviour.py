@@ -1,0 +1,403 @@
+"""From spectrum to behaviour: what the spectra predict of every head, judged by what it does on the text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from theodolite import Run
+from theodolite.estimates import Estimate, jackknife_error
+from theodolite.judging import Criterion
+from theodolite.measure.rank_correlation import partial_rank_correlation, rank_correlation
+from theodolite.passes.head_predictions import SUFFIX, Prediction, from_increments, from_survey
+from theodolite.report import style
+from theodolite.report.data import Floats, evenly, head_labels, need, need_column
+from theodolite.report.exhibit import by_name
+from theodolite.report.measures import BAO
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import percent, with_error
+from theodolite.theory import curve_width, regime_of_curve
+from theodolite.theory.regimes import UNDEFINED
+from theodolite_papers.drawing import localization as drawing
+from theodolite_papers.drawing.localization import Line
+from theodolite_papers.drawing.theory import head_scatter
+from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.localization.text_as_walk import text_walk
+
+Indices = npt.NDArray[np.int64]
+
+LEAST_HEADS = 8
+"""Below that, a number over heads has no error worth giving, and a rank correlation says nothing."""
+
+
+def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estimate:
+    """A number over heads, with its error from leaving out one layer after the other (jackknife).
+
+    Heads of one layer are not independent: they read one stream, and what is predicted from it may miss them alike.
+
+    Args:
+        statistic: indices of some of the heads → the number of these.
+        layers: the layer of each head, (heads,).
+
+    Returns:
+        No error below `LEAST_HEADS`.
+    """
+    heads, of = np.arange(len(layers)), np.unique(layers)
+    value = statistic(heads) if len(heads) else math.nan
+    if len(heads) < LEAST_HEADS or not math.isfinite(value):
+        return Estimate(value)
+    if len(of) == 1:
+        return Estimate(value, n=1, of="layers")
+    error = jackknife_error([statistic(heads[layers != layer]) for layer in of])
+    return Estimate(value, float(error), len(of), "layers")
+
+
+def mean_over_heads(values: Floats, layers: Indices) -> Estimate:
+    """The mean over the heads that have a number, (heads,)."""
+    known = np.isfinite(values)
+    values = values[known]
+    return over_heads(lambda heads: float(values[heads].mean()), layers[known])
+
+
+def rank_correlation_of_heads(x: Floats, y: Floats, layers: Indices) -> Estimate:
+    """Rank correlation over the heads that have both, (heads,) each; NaN below `LEAST_HEADS`."""
+    return _correlation(rank_correlation, (x, y), layers)
+
+
+def partial_rank_correlation_of_heads(x: Floats, y: Floats, given: Floats, layers: Indices) -> Estimate:
+    """Rank correlation of x and y over heads with the ranks of `given` held fixed, (heads,) each; NaN as above."""
+    return _correlation(partial_rank_correlation, (x, y, given), layers)
+
+
+def _correlation(of: Callable[..., Floats], columns: tuple[Floats, ...], layers: Indices) -> Estimate:
+    known = np.isfinite(columns).all(axis=0)
+    if known.sum() < LEAST_HEADS:
+        return Estimate(math.nan)
+    x = np.stack(columns)[:, known]
+    return over_heads(lambda heads: float(of(*x[:, heads])), layers[known])
+
+
+def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[Estimate, float]:
+    """Cohen's κ of two namings of the same heads (Cohen 1960), and the share of heads in which they agree.
+
+    Args:
+        first, second: names, (heads,); heads that are `UNDEFINED` in either are left out.
+    """
+    known = (first != UNDEFINED) & (second != UNDEFINED)
+    names = np.unique(np.concatenate([first[known], second[known]]))
+    first_codes, second_codes = (np.searchsorted(names, values[known]) for values in (first, second))
+
+    def kappa(heads: Indices) -> float:
+        one, two = first_codes[heads], second_codes[heads]
+        same, chance = (
+            (one == two).mean(),
+            sum((one == name).mean() * (two == name).mean() for name in range(len(names))),
+        )
+        # Where both have one name throughout, chance alone agrees fully: no agreement beyond it can be seen.
+        return float((same - chance) / (1 - chance)) if chance < 1 else math.nan
+
+    share = float((first_codes == second_codes).mean()) if known.any() else np.nan
+    return over_heads(kappa, layers[known]), share
+
+
+def curve_errors(
+    predicted: Float[Tensor, "heads positions"], measured: Float[Tensor, "heads positions"]
+) -> Float[Tensor, " heads"]:
+    """Mean absolute error of each head's curve over the positions that both have; NaN where there is none."""
+    return (predicted - measured).abs().nanmean(1)
+
+
+def others_median(curve: Float[Tensor, "heads positions"]) -> Float[Tensor, "heads positions"]:
+    """For every head the median of all others, at each position: a prediction that knows nothing of the head.
+
+    No one curve has a smaller mean absolute error over the others. NaN where no other head has a number.
+    """
+    ordered, order = curve.sort(dim=0)  # NaN last
+    rank, known = order.argsort(dim=0), curve.isfinite()
+    others = known.sum(dim=0) - known.long()
+    middle = [((others - 1) // 2).clamp_min(0), others // 2]
+    # From a head's own place on, the others are one further in the order of all.
+    low, high = (ordered.gather(0, (at + (rank <= at)).clamp_max(len(curve) - 1)) for at in middle)
+    return torch.where(others > 0, (low + high) / 2, torch.nan)
+
+
+SOURCES = {
+    "weights": "W_QK",
+    "text": "W_QK Σ̂, Σ̂ of what the head reads",
+    "increments": "W_QK Σ̂, Σ̂ of its increments",
+}
+"""Where a prediction comes from → how it is called."""
+
+LINES = (
+    Line("measured", style.MEASURED, width=2.6),
+    Line("from W_QK", style.PREDICTED, "dash"),
+    Line("with Σ̂", style.PREDICTED),
+    Line("with Σ̂ of increments", style.GREEN),
+)
+CURVE_POINTS = 128  # drawn a curve
+
+ORDERS = Criterion(
+    "at least", 0.5, "“a reasonable proxy” (section 6) read as: half of a perfect order (ours)"
+)
+NEARER = Criterion("less than", 0.0, "nearer than a curve that knows nothing of the head (ours)")
+CLOSE = 0.1
+"""Error of a curve that would be close, a tenth of the range of a probability: shown, and not what is judged by."""
+AGREES = Criterion("at least", 0.4, "“moderate” agreement beyond chance (Landis & Koch 1977; ours)")
+OPPOSED = Criterion("less than", 0.0, "less of the one with more of the other")
+
+COMPARED = (
+    ("mean", "ρ", "mean ρ", "mean ρ"),
+    ("mean", "entropy", "mean ρ", "entropy"),
+    ("width", "width", "share of positions", "share of positions"),
+    ("width", "entropy", "share of positions", "entropy"),
+    ("eta", "entropy", "η", "entropy"),
+)
+"""Predicted number, measured number, and how both are called."""
+
+Correlations = dict[tuple[str, str, str], Estimate]
+"""(source, predicted number, measured number) → rank correlation over heads."""
+
+
+def _numbers(prediction: Prediction) -> dict[str, Floats]:
+    mean, width = prediction.curve.nanmean(1), curve_width(prediction.curve)
+    return {"mean": mean.numpy(), "width": width.numpy(), "eta": prediction.eta.numpy()}
+
+
+@experiment(
+    "localization/behaviour",
+    "From spectrum to behaviour: predicted and measured propagation of every head",
+    "The eigenspectrum of W_QK is “a reasonable proxy” for what attention localizes on (sections 4 to 6)",
+    needs=(
+        "model",
+        "heads.entropy",
+        "heads.propagation",
+        "arrays.propagation_by_position",
+        "arrays.propagation_predicted",
+        "arrays.propagation_predicted_data",
+    ),
+    scaled_down="the covariance of the increments is from at most 64 contexts",
+)
+def behaviour(study: Study, outcome: Outcome) -> None:
+    run = study.run
+    layers = run.heads["layer"].to_numpy()
+    places = layers, run.heads["head"].to_numpy()
+    measured = torch.from_numpy(need(run, "propagation_by_position")[places]).double()
+    predictions = {name: from_survey(run, name) for name in ("weights", "text")}
+    predictions["increments"] = from_increments(study.require_model(), text_walk(study), measured.shape[1])
+    numbers = {
+        "ρ": measured.nanmean(1).numpy(),
+        "width": curve_width(measured).numpy(),
+        "entropy": need_column(run.heads, "entropy"),
+    }
+    correlation_of: Correlations = {
+        (name, predicted, shown): rank_correlation_of_heads(
+            _numbers(prediction)[predicted], numbers[shown], layers
+        )
+        for name, prediction in predictions.items()
+        for predicted, shown, _, _ in COMPARED
+    }
+    _judge_order(outcome, correlation_of)
+    errors = judge_curves(outcome, predictions, measured, layers)
+    shares = _judge_regimes(outcome, predictions, regime_of_curve(measured), layers)
+    trace = np.abs(need_column(run.heads, f"trace{SUFFIX['text']}"))
+    judge_entropy(
+        outcome,
+        {"eta": predictions["text"].eta.numpy(), "width": numbers["width"]},
+        numbers["entropy"],
+        trace,
+        layers,
+    )
+    for name, label in SOURCES.items():
+        mean, entropy = correlation_of[name, "mean", "ρ"], correlation_of[name, "eta", "entropy"]
+        outcome.read(
+            f"rank correlations over heads and errors, from {label}",
+            f"ρ: {_shown(mean)}; η with entropy: {_shown(entropy)}; error of the curve: {_shown(errors[name])}; "
+            f"same regime: {percent(shares[name])}",
+        )
+    outcome.read("error of the median curve of all other heads", _shown(errors["others"]))
+    outcome.tables["heads"] = _heads(run, predictions, numbers, measured)
+    rows = [
+        {"from": SOURCES[name], "predicted": predicted, "measured": shown, "rank_correlation": of.value}
+        | {"standard_error": of.error, "layers": of.n}
+        for name in predictions
+        for number_name, measured_name, predicted, shown in COMPARED
+        for of in (correlation_of[name, number_name, measured_name],)
+    ]
+    outcome.tables["correlations"] = pd.DataFrame(rows)
+    _draw_scatter(outcome, run, predictions, numbers["ρ"])
+    _draw_curves(outcome, run, predictions, measured)
+    _draw_correlations(outcome, correlation_of)
+
+
+def _shown(measured: Estimate) -> str:
+    return with_error(measured.value, measured.error)
+
+
+def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
+    for name, label in SOURCES.items():
+        outcome.claim(
+            f"Predicted ρ orders the heads as measured ρ does, from {label}",
+            f"rank correlation over heads of mean ρ, predicted from {label}, with that measured",
+            correlation_of[name, "mean", "ρ"],
+            ORDERS,
+        )
+
+
+def judge_curves(
+    outcome: Outcome, predictions: dict[str, Prediction], measured: Tensor, layers: Indices
+) -> dict[str, Estimate]:
+    """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head.
+
+    Returns:
+        The error of each source's curves, and of that baseline (`others`).
+    """
+    baseline = curve_errors(others_median(measured), measured).numpy()
+    errors = {"others": mean_over_heads(baseline, layers)}
+    for name, label in SOURCES.items():
+        of_heads = curve_errors(predictions[name].curve, measured).numpy()
+        errors[name] = mean_over_heads(of_heads, layers)
+        outcome.claim(
+            "The predicted curve ρ_1 … ρ_T is nearer to the measured one than the median curve of all other heads, "
+            f"from {label}",
+            f"mean absolute error of ρ from {label} less that of the median curve of all other heads, mean over heads",
+            mean_over_heads(of_heads - baseline, layers),
+            NEARER,
+            f"; the errors: {_shown(errors[name])} and {_shown(errors['others'])}, close would be {CLOSE:g}",
+        )
+    return errors
+
+
+def _judge_regimes(
+    outcome: Outcome, predictions: dict[str, Prediction], measured: np.ndarray, layers: Indices
+) -> dict[str, float]:
+    """The share of heads whose regime each source predicts."""
+    shares = {}
+    for name, label in SOURCES.items():
+        kappa, shares[name] = agreement(predictions[name].regime, measured, layers)
+        outcome.claim(
+            f"The predicted regime is that of the measured curve, from {label}",
+            f"Cohen's κ of the regimes from {label} and of the measured curves",
+            kappa,
+            AGREES,
+            f"; the same regime in {percent(shares[name])} of the heads",
+        )
+    return shares
+
+
+def judge_entropy(
+    outcome: Outcome, numbers: dict[str, Floats], entropy: Floats, trace: Floats, layers: Indices
+) -> None:
+    """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed.
+
+    Args:
+        numbers: `eta` of W_QK Σ̂, and `width`, the measured share of positions that propagate; (heads,), as the others.
+        trace: |tr W|.
+    """
+    for claim, name, what in (
+        (
+            "Heads whose spectrum has a smaller scale have a higher entropy",
+            "eta",
+            f"η, from {SOURCES['text']},",
+        ),
+        ("Localized heads have a higher entropy", "width", "the measured share of positions that propagate"),
+    ):
+        plain = rank_correlation_of_heads(numbers[name], entropy, layers)
+        outcome.claim(
+            f"{claim} (A2 of section 5)",
+            f"rank correlation over heads of {what} with entropy, |tr W| held fixed",
+            partial_rank_correlation_of_heads(numbers[name], entropy, trace, layers),
+            OPPOSED,
+            f"; {_shown(plain)} where it is not",
+        )
+
+
+def _heads(
+    run: Run, predictions: dict[str, Prediction], numbers: dict[str, Floats], measured: Tensor
+) -> pd.DataFrame:
+    """One row per head: what is measured, and what each source predicts."""
+    columns: dict[str, object] = {
+        "propagation": numbers["ρ"],
+        "width": numbers["width"],
+        "entropy": numbers["entropy"],
+        "regime_measured": regime_of_curve(measured),
+        "error_others": curve_errors(others_median(measured), measured).numpy(),
+        "trace_text": np.abs(need_column(run.heads, f"trace{SUFFIX['text']}")),
+    }
+    for name, prediction in predictions.items():
+        predicted = _numbers(prediction)
+        columns |= {
+            f"propagation_{name}": predicted["mean"],
+            f"width_{name}": predicted["width"],
+            f"eta_{name}": predicted["eta"],
+            f"regime_{name}": prediction.regime,
+            f"error_{name}": curve_errors(prediction.curve, measured).numpy(),
+        }
+    return run.heads[["layer", "head"]].assign(**columns)
+
+
+def _draw_scatter(outcome: Outcome, run: Run, predictions: dict[str, Prediction], measured: Floats) -> None:
+    layers, heads = (need_column(run.heads, name) for name in ("layer", "head"))
+    means = [prediction.curve.nanmean(1).numpy() for prediction in predictions.values()]
+
+    def draw(place: int) -> go.Figure:
+        return head_scatter(means[place], measured, layers, heads, ("predicted mean ρ", "measured mean ρ"))
+
+    outcome.figure(
+        "heads",
+        "Predicted and measured signal propagation of every head",
+        by_name("from", list(SOURCES.values()), draw),
+        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point per head; "
+        "violet blocks are early, green ones late.",
+        "points on a rising line. A column of points says that the prediction does not tell heads apart.",
+        f"{BAO}, section 4; the comparison with real heads is ours",
+        wide=True,
+    )
+
+
+def _draw_curves(outcome: Outcome, run: Run, predictions: dict[str, Prediction], measured: Tensor) -> None:
+    shown = evenly(measured.shape[1], CURVE_POINTS)
+    theta = (np.array(shown, dtype=np.float64) + 1) / measured.shape[1]
+    curves = [measured, *(prediction.curve for prediction in predictions.values())]
+
+    def draw(head: int) -> go.Figure:
+        values = [curve[head, shown].numpy() for curve in curves]
+        return drawing.curves(theta, LINES, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
+
+    outcome.figure(
+        "curves",
+        "ρ of one head, measured and predicted",
+        by_name("head", head_labels(run), draw),
+        "Share of contexts in which the key at θ = i/T propagates to the last query, and what the exact moments of a "
+        "random walk predict from W_QK, from W_QK Σ̂ and from the increments' covariance.",
+        "whether any prediction follows the measured curve. Where none does, the tokens of this layer do not "
+        "follow a random walk.",
+        f"{BAO}, section 4, with the exact moments at finite T",
+        wide=True,
+    )
+
+
+def _draw_correlations(outcome: Outcome, correlation_of: Correlations) -> None:
+    values = {}
+    for name, label in SOURCES.items():
+        estimates = [correlation_of[name, predicted, measured] for predicted, measured, _, _ in COMPARED]
+        value, margin = np.array([(each.value, each.margin) for each in estimates]).T
+        values[label] = value, np.stack([value - margin, value + margin]).clip(-1, 1)
+    groups = [f"{label} → {measured_label}" for _, _, label, measured_label in COMPARED]
+    outcome.figure(
+        "correlations",
+        "Rank correlations over heads",
+        drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),
+        "Of a predicted number with a measured one over all heads, with 95 % intervals from leaving out one "
+        "layer after the other.",
+        "tall bars: the spectrum predicts what the head does. η → entropy below 0 is what the paper expects.",
+        f"{BAO}, sections 4 and 5; the correlations are ours",
+        wide=True,
+    )

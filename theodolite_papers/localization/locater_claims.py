@@ -1,0 +1,496 @@
+"""What Bao et al. 2024 claim of training with LocAteR, judged on a grid of training runs; nothing is drawn here.
+
+By differences paired by seed. The paper does not say which loss its penalty was added to, the mean of a batch's tokens
+or their sum, which fairseq makes: its κ means 4,096 times less there. What it claims is decided where both readings
+answer alike; what it claims of the end of training, where training was as long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+import pandas as pd
+import torch
+
+from theodolite.estimates import Estimate
+from theodolite.judging import FAILS, HOLDS, IN_PART, Criterion, judge, mix_of, unless_explained
+from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
+from theodolite.passes.corpus_pass import perplexity_of
+from theodolite.report.data import Floats
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import number
+from theodolite.theory import curve_width
+from theodolite_papers.localization.locater_grid import GridRun
+from theodolite_papers.localization.locater_training import PUBLISHED_STEPS, Reduction, Setting
+
+MEASURES = {
+    "final_loss": "held-out loss, nats per token",
+    "lowest_loss": "lowest held-out loss, nats per token",
+    "frobenius_squared": "spectrum scale tr(W_QKᵀW_QK)",
+    "trace_of_square": "tr(W_QK²)",
+    "trace": "tr W_QK",
+    "entropy": "attention entropy, nats",
+    "stripes": "standard deviation of ρ over positions",
+}
+"""Columns of `at_step`. Of attention those of the first layer, as in appendix D."""
+
+
+def label_of(setting: Setting) -> str:
+    """`κ₂ = 0.01`, `no LocAteR`, `weight decay 0.1`."""
+    if setting.scale == setting.mean == 0:
+        return "no LocAteR" if setting.weight_decay == 0.01 else f"weight decay {setting.weight_decay:g}"
+    decay = "" if setting.weight_decay == 0.01 else f", weight decay {setting.weight_decay:g}"
+    return f"κ₂ = {setting.mean:g}{decay}{manner(setting)}"
+
+
+def manner(setting: Setting) -> str:
+    """What LocAteR does differently in it than at κ₁ = 100 against the mean loss, as words that follow a comma."""
+    return "".join(
+        [
+            "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}",
+            "" if setting.reduction == "mean" else ", against the summed loss",
+            "" if setting.gradient == "exact" else ", printed gradient",
+            "" if setting.off_at is None else f", off after step {setting.off_at}",
+        ]
+    )
+
+
+def without_seed(setting: Setting) -> Setting:
+    """The same setting of seed 0: what the training runs of all seeds have in common."""
+    return replace(setting, seed=0)
+
+
+def common_step(runs: Sequence[GridRun]) -> int:
+    """The last step at which every one of the training runs was measured."""
+    measured = [set(run.losses["step"].tolist()) for run in runs]
+    return int(max(set.intersection(*measured)))
+
+
+def at_step(runs: Sequence[GridRun], step: int) -> pd.DataFrame:
+    """One row per training run: `setting` (without its seed), `label`, `seed`, `lowest_step` and `MEASURES`, at `step`.
+
+    The lowest loss is that of all steps up to `step`; ρ is averaged over them.
+    """
+    rows = []
+    for run in runs:
+        losses = run.losses[run.losses["step"] <= step]
+        lowest = losses.loc[losses["held_out_loss"].idxmin()]
+        first = run.heads[(run.heads["layer"] == 0) & (run.heads["step"] == step)].iloc[0]
+        rows.append(
+            {
+                "setting": without_seed(run.setting),
+                "label": label_of(run.setting),
+                "seed": run.setting.seed,
+                "final_loss": float(losses["held_out_loss"].iloc[-1]),
+                "lowest_loss": float(lowest["held_out_loss"]),
+                "lowest_step": int(lowest["step"]),
+                **{name: float(first[name]) for name in MEASURES if name in first},
+                "stripes": float(profile(run, step).std()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def profile(run: GridRun, step: int) -> Floats:
+    """ρ_i of the first layer's last query, mean over steps 1 to `step` by the trapezoidal rule: (T,)."""
+    at = np.array(run.propagation_steps, dtype=np.float64)
+    chosen = (at > 0) & (at <= step)
+    values: Floats = run.propagation[:, 0].numpy()[chosen].astype(np.float64)
+    if len(values) < 2:
+        return values[0] if len(values) else np.full(run.propagation.shape[-1], np.nan)
+    between = np.diff(at[chosen])  # early steps are measured more often, and count by their time all the same
+    middle = (values[1:] + values[:-1]) / 2
+    mean: Floats = (between[:, None] * middle).sum(axis=0) / between.sum()
+    return mean
+
+
+def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per setting: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
+    settings = []
+    for setting, group in rows.groupby("setting", sort=False):
+        row: dict[str, object] = {"setting": label_of(setting), "seeds": len(group)}
+        for name in MEASURES:
+            effect = Estimate.mean(group[name].to_numpy(dtype=np.float64), "seeds")
+            row |= {name: effect.value, f"{name}_half": effect.margin}
+        row["final_perplexity"] = perplexity_of(group["final_loss"].mean())
+        row["lowest_perplexity"] = perplexity_of(group["lowest_loss"].mean())
+        row["lowest_step"] = int(group["lowest_step"].median())
+        settings.append(row)
+    return pd.DataFrame(settings)
+
+
+def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, relative: bool) -> Estimate:
+    """`of` − `against` in a measure, paired by seed; relative: the difference of their logarithms.
+
+    Losses are logarithms of perplexities already.
+    """
+    values = []
+    for setting in (of, against):
+        by_seed = rows[rows["setting"] == setting].set_index("seed")[name]
+        values.append(by_seed.map(math.log) if relative else by_seed)
+    paired = (values[0] - values[1]).dropna()
+    return Estimate.mean(paired.sort_index().to_numpy(dtype=np.float64), "seeds")
+
+
+def left_out(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str) -> Estimate:
+    """The best setting of the first group minus that of the second, in a measure of which less is better.
+
+    For every seed the best are those of the other seeds' means, so that none is judged on what it was chosen by.
+    """
+    table = rows.pivot(index="seed", columns="label", values=name)
+    table = table[[label_of(setting) for group in groups for setting in group]].dropna()
+    values = []
+    for seed in table.index if len(table) > 1 else []:
+        others, of_seed = table.drop(index=seed).mean(), table.loc[seed]
+        best = [others[[label_of(setting) for setting in group]].idxmin() for group in groups]
+        values.append(of_seed[best[0]] - of_seed[best[1]])
+    return Estimate.mean(values, "seeds") if values else Estimate(math.nan)
+
+
+def distinct(
+    rows: pd.DataFrame, settings: Sequence[Setting], name: str, apart: Criterion
+) -> list[list[Setting]]:
+    """Settings in groups of rising `name`; within one, no setting is decided to differ from the group's first.
+
+    Args:
+        apart: of the difference of logarithms, paired by seed.
+    """
+    means = rows.groupby("setting", sort=False)[name].mean()
+    groups: list[list[Setting]] = []
+    for setting in sorted(settings, key=lambda each: means[each]):
+        if groups:
+            gap = difference(rows, setting, groups[-1][0], name, relative=True)
+            if not (gap.n > 1 and apart.decided(gap.value, gap.margin)[0]):
+                groups[-1].append(setting)
+                continue
+        groups.append([setting])
+    return groups
+
+
+def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str, against: str) -> Estimate:
+    """How `name` goes with `against` over groups of settings, each the mean of its members; one value per seed.
+
+    Of three groups or more the rank correlation; of two, whose ranks could only agree or not, the difference of
+    `name` from the one with the smaller `against` to the other.
+
+    A few rank correlations over a few groups are often alike by chance, and then have no spread. Where their interval
+    is narrower than that of as many correlations of what has nothing to do with each other, it is taken for theirs.
+    """
+    values = []
+    for _, of_seed in rows.groupby("seed"):
+        table = of_seed.set_index("setting")
+        if not all(setting in table.index for group in groups for setting in group):
+            continue
+        x, y = ([table.loc[list(group), one].mean() for group in groups] for one in (against, name))
+        values.append(
+            y[1] - y[0]
+            if len(groups) == 2
+            else float(np.nan_to_num(rank_correlation(np.array(x), np.array(y))))
+        )
+    if not values:
+        return Estimate(math.nan)
+    known = Estimate.mean(values, "seeds")
+    if len(groups) == 2:
+        return known
+    error = error_under_independence(len(groups)) / math.sqrt(known.n)
+    by_chance = replace(known, error=error, by_chance=True)
+    return by_chance if known.margin < by_chance.margin else known
+
+
+@dataclass(frozen=True)
+class Comparable:
+    """The training runs of one depth and width, all at one step.
+
+    Attributes:
+        published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss
+            that κ weighs against: the readings of what the paper did.
+        others: other ways of LocAteR, in words → settings by rising κ₂.
+        decays: settings without LocAteR by rising weight decay.
+        plain: the one of them with the published decay, None where it was not trained.
+    """
+
+    runs: list[GridRun]
+    step: int
+    rows: pd.DataFrame
+    published: dict[Reduction, list[Setting]]
+    others: dict[str, list[Setting]]
+    decays: list[Setting]
+    plain: Setting | None
+
+    @property
+    def with_locater(self) -> dict[str, list[Setting]]:
+        """All ways of LocAteR, in words → settings by rising κ₂."""
+        return {manner(settings[0]): settings for settings in self.published.values()} | self.others
+
+
+def comparable(runs: Sequence[GridRun]) -> Comparable:
+    """Sort the training runs of one depth and width by what they are for."""
+    step = common_step(runs)
+    kinds = sorted({without_seed(run.setting) for run in runs}, key=lambda s: (s.mean, s.weight_decay))
+    none = [setting for setting in kinds if not (setting.scale or setting.mean)]
+    by_manner: dict[str, list[Setting]] = {}
+    for setting in kinds:
+        if setting not in none:
+            by_manner.setdefault(manner(setting), []).append(setting)
+    for settings in by_manner.values():  # at κ₂ = 0 there is no second term, hence one gradient
+        exact = replace(settings[0], gradient="exact", mean=0.0)
+        if settings[0].gradient != "exact" and exact in kinds:
+            settings.insert(0, exact)
+    published: dict[Reduction, list[Setting]] = {}
+    for reduction in get_args(Reduction):
+        settings = by_manner.pop(manner(Setting(scale=100.0, reduction=reduction)), [])
+        if settings:
+            published[reduction] = settings
+    plain = next((setting for setting in none if label_of(setting) == "no LocAteR"), None)
+    return Comparable(list(runs), step, at_step(runs, step), published, by_manner, none, plain)
+
+
+NEGLIGIBLE = 0.01
+"""Relative difference (and difference in ρ) below which there is no effect to speak of: ours; the paper has curves."""
+RISES = Criterion("more than", 0.0, "ours", NEGLIGIBLE)
+FALLS = Criterion("less than", 0.0, "ours", NEGLIGIBLE)
+ABOVE = Criterion("more than", 0.0, "“different learning phases”, read as a faster first one (ours)")
+BELOW_IN_SHARE = Criterion("less than", 0.0, "“a larger d is beneficial to drive attention to localization”")
+PHASE = 10_000  # steps of the first phase
+
+BELOW = Criterion("less than", 0.0, "“smaller … contributes to higher”, read as their order")
+
+READINGS: dict[Reduction, str] = {
+    "mean": "κ against the mean loss of a token",
+    "sum": "κ against the loss summed over a batch",
+}
+SILENT = "the paper does not say which of the two its penalty was added to"
+
+SPECTRUM = ("the eigenspectrum scale shrinks", "frobenius_squared", FALLS, True)
+ENTROPY = ("the attention entropy increases", "entropy", RISES, True)
+PERPLEXITY = ("the perplexity improves", "final_loss", FALLS, False)
+"""Of captions: words, measure, criterion of the difference, whether it is taken between logarithms."""
+
+
+def in_both_readings(
+    outcome: Outcome,
+    data: Comparable,
+    claim: str,
+    what: str,
+    estimates: dict[Reduction, Estimate],
+    criterion: Criterion,
+) -> None:
+    """Judge a claim under either reading of κ: decided where both were trained and answer alike.
+
+    It does not fail before the published number of steps: an effect may come later.
+
+    Args:
+        estimates: of the readings that were trained.
+    """
+    parts = [
+        judge(claim, f"{what}, {READINGS[reduction]}", estimate, criterion)
+        for reduction, estimate in estimates.items()
+    ]
+    verdict = mix_of(claim, parts)
+    if len(parts) == 1:
+        for answer in (HOLDS, FAILS):
+            verdict = unless_explained(verdict, answer, f"{SILENT}, and the other was not trained")
+    if data.step < PUBLISHED_STEPS:
+        verdict = unless_explained(verdict, FAILS, f"of {number(PUBLISHED_STEPS)} steps: it may come later")
+    outcome.verdicts.append(unless_explained(verdict, IN_PART, f"{SILENT}, and they answer differently"))
+
+
+def _final(outcome: Outcome, data: Comparable, claim: str) -> bool:
+    """Whether the training runs are as long as the published ones, of whose end the claim is; said where not."""
+    if data.step < PUBLISHED_STEPS:
+        outcome.cannot_test(
+            claim, f"compared at step {number(data.step)} of the published {number(PUBLISHED_STEPS)}"
+        )
+    return data.step >= PUBLISHED_STEPS
+
+
+def _each(
+    data: Comparable, against: Setting | None, measure: tuple[str, str, Criterion, bool]
+) -> dict[Reduction, Estimate]:
+    """The difference of the strongest κ₂ against a setting (None: the weakest) in either reading."""
+    _, name, _, relative = measure
+    return {
+        reduction: difference(data.rows, settings[-1], against or settings[0], name, relative=relative)
+        for reduction, settings in data.published.items()
+    }
+
+
+def captions(outcome: Outcome, data: Comparable) -> None:
+    """The claims of every caption: the strongest κ₂ against the weakest."""
+    if any(len(settings) < 2 for settings in data.published.values()) or not data.published:
+        return
+    strongest, weakest = (next(iter(data.published.values()))[place].mean for place in (-1, 0))
+    what = f"difference of logarithms, κ₂ = {strongest:g} against {weakest:g}, step {data.step}"
+    for measure in (SPECTRUM, ENTROPY, PERPLEXITY):
+        claim = f"With stronger κ₂ {measure[0]}"
+        if measure is not PERPLEXITY or _final(outcome, data, claim):
+            in_both_readings(outcome, data, claim, what, _each(data, None, measure), measure[2])
+
+
+def against_none(outcome: Outcome, data: Comparable) -> None:
+    """LocAteR against none: what section 7 says of it, and what it is worth so far."""
+    if data.plain is None:
+        return
+    what = f"difference of logarithms, strongest κ₂ against {label_of(data.plain)}, step {data.step}"
+    if data.published:
+        entropy = "With LocAteR the attention entropy is higher (section 7)"
+        in_both_readings(outcome, data, entropy, what, _each(data, data.plain, ENTROPY), RISES)
+        claim = "With LocAteR the perplexity improves (“eventually”, section 7)"
+        if _final(outcome, data, claim):
+            in_both_readings(outcome, data, claim, what, _each(data, data.plain, PERPLEXITY), FALLS)
+    if data.step < PUBLISHED_STEPS:
+        for how, settings in data.with_locater.items():
+            outcome.claim(
+                f"At step {data.step} LocAteR{how} has the lower perplexity (ours)",
+                f"difference of logarithms, {label_of(settings[-1])} against {label_of(data.plain)}",
+                difference(data.rows, settings[-1], data.plain, "final_loss", relative=False),
+                FALLS,
+            )
+
+
+def against_decay(outcome: Outcome, data: Comparable) -> None:
+    """The best of LocAteR against the best plain weight decay; each seed's chosen by the others."""
+    if len(data.decays) < 2 or not data.published:
+        return
+    in_both_readings(
+        outcome,
+        data,
+        "LocAteR does better than equally tuned weight decay (ours)",
+        f"difference of the losses at step {data.step}, best κ₂ against best of {len(data.decays)} weight decays, "
+        "chosen for each seed by the others",
+        {
+            reduction: left_out(data.rows, (settings, data.decays), "final_loss")
+            for reduction, settings in data.published.items()
+        },
+        FALLS,
+    )
+
+
+def linked(outcome: Outcome, data: Comparable) -> None:
+    """Section 7's explanation: smaller scale, higher entropy, lower perplexity, over settings that differ."""
+    settings = [s for group in data.with_locater.values() for s in group if s.gradient == "exact"]
+    settings += [data.plain] if data.plain else []
+    for claim, name, against in (
+        ("A smaller eigenspectrum scale goes with higher attention entropy", "entropy", "frobenius_squared"),
+        ("Higher attention entropy goes with lower perplexity", "final_loss", "entropy"),
+    ):
+        claim = f"{claim} (section 7)"
+        if name == "final_loss" and not _final(outcome, data, claim):
+            continue
+        groups = distinct(data.rows, settings, against, RISES)
+        if len(groups) < 2:
+            outcome.cannot_test(
+                claim, f"{MEASURES[against]}: no two of {len(settings)} settings differ in it"
+            )
+            continue
+        what = "difference between the two" if len(groups) == 2 else f"rank correlation over {len(groups)}"
+        outcome.claim(
+            claim,
+            f"{what} groups of settings that differ in {MEASURES[against]}, {len(settings)} settings in all, "
+            f"step {data.step}",
+            association(data.rows, groups, name, against),
+            BELOW,
+        )
+
+
+def stripes(outcome: Outcome, data: Comparable) -> None:
+    """Section 7 on Fig. 7: ρ differs over positions with LocAteR, and hardly without."""
+    if not data.published or data.plain is None:
+        return
+    values = data.rows.groupby("setting", sort=False)["stripes"]
+    levels = ", ".join(
+        f"{label_of(setting)} {Estimate.mean(values.get_group(setting).to_numpy(), 'seeds')}"
+        for setting in (*(settings[-1] for settings in data.published.values()), data.plain)
+    )
+    in_both_readings(
+        outcome,
+        data,
+        "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)",
+        f"standard deviation over positions of ρ averaged over steps ({levels}), difference to step {data.step}",
+        _each(data, data.plain, ("", "stripes", RISES, False)),
+        RISES,
+    )
+
+
+def phases(outcome: Outcome, data: Comparable) -> None:
+    """Section 7: the first 10⁴ steps and the rest are different phases of learning; here, of unlike pace."""
+    claim = "The first 10,000 steps and the rest are different phases of learning (section 7)"
+    if data.step < 2 * PHASE:
+        outcome.cannot_test(claim, f"compared at step {number(data.step)}; give {number(2 * PHASE)} or more")
+        return
+    shown = [settings[-1] for settings in data.published.values()] + ([data.plain] if data.plain else [])
+    parts = [
+        judge(
+            claim,
+            f"|change| of {MEASURES[name]} per 1,000 steps before step {number(PHASE)} less that after it, "
+            f"{label_of(setting)}",
+            Estimate.mean(pace_change(data.runs, setting, name, data.step), "seeds"),
+            ABOVE,
+        )
+        for setting in shown
+        for name in ("trace", "entropy")
+    ]
+    outcome.verdicts.append(mix_of(claim, parts))
+
+
+def pace_change(runs: Sequence[GridRun], setting: Setting, name: str, step: int) -> list[float]:
+    """By how much a measure of the first layer changed more per 1,000 steps before `PHASE` than after it, by seed."""
+    values = []
+    for run in runs:
+        if without_seed(run.setting) == setting:
+            curve = run.heads[run.heads["layer"] == 0].set_index("step")[name]
+            turn = curve.index[curve.index <= PHASE].max()
+            first, last = (abs(curve[b] - curve[a]) / (b - a) for a, b in ((0, turn), (turn, step)))
+            values.append(1000 * float(first - last))
+    return values
+
+
+def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
+    """Section 4, measured: ρ on fewer positions at d = 128 than at d = 32, settings and seeds alike, one layer."""
+    claim = "A larger width drives attention to localization: d = 128 against 32 (section 4)"
+    of_widths = {
+        width: [r for r in runs if (r.setting.layers, r.setting.width) == (1, width)] for width in (32, 128)
+    }
+    if not all(of_widths.values()):
+        outcome.cannot_test(claim, "the grid does not have both widths: train them with --widths 32,128")
+        return
+    step = min(common_step(of) for of in of_widths.values())
+    shares = {
+        width: {
+            replace(r.setting, width=0): float(curve_width(torch.from_numpy(profile(r, step)))) for r in of
+        }
+        for width, of in of_widths.items()
+    }
+    settings = sorted({without_seed(s) for s in shares[32].keys() & shares[128].keys()}, key=lambda s: s.name)
+    parts = [
+        judge(
+            claim,
+            f"effective share of positions of ρ averaged to step {number(step)}, d = 128 less d = 32, "
+            f"{label_of(setting)}",
+            Estimate.mean(
+                [
+                    shares[128][s] - shares[32][s]
+                    for s in sorted(shares[32].keys() & shares[128].keys(), key=lambda s: s.seed)
+                    if without_seed(s) == setting
+                ],
+                "seeds",
+            ),
+            BELOW_IN_SHARE,
+        )
+        for setting in settings
+    ]
+    outcome.verdicts.append(mix_of(claim, parts))
+
+
+def judge_grid(outcome: Outcome, data: Comparable) -> None:
+    """Every claim that the training runs of one depth and width can decide."""
+    captions(outcome, data)
+    against_none(outcome, data)
+    against_decay(outcome, data)
+    linked(outcome, data)
+    stripes(outcome, data)
+    phases(outcome, data)

@@ -1,0 +1,408 @@
+"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, resumable.
+
+All training runs advance in rounds of the same number of steps, so that a grid which is stopped at any time compares
+equals; rerunning the command resumes, and one that asks for more steps, seeds, layers or settings adds them to the
+folder. Every process trains on one core. How one run is trained is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import pandas as pd
+import pyarrow
+import torch
+from filelock import FileLock, Timeout
+from jaxtyping import Float
+from rich.console import Console
+from torch import Tensor
+
+from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
+from theodolite.models.loading import hide_progress_bars
+from theodolite.passes.corpus_pass import perplexity_of
+from theodolite.system.checksums import read_checked
+from theodolite.system.files import check_target, disk_errors, folder_purpose
+from theodolite.system.interrupt import ENDING, STOPPING, handling, interruptible
+from theodolite.system.processor import multiplies_halves
+from theodolite.system.threads import using_threads as using
+from theodolite.train.penalty import Gradient
+from theodolite_papers.localization.grid_text import TextFiles, kept_text, load_text
+from theodolite_papers.localization.locater_training import (
+    PUBLISHED_STEPS,
+    LocaterTraining,
+    Recipe,
+    Reduction,
+    Setting,
+)
+
+WORDS = "words"
+
+
+def train_locater(
+    out: Path,
+    text: Path,
+    held_out: Path,
+    console: Console,
+    *,
+    seeds: int = 3,
+    steps: int | None = None,
+    gradient: str = "exact",
+    reduction: str = "mean",
+    off_at: int | None = None,
+    vocabulary: str | None = None,
+    side_by_side: int = 1,
+    device: str = "cpu",
+    **numbers: str | None,
+) -> list[str]:
+    """Train what is missing of the grid; returns a line on each training run.
+
+    Args:
+        text, held_out: files to train on and to judge on.
+        seeds, steps: how many of each.
+        gradient: exact or published.
+        reduction: of the loss that the penalty is added to: mean or sum.
+        off_at: updates after which there is no penalty.
+        vocabulary: tokens of the BPE, or `words`.
+        side_by_side: processes, a core for each; device: of all of them.
+        numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`, joined by commas; an empty text: none of
+            them. None, here and above: as published.
+
+    Raises:
+        UsageError: an option is wrong, or as `train_grid`.
+        WorkError: as `train_grid`.
+    """
+    for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
+        if given not in get_args(choices):
+            raise UsageError(f"--{name} is '{given}'; choose {' or '.join(get_args(choices))}.")
+    if seeds < 1:
+        raise UsageError(f"--seeds is {seeds}; give 1 or more.")
+    recipe = Recipe(vocabulary=_vocabulary(vocabulary), bfloat16=multiplies_halves(device))
+    lists: dict[str, Any] = {
+        name: _numbers(name, given) for name, given in numbers.items() if given is not None
+    }
+    settings = Grid(
+        seeds=seeds,
+        gradient=cast(Gradient, gradient),
+        reduction=cast(Reduction, reduction),
+        off_at=off_at,
+        **lists,
+    ).settings()
+    files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
+    steps = PUBLISHED_STEPS if steps is None else steps
+    train_grid(Job(out, recipe, steps, device), settings, files, console, side_by_side)
+    names = {setting.name for setting in settings}
+    summaries = {run.setting.name: run.summary for run in read_grid(out)[1] if run.summary}
+    unfinished = [name for name in names if name not in summaries or summaries[name]["step"] < steps]
+    if unfinished:
+        raise WorkError(
+            f"{len(unfinished)} of {len(names)} training runs are not at step {steps}; another process is working on "
+            "them: wait for it, then rerun the command"
+        )
+    lines = []
+    for name, summary in summaries.items():
+        if name in names:
+            perplexity = perplexity_of(summary["held_out_loss"])
+            error = perplexity * (summary["held_out_loss_se"] or math.nan)  # null: one window
+            lines.append(
+                f"{name}: step {summary['step']}, held-out perplexity {perplexity:.2f} (± {error:.2f} over contexts)"
+            )
+    return lines
+
+
+def _numbers(name: str, given: str) -> tuple[Any, ...]:
+    kind = int if name in ("layers", "widths") else float
+    try:
+        return tuple(dict.fromkeys(kind(part) for part in given.split(",") if part.strip()))
+    except ValueError:
+        raise UsageError(f"--{name} is '{given}'; give numbers with commas between them.") from None
+
+
+def _vocabulary(given: str | None) -> int | None:
+    if given is None:
+        return Recipe().vocabulary
+    if given == WORDS:
+        return None
+    if not given.isdecimal():
+        raise UsageError(f"--vocabulary is '{given}'; give a number of tokens, or {WORDS}.")
+    return int(given)
+
+
+ROUND = 5000
+"""Steps that every training run takes before any goes further."""
+
+RUN_FOLDERS = "points"
+CLAIM = "grid.json"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The published settings, and as many weight decays without LocAteR.
+
+    Attributes:
+        layers, widths: depths and d; every combination of all that follows at each.
+        seeds: 0 … seeds − 1.
+        scales, means: κ₁ and κ₂ of the LocAteR training runs, every combination.
+        decays: of the training runs without LocAteR; 0.01 is the published one.
+        gradient, reduction, off_at: of the LocAteR training runs, as in `Setting`.
+    """
+
+    layers: tuple[int, ...] = (1,)
+    widths: tuple[int, ...] = (32,)
+    seeds: int = 3
+    scales: tuple[float, ...] = (100.0,)
+    means: tuple[float, ...] = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
+    decays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0, 10.0)
+    gradient: Gradient = "exact"
+    reduction: Reduction = "mean"
+    off_at: int | None = None
+
+    def settings(self) -> list[Setting]:
+        """Every setting; a seed's before the next seed's."""
+        settings = []
+        how: dict[str, Any] = {
+            "gradient": self.gradient,
+            "reduction": self.reduction,
+            "off_at": self.off_at,
+        }
+        for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
+            place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
+            settings += [
+                Setting(**place, **how, scale=scale, mean=mean)
+                for scale, mean in product(self.scales, self.means)
+            ]
+            settings += [Setting(**place, weight_decay=decay) for decay in self.decays]
+        return settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs to know besides its settings."""
+
+    folder: Path
+    recipe: Recipe
+    steps: int
+    device: str
+
+
+def train_grid(
+    job: Job, settings: list[Setting], files: TextFiles, console: Console, side_by_side: int = 1
+) -> None:
+    """Bring every setting to `job.steps` steps, `side_by_side` of them at a time, each on a core of its own.
+
+    Raises:
+        UsageError: the folder holds another grid or text, a number is impossible, or a file cannot be read.
+        WorkError: a training run failed (the others are finished), or a file cannot be written.
+        KeyboardInterrupt: Ctrl-C was pressed; every process has saved its last whole step.
+    """
+    for what, number in (("setting", len(settings)), ("step", job.steps), ("process", side_by_side)):
+        if number < 1:
+            raise UsageError(f"there is nothing to train: give at least one {what}.")
+    for setting in settings:
+        setting.check()
+    check_target(job.folder)
+    with disk_errors(job.folder):
+        job.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(job.folder / "lock"):
+        kept_text(job.folder, files)
+        _claim(job)
+    console.print(
+        f"{len(settings)} training runs of {job.steps} steps in {job.folder}, {side_by_side} at a time"
+    )
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with interruptible(lambda: say(STOPPING)) as pressed:
+        if side_by_side == 1:
+            failed = _train_all(settings, job, pressed, say)
+        else:
+            shares = [settings[first::side_by_side] for first in range(side_by_side)]
+            failed = _train_in_processes([share for share in shares if share], job, pressed, say)
+    if failed:
+        raise WorkError("; ".join(failed))
+
+
+def _claim(job: Job) -> None:
+    """Write into the folder how its training runs are made, unless it says the same already."""
+    claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
+    if folder_purpose(job.folder / CLAIM, claim) != claim:
+        raise UsageError(f"{job.folder} holds a grid of another recipe or device; choose another folder.")
+
+
+def _train_all(
+    settings: list[Setting], job: Job, stop: Callable[[], bool], say: Callable[[str], None]
+) -> list[str]:
+    """Train the settings in rounds; the messages of those that failed, which are not tried again."""
+    text = load_text(job.folder)
+    failed: dict[Setting, str] = {}
+    with using(1 if torch.device(job.device).type == "cpu" else torch.get_num_threads()):
+        for target in [*range(ROUND, job.steps, ROUND), job.steps]:
+            for setting in settings:
+                folder = job.folder / RUN_FOLDERS / setting.name
+                if stop():
+                    return []
+                if setting in failed:
+                    continue
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    with FileLock(folder / "lock", timeout=0):
+                        began = time.perf_counter()
+                        training = LocaterTraining(folder, setting, job.recipe, text, job.device)
+                        first_step = training.step
+                        if training.advance(target, stop) and target == job.steps:
+                            training.finish()
+                        steps = training.step - first_step
+                        if steps:
+                            pace = f"{steps / (time.perf_counter() - began):.1f} steps per second"
+                            say(f"{setting.name}: {training.progress()}, {pace}")
+                except Timeout:
+                    say(f"{setting.name}: another process is training it; skipped")
+                except TheodoliteError as error:
+                    failed[setting] = str(error)
+                    say(f"{setting.name}: {error}")
+    return list(failed.values())
+
+
+def _train_in_processes(
+    shares: list[list[Setting]], job: Job, pressed: Callable[[], bool], say: Callable[[str], None]
+) -> list[str]:
+    """A process for each share; they hear of Ctrl-C from here, and stop when this process is gone."""
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    failed: list[str] = []
+    workers, open_ends = [], []
+    for share in shares:
+        receive, send = context.Pipe(duplex=False)
+        worker = context.Process(target=_worker, args=(share, job, stop, os.getpid(), send), daemon=True)
+        with _ignored_signals():
+            worker.start()
+        send.close()  # so that the end of the process is the end of the pipe
+        workers.append(worker)
+        open_ends.append(receive)
+    try:
+        while open_ends:
+            if pressed():
+                stop.set()
+            ready = wait(open_ends, timeout=0.5)
+            for end in [end for end in open_ends if end in ready]:
+                try:
+                    kind, line = end.recv()
+                except EOFError:
+                    open_ends.remove(end)
+                    continue
+                if kind == "failed":
+                    failed.append(line)
+                else:
+                    say(line)
+    except BaseException:
+        for worker in workers:
+            worker.kill()  # which does no harm; they ignore what is gentler
+        raise
+    for worker in workers:
+        worker.join()
+        if worker.exitcode:
+            failed.append(f"a process ended with status {worker.exitcode}; rerun the command")
+    return failed
+
+
+@contextmanager
+def _ignored_signals() -> Iterator[None]:
+    """What is started here ignores what reaches every process of a terminal, such as Ctrl-C: the first one decides."""
+    is_main = threading.current_thread() is threading.main_thread()
+    with handling(ENDING if is_main else [], signal.SIG_IGN):
+        yield
+
+
+def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connection) -> None:
+    def stopped() -> bool:
+        return stop.is_set() or os.getppid() != parent
+
+    def say(line: str) -> None:
+        if os.getppid() == parent:
+            send.send(("said", line))
+
+    hide_progress_bars()
+    try:
+        for line in _train_all(share, job, stopped, say):
+            send.send(("failed", line))
+    except TheodoliteError as error:
+        send.send(("failed", str(error)))
+
+
+@dataclass(frozen=True)
+class GridRun:
+    """What one training run of a grid has given so far.
+
+    Attributes:
+        losses: `step`, `training_loss`, `held_out_loss`, `held_out_loss_se`.
+        heads: `step`, `layer`, `trace`, `trace_of_square`, `frobenius_squared`, `entropy`, `propagation`.
+        propagation: ρ_i of the last query, (steps, layers, T), float32, for `propagation_steps`.
+        summary: the model of the last step on all held-out text; None before its grid's last step.
+    """
+
+    setting: Setting
+    losses: pd.DataFrame
+    heads: pd.DataFrame
+    propagation: Float[Tensor, "steps layers length"]
+    propagation_steps: list[int]
+    summary: dict[str, Any] | None
+
+
+def is_grid(folder: str | Path) -> bool:
+    """Whether a grid of training runs is there, finished or not."""
+    return (Path(folder) / CLAIM).is_file()
+
+
+def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
+    """How a grid's training runs are made, and all of them, in the order of their names; also while they are running.
+
+    Raises:
+        UsageError: the folder holds no grid, or none that has been measured; a training run of it is damaged.
+    """
+    folder = Path(folder)
+    try:
+        recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
+    places = sorted((folder / RUN_FOLDERS).glob("*"))
+    # The last file of the first save.
+    runs = [_grid_run(place) for place in places if (place / "propagation.safetensors").exists()]
+    if not runs:
+        raise UsageError(f"{folder} holds no saved training run yet; wait for the first checkpoint.")
+    return recipe, runs
+
+
+def _grid_run(folder: Path) -> GridRun:
+    try:
+        return _read_grid_run(folder)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, pyarrow.ArrowException) as error:
+        raise UsageError(
+            f"{folder} is damaged ({first_line(error)}); remove it and train it again."
+        ) from error
+
+
+def _read_grid_run(folder: Path) -> GridRun:
+    setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
+    summary = folder / "summary.json"
+    curves, _ = read_checked(folder / "propagation.safetensors")
+    return GridRun(
+        setting,
+        pd.read_parquet(folder / "losses.parquet"),
+        pd.read_parquet(folder / "heads.parquet"),
+        curves["propagation"],
+        curves["steps"].tolist(),
+        json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
+    )

@@ -1,0 +1,297 @@
+"""Figures 1 to 3 of Bao et al. 2024: the piecewise linear softmax, ρ(θ) as published and as corrected, and its limit.
+
+Figures of theory come out the same for every model: they show, and what they assert is tested. What does not hold as
+printed is in docs/errata.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from torch import Tensor
+
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.exhibit import by_name
+from theodolite.report.measures import BAO, ZHAI
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import number
+from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
+from theodolite_papers.drawing import localization as drawing
+from theodolite_papers.drawing.localization import CORRECTED, PUBLISHED, Line
+from theodolite_papers.experiment import Study, experiment
+
+BOUND_LENGTHS = (16, 64, 512, 4096)
+NU = torch.linspace(0, 30, 601, dtype=torch.float64)
+
+BOUNDS = {
+    "exact": ("corrected", Line("exact bound", style.VERMILLION, width=2.6)),
+    "asymptotic": ("asymptotic", Line("large T, with exp(−ν)", style.BLUE, "dot")),
+    "published": ("published", Line("large T as printed, with exp(−ν/2)", style.GREY, "dash")),
+}
+HIGHEST = Line("ln T, the highest entropy", style.GREEN, "dashdot", 1.4)
+
+
+@experiment(
+    "localization/figure4",
+    "The lower bound of the attention entropy",
+    "The bound is unimodal in ν and vanishes as the spectral norm grows (section 5, eq. 9, Fig. 4)",
+    needs=("nothing",),
+)
+def entropy_bound(study: Study, outcome: Outcome) -> None:
+    bounds = {
+        length: {name: entropy_lower_bound(NU, length, variant) for name, (variant, _) in BOUNDS.items()}
+        for length in BOUND_LENGTHS
+    }
+    for length, curves in bounds.items():
+        peak = int(curves["published"].argmax())
+        exact = f"{number(float(curves['exact'].max()))} at ν = 0; exact bound at the printed peak: "
+        outcome.read(
+            f"peak of the bound, T = {length}, ln T = {math.log(length):.3f}",
+            exact + number(float(curves["exact"][peak])),
+            f"{number(float(curves['published'][peak]))} at ν = {number(float(NU[peak]))}",
+        )
+    shortest, longest = (
+        number(float((bounds[length]["asymptotic"] - bounds[length]["exact"]).abs().max()))
+        for length in (BOUND_LENGTHS[0], BOUND_LENGTHS[-1])
+    )
+    outcome.read(
+        f"largest difference of the large-T form with exp(−ν) from the exact bound, T = {BOUND_LENGTHS[0]} and "
+        f"{BOUND_LENGTHS[-1]}",
+        f"{shortest} and {longest}",
+    )
+    outcome.tables["bounds"] = pd.DataFrame(
+        [
+            {"tokens": length, "nu": float(NU[at]), "highest": math.log(length)}
+            | {name: float(curve[at]) for name, curve in bounds[length].items()}
+            for length in BOUND_LENGTHS
+            for at in range(0, len(NU), 10)
+        ]
+    )
+
+    def draw(place: int) -> go.Figure:
+        length = BOUND_LENGTHS[place]
+        lines = [*(line for _, line in BOUNDS.values()), HIGHEST]
+        curves = [
+            curve.numpy() for curve in (*bounds[length].values(), torch.full_like(NU, math.log(length)))
+        ]
+        titles = ("ν = ‖XXᵀ‖₂ ‖W_QK‖₂/λ", "nats")
+        return drawing.curves(NU.numpy(), lines, curves, titles, yaxis={"rangemode": "tozero"})
+
+    outcome.figure(
+        "bounds",
+        "Lower bound of the attention entropy",
+        by_name("tokens", [f"T = {length}" for length in BOUND_LENGTHS], draw),
+        "The exact bound for T tokens, its form for large T, eq. 9 as printed, and the highest entropy that T "
+        "outcomes have.",
+        "a printed curve far above ln T, which no entropy exceeds; the exact one starts at ln T and only falls.",
+        f"{ZHAI}, Theorem 3.1; {BAO}, eq. 9 and Fig. 4",
+        wide=True,
+    )
+
+
+LENGTHS = (2, 8, 40, 64)
+"""Numbers of inputs of the softmax: that of Fig. 1, one between, and those of the simulation and the experiments."""
+
+VARIANTS = ("published", "corrected")
+THETA = torch.linspace(0, 1, 401, dtype=torch.float64)
+TABLE_STEP = 10  # of THETA, in tables and maps
+
+XIS = (-20.0, -10.0, -5.0, -2.0, -1.0, 1.0, 2.0, 5.0, 10.0, 20.0)
+ETAS = (0.001, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0)
+"""Ours: the text names ξ = ±1 and ±5 and η = 0.001 and 0.5, and the figure's other values are not printed."""
+MAP_XI = torch.linspace(-20, 20, 81, dtype=torch.float64)
+
+SOURCE_2 = f"{BAO}, Fig. 2 and eq. 6; corrected: v = 2θ² − 2θ + 7/12"
+
+NEAR_LIMIT = ((128.0, 0.01), (512.0, 0.01), (256.0, 0.02))
+"""ξ and η of Fig. 3: both of its caption (ξη = 1.28 and 5.12), and that of the text, η = 0.02 with ξη = 5.12."""
+HEAD_WIDTH = 128  # of the largest heads in use
+
+
+def _one_raised_logit(logit: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """S_1 and S̃_1 where the first of T inputs is `logit` and the others are 0."""
+    inputs = torch.zeros(len(logit), length, dtype=torch.float64)
+    inputs[:, 0] = logit
+    return inputs.softmax(-1)[:, 0], piecewise_softmax(inputs)[:, 0]
+
+
+@experiment(
+    "localization/figure1",
+    "Softmax and its piecewise linear approximation",
+    "Softmax is linearised at 0 and clamped, as close to the original as possible (section 2, Fig. 1)",
+    needs=("nothing",),
+)
+def softmax(study: Study, outcome: Outcome) -> None:
+    logit = torch.linspace(-10, 80, 1801, dtype=torch.float64)
+    pairs = {length: _one_raised_logit(logit, length) for length in LENGTHS}
+    for length, (soft, piecewise) in pairs.items():
+        gap = (soft - piecewise).abs()
+        at = number(float(logit[gap.argmax()]), 2)
+        quantity = (
+            "largest |S − S̃| for two inputs, at |ω₁ − ω₂| = 2"
+            if length == 2
+            else f"the same for {length} inputs, at ω₁ = {at}"
+        )
+        outcome.read(quantity, number(float(gap.max())))
+    outcome.tables["inputs"] = pd.DataFrame(
+        [
+            {"inputs": length, "logit": at, "softmax": s, "piecewise": p}
+            for length, (soft, piecewise) in pairs.items()
+            for at, s, p in zip(logit[::9].tolist(), soft[::9].tolist(), piecewise[::9].tolist(), strict=True)
+        ]
+    )
+    side = torch.linspace(-5, 5, 41, dtype=torch.float64)
+    logit_pairs = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1)
+    first, linear = logit_pairs.softmax(-1)[..., 0].numpy(), piecewise_softmax(logit_pairs)[..., 0].numpy()
+    outcome.figure(
+        "plane",
+        "Softmax and its approximation for two inputs",
+        drawing.maps(
+            {"softmax S": first, "piecewise linear S̃": linear, "S̃ − S": linear - first},
+            (side.numpy(), side.numpy()),
+            ("ω₁", "ω₂", "of the first input"),
+            (0.0, 1.0),
+            signed=("S̃ − S",),
+        ),
+        "The value of the first of two inputs under softmax, under its first-order expansion at 0 clamped to "
+        "[0, 1], and the difference. Both depend on ω₁ − ω₂ alone.",
+        "the diagonal, where both agree, and two bands along it where the clamp sets in and they differ most.",
+        f"{BAO}, Fig. 1 and section 2",
+        wide=True,
+    )
+
+    def draw(place: int) -> go.Figure:
+        lines = (Line("softmax", style.BLUE), Line("piecewise linear", style.VERMILLION))
+        values = [curve.numpy() for curve in pairs[LENGTHS[place]]]
+        return drawing.curves(logit.numpy(), lines, values, ("ω₁, the others 0", "value of input 1"))
+
+    outcome.figure(
+        "inputs",
+        "One input above the others, by their number",
+        by_name("inputs", [f"T = {length}" for length in LENGTHS], draw, grid=True),
+        "Softmax and its approximation of the first of T inputs, the others being 0.",
+        "at T = 2 two curves that nearly agree; at T = 40 and 64 softmax has saturated long before the line rises.",
+        f"{BAO}, section 2; more than two inputs are ours",
+        wide=True,
+    )
+
+
+@experiment(
+    "localization/figure2",
+    "Signal propagation ρ(θ) by ξ and η, as published and as corrected",
+    "ρ is late-, early- or middle-site by ξ and η, uniform for small |ξ|, and vanishes for large η (section 4, "
+    "Fig. 2)",
+    needs=("nothing",),
+)
+def by_spectrum(study: Study, outcome: Outcome) -> None:
+    xi, eta = (torch.tensor(values, dtype=torch.float64) for values in (XIS, ETAS))
+    published, corrected = (propagation(THETA, xi[:, None], eta, name).numpy() for name in VARIANTS)
+    gap = np.abs(published - corrected)
+    at = np.unravel_index(gap.argmax(), gap.shape)
+    where = f"ξ = {XIS[at[0]]:g}, η = {ETAS[at[1]]:g}, θ = {float(THETA[at[2]]):g}"
+    outcome.read(f"largest |published − corrected| ρ, at {where}", number(float(gap.max())), "0")
+    outcome.read("variance of s over η² at θ = 1", "7/12 (2θ² − 2θ + 7/12)", "31/12 (2θ² + 7/12)")
+    outcome.tables["curves"] = pd.DataFrame(
+        [
+            {"xi": xi, "eta": eta, "theta": float(THETA[at]), "published": published[a, b, at]}
+            | {"corrected": corrected[a, b, at]}
+            for a, xi in enumerate(XIS)
+            for b, eta in enumerate(ETAS)
+            for at in range(0, len(THETA), TABLE_STEP)
+        ]
+    )
+    theta = THETA[::TABLE_STEP]
+    planes = [propagation(theta, MAP_XI[:, None], eta, name).permute(1, 2, 0).numpy() for name in VARIANTS]
+
+    def draw_map(place: int) -> go.Figure:
+        first, second = (plane[place] for plane in planes)
+        pictures = {"published": first, "corrected": second, "published − corrected": first - second}
+        axes = (MAP_XI.numpy(), theta.numpy())
+        return drawing.maps(pictures, axes, ("ξ", "θ", "ρ"), (0.0, 1.0), signed=("published − corrected",))
+
+    def draw_curves(place: int) -> go.Figure:
+        return drawing.propagation_curves(THETA.numpy(), ETAS, published[place], corrected[place])
+
+    outcome.figure(
+        "maps",
+        "ρ(θ) over ξ, published and corrected",
+        by_name("η", [f"η = {value:g}" for value in ETAS], draw_map),
+        "Probability that the token at relative position θ propagates, for every ξ; one η at a time. The printed "
+        "variance grows towards the end of the context; the right one is symmetric about its middle.",
+        "late sites at the right and early ones at the left for small η, a band at θ = ½ for η ≥ 0.5.",
+        SOURCE_2,
+        wide=True,
+    )
+    outcome.figure(
+        "curves",
+        "ρ(θ) for every η",
+        by_name("ξ", [f"ξ = {value:g}" for value in XIS], draw_curves, grid=True),
+        "The same as curves: corrected solid, published dashed.",
+        "curves for large |ξ| that move from one side to the middle as η grows, and sink.",
+        SOURCE_2,
+        wide=True,
+    )
+
+
+def window(r: float) -> tuple[float, float]:
+    """Where Lemma 2's limit of ρ is 1, for r > 0: from ½ to 1, or to ½ + 1/r."""
+    return 0.5, min(1.0, 0.5 + 1 / r)
+
+
+@experiment(
+    "localization/figure3",
+    "ρ(θ) near the limit in which it localizes",
+    "ρ localizes at the middle site when ξη is above the threshold of 2 (Fig. 3, Lemma 2)",
+    needs=("nothing",),
+)
+def near_the_limit(study: Study, outcome: Outcome) -> None:
+    xi, eta = torch.tensor(NEAR_LIMIT, dtype=torch.float64).T
+    published, corrected = (propagation(THETA, xi, eta, name).numpy() for name in VARIANTS)
+    outcome.read(
+        "η where ρ is localized", "ξ = 512 or 256: both drawn", "caption: 5.12/512 = 0.01; text: 0.02"
+    )
+    apart, gap = (
+        float(np.abs(a - b).max()) for a, b in ((corrected[1], corrected[2]), (published, corrected))
+    )
+    outcome.read("largest difference of the two readings of ξη = 5.12, corrected", number(apart))
+    outcome.read("largest |published − corrected| ρ", number(gap), "0")
+    for value in (128, 512):
+        outcome.read(f"least width d with |ξ| ≤ √d (eq. 5), ξ = {value}", number(float(value**2)))
+    outcome.read(
+        f"largest |ξ| of a head of width {HEAD_WIDTH}, whose symmetric part has rank {2 * HEAD_WIDTH} at most",
+        number(math.sqrt(2 * HEAD_WIDTH)),
+        "√d",
+    )
+    labels = [f"ξ = {xi:g}, η = {eta:g} (ξη = {xi * eta:g})" for xi, eta in NEAR_LIMIT]
+    outcome.tables["curves"] = pd.DataFrame(
+        {"theta": THETA.numpy()}
+        | {
+            f"{name}, {label}": curves[place]
+            for place, label in enumerate(labels)
+            for name, curves in zip(VARIANTS, (published, corrected), strict=True)
+        }
+    )
+
+    def draw(place: int) -> go.Figure:
+        values: list[Floats] = [published[place], corrected[place]]
+        axes = ("θ", "ρ(θ)")
+        lines = drawing.curves(
+            THETA.numpy(), (PUBLISHED, CORRECTED), values, axes, yaxis={"range": [-0.02, 1.15]}
+        )
+        return drawing.with_windows(lines, {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)})
+
+    outcome.figure(
+        "curves",
+        "ρ(θ) at large ξ and small η",
+        by_name("ξ and η", labels, draw, grid=True),
+        "Probability that the token at θ propagates, for both readings of Fig. 3: those of its caption, and the one of "
+        "the text. Shaded: where Lemma 2's limit for r = 5.12 is 1.",
+        "a step up at ½ that stays up for ξη = 1.28, and comes down again at 0.695 for ξη = 5.12.",
+        f"{BAO}, Fig. 3 and Lemma 2",
+        wide=True,
+    )

@@ -1,0 +1,267 @@
+"""Text as a random walk: second moments of hidden states against min(s, t) Σ, random tokens and a true walk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from theodolite import Corpus
+from theodolite.accumulate.sums import State
+from theodolite.accumulate.walks import LAGS, WalkSums, simulated_walk
+from theodolite.estimates import Estimates
+from theodolite.judging import Criterion
+from theodolite.measure.walks import (
+    MEASURES,
+    autocorrelations,
+    mean_gram,
+    pair_table,
+    steps_shared,
+    walk_table,
+)
+from theodolite.passes.walk_pass import TextWalk, read_walk
+from theodolite.report import style
+from theodolite.report.data import OF_GROUPS, Floats
+from theodolite.report.exhibit import by_layer, by_name
+from theodolite.report.measures import BAO
+from theodolite.report.outcome import Outcome
+from theodolite.system.wording import number, with_error
+from theodolite_papers.drawing import localization as drawing
+from theodolite_papers.drawing.localization import Line
+from theodolite_papers.experiment import Study, experiment
+
+TEXT, RANDOM, WALK = "text", "random tokens", "simulated walk"
+LINES = {
+    TEXT: Line(TEXT, style.MEASURED, width=2.6),
+    RANDOM: Line(RANDOM, style.BLUE),
+    WALK: Line(WALK, style.GREEN),
+}
+
+EXPLAINS = Criterion(
+    "at least", 0.5, "“semantically plausible” (Remark 3) read as: half of the variation is a walk's (ours)"
+)
+UNCORRELATED = Criterion(
+    "at most", 0.1, "in size; Assumption 1 has 0, vectors independent of each other −½; the tenth is ours"
+)
+GROWTH_EXPONENT = Criterion(
+    "at least", 0.5, "Assumption 1 has 1, vectors of one size 0; half of the way is ours"
+)
+NEAR = Criterion("at most", 0.5, "half of the size of what is measured (ours)")
+DRIFTS = Criterion("more than", 0.0, "the drift of text, and not of its position alone (ours)")
+
+OF_A_WALK = {
+    "r_squared": "1",
+    "r_squared_centred": "1",
+    "correlation": "near 1",
+    "trace_ratio": "1",
+    "autocorrelation": "0",
+    "growth": "1",
+    "frobenius": "0",
+    "cosine": "1",
+}
+"""What a true walk has, of the measures that the page shows."""
+
+BY_LAYER = {
+    "r_squared": "R²",
+    "autocorrelation": "autocorrelation",
+    "growth": "growth",
+    "frobenius": "Frobenius error",
+    "cosine": "cosine",
+}
+"""The measures that are drawn by layer, and what the picker calls them."""
+
+Sums = dict[str, tuple[WalkSums, State]]
+"""Of what attention reads: by `TEXT`, `RANDOM`, `WALK`."""
+
+
+def text_walk(study: Study) -> TextWalk:
+    """The pass over the text of the run, made once for all experiments.
+
+    Raises:
+        UsageError: the text is not at hand, or its contexts are too short.
+    """
+    corpus = study.require_corpus()
+    seed = int(study.provenance["seed"])
+    return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))
+
+
+@experiment(
+    "localization/walk",
+    "Text as a random walk",
+    "Tokens walk at random with Gaussian steps, which “may be semantically plausible” (Assumption 1, Remark 3)",
+    needs=("model",),
+    scaled_down="64 positions at most, full second moments at the pairs of six of them",
+)
+def walk(study: Study, outcome: Outcome) -> None:
+    text, seed, model = text_walk(study), int(study.provenance["seed"]), study.require_model()
+    contexts, length = text.corpus.contexts.shape
+    tokens = Corpus.random_tokens(model.required_vocabulary(), length, contexts, seed, below=model.vocabulary)
+    random_walk = read_walk(model, tokens, seed)
+    sums: Sums = {
+        TEXT: (text.inputs, text.input_state),
+        RANDOM: (random_walk.inputs, random_walk.input_state),
+        WALK: simulated_walk(text.inputs, text.input_state, seed),
+    }
+    tables = {name: walk_table(*of) for name, of in sums.items()}
+    residual = walk_table(text.residual, text.residual_state)
+    _read(outcome, tables | {f"{TEXT}, residual stream": residual})
+    _judge(outcome, tables[TEXT], tables[RANDOM], residual)
+    layers = pd.concat(
+        [
+            *(table.assign(tokens=name, vectors="attention input") for name, table in tables.items()),
+            residual.assign(tokens=TEXT, vectors="residual stream"),
+        ],
+        ignore_index=True,
+    )
+    first = ["tokens", "vectors"]
+    outcome.tables["layers"] = layers[[*first, *(name for name in layers if name not in first)]]
+    outcome.tables["pairs"] = pair_table(*sums[TEXT])
+    _draw_moments(outcome, sums)
+    _draw_growth(outcome, sums)
+    _draw_increments(outcome, sums)
+    _draw_layers(outcome, tables)
+
+
+def _column(table: pd.DataFrame, name: str) -> tuple[Floats, Floats]:
+    """A measure and its standard errors, layer by layer."""
+    return table[name].to_numpy(dtype=np.float64), table[f"{name}_se"].to_numpy(dtype=np.float64)
+
+
+def _estimates(values: Floats, errors: Floats) -> Estimates:
+    return Estimates(values, errors, *OF_GROUPS)
+
+
+def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
+    for name, of_a_walk in OF_A_WALK.items():
+        by_source = []
+        for source, table in tables.items():
+            values, errors = _column(table, name)
+            middle = len(values) // 2
+            by_source.append(f"{source} {with_error(float(values[middle]), float(errors[middle]))}")
+        outcome.read(f"{MEASURES[name]}, middle layer", "; ".join(by_source), f"a walk: {of_a_walk}")
+    outcome.read(
+        "lowest R² of the simulated walk over layers: what this test gives for a true walk",
+        number(float(tables[WALK]["r_squared"].min())),
+        "a walk: 1",
+    )
+
+
+def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual: pd.DataFrame) -> None:
+    second_moments = "the second moments of a random walk"
+    for claim, table in (
+        (f"What attention reads has {second_moments} (Assumption 1, Remark 3)", text),
+        (f"The residual stream has {second_moments}", residual),
+    ):
+        outcome.claim(claim, MEASURES["r_squared"], _estimates(*_column(table, "r_squared")), EXPLAINS)
+    of_text, error_of_text = _column(text, "autocorrelation")
+    outcome.claim(
+        "The increments of what attention reads are uncorrelated (Assumption 1)",
+        f"|{MEASURES['autocorrelation']}|",
+        _estimates(np.abs(of_text), error_of_text),
+        UNCORRELATED,
+    )
+    outcome.claim(
+        "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
+        MEASURES["growth"],
+        _estimates(*_column(text, "growth")),
+        GROWTH_EXPONENT,
+    )
+    outcome.claim(
+        "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
+        MEASURES["frobenius"],
+        _estimates(*_column(text, "frobenius")),
+        NEAR,
+    )
+    of_random, error_of_random = _column(random, "autocorrelation")
+    outcome.claim(
+        "Text drifts where random tokens do not (Remark 3)",
+        f"{MEASURES['autocorrelation']}, text less random tokens",
+        _estimates(of_text - of_random, np.hypot(error_of_text, error_of_random)),
+        DRIFTS,
+    )
+
+
+def _draw_moments(outcome: Outcome, sums: Sums) -> None:
+    text_sums, state = sums[TEXT]
+    at = np.array(text_sums.shown, dtype=np.float64) + 1
+
+    def draw(layer: int) -> go.Figure:
+        grams = {name: mean_gram(state, layer).numpy() for name, (_, state) in sums.items()}
+        grams["min(s, t)"] = steps_shared(text_sums).numpy()
+        least = np.finfo(np.float64).tiny
+        pictures = {name: gram / max(float(np.abs(gram).max()), least) for name, gram in grams.items()}
+        titles = ("t", "s", "over the largest")
+        return drawing.maps(pictures, (at, at), titles, (-1.0, 1.0), signed=tuple(pictures), square=True)
+
+    count = len(state["contexts"])
+    outcome.figure(
+        "moments",
+        "E[x_s·x_t] of what attention reads",
+        by_layer(count, draw),
+        "Mean over contexts of the inner product of what the attention module reads at positions s and t, each "
+        "picture over its own largest value: the text of the run, random tokens, Gaussian random walks with the "
+        "covariance of the text's increments, and what Assumption 1 says.",
+        "whether the text looks like the two pictures on the right: strong in the lower right corner only, with "
+        "level sets that run along two sides of squares. A flat picture with a strong diagonal is no walk.",
+        f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
+        wide=True,
+    )
+
+
+def _draw_growth(outcome: Outcome, sums: Sums) -> None:
+    text_sums, text_state = sums[TEXT]
+    at = np.array(text_sums.shown, dtype=np.float64) + 1
+
+    def draw(layer: int) -> go.Figure:
+        norms = [mean_gram(state, layer).diagonal().numpy() for _, state in sums.values()]
+        log = {"type": "log", "dtick": 1}
+        values, titles = [norm / norm[0] for norm in norms], ("t", "E‖x_t‖² over E‖x_1‖²")
+        return drawing.curves(at, list(LINES.values()), values, titles, xaxis=log, yaxis=log)
+
+    count = len(text_state["contexts"])
+    outcome.figure(
+        "growth",
+        "E‖x_t‖² by position",
+        by_layer(count, draw),
+        "Mean squared norm of what the attention module reads, over that at the first position that is not left out.",
+        "a line of slope 1, as that of the simulated walk; after a norm layer the size cannot grow at all.",
+        f"{BAO}, Assumption 1: E‖x_t‖² = t tr Σ",
+    )
+
+
+def _draw_increments(outcome: Outcome, sums: Sums) -> None:
+    lags = np.arange(1, LAGS + 1, dtype=np.float64)
+
+    def draw(layer: int) -> go.Figure:
+        values = [autocorrelations(*of, layer)[1:].numpy() for of in sums.values()]
+        titles = ("lag", "E[ε_t·ε_{t+lag}] / E‖ε_t‖²")
+        return drawing.curves(lags, list(LINES.values()), values, titles, yaxis={"range": [-0.6, 0.3]})
+
+    count = len(sums[TEXT][1]["contexts"])
+    outcome.figure(
+        "increments",
+        "Autocorrelation of the increments",
+        by_layer(count, draw),
+        "ε_t = x_{t+1} − x_t of what the attention module reads. Tokens that are independent of their neighbours have "
+        "−½ at lag 1 and 0 after it.",
+        "0 at every lag, as for the simulated walk.",
+        f"{BAO}, Assumption 1",
+    )
+
+
+def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
+    def draw(place: int) -> go.Figure:
+        values = [_column(table, list(BY_LAYER)[place])[0] for table in tables.values()]
+        layers = tables[TEXT]["layer"].to_numpy(dtype=np.float64)
+        return drawing.curves(layers, list(LINES.values()), values, ("layer", ""))
+
+    outcome.figure(
+        "layers",
+        "How closely each layer follows a random walk",
+        by_name("measure", list(BY_LAYER.values()), draw),
+        "One number per layer: "
+        + "; ".join(f"{label}: {MEASURES[name]}" for name, label in BY_LAYER.items())
+        + ".",
+        "the text's line on that of the simulated walk.",
+        f"{BAO}, Assumption 1; the measures are ours",
+    )

@@ -1,0 +1,233 @@
+"""`theodolite train KIND`: parsing only. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from theodolite.cli.commands import with_option_groups
+from theodolite.cli.screen import one_line_errors, screen
+from theodolite.system.files import json_text
+
+training = typer.Typer(
+    help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
+    "examples, or a grid with LocAteR.\n\n"
+    "Example: theodolite train addition --digits 10 --series --out adder",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the models and the tokenizer.")]
+Threads = Annotated[int, typer.Option(help="CPU threads.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only a record of the training, as JSON.")]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Options of every training run of one model."""
+
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: as published].")] = None
+    batch: Annotated[int | None, typer.Option(help="Contexts per step [default: as published].")] = None
+    learning_rate: Annotated[
+        float | None, typer.Option("--rate", help="Peak learning rate [default: as published].")
+    ] = None
+
+
+@dataclass(frozen=True)
+class _Small(_Steps):
+    """Options of a small model's training run."""
+
+    positions: Annotated[str, typer.Option(help="learned or rotary.")] = "learned"
+    series: Annotated[
+        bool, typer.Option("--series", help="Also save checkpoints during training, in OUT/series.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class _FewShot(_Small):
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: 8000].")] = None
+    batch: Annotated[int | None, typer.Option(help="Prompts per step [default: 32].")] = None
+    learning_rate: Annotated[
+        float | None, typer.Option("--rate", help="Peak learning rate [default: 0.001].")
+    ] = None
+    positions: Annotated[str, typer.Option(help="learned or rotary.")] = "rotary"
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Options of where a training run goes, and how."""
+
+    out: Out
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0
+    threads: Threads = 2
+    as_json: AsJson = False
+
+    def train(self, train: Callable[..., list[str]], *task: object, options: _Steps) -> None:
+        """Call `train`, and say what it returns."""
+        console = _quiet_screen()
+        lines = train(self.out, *task, asdict(options), seed=self.seed, threads=self.threads, console=console)
+        _say(lines, self.out, self.as_json)
+
+
+RECORDS = ("training.json", "grid.json")
+"""The record that a trainer leaves in its folder; the embedded model has a README instead."""
+
+
+@training.command("embedded")
+@with_option_groups
+def embedded_command(*, options: _Steps, running: _Running) -> None:
+    """Retrain the model inside this package, on the documentation that ships with Python.
+
+    Example: theodolite train embedded --out mine --seed 0
+    """
+    with one_line_errors():
+        from theodolite_papers.training.command import train_embedded
+
+        running.train(train_embedded, options=options)
+
+
+@training.command("characters")
+@with_option_groups
+def characters_command(
+    *,
+    text: Annotated[Path, typer.Option(help="Training text, such as Shakespeare's plays.")],
+    options: _Small,
+    running: _Running,
+) -> None:
+    """Train a character-level model on a text.
+
+    Size, learning rate and steps as in Song & Zhong 2024, appendix A.2.
+
+    Example: theodolite train characters --text shakespeare.txt --series --out shakespeare
+    """
+    with one_line_errors():
+        from theodolite_papers.training.command import train_characters
+
+        running.train(train_characters, text, options=options)
+
+
+@training.command("addition")
+@with_option_groups
+def addition_command(
+    *,
+    digits: Annotated[str, typer.Option(help="Digits of the operands, as 10 or 5-10.")] = "5-10",
+    options: _Small,
+    running: _Running,
+) -> None:
+    """Train a model that adds two numbers.
+
+    Size, learning rate and steps as in Song & Zhong 2024, appendices A.2 and D.3.
+
+    Example: theodolite train addition --digits 10 --positions rotary --series --out adder
+    """
+    with one_line_errors():
+        from theodolite_papers.training.command import train_addition
+
+        running.train(train_addition, digits, options=options)
+
+
+@training.command("few-shot")
+@with_option_groups
+def few_shot_command(*, options: _FewShot, running: _Running) -> None:
+    """Train a model that learns a hidden rule from the examples in its prompt: about 15 minutes on one core.
+
+    The label of a word depends on one of its two attributes; which, and how, differs between prompts. `theodolite
+    evaluate OUT --task few-shot` measures accuracy after 0 to 5 examples. If interrupted, rerun the command to resume.
+
+    Example: theodolite train few-shot --out few-shot --seed 0
+    """
+    with one_line_errors():
+        from theodolite_papers.training.command import train_few_shot
+
+        running.train(train_few_shot, options=options)
+
+
+@dataclass(frozen=True)
+class _Locater:
+    """Options of `train_locater`."""
+
+    text: Annotated[Path, typer.Option(help="Text to train on, such as a part of WikiText-2.")]
+    held_out: Annotated[Path, typer.Option(help="Held-out text to evaluate on.")]
+    layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None
+    widths: Annotated[str | None, typer.Option(help="Widths d [default: 32].")] = None
+    scales: Annotated[str | None, typer.Option(help="κ₁ of training runs with LocAteR [default: 100].")] = (
+        None
+    )
+    means: Annotated[
+        str | None,
+        typer.Option(help="κ₂ of training runs with LocAteR; '' for none [default: 0,0.001,0.01,0.1,1]."),
+    ] = None
+    decays: Annotated[
+        str | None,
+        typer.Option(help="Weight decays of training runs without; '' for none [default: 0,0.01,0.1,1,10]."),
+    ] = None
+    gradient: Annotated[
+        str,
+        typer.Option(
+            help="Gradient of LocAteR's second term: exact, or published (as printed, which is wrong)."
+        ),
+    ] = "exact"
+    reduction: Annotated[
+        str,
+        typer.Option(
+            help="What LocAteR's κ weighs against: the mean loss of a batch's tokens, or their sum (as fairseq's)."
+        ),
+    ] = "mean"
+    off_at: Annotated[
+        int | None, typer.Option(help="Steps after which LocAteR is switched off [default: never].")
+    ] = None
+    vocabulary: Annotated[
+        str | None, typer.Option(help="Number of byte-pair tokens, or words [default: 2048].")
+    ] = None
+    seeds: Annotated[int, typer.Option(help="Training runs of each setting.")] = 3
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: 50000].")] = None
+    side_by_side: Annotated[int, typer.Option(help="Training runs at a time, on a core each.")] = 1
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu"
+
+
+@training.command("locater")
+@with_option_groups
+def locater_command(
+    *,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of the grid; an existing grid is resumed or extended.")
+    ],
+    options: _Locater,
+    as_json: AsJson = False,
+) -> None:
+    """Train with and without LocAteR: every combination of depth, width, κ₂ or weight decay, and seed.
+
+    Bao et al. 2024, section 7. Numbers have commas between them. The training runs go on in rounds of 5,000 steps, and
+    can be stopped and started again at any time.
+
+    Example: theodolite train locater --text train.txt --held-out test.txt --out grid --side-by-side 2
+    """
+    with one_line_errors():
+        from theodolite_papers.localization.locater_grid import train_locater
+
+        _say(train_locater(out, console=_quiet_screen(), **vars(options)), out, as_json)
+
+
+def _quiet_screen() -> Console:
+    """Where trainers report, without the progress bars of `transformers`."""
+    from theodolite.models.loading import hide_progress_bars
+
+    hide_progress_bars()
+    return screen
+
+
+def _say(lines: list[str], out: Path, as_json: bool) -> None:
+    if not as_json:
+        for line in [*lines, str(out)]:
+            print(line)
+        return
+    records = (
+        json.loads((out / name).read_text(encoding="utf-8")) for name in RECORDS if (out / name).is_file()
+    )
+    print(json_text({"folder": str(out), "said": lines, "training": next(records, None)}, 2))

@@ -1,0 +1,183 @@
+"""The architectures of the toy models and their sizes: Llama of text; GPT-2, or GPT-NeoX for rotary positions, of
+tasks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from theodolite.system.processor import multiplies_halves
+from theodolite_papers.training.training_loop import LearningRate
+
+ATTENTION = "eager"
+"""On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a task model's step, this one little."""
+
+GELU = "gelu_pytorch_tanh"
+"""GPT-2's own, in one step."""
+
+WARM_UP = 0.04  # share of the steps of a model of text
+
+GATED_WIDTH = 3
+"""Width of Llama's gated MLP over the model's: as many weights as in GPT-2's, to a ninth."""
+
+
+@dataclass(frozen=True)
+class EmbeddedConfig:
+    """Sizes and schedule of a model of text. The defaults made the embedded model.
+
+    It is to grow what the papers describe: repeats ask for induction, a begin token and a task that is seldom on for
+    sinks at the first token. Positions are rotary: of learned ones each pair of neighbours is learned by itself, and no
+    head found the previous token in 1,500 steps, with rotary ones in 400. Twice as many steps overfit the topics.
+    """
+
+    layers: int = 6
+    heads: int = 4
+    width: int = 128
+    length: int = 256  # tokens per context
+    vocabulary: int = 2048
+    batch: int = 8  # contexts per step
+    steps: int = 8000
+    learning_rate: float = 3e-3  # the peak
+    weight_decay: float = 0.1  # on matrices only
+    initial_deviation: float = 0.06  # of the weights, at the beginning
+    repeats: float = 0.2  # share of the contexts that are a few tokens again and again
+    backcopies: float = 0.05  # share of them in which the token before a trigger stands behind it once more
+    # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
+    bfloat16: bool = field(default_factory=multiplies_halves)
+    checkpoint_every: int = 500  # steps
+    seed: int = 0
+
+    @property
+    def rate(self) -> LearningRate:
+        """Linear warm-up, then a cosine."""
+        warm_up = max(1, round(WARM_UP * self.steps))
+        return LearningRate(self.learning_rate, warm_up, "cosine", self.steps)
+
+
+@dataclass(frozen=True)
+class TaskModelConfig:
+    """Sizes and schedule of a model of a task. `task_models.PUBLISHED` has the settings of the paper."""
+
+    layers: int
+    heads: int
+    width: int
+    batch: int  # contexts per step
+    steps: int
+    learning_rate: float  # the peak
+    schedule: Literal["none", "cosine", "linear"]  # constant, to FINAL_RATE of the peak, or to 0
+    dropout: float = 0.0
+    positions: str = "learned"  # or "rotary"
+    warm_up: int = 100  # steps
+    weight_decay: float = 0.1  # on matrices only
+    # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
+    bfloat16: bool = field(default_factory=multiplies_halves)
+    checkpoint_every: int = 250  # steps
+    series: bool = False  # keep the weights of the steps of SERIES
+    seed: int = 0
+
+    @property
+    def rate(self) -> LearningRate:
+        """Linear warm-up, then the cosine or the line of `schedule`."""
+        return LearningRate(self.learning_rate, self.warm_up, self.schedule, self.steps)
+
+
+ModelConfig = EmbeddedConfig | TaskModelConfig
+
+
+def gpt2(
+    vocabulary: int,
+    length: int,
+    layers: int,
+    heads: int,
+    width: int,
+    *,
+    dropout: float = 0.0,
+    **options: Any,
+) -> GPT2LMHeadModel:
+    """An untrained model, its weights drawn from torch's global generator.
+
+    Args:
+        vocabulary, length: tokens and learned positions.
+        dropout: on embeddings, attention and what each sublayer adds.
+        options: further ones of `GPT2Config`.
+    """
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=length,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=None,
+            eos_token_id=None,
+            **options,
+        )
+    )
+
+
+def embedded_model(config: EmbeddedConfig) -> PreTrainedModel:
+    """An untrained Llama."""
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocabulary,
+            max_position_embeddings=config.length,
+            hidden_size=config.width,
+            intermediate_size=GATED_WIDTH * config.width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            tie_word_embeddings=True,
+            initializer_range=config.initial_deviation,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+    llama.set_attn_implementation(ATTENTION)
+    return llama
+
+
+def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> PreTrainedModel:
+    """An untrained GPT-2, or with rotary positions GPT-NeoX without its parallel residual."""
+    if config.positions == "learned":
+        model: PreTrainedModel = gpt2(
+            vocabulary,
+            length,
+            config.layers,
+            config.heads,
+            config.width,
+            dropout=config.dropout,
+            activation_function=GELU,
+        )
+    else:
+        model = GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                vocab_size=vocabulary,
+                max_position_embeddings=length,
+                hidden_size=config.width,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                intermediate_size=4 * config.width,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+                use_parallel_residual=False,
+                hidden_dropout=config.dropout,
+                attention_dropout=config.dropout,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+    model.set_attn_implementation(ATTENTION)
+    return model

@@ -1,0 +1,107 @@
+"""The small models of Song & Zhong 2024 (appendix A.2 and D.3), trained here: characters, and addition.
+
+GPT-2's architecture with learned positions, or the same with rotary ones (GPT-NeoX without its parallel
+residual). `train_task_model` writes a folder that `transformers` opens, with `training.json` next to the weights: every
+setting, the losses, the accuracies. The text comes from the caller, additions from a seed. The same seed gives the
+same bytes on the same machine, number of threads and package versions, also when it was killed in between.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from theodolite.system.files import json_text
+from theodolite_papers.training.model_folder import ModelTraining, check_training, train_into
+from theodolite_papers.training.models import TaskModelConfig, task_model
+from theodolite_papers.training.tasks import Task
+
+SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
+"""Steps whose weights a series keeps, and the last: about even on a logarithmic scale."""
+
+PUBLISHED = {
+    "characters": TaskModelConfig(6, 6, 384, 64, 5000, 1e-3, "cosine", dropout=0.1),
+    "addition": TaskModelConfig(4, 4, 256, 64, 10000, 1e-4, "linear"),
+}
+"""Appendix A.2. Where it is silent (AdamW's β, gradient clipping), as in `training_loop.py`."""
+
+
+def train_task_model(
+    out: str | Path,
+    task: Task,
+    config: TaskModelConfig,
+    *,
+    threads: int = 2,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Train on `task` and write the folder `out`; returns what `training.json` there says.
+
+    A training run that was killed resumes when it is called again with the same arguments. With `config.series` the
+    weights of the steps of `SERIES`, and of the last one, are kept.
+
+    Raises:
+        UsageError: as `check_training` and `train_into`.
+        WorkError, KeyboardInterrupt: as `train_into`.
+    """
+    out = Path(out)
+    check_training(out, config, threads)
+
+    def loss(model: PreTrainedModel, step: int) -> Tensor:
+        inputs, targets = task.batch(step, config.batch, config.seed)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
+            logits = model(input_ids=inputs, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def measure(model: PreTrainedModel) -> dict[str, Any]:
+        return {
+            "task": task.name,
+            "length": task.length,
+            "characters": task.characters,
+            "text_sha256": task.sha256,
+            **asdict(config),
+            "threads": threads,
+            "parameters": model.num_parameters(),
+            **task.measure(model),
+        }
+
+    run = ModelTraining(
+        config=config,
+        build=lambda: task_model(config, len(task.characters), task.length),
+        tokenizer=character_tokenizer(task.characters, task.length),
+        data={"task": task.name, "data": task.sha256},
+        loss=loss,
+        progress=lambda model, loss: f"training loss {loss:.4f}; {task.quick_score(model)}",
+        measure=measure,
+        page=lambda result: ("training.json", json_text(result, 2) + "\n"),
+        series=(*SERIES, config.steps) if config.series else (),
+    )
+    return train_into(out, run, threads, console)
+
+
+def models_of(folder: str | Path, task: str) -> list[Path]:
+    """The models of a task in the folders of a folder, in the order of their names."""
+    return [path.parent for path in sorted(Path(folder).glob("*/training.json")) if _task_of(path) == task]
+
+
+def _task_of(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("task")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast:
+    """One token per character; a character that is not among `characters` is left out."""
+    vocabulary = {character: index for index, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length)

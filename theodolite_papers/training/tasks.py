@@ -1,0 +1,286 @@
+"""What the small trainer trains on: the characters of a text, or additions. No model is built here.
+
+A task gives the batch of every step from (seed, step) alone, and measures a model in the task's own terms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from theodolite.corpus.addition_task import CHARACTERS, DIGITS, Addition, additions, corpus_name, full_length
+from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules
+from theodolite.errors import UsageError
+from theodolite.evaluate.few_shot import right_answers
+from theodolite_papers.training.models import TaskModelConfig
+
+DEFAULT = TaskModelConfig(4, 4, 128, 32, 8000, 1e-3, "cosine", positions="rotary")
+"""Layers, heads, width, prompts per step, steps, rate: 15 minutes on one core."""
+
+CHECKED = 4000
+"""Prompts on which a finished model is tested."""
+
+
+@dataclass(frozen=True)
+class FewShot:
+    """The label of every word of a prompt, given the words and labels before it."""
+
+    rules: Rules = RULES
+    name: str = NAME
+
+    @property
+    def characters(self) -> str:
+        """One token each."""
+        return self.rules.characters
+
+    @property
+    def length(self) -> int:
+        """Of a prompt; every one has the same."""
+        return self.rules.length
+
+    @property
+    def sha256(self) -> str:
+        """Of the family of rules: everything else follows from the seed."""
+        return hashlib.sha256(repr(self.rules).encode()).hexdigest()
+
+    def batch(self, step: int, size: int, seed: int) -> Batch:
+        """New prompts at every step, each with a rule of its own."""
+        prompts = self.rules.draw(size, np.random.default_rng([seed, step]))
+        ids = torch.from_numpy(prompts.ids)
+        query_positions = torch.from_numpy(prompts.asked)
+        targets = torch.full((size, self.length - 1), IGNORED)
+        return ids[:, :-1], targets.scatter(1, query_positions, ids.gather(1, query_positions + 1))
+
+    def quick_score(self, model: PreTrainedModel) -> str:
+        """Accuracy on a few new prompts, by number of examples."""
+        return "accuracy " + " ".join(f"{share:.2f}" for share in self._accuracy(model, QUICK_TEST))
+
+    def measure(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Share of right answers after 0, 1, … examples, on new prompts, and the best that is possible."""
+        return {
+            "tested": CHECKED,
+            "accuracy_by_shots": self._accuracy(model, CHECKED),
+            "best_by_shots": self.rules.best_accuracy().tolist(),
+        }
+
+    def _accuracy(self, model: PreTrainedModel, count: int) -> list[float]:
+        """On prompts that no step drew."""
+        prompts = self.rules.draw(count, np.random.default_rng([0, TEST_STREAM]))
+        ids, query_positions, labels = (
+            torch.from_numpy(part) for part in (prompts.ids, prompts.asked, prompts.labels)
+        )
+        correct = right_answers(model, ids, query_positions, labels, self.rules.label_ids)
+        return correct.double().mean(dim=0).tolist()
+
+
+IGNORED = -100
+"""Target of a position that has no part in the loss."""
+
+HELD_OUT = 0.1
+"""Last share of a text that is kept for validation."""
+
+TESTED = 1000
+"""Additions of each kind whose answers are checked, as published."""
+
+QUICK_TEST = 200
+SHORT_OPERANDS = (1, 2, 3, 4)
+"""Numbers of digits that training never saw."""
+
+Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
+"""Inputs, and the token that should follow each (`IGNORED` where nothing is asked)."""
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """A UTF-8 file; `what` names the option or thing to replace in the error.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    path = Path(path)
+    if not path.is_file():  # a pipe or a device may have no end
+        raise UsageError(f"{path} cannot be read as UTF-8 text (there is no such file); give another {what}.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text ({error}); give another {what}.") from error
+
+
+class Task(Protocol):
+    """What a training run reads and how it is judged."""
+
+    @property
+    def name(self) -> str:
+        """As the command line calls it."""
+
+    @property
+    def characters(self) -> str:
+        """The vocabulary, one token per character."""
+
+    @property
+    def length(self) -> int:
+        """Positions of the model."""
+
+    @property
+    def sha256(self) -> str:
+        """Of all that decides the data, but the seed."""
+
+    def batch(self, step: int, size: int, seed: int) -> Batch:
+        """The batch of a step."""
+
+    def quick_score(self, model: PreTrainedModel) -> str:
+        """How well a model does, in few words and quickly."""
+
+    def measure(self, model: PreTrainedModel) -> dict[str, Any]:
+        """How well a model does, in numbers, for `training.json`."""
+
+
+@dataclass(frozen=True)
+class Characters:
+    """The next character of a text; its last tenth is held out."""
+
+    characters: str
+    train: Int[np.ndarray, " tokens"]
+    validation: Int[np.ndarray, " tokens"]
+    length: int
+    name: str = "characters"
+
+    @classmethod
+    def of_file(cls, path: str | Path, length: int = 128) -> Characters:
+        """The characters of a UTF-8 text.
+
+        Raises:
+            UsageError: it cannot be read, or is shorter than 20 contexts.
+        """
+        text = read_text(path, "--text")
+        if len(text) < 20 * (length + 1):
+            raise UsageError(f"{path} has {len(text)} characters; give at least {20 * (length + 1)}.")
+        return cls.of_text(text, length)
+
+    @classmethod
+    def of_text(cls, text: str, length: int = 128) -> Characters:
+        """The characters of a text of at least 20 contexts."""
+        characters = "".join(sorted(set(text)))
+        index = {character: i for i, character in enumerate(characters)}
+        ids = np.array([index[character] for character in text], dtype=np.int64)
+        cut = round(len(ids) * (1 - HELD_OUT))
+        return cls(characters, ids[:cut], ids[cut:], length)
+
+    @property
+    def sha256(self) -> str:
+        """Of characters and ids."""
+        digest = hashlib.sha256(f"{self.characters!r} {self.length}".encode())
+        digest.update(self.train.tobytes())
+        digest.update(self.validation.tobytes())
+        return digest.hexdigest()
+
+    def batch(self, step: int, size: int, seed: int) -> Batch:
+        """Windows at random starts."""
+        starts = np.random.default_rng([seed, step]).integers(0, len(self.train) - self.length, size=size)
+        rows = torch.from_numpy(np.stack([self.train[s : s + self.length + 1] for s in starts]))
+        return rows[:, :-1], rows[:, 1:]
+
+    def quick_score(self, model: PreTrainedModel) -> str:
+        """Loss on a few held-out windows."""
+        return f"held out {self._loss(model, self.validation, 64):.4f}"
+
+    def measure(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Losses in nats per character, float32: all held-out windows, and as many of the training text."""
+        windows = len(self.validation) // (self.length + 1)
+        return {
+            "training_tokens": len(self.train),
+            "validation_tokens": windows * self.length,
+            "validation_loss": self._loss(model, self.validation, windows),
+            "training_loss": self._loss(model, self.train, windows),
+        }
+
+    @torch.no_grad()
+    def _loss(self, model: PreTrainedModel, ids: np.ndarray, most: int) -> float:
+        windows = min(most, len(ids) // (self.length + 1))
+        rows = torch.from_numpy(ids[: windows * (self.length + 1)]).view(windows, -1)
+        losses = []
+        for part in rows.split(64):
+            logits = model(input_ids=part[:, :-1], use_cache=False).logits
+            losses.append(
+                torch.nn.functional.cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="none")
+            )
+        return float(torch.cat(losses).double().mean())
+
+
+@dataclass(frozen=True)
+class Additions:
+    """The answer of `a+b=`: the loss is of the answer's characters and its line break, nothing else."""
+
+    digits: tuple[int, int] = DIGITS
+    characters: str = CHARACTERS
+
+    @property
+    def name(self) -> str:
+        """`addition`, with the digits where they are not the published ones."""
+        return corpus_name(self.digits)
+
+    @property
+    def length(self) -> int:
+        """Of the longest example."""
+        return full_length(self.digits)
+
+    @property
+    def sha256(self) -> str:
+        """Of the characters and digits: everything else follows from the seed."""
+        return hashlib.sha256(f"{self.characters!r} {self.length} {self.digits}".encode()).hexdigest()
+
+    def batch(self, step: int, size: int, seed: int) -> Batch:
+        """New examples at every step, each from position 0 on, padded after its end."""
+        examples = additions(size, np.random.default_rng([seed, step]), self.digits)
+        rows = torch.zeros(size, self.length, dtype=torch.int64)
+        targets = torch.full((size, self.length - 1), IGNORED)
+        for row, target, example in zip(rows, targets, examples, strict=True):
+            ids = self._encode(example.text)
+            row[: len(ids)] = ids
+            target[len(example.prompt) - 1 : len(ids) - 1] = ids[len(example.prompt) :]
+        return rows[:, :-1], targets
+
+    def quick_score(self, model: PreTrainedModel) -> str:
+        """Accuracy on a few new examples."""
+        return f"accuracy {self.accuracy(model):.3f}"
+
+    def accuracy(self, model: PreTrainedModel, count: int = QUICK_TEST) -> float:
+        """Exact-match accuracy on `count` new examples of the trained digits."""
+        return self._accuracy(model, self.digits, count)
+
+    def measure(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Exact-match accuracy: in distribution, and by number of digits."""
+        shorter = {str(n): self._accuracy(model, (n, n), TESTED) for n in SHORT_OPERANDS}
+        return {
+            "tested": TESTED,
+            "accuracy": self._accuracy(model, self.digits, TESTED),
+            "accuracy_by_digits": shorter,
+        }
+
+    def _encode(self, text: str) -> Int[Tensor, " characters"]:
+        return torch.tensor([self.characters.index(character) for character in text])
+
+    @torch.no_grad()
+    def _accuracy(self, model: PreTrainedModel, digits: tuple[int, int], count: int) -> float:
+        """Greedy answers to `count` examples that no step drew (their seed is no step's)."""
+        by_length: defaultdict[int, list[Addition]] = defaultdict(list)
+        for example in additions(count, np.random.default_rng([*digits, 1 << 40]), digits):
+            by_length[len(example.prompt)].append(example)
+        right = 0
+        for prompt, examples in by_length.items():
+            ids = torch.stack([self._encode(example.prompt) for example in examples])
+            for _ in range(min(max(len(e.answer) for e in examples), self.length - prompt)):
+                logits = model(input_ids=ids, use_cache=False).logits
+                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+            for row, example in zip(ids[:, prompt:], examples, strict=True):
+                wanted = self._encode(example.answer)
+                right += torch.equal(row[: len(wanted)], wanted)
+        return right / count

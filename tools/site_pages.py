@@ -1,0 +1,222 @@
+"""What of the site is made of other files, each time it is built: mkdocs-gen-files runs this script.
+
+Pages from files outside docs/, from the command line and from committed results; and, where a page of docs/ has a
+comment such as `<!-- families -->`, what belongs there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mkdocs_gen_files
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # mkdocs runs this file alone, from wherever it is called
+
+DOCS, RESULTS = ROOT / "docs", ROOT / "docs" / "results"
+OUTSIDE = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "theodolite/assets/embedded/README.md": "embedded-model.md",
+    "theodolite/assets/errors.md": "trust.md",
+    "examples/attention.ipynb": "notebooks/attention.ipynb",
+    "examples/collapse.ipynb": "notebooks/collapse.ipynb",
+    "examples/pruning.ipynb": "notebooks/pruning.ipynb",
+}
+"""File of the repository → page of the site. Links of pages to the former become links to the latter."""
+
+DISTURBED = {
+    "kills": "kills (SIGKILL at file events and at random moments; SIGINT, SIGTERM, SIGHUP)",
+    "states": "what other code has set, one to four at once",
+    "threads": "threads on one model and on several",
+    "files": "damaged files",
+}
+_MARK = re.compile(r"^<!-- (columns|families|chaos|errors|gpu|experiments)(?:: (.*))? -->$", re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+_PLOTLY = "application/vnd.plotly.v1+json"
+
+
+def main() -> None:
+    """Write all of them."""
+    from tools import gallery
+
+    write("commands.md", commands())
+    for page, text in gallery.pages().items():
+        write(page, text)
+    for source, page in OUTSIDE.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        if page.endswith(".ipynb"):
+            write(page, with_figures(text))
+        elif page != "trust.md":
+            write(page, _LINK.sub(_from_root, text))
+    write("notebooks/plotly.min.js", _plotly())
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        made = _LINK.sub(_into_site, _MARK.sub(lambda mark: PARTS[mark[1]](mark[2]), text))
+        if made != text:
+            write(path.name, made)
+
+
+def write(page: str, text: str) -> None:
+    """Add a page to the site, or take the place of one of docs/."""
+    with mkdocs_gen_files.open(page, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _from_root(link: re.Match[str]) -> str:
+    """A link of a file in the repository's root, or in a folder that links upwards, as seen from docs/."""
+    if "://" in link[1]:
+        return link[0]
+    target = re.sub(r"^(\.\./)+", "", link[1])
+    return f"]({OUTSIDE.get(target) or target.removeprefix('docs/')}{link[2] or ''})"
+
+
+def _into_site(link: re.Match[str]) -> str:
+    inside = OUTSIDE.get(link[1].removeprefix("../")) if link[1].startswith("../") else None
+    return f"]({inside}{link[2] or ''})" if inside else link[0]
+
+
+def commands() -> str:
+    """Every command with its arguments, options and defaults, as its help has them."""
+    import typer
+    from typer.cli import get_docs_for_click
+
+    from theodolite.cli.app import app
+
+    command = typer.main.get_command(app)
+    context = command.make_context("theodolite", [], resilient_parsing=True)
+    text = get_docs_for_click(obj=command, ctx=context, name="theodolite", title="Commands")
+    text = re.sub(r"^\*\*Commands\*\*:\n\n(\* .*\n)+", "", text, flags=re.MULTILINE)  # cut short there
+    text = re.sub(r"^Example: (theodolite .*)$", r"```bash\n\1\n```", text, flags=re.MULTILINE)
+    text = re.sub(r"^(\* `[^`]+`: )(.*)$", lambda row: row[1] + escaped(row[2]), text, flags=re.MULTILINE)
+    return re.sub(r"^(#+) `(.*)`$", r"\1 \2", text, flags=re.MULTILINE).replace("$ theodolite", "theodolite")
+
+
+def with_figures(notebook: str) -> str:
+    """A notebook whose figures are drawn by the Plotly that lies beside it: kept outputs have their data alone."""
+    loaded = json.loads(notebook)
+    outputs = [output for cell in loaded["cells"] for output in cell.get("outputs", [])]
+    for number, output in enumerate(outputs):
+        if figure := output.get("data", {}).get(_PLOTLY):
+            drawn = json.dumps({key: figure[key] for key in ("data", "layout")}).replace("</", "<\\/")
+            output["data"]["text/html"] = (
+                f'<script src="plotly.min.js"></script><div id="figure-{number}"></div>'
+                f"<script>Plotly.newPlot('figure-{number}', {drawn})</script>"
+            )
+    return json.dumps(loaded)
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def columns(names: str) -> str:
+    """The rows of the run folder's page that name one of these columns first; their meaning is said there alone."""
+    wanted = {f"`{name}`" for name in names.split(", ")}
+    rows = re.findall(r"^\| (.*?`) \| (.*) \|$", (DOCS / "run-folder.md").read_text("utf-8"), re.MULTILINE)
+    found = [f"| {first} | {meaning} |" for first, meaning in rows if wanted & set(first.split(", "))]
+    missing = wanted - {name for row in found for name in re.findall("`[^`]+`", row)}
+    if missing:
+        raise LookupError(f"docs/run-folder.md does not explain {', '.join(sorted(missing))}")
+    return "\n".join(["| column | meaning |", "| --- | --- |", *found])
+
+
+def families(_: str | None) -> str:
+    """Every text family of `transformers`, by what came of it."""
+    from tools.measured_families import OUTCOMES, read
+
+    facts, measured = read()
+    by_outcome = {outcome: [one for one in measured if one.outcome == outcome] for outcome in OUTCOMES}
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    lines = [
+        f"Measured on {facts['date']} with {versions}.",
+        "",
+        "| outcome | families | |",
+        "| --- | ---: | --- |",
+    ]
+    lines += [f"| {outcome} | {len(by_outcome[outcome])} | {why} |" for outcome, why in OUTCOMES.items()]
+    for outcome, chosen in by_outcome.items():
+        if chosen:
+            lines += ["", f"## {outcome.capitalize()}", ""]
+        if outcome == "surveyed":
+            lines.append(", ".join(f"`{one.name}`" for one in chosen))
+        elif chosen:
+            lines += ["| family | |", "| --- | --- |"]
+            lines += [f"| `{one.name}` | {escaped(one.why)} |" for one in chosen]
+    return "\n".join(lines)
+
+
+def chaos(_: str | None) -> str:
+    """How often disturbed commands were right, refused, or else, in the last whole `make chaos`."""
+    result = json.loads((RESULTS / "chaos.json").read_text("utf-8"))
+    answers = list(next(iter(result["counts"].values())))
+    lines = [f"On {result['date']} (commit {result['commit']}, seed {result['seed']}):", ""]
+    lines += ["| disturbed by | " + " | ".join(answers) + " |", "| --- |" + " ---: |" * len(answers)]
+    for kind, title in DISTURBED.items():
+        lines.append(
+            f"| {title} | " + " | ".join(f"{result['counts'][kind][answer]:,}" for answer in answers) + " |"
+        )
+    return "\n".join(lines)
+
+
+def errors(_: str | None) -> str:
+    """What `theodolite explain` reads, one level of heading lower."""
+    text = (ROOT / "theodolite" / "assets" / "errors.md").read_text("utf-8").partition("\n")[2]
+    return re.sub(r"^##", "###", text, flags=re.MULTILINE).strip()
+
+
+def gpu(_: str | None, folder: Path = ROOT / "benchmarks" / "results") -> str:
+    """A table for each device that `make bench-gpu` has measured."""
+    results = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+    if not results:
+        return "No GPU has been measured yet: what these pages say of time and memory is of CPUs."
+    return "\n\n".join(map(_of_device, results))
+
+
+def _of_device(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    lines = [f"{result['device']}, {result['memory_gib']} GiB, {result['date']}; {versions}:", ""]
+    lines += ["| ratio | median | range | bound |", "| --- | --- | --- | --- |"]
+    for benchmark in result["benchmarks"]:
+        if benchmark["error"]:
+            lines.append(f"| `{benchmark['name']}` was not measured | {escaped(benchmark['error'])} | | |")
+        for ratio in benchmark["ratios"]:
+            bound = "" if ratio["budget"] is None else f"{ratio['budget']:g}"
+            middle, low, high = (f"{ratio[name]:.3g}" for name in ("median", "low", "high"))
+            lines.append(f"| {ratio['what']} | {middle} | {low} to {high} | {bound} |")
+    return "\n".join(lines)
+
+
+def experiments(_: str | None) -> str:
+    """Every name that `theodolite reproduce` takes, with what it shows, needs and has smaller than published."""
+    from theodolite_papers import EXPERIMENTS
+
+    lines = ["| name | shows | needs | smaller than published |", "| --- | --- | --- | --- |"]
+    for name, experiment in EXPERIMENTS.items():
+        needs = ", ".join(
+            need for need in experiment.needs if need in ("model", "nothing", "prompt", "labels")
+        )
+        lines.append(
+            f"| `{name}` | {escaped(experiment.title)} | {needs} | {escaped(experiment.scaled_down)} |"
+        )
+    return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """Prose that holds names from code, for the cell of a table."""
+    return re.sub(r"([|<*_\[\]])", r"\\\1", text)
+
+
+PARTS: dict[str, Callable[[Any], str]] = {
+    part.__name__: part for part in (columns, families, chaos, errors, gpu, experiments)
+}
+
+if __name__ == "<run_path>":  # as mkdocs-gen-files calls it
+    main()
