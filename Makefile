@@ -67,9 +67,11 @@ types: $(VENV)/developers
 docs: $(VENV)/developers
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
-# Every text family of transformers, small: writes docs/results/families.json.
+# Every text family of transformers, small: writes docs/results/families.json, and goes through the tests of families with
+# all of them, which the full run does with twenty.
 families: $(VENV)/developers
 	$(BIN)/python -m tools.measured_families
+	$(PYTEST) --all-families tests
 
 bench: $(VENV)/developers
 	$(BIN)/python -m benchmarks.spectra

@@ -32,16 +32,38 @@ from typer.testing import CliRunner
 from tests import checkpoints
 from theodolite.cli.app import app
 from theodolite.models import OpenModel, open_model
+from tools import small_models
 
 FAST_FAMILIES = {"gpt2", "bert", "bloom", "llama3", "gemma2", "gpt_oss"}
 """Of the fast run: learned positions, an encoder, ALiBi, grouped queries, capped logits and windows, learned sinks."""
+
+FAMILIES = FAST_FAMILIES | {
+    "llama2",
+    "mistral",  # windows in every layer
+    "phi3",  # queries, keys and values of one matrix
+    "gpt_neox",  # partly rotary, attention beside the MLP
+    "qwen3",  # norms of queries and keys
+    "vit",  # images
+    "gemma3",  # the text half of a model of texts and images
+    "mixtral",  # experts
+    "t5",  # an encoder-decoder, relative biases
+    "deepseek_v3",  # latent attention
+    "bamba",  # state spaces
+    "qwen3_next",  # linear attention
+    "xlnet",  # contexts in the second dimension
+    "gemma3n_text",  # several residual streams
+}
+"""Of the full run; all others are for `make families`, which gives --all-families."""
+
+# "llama" is what `tools/small_models.py` calls llama2.
+OTHER_FAMILIES = {*checkpoints.FAMILIES, *(case.name for case in small_models.cases())} - FAMILIES - {"llama"}
 
 GPU_TESTS_ON = os.environ.get("THEODOLITE_GPU_TESTS_ON", "")
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
-if "PYTEST_XDIST_WORKER" in os.environ:
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+if os.environ.get("OMP_NUM_THREADS") == "1":
     # Pytest's plugins had imported NumPy before its variable was set, and its threads wait for each other busily.
     threadpool_limits(1)
 if (
@@ -76,6 +98,13 @@ def opened(checkpoint):
         return cache[family]
 
     return model
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option of `make families`."""
+    parser.addoption(
+        "--all-families", action="store_true", help="run the tests of families alone, on every family"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -113,13 +142,20 @@ def traced(checkpoint, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose what is run
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test of families is slow on all but the fast ones, where some of these are among its own."""
-    of_families = [item for item in items if isinstance(item, pytest.Function) and _family(item)]
-    has_fast = {item.function for item in of_families if _family(item) in FAST_FAMILIES}
-    for item in of_families:
-        if item.function in has_fast and _family(item) not in FAST_FAMILIES:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the families that are tested; a test of several is slow on all but the fast ones."""
+    of_families = {item: _family(item) for item in items if isinstance(item, pytest.Function)}
+    of_families = {item: family for item, family in of_families.items() if family}
+    has_fast = {item.function for item, family in of_families.items() if family in FAST_FAMILIES}
+    for item, family in of_families.items():
+        if item.function in has_fast and family not in FAST_FAMILIES:
             item.add_marker("slow")
+    if config.getoption("--all-families"):
+        kept = list(of_families)
+    else:
+        kept = [item for item in items if of_families.get(item) not in OTHER_FAMILIES]
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
 
 
 def _family(item: pytest.Function) -> str | None:

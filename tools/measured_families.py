@@ -275,11 +275,6 @@ def _in_process(case: Case, sender: Connection) -> None:
         sender.send(measure(case, Path(scratch) / "model"))
 
 
-def tenth(day: date) -> list[Case]:
-    """A tenth of the families, another one each day."""
-    return [case for number, case in enumerate(cases()) if number % 10 == day.toordinal() % 10]
-
-
 def write(measured: Sequence[Measured]) -> None:
     """Write the results that the page is made of."""
     import torch

@@ -4,56 +4,105 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from tests import checkpoints
+from tests.slow import slow_but
 from theodolite import Corpus, survey
 from theodolite.attention.inputs import attend, softmax
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import open_model, open_weights, verification
+from theodolite.models import OpenModel, open_model, open_weights, verification
 from theodolite.models.calls import _to_dtype
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.structure import NoAttention
 from theodolite.system.choices import check_attention
 from tools import measured_families, small_models
 
-FACTS = {
-    "gpt2": (True, "learned", 128),
-    "bert": (False, "learned", 128),
-    "bloom": (True, "alibi", None),
-    "llama3": (True, "rotary", 128),
-    "mistral": (True, "rotary", 128),
-    "opt": (True, "learned", 128),
-    "vit": (False, "learned", None),
-}
 
-
-@pytest.mark.parametrize("family", FACTS)
-def test_an_opened_model_knows_itself(family, opened):
-    model = opened(family)
-    assert (model.causal, model.positions, model.longest) == FACTS[family]
-    assert (model.layers, model.heads, model.head_width, model.width) == (3, 4, 8, 32)
-    assert model.vocabulary == (None if family == "vit" else checkpoints.VOCABULARY)
-    assert model.sha256 is not None
-    assert len(model.sha256) == 64
-
-
-def test_dtype_is_an_option(checkpoint):
+def test_dtype_and_device_map_are_options(checkpoint):
     assert open_model(checkpoint("gpt2"), dtype="bfloat16").hf.dtype == torch.bfloat16
     assert open_model(checkpoint("gpt2"), dtype=torch.float64).hf.dtype == torch.float64
-
-
-def test_device_map_is_an_option(checkpoint):
     model = open_model(checkpoint("llama3"), device_map="auto")
     assert torch.equal(model.head_weights(0).w_q, open_model(checkpoint("llama3")).head_weights(0).w_q)
+
+
+def _refused(source, error: type[TheodoliteError], words: str, opening=open_model, **options) -> None:
+    with pytest.raises(error, match=words) as caught:
+        opening(source, **options)
+    assert "\n" not in str(caught.value)
+
+
+def _edited(folder: Path, **changes: object) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def _with_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def _holding(value: float) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors["transformer.h.1.attn.c_attn.weight"][3, 5].fill_(value)
+
+
+def _truncated(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+LACKED = "transformer.h.2.attn.c_attn.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], object], type[TheodoliteError], str]] = {
+    "pickled": (_pickled, UsageError, r"pickled weights \(pytorch_model.bin\).*save_pretrained"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), UsageError, "holds no weights"),
+    "NaN": (
+        lambda folder: _with_tensors(folder, _holding(float("nan"))),
+        WorkError,
+        r"transformer.h.1.attn.c_attn.weight holds NaN",
+    ),
+    "infinite": (
+        lambda folder: _with_tensors(folder, _holding(float("inf"))),
+        WorkError,
+        r"transformer.h.1.attn.c_attn.weight holds infinite",
+    ),
+    "a tensor lacks": (
+        lambda folder: _with_tensors(folder, lambda tensors: tensors.pop(LACKED)),
+        WorkError,
+        "lacks 1 of the model's tensors .*h.2.attn.c_attn.weight",
+    ),
+    "fewer layers": (
+        lambda folder: _edited(folder, n_layer=2),
+        WorkError,
+        "tensors of layers that its config.json does not have .*h.2.",
+    ),
+    "other shapes": (lambda folder: _edited(folder, n_embd=64), UsageError, "cannot open"),
+    "truncated": (_truncated, UsageError, "cannot open"),
+    "no json": (lambda folder: (folder / "config.json").write_text("{not json"), UsageError, "cannot open"),
+    "unknown family": (
+        lambda folder: _edited(folder, model_type="perceiver9", architectures=["Perceiver9LM"]),
+        UsageError,
+        "cannot open",
+    ),
+}
+ONLY_WHERE_READ = ("NaN", "infinite")
+"""Damages that `open_weights` finds in the layer that it reads."""
 
 
 @pytest.fixture
@@ -62,97 +111,41 @@ def broken(checkpoint, tmp_path):
     return shutil.copytree(checkpoint("gpt2"), tmp_path / "broken")
 
 
-def _refused(source, error: type[TheodoliteError], words: str, **options) -> None:
-    with pytest.raises(error, match=words) as caught:
-        open_model(source, **options)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("opening", [open_model, open_weights])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints_are_refused_in_a_line(damage, opening, broken):
+    damaging, error, words = DAMAGES[damage]
+    damaging(broken)
+    if opening is open_weights and damage in ONLY_WHERE_READ:
+        with pytest.raises(error, match=words):
+            open_weights(broken).head_weights(1)
+    else:
+        _refused(broken, error, words, opening)
 
 
-def test_missing_folder(tmp_path):
-    _refused(tmp_path / "nowhere", UsageError, "no checkpoint at .*nowhere")
-    _refused(str(tmp_path / "nowhere"), UsageError, "no checkpoint at .*nowhere")
-
-
-def test_unknown_hub_name():
-    _refused("nobody/no-such-model", UsageError, "cannot open nobody/no-such-model")
-
-
-def test_folder_without_a_config(tmp_path):
-    _refused(tmp_path, UsageError, "no checkpoint: theodolite needs a folder with config.json")
-
-
-def test_pickled_weights_are_refused_with_the_way_out(broken):
-    weights = load_file(broken / "model.safetensors")
-    torch.save(weights, broken / "pytorch_model.bin")
-    (broken / "model.safetensors").unlink()
-    _refused(broken, UsageError, r"pickled weights \(pytorch_model.bin\).*save_pretrained")
-
-
-def test_no_weights_at_all(broken):
-    (broken / "model.safetensors").unlink()
-    _refused(broken, UsageError, "holds no weights")
-
-
-@pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("inf"), "infinite")])
-def test_bad_numbers_are_named_by_tensor(broken, value, kind):
-    weights = load_file(broken / "model.safetensors")
-    weights["transformer.h.1.attn.c_attn.weight"][3, 5] = value
-    save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    _refused(broken, WorkError, f"transformer.h.1.attn.c_attn.weight holds {kind}")
-
-
-def test_missing_tensors_are_an_error(broken):
-    weights = load_file(broken / "model.safetensors")
-    del weights["transformer.h.2.mlp.c_fc.weight"]
-    save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    _refused(broken, WorkError, "lacks 1 of the model's tensors .*h.2.mlp.c_fc.weight")
-
-
-def test_layers_that_the_config_does_not_have_are_an_error(broken):
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "n_layer": 2}))
-    _refused(broken, WorkError, "tensors of layers that its config.json does not have .*h.2.")
-
-
-def test_wrong_shapes_are_an_error(broken):
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "n_embd": 64}))
-    _refused(broken, UsageError, "cannot open")
-
-
-def test_truncated_weights(broken):
-    data = (broken / "model.safetensors").read_bytes()
-    (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
-    _refused(broken, UsageError, "cannot open")
-
-
-def test_broken_config(broken):
-    (broken / "config.json").write_text("{not json")
-    _refused(broken, UsageError, "cannot open")
-
-
-def test_unknown_family(broken):
-    (broken / "config.json").write_text('{"model_type": "perceiver9", "architectures": ["Perceiver9LM"]}')
-    _refused(broken, UsageError, "cannot open")
+@pytest.mark.parametrize("opening", [open_model, open_weights])
+def test_what_is_no_checkpoint(tmp_path, opening):
+    _refused(str(tmp_path / "nowhere"), UsageError, "no checkpoint at .*nowhere", opening)
+    _refused(tmp_path, UsageError, "no checkpoint: theodolite needs a folder with config.json", opening)
+    _refused("nobody/no-such-model", UsageError, "cannot open nobody/no-such-model", opening)
+    _refused(tmp_path, UsageError, "unknown dtype int8", opening, dtype="int8")
 
 
 def test_code_that_a_checkpoint_brings_is_not_run(broken, tmp_path):
     marker = tmp_path / "ran"
-    config = json.loads((broken / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
-    (broken / "config.json").write_text(json.dumps(config))
+    _edited(broken, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModel": "own.Own"})
     (broken / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
     _refused(broken, UsageError, "cannot open")
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("attention", ["decoder", "encoder", "cross"])
-@pytest.mark.parametrize("family", ["t5", "bart", "encoder-decoder"])
-def test_an_encoder_decoder_is_looked_at_in_three_ways(family, attention, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [("t5", "decoder"), ("t5", "cross"), ("bart", "encoder"), ("encoder-decoder", "decoder")],
+)
+def test_an_encoder_decoder_is_looked_at_in_three_ways(kind, attention, tmp_path):
     """Oracle: the attention that transformers returns, and its encoder's or decoder's hidden states."""
-    if (family, attention) == ("encoder-decoder", "cross"):
-        pytest.skip("this one has none")
-    folder = _small(family, tmp_path)
+    folder = _small(kind, tmp_path)
     model = open_model(folder, attention=attention)
     hf = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager").eval()
     ids = torch.randint(300, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -174,7 +167,7 @@ def test_an_encoder_decoder_is_looked_at_in_three_ways(family, attention, tmp_pa
         if attention == "cross"
         else "decoder.block.1.layer.0.SelfAttention"
     )
-    if family == "t5" and attention != "encoder":
+    if kind == "t5":
         module = hf.get_submodule(name)
         for ours, theirs in (("w_q", "q"), ("w_k", "k"), ("w_v", "v")):
             expected = getattr(module, theirs).weight.unflatten(0, (model.heads, -1)).mT.double()
@@ -229,12 +222,11 @@ def test_attention_is_asked_for_where_there_are_several(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["diffllama", "gemma3n_text", "xlnet", "xlm", "squeezebert", "zamba", "deberta-v2", "bloom", "falcon"],
+    "kind", slow_but(["xlnet"], ["diffllama", "gemma3n_text", "xlnet", "xlm", "zamba", "deberta-v2"])
 )
-def test_hidden_states_and_attention_wherever_they_are(family, tmp_path):
+def test_hidden_states_and_attention_wherever_they_are(kind, tmp_path):
     """Oracle: what transformers returns: of several streams, all; of XLNet's, contexts come second."""
-    folder = _small(family, tmp_path)
+    folder = _small(kind, tmp_path)
     model = open_model(folder)
     ids = torch.randint(300, (3, 12), generator=torch.Generator().manual_seed(0))
     streams, weights = measured_families.eager(folder, ids)
@@ -244,7 +236,7 @@ def test_hidden_states_and_attention_wherever_they_are(family, tmp_path):
     for got, expected in zip(seen.streams[:-1], streams[:-1], strict=True):
         torch.testing.assert_close(got, torch.from_numpy(expected), rtol=1e-4, atol=1e-4)
     assert len(seen.weights) == model.layers - model.heads_of.count(0)
-    for got, expected in zip(seen.weights, weights, strict=bool(weights)):  # SqueezeBERT's returns none
+    for got, expected in zip(seen.weights, weights, strict=True):
         torch.testing.assert_close(got, torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -278,20 +270,18 @@ def test_blocks_that_attend_twice_are_refused(tmp_path):
     )
 
 
-def test_blocks_without_attention_are_layers_without_heads(tmp_path):
-    from transformers import Lfm2Config, Lfm2ForCausalLM
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
 
-    config = Lfm2Config(
-        vocab_size=30,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention", "conv"],
-    )
-    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
-    model = open_model(tmp_path)
+
+def _opened(kind: str, family: str, folder: Path, **options: Any) -> OpenModel:
+    config = getattr(transformers, f"{family}Config")(**{"vocab_size": 300, **SIZES, **options})
+    getattr(transformers, family + kind)(config).save_pretrained(folder)
+    return open_model(folder)
+
+
+def test_blocks_without_attention_are_layers_without_heads(tmp_path):
+    kinds = ["conv", "full_attention", "conv"]
+    model = _opened("ForCausalLM", "Lfm2", tmp_path, num_hidden_layers=3, layer_types=kinds)
     assert (model.layers, model.heads_of, model.attending) == (3, (0, 2, 0), (1,))
     assert list(model.structure.blocks) == list(model.hf.model.layers)
     with pytest.raises(NoAttention, match=r"layer 2 \(model.layers.2\) does not attend, so it has no heads"):
@@ -302,55 +292,38 @@ def test_blocks_without_attention_are_layers_without_heads(tmp_path):
 
 def test_blocks_that_are_lists_of_layers(tmp_path):
     """T5's encoder: the stream is read behind the whole block, feed-forward part included."""
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
-    T5EncoderModel(config).save_pretrained(tmp_path)
-    model = open_model(tmp_path)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    model = _opened("EncoderModel", "T5", tmp_path, **sizes)
     assert model.positions == "relative bias"
     assert list(model.structure.blocks) == list(model.hf.encoder.block)
 
 
 def test_causal_is_about_all_layers(tmp_path):
     """A window on the first layer hides late keys on a short sequence, and is not causal for that."""
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
-
-    config = ModernBertConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        local_attention=6,
-        global_attn_every_n_layers=2,
-        pad_token_id=0,
-    )
-    ModernBertForMaskedLM(config).save_pretrained(tmp_path)
-    assert not open_model(tmp_path).causal
+    windows = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
+    assert not _opened("ForMaskedLM", "ModernBert", tmp_path, num_hidden_layers=2, **windows).causal
 
 
 def test_norms_between_projections_are_not_taken_out(tmp_path):
     """DeepSeek 2 normalises inside its low-rank projections: it has no query-key matrix, with or without."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    config = DeepseekV2Config(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
-        first_k_dense_replace=1,
+    ranks = {
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    }
+    model = _opened(
+        "ForCausalLM", "DeepseekV2", tmp_path, num_hidden_layers=1, first_k_dense_replace=1, **ranks
     )
-    DeepseekV2ForCausalLM(config).save_pretrained(tmp_path)
-    model = open_model(tmp_path)
     with pytest.raises(WorkError, match="no affine function"):
         model.head_weights(0)
+
+
+def test_roberta_positions_start_after_its_padding(tmp_path):
+    model = _opened("ForMaskedLM", "Roberta", tmp_path, num_hidden_layers=1, max_position_embeddings=40)
+    assert model.longest == 38
+    assert model.tokenizer is None
 
 
 def test_attention_that_is_not_recomputed_is_refused_by_layer(checkpoint, monkeypatch):
@@ -377,8 +350,7 @@ def _with_large_logits(family: str, factor: float, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["mistral", "bert", "llama3"])
-@pytest.mark.parametrize("factor", [16.0, 64.0, 256.0])
+@pytest.mark.parametrize(("family", "factor"), [("mistral", 16.0), ("bert", 64.0), ("llama3", 256.0)])
 def test_large_logits_are_no_other_family(family, factor, tmp_path, monkeypatch):
     """Softmax weights are off by the rounding of their logits; a tap that is wrong is off by more, and is refused."""
     folder = _with_large_logits(family, factor, tmp_path)
@@ -395,18 +367,6 @@ def test_large_logits_are_no_other_family(family, factor, tmp_path, monkeypatch)
         _refused(folder, WorkError, r"the attention output recomputed from its queries")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3", "bloom"])
-def test_forward_and_logits_are_the_models_own(family, opened):
-    """Oracle: `transformers`, called by hand."""
-    model = opened(family)
-    ids = torch.arange(12).view(2, 6)
-    with torch.no_grad():
-        expected = model.hf(input_ids=ids, output_hidden_states=True)
-    assert torch.equal(model.forward(ids), expected.hidden_states[-1])
-    assert torch.equal(model.logits(ids), expected.logits)
-    assert not model.logits(ids).requires_grad
-
-
 def test_a_layer_that_does_not_exist(opened):
     with pytest.raises(UsageError, match="layers 0 to 2"):
         opened("gpt2").head_weights(3)
@@ -420,35 +380,12 @@ def test_queries_that_are_not_affine_are_refused_by_layer(checkpoint):
         model.head_weights(1)
 
 
-def test_roberta_positions_start_after_its_padding(tmp_path):
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    config = RobertaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=40,
-    )
-    RobertaForMaskedLM(config).save_pretrained(tmp_path)
-    model = open_model(tmp_path)
-    assert model.longest == 38
-    assert model.tokenizer is None
-
-
 def test_a_model_shows_itself_in_a_line(opened):
     """Oracle: the sizes that the checkpoint was made with."""
     model = opened("gpt2")
     assert repr(model) == f"OpenModel({model.id}: gpt2, 3 layers × 4 heads × width 32, float32 on cpu)"
     with model.intervention("ablated"):
         assert repr(model).endswith("on cpu, ablated)")
-
-
-def _edited(folder: Path, **changes: object) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    return folder
 
 
 @pytest.mark.parametrize("opening", [open_model, open_weights])
@@ -530,10 +467,10 @@ def test_a_device_without_numbers_is_refused(checkpoint):
         open_model(checkpoint("gpt2"), device="meta")
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "nllb-moe"])
-def test_what_else_decides_an_attention_or_reads_its_mask(family, tmp_path):
+@pytest.mark.parametrize("kind", ["deepseek_v32", "nllb-moe"])
+def test_what_else_decides_an_attention_or_reads_its_mask(kind, tmp_path):
     """Oracle: eager attention. Queries choose 4 of the keys; NLLB's router takes the mask for one of padding."""
-    case = next(case for case in small_models.cases() if case.name == family)
+    case = next(case for case in small_models.cases() if case.name == kind)
     config = small_models.small_config(case)
     config.index_topk = 4
     torch.manual_seed(0)
@@ -573,15 +510,13 @@ def test_a_model_that_would_change_itself_is_opened_from_its_folder_and_for_shor
     assert open_model(model).layers == opened.layers
 
 
-@pytest.mark.parametrize("attention", ["decoder", "encoder", "cross"])
-def test_contexts_that_come_second_in_layers_that_attend_by_hand(attention, tmp_path):
+def test_contexts_that_come_second_in_layers_that_attend_by_hand(tmp_path):
     """Oracle: the weights that FSMT returns; a survey runs its attention modules by themselves, too."""
-    folder = _small("fsmt", tmp_path)
-    model = open_model(folder, attention=attention)
+    model = open_model(_small("fsmt", tmp_path), attention="cross")
     ids = torch.randint(200, (5, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         output = model.hf(input_ids=ids, decoder_input_ids=ids, output_attentions=True, use_cache=False)
-    weights = torch.stack(output[f"{attention}_attentions"]).double()
+    weights = torch.stack(output.cross_attentions).double()
     entropy = -torch.xlogy(weights, weights).sum(-1).mean(dim=(1, 3)).flatten()
     run = survey(model, Corpus.from_ids(ids), batch=2)
     np.testing.assert_allclose(run.heads["entropy"], entropy, rtol=1e-4)

@@ -7,39 +7,11 @@ import torch
 import transformers
 
 from tests import checkpoints
-from theodolite.attention.inputs import attend
+from tests.models.test_every_family import output_module
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.taps import tapped
 
 HEADS = 4
-
-PLACES = {
-    "gpt2": "transformer.h.{}.attn.c_proj",
-    "bert": "bert.encoder.layer.{}.attention.output.dense",
-    "bloom": "transformer.h.{}.self_attention.dense",
-    "gpt_neox": "gpt_neox.layers.{}.attention.dense",
-    "opt": "model.decoder.layers.{}.self_attn.out_proj",
-    "vit": "vit.layers.{}.attention.o_proj",
-}
-
-
-def _place(family: str, layer: int) -> str:
-    return PLACES.get(family, "model.layers.{}.self_attn.o_proj").format(layer)
-
-
-def _named(family: str, hf: torch.nn.Module, layer: int) -> torch.Tensor:
-    """W_O by parameter name, (heads, value_width, d): the oracle."""
-    weight = hf.get_submodule(_place(family, layer)).weight.double()
-    return (weight if family == "gpt2" else weight.T).reshape(HEADS, -1, 32)
-
-
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
-def test_output_weights_are_the_parameters(family, opened):
-    model = opened(family)
-    for layer in range(model.layers):
-        got = model.output_weights(layer)
-        torch.testing.assert_close(got, _named(family, model.hf, layer), rtol=0, atol=1e-12)
 
 
 def test_attention_that_takes_no_single_token():
@@ -63,78 +35,17 @@ def test_attention_that_takes_no_single_token():
         torch.testing.assert_close(model.output_weights(layer), weight.T.reshape(HEADS, -1, 32))
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
-def test_heads_outputs_times_output_weights_are_what_leaves_attention(family, opened):
-    """Oracle: what leaves the module that holds W_O (but for its bias, and BLOOM's residual), in a forward pass."""
-    model = opened(family)
-    answers: list[torch.Tensor] = []
-    left: list[torch.Tensor] = []
-
-    def tap(module, inputs):
-        answers.append(attend(inputs))
-        return answers[-1]
-
-    generator = torch.Generator().manual_seed(3)
-    if family == "vit":
-        sample = {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
-    else:
-        sample = {"input_ids": torch.randint(checkpoints.VOCABULARY, (2, 12), generator=generator)}
-    hooks = [
-        model.hf.get_submodule(_place(family, layer)).register_forward_hook(
-            lambda module, args, output: left.append(output if module.bias is None else output - module.bias)
-        )
-        for layer in range(model.layers)
-    ]
-    try:
-        with torch.no_grad(), tapped(model.hf, tap):
-            model.hf.base_model(**sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for layer in range(model.layers):
-        got = torch.einsum("bthw,hwd->btd", answers[layer].double(), model.output_weights(layer))
-        torch.testing.assert_close(got, left[layer].double(), rtol=1e-5, atol=1e-5)
-
-
-def test_reading_leaves_the_model_as_it_was(opened):
-    """Oracle: bytes of all parameters and buffers, identity of all modules, and their hooks."""
-    for family in ("gpt2", "bert", "bloom"):
-        hf = opened(family).hf
-        before = {name: value.clone() for name, value in hf.state_dict().items()}
-        modules = [
-            (id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in hf.modules()
-        ]
-        model = open_model_again(opened(family))
-        model.output_weights(1)
-        assert all(torch.equal(value, before[name]) for name, value in hf.state_dict().items())
-        after = [(id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in hf.modules()]
-        assert modules == after
-
-
-def open_model_again(model):
-    """The same model with nothing remembered."""
-    import dataclasses
-
-    return dataclasses.replace(model, _output_weights={})
-
-
 def test_weights_are_kept_until_the_parameters_change(tmp_path):
     """Oracle: the parameters by name, before and after an optimizer's kind of step."""
     model = open_model(checkpoints.write("bert", tmp_path))
     first = model.output_weights(1)
     assert model.output_weights(1) is first
     with torch.no_grad():
-        model.hf.get_submodule(_place("bert", 1)).weight.mul_(2)
+        output_module("bert", model.hf, 1).weight.mul_(2)
     assert torch.equal(model.output_weights(1), 2 * first)
     hf = model.hf
     hf.load_state_dict({name: 3 * value for name, value in hf.state_dict().items()}, assign=True)
     torch.testing.assert_close(model.output_weights(1), 6 * first, rtol=1e-6, atol=0)
-
-
-def test_half_precision_weights_are_read_exactly(tmp_path):
-    for family in ("gpt2", "bert"):
-        model = open_model(checkpoints.write(family, tmp_path / family, dtype=torch.bfloat16))
-        assert torch.equal(model.output_weights(2), _named(family, model.hf, 2))
 
 
 class _Gated(torch.nn.Module):

@@ -54,9 +54,9 @@ def test_a_link_to_an_empty_folder_is_followed(tmp_path):
     assert (tmp_path / "disk" / "pruning.json").is_file()
 
 
-@pytest.mark.parametrize("form", ["merged", "factored"])
 @pytest.mark.parametrize(
-    ("family", "method"), [("gpt2", "oats"), ("gpt_oss", "oats"), ("llama3", "sparsegpt")]
+    ("family", "method", "form"),
+    [("gpt2", "oats", "merged"), ("gpt_oss", "oats", "factored"), ("llama3", "sparsegpt", "merged")],
 )
 def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form, tmp_path):
     """Oracle: the files of a pruning that was not stopped."""
@@ -102,25 +102,25 @@ def test_killed_while_it_writes_the_end_it_goes_on(tmp_path, monkeypatch):
     assert contents(out) == contents(whole)
 
 
-@pytest.mark.parametrize(
-    "options", [{"method": "wanda"}, {"seed": 1}, {"rank_ratio": 0.5}, {"pattern": "2:4"}, {"batch": 5}]
-)
-def test_another_pruning_is_refused_where_one_is_unfinished(options, tmp_path):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder with a pruning of GPT-2 in `out`, which no test may change."""
+    folder = tmp_path_factory.mktemp("finished")
+    pruned("gpt2", folder, folder / "out")
+    return folder
+
+
+def test_another_pruning_is_refused_where_one_is_unfinished(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         pruned("gpt2", tmp_path, tmp_path / "out", show_progress=stop_after(7))
-    arguments = {"method": "oats", "batch": 4} | options
-    corpus = corpus_of(arguments.pop("seed", 0))
     model = opened_anew("gpt2", tmp_path)
-    with pytest.raises(
-        UsageError, match=r"out\.partial holds an unfinished pruning of another model, text or"
-    ):
-        prune_model(model, corpus, sparsity=0.5, iterations=4, out=tmp_path / "out", **arguments)
+    for options, seed in (({"pattern": "2:4"}, 0), ({"batch": 5}, 0), ({}, 1)):
+        asked = {"sparsity": 0.5, "iterations": 4, "batch": 4, "out": tmp_path / "out"} | options
+        with pytest.raises(
+            UsageError, match=r"out\.partial holds an unfinished pruning of another model, text"
+        ):
+            prune_model(model, corpus_of(seed), "oats", **asked)
     assert model.interventions == ()
-
-
-def test_another_model_is_refused_there(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        pruned("gpt2", tmp_path, tmp_path / "out", show_progress=stop_after(7))
     with pytest.raises(UsageError, match="unfinished pruning of another model"):
         pruned("llama2", tmp_path, tmp_path / "out")
 
@@ -135,8 +135,9 @@ def test_the_format_may_change_in_between(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
-@pytest.mark.parametrize("form", ["merged", "factored", "adapter"])
-@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "form"), [("gpt2", "adapter"), ("gpt_oss", "merged"), ("gpt_oss", "factored")]
+)
 def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, monkeypatch):
     """Oracle: the model that was pruned and the files that it was written to; a kill behind the rename leaves more."""
     out, models = tmp_path / "out", [opened_anew(family, tmp_path) for _ in range(2)]
@@ -169,12 +170,11 @@ def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, m
         ({"form": "factored"}, "--format merged there, factored now"),
     ],
 )
-def test_another_pruning_is_refused_where_one_is_finished(options, differs, tmp_path):
-    pruned("gpt2", tmp_path, tmp_path / "out")
-    before = contents(tmp_path / "out")
+def test_another_pruning_is_refused_where_one_is_finished(options, differs, finished):
+    before = contents(finished / "out")
     with pytest.raises(UsageError, match=f"out holds .* pruning .*{differs}.*choose another --out or remove"):
-        pruned("gpt2", tmp_path, tmp_path / "out", **options)
-    assert contents(tmp_path / "out") == before
+        pruned("gpt2", finished, finished / "out", **options)
+    assert contents(finished / "out") == before
 
 
 def test_a_folder_that_exists_is_refused(tmp_path):
@@ -217,17 +217,16 @@ def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(what, tmp_path, m
     assert len(blocks) == (0 if what == "blocks" else 4)
 
 
-def test_everybody_may_read_what_was_written(tmp_path):
+def test_everybody_may_read_what_was_written(finished):
     """safetensors writes files for their owner only. Oracle: the mode of a file made by `open`."""
-    pruned("gpt2", tmp_path, tmp_path / "out")
-    (tmp_path / "plain").write_text("")
-    mode = (tmp_path / "plain").stat().st_mode
-    assert {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()} == {mode}
+    (finished / "plain").write_text("")
+    mode = (finished / "plain").stat().st_mode
+    assert {path.stat().st_mode for path in (finished / "out").rglob("*") if path.is_file()} == {mode}
 
 
 def test_what_is_measured_is_what_is_there(tmp_path):
     """Oracle: sizes of the files and of the dense model's tensors, counted here."""
-    for form in ("merged", "factored", "adapter"):
+    for form in ("factored", "adapter"):
         told = pruned("gpt2", tmp_path, tmp_path / form, form=form).provenance["pruning"]
         weights = [p for p in (tmp_path / form).rglob("*.safetensors") if p.parent.name != "low_rank"]
         assert told["bytes"] == sum(path.stat().st_size for path in weights)
@@ -236,7 +235,7 @@ def test_what_is_measured_is_what_is_there(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.suffix in {".bin", ".pt", ".pkl"}]
 
 
-@pytest.mark.parametrize("form", ["merged", "adapter", "factored"])
+@pytest.mark.parametrize("form", ["merged", "factored"])
 def test_weights_that_are_gone_or_changed_are_no_finished_pruning(form, tmp_path):
     out = tmp_path / "out"
     options = {"iterations": 2, "out": out, "form": form}

@@ -34,10 +34,11 @@ def t5(tmp_path_factory) -> Path:
         ("encoder", "encoder", "decoder"),
     ],
 )
-def test_the_half_that_is_pruned_is_named(t5, tmp_path, attention, half, other):
-    pruned = prune_model(
-        open_model(t5, attention=attention), corpus_of(), "magnitude", 0.5, out=tmp_path / "out"
-    )
+def test_the_half_that_is_pruned_is_named_and_read_back(t5, tmp_path, attention, half, other):
+    """The same call finds it finished, and puts it into the model."""
+    first, again = (open_model(t5, attention=attention) for _ in range(2))
+    for model in (first, again):
+        pruned = prune_model(model, corpus_of(), "magnitude", 0.5, out=tmp_path / "out")
     assert all(name.startswith(f"{half}.") for name in pruned.table["parameter"])
     assert json.loads((tmp_path / "out" / "pruning.json").read_text())["pruning"]["half"] == half
     said = {
@@ -46,12 +47,5 @@ def test_the_half_that_is_pruned_is_named(t5, tmp_path, attention, half, other):
     assert (
         said["pruned half"] == f"{half} alone; the {other} is dense (--attention {other} prunes it instead)"
     )
-
-
-@pytest.mark.parametrize("attention", [None, "encoder", "cross"])
-def test_a_finished_pruning_is_read_back_into_the_model(t5, tmp_path, attention):
-    first, again = (open_model(t5, attention=attention) for _ in range(2))
-    for model in (first, again):
-        prune_model(model, corpus_of(), "magnitude", 0.5, out=tmp_path / "out")
     theirs = again.hf.state_dict()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in first.hf.state_dict().items())

@@ -59,8 +59,7 @@ SPECTRA = {
 }
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 40])
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize(("name", "length"), [*((name, 7) for name in SPECTRA), ("one", 1), ("large", 2)])
 def test_short_contexts_against_simulated_walks(name: str, length: int) -> None:
     """Within 3 standard errors at every position; the form's weights come from the tokens, not from us."""
     values = torch.tensor(SPECTRA[name], dtype=DOUBLE)
@@ -73,26 +72,17 @@ def test_short_contexts_against_simulated_walks(name: str, length: int) -> None:
     assert deviations(measured, exact, draws).abs().max() < 3
 
 
-@pytest.mark.parametrize("name", ["one", "zero mean", "positive"])
-def test_long_contexts_against_simulated_walks(name: str) -> None:
-    """T = 512: interpolated between Chebyshev nodes, within 3 standard errors at all 512 positions."""
-    values = torch.tensor(SPECTRA[name], dtype=DOUBLE)
-    measured = simulated(torch.diag(values), torch.eye(len(values), dtype=DOUBLE), 512, 2500, 1.0, seed=1)
-    assert deviations(measured, propagation_exact(values, 512, 1.0), 2500).abs().max() < 3
-
-
-def test_the_longest_context_against_simulated_walks() -> None:
-    """T = 4096, within 3 standard errors at all positions, where the Gaussian form is more than 7 off somewhere."""
+def test_a_long_context_against_simulated_walks() -> None:
+    """T = 512, interpolated between Chebyshev nodes; the Gaussian form is more than 7 off somewhere."""
     values = torch.tensor([0.9, -0.2], dtype=DOUBLE)
-    measured = simulated(torch.diag(values), torch.eye(2, dtype=DOUBLE), 4096, 2000, 1.0, seed=3)
-    assert deviations(measured, propagation_exact(values, 4096, 1.0), 2000).abs().max() < 3
+    measured = simulated(torch.diag(values), torch.eye(2, dtype=DOUBLE), 512, 2000, 1.0, seed=3)
+    assert deviations(measured, propagation_exact(values, 512, 1.0), 2000).abs().max() < 3
     moments = values.sum(), values.square().sum(), values.square().sum()
-    gaussian = propagation_finite(*moments, 4096, 1.0)
+    gaussian = propagation_finite(*moments, 512, 1.0)
     assert deviations(measured, gaussian, 2000).abs().max() > 7
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e-3, 0.1, 1.0, 1e3, 1e6])
-@pytest.mark.parametrize("length", [12, 512])
+@pytest.mark.parametrize(("scale", "length"), [(1e-6, 12), (0.1, 200), (1.0, 12), (1e6, 200)])
 def test_one_eigenvalue_against_an_integral_over_the_query(scale: float, length: int) -> None:
     """d = 1. Given x_T = √T z, s_i is normal, so ρ_i is one integral over z; oracle: quad with scipy's normal."""
     got = propagation_exact(torch.tensor([scale], dtype=DOUBLE), length, 1.0)
@@ -132,23 +122,20 @@ def direct(values: Tensor, length: int, positions: list[int]) -> Tensor:
 
 
 def spectra_of_many() -> dict[str, Tensor]:
-    noise = torch.randn(160, generator=torch.Generator().manual_seed(4), dtype=DOUBLE)
+    noise = torch.randn(60, generator=torch.Generator().manual_seed(4), dtype=DOUBLE)
     one = torch.ones(1, dtype=DOUBLE)
     return {
         "semicircle-like": noise.clamp(-2, 2),
-        "around a mean": 0.02 * noise + 0.02,
-        "equal": torch.full((160,), 0.01, dtype=DOUBLE),
-        "squares": 0.01 * noise.square(),
+        "equal": torch.full((60,), 0.01, dtype=DOUBLE),
         "heavy tails": noise.pow(5),
-        "power law": torch.arange(1, 161, dtype=DOUBLE) ** -1.0,
-        "one and a crowd": torch.cat([one, 1e-3 * noise]),
+        "power law": torch.arange(1, 61, dtype=DOUBLE) ** -1.0,
         "one and a displaced crowd": torch.cat([one, 1e-3 * (noise + 1)]),
     }
 
 
 @pytest.mark.parametrize("name", list(spectra_of_many()))
 def test_bins_and_interpolation_cost_no_accuracy(name: str) -> None:
-    """d = 160, T = 140: Chebyshev nodes in i and bins of eigenvalues against every term at single positions."""
+    """d = 60, T = 140: Chebyshev nodes in i and bins of eigenvalues against every term at single positions."""
     values, positions = spectra_of_many()[name], [1, 71, 140]
     got = propagation_exact(values, 140, 1.0)[torch.tensor(positions) - 1]
     torch.testing.assert_close(got, direct(values, 140, positions), rtol=0, atol=1e-9)
@@ -158,7 +145,7 @@ def test_many_eigenvalues_approach_the_gaussian_form() -> None:
     """d = 4096 of variance ~ 1/d: the central limit theorem makes the finite form right to 1e-3."""
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=DOUBLE) / 64
     moments = values.sum(), values.square().sum(), values.square().sum()
-    difference = propagation_exact(values, 4096, 1.0) - propagation_finite(*moments, 4096, 1.0)
+    difference = propagation_exact(values, 256, 1.0) - propagation_finite(*moments, 256, 1.0)
     assert 1e-7 < difference.abs().max() < 1e-3
 
 
@@ -211,7 +198,7 @@ def test_characteristic_function_is_the_determinant_of_the_docstring() -> None:
     np.testing.assert_allclose(got, expected, atol=1e-11)
 
 
-@pytest.mark.parametrize("length", [1, 2, 40, 150])
+@pytest.mark.parametrize("length", [1, 2, 30])
 def test_symmetric_heads_agree_with_their_eigenvalues(length: int) -> None:
     """W_k = B and W_q = B diag(w), which has a singular joint Gram matrix; then with Σ and d_h = d."""
     generator = torch.Generator().manual_seed(0)
@@ -231,9 +218,9 @@ def test_symmetric_heads_agree_with_their_eigenvalues(length: int) -> None:
 
 def test_chosen_positions_and_the_default_temperature() -> None:
     w_q, w_k = random_head(16, 4, seed=0)
-    whole = propagation_exact_head(w_q, w_k, 500)
-    some = propagation_exact_head(w_q, w_k, 500, 2.0, positions=[500, 1, 77])
-    torch.testing.assert_close(some, whole[[499, 0, 76]], rtol=0, atol=1e-9)
+    whole = propagation_exact_head(w_q, w_k, 150)
+    some = propagation_exact_head(w_q, w_k, 150, 2.0, positions=[150, 1, 77])
+    torch.testing.assert_close(some, whole[[149, 0, 76]], rtol=0, atol=1e-9)
     assert propagation_exact_head(w_q * math.nan, w_k, 3).isnan().all()
     assert (propagation_exact_head(w_q * 0, w_k, 3) == 1).all()
 

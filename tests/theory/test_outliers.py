@@ -91,7 +91,7 @@ def test_constants_are_those_of_their_laws():
     assert token_limit(10**6, LEVEL) == pytest.approx(survival, rel=1e-4)
 
 
-@pytest.mark.parametrize("width", [8, 64, 768])
+@pytest.mark.parametrize("width", [8, 64])
 def test_the_spread_of_a_gaussian_layers_largest_values(width):
     """Oracle: quartiles of 4000 simulated maxima, whose own error is about 3 %."""
     largest = np.log(np.abs(np.random.default_rng(1).normal(size=(4000, width))).max(1))
@@ -99,11 +99,11 @@ def test_the_spread_of_a_gaussian_layers_largest_values(width):
     assert gaussian_spread(width) == pytest.approx((high - low) / 1.349, rel=0.09)
 
 
-@pytest.mark.parametrize("width", [12, 32, 128, 768])
+@pytest.mark.parametrize("width", [12, 128])
 def test_the_limit_on_dimensions_is_exceeded_as_often_as_it_says(width):
     """Oracle: Monte Carlo of normal log sizes. The largest robust z is above the limit in 1 % of layers, within three
     standard errors; without the correction for the MAD's noise it would be 19 % at width 12 and 8 % at 32."""
-    layers = 8000 if width < 700 else 2000
+    layers = 8000
     logs = torch.from_numpy(np.random.default_rng(width).normal(size=(layers, width)))
     rate = float((robust_z(logs).amax(-1) > dimension_limit(width, LEVEL)).double().mean())
     assert rate == pytest.approx(LEVEL, abs=3 * math.sqrt(LEVEL * (1 - LEVEL) / layers))
@@ -113,20 +113,18 @@ def test_the_limit_on_dimensions_is_exceeded_as_often_as_it_says(width):
     assert float(flagged.any(-1).double().mean()) <= rate
 
 
-@pytest.mark.parametrize("law", ["normal", "laplace", "student 3"])
-@pytest.mark.parametrize("width", [16, 96])
+@pytest.mark.parametrize(("law", "width"), [("normal", 96), ("laplace", 16), ("student 3", 32)])
 def test_healthy_layers_give_few_false_alarms(law, width):
-    """Oracle: Monte Carlo: in 100 layers at most as many alarms of either kind as a rate of 1 % gives with probability
+    """Oracle: Monte Carlo: in 60 layers at most as many alarms of either kind as a rate of 1 % gives with probability
     0.999, heavy tails or not."""
-    layers = 100
+    layers = 60
     alarms = np.zeros(2)
     for seed in range(layers):
-        alarms += [bool(kind.any()) for kind in found(drawn(law, 600, width, seed), 400)]
+        alarms += [bool(kind.any()) for kind in found(drawn(law, 300, width, seed), 200)]
     assert (alarms <= stats.binom.ppf(0.999, layers, LEVEL)).all()
 
 
-@pytest.mark.parametrize("scale", [0.1, 1.0, 50.0])
-@pytest.mark.parametrize("law", ["normal", "laplace"])
+@pytest.mark.parametrize(("law", "scale"), [("normal", 0.1), ("laplace", 50.0)])
 def test_what_is_planted_is_found_and_nothing_else(law, scale):
     """A dimension 12 times as large in all tokens, and one value of 3000 in another dimension, at any scale."""
     layer = drawn(law, 600, 64, 7)

@@ -25,12 +25,12 @@ def noisy(rows: int, columns: int, rank: int, correlation: float, seed: int) -> 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "k"),
-    [(60, 60, 20), (50, 120, 20), (120, 50, 20), (30, 200, 5), (45, 44, 0), (9, 8, 3)],
+    [(60, 60, 20), (120, 50, 20), (30, 100, 5), (45, 44, 0), (9, 8, 3)],
 )
 def test_rank_and_threshold_are_those_of_the_reference(rows: int, columns: int, k: int) -> None:
     """The reference bisects the threshold to 1e-5, which is what the two may differ by."""
-    for seed in range(9):
-        matrix = noisy(rows, columns, rank=min(seed % 7, k), correlation=[0.0, 0.5, 0.9][seed % 3], seed=seed)
+    for seed in range(3):
+        matrix = noisy(rows, columns, rank=min(3 * seed, k), correlation=[0.0, 0.5, 0.9][seed], seed=seed)
         _, threshold, rank = adaptiveHardThresholding(matrix, k)
         got = screenot(torch.from_numpy(matrix), k)
         assert got.rank.item() == rank
@@ -107,8 +107,10 @@ def spectral_norm(x: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(x.double(), ord=2)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5, 1.5])
-@pytest.mark.parametrize("shape", [(2, 40, 64), (3, 70, 20), (1, 5), (5, 1), (2, 2, 6, 6)])
+@pytest.mark.parametrize(
+    ("shape", "decay"),
+    [((2, 40, 64), 0.0), ((3, 70, 20), 0.5), ((1, 5), 1.5), ((5, 1), 0.0), ((2, 2, 6, 6), 1.5)],
+)
 def test_largest_singular_value_is_that_of_the_svd(shape: tuple[int, ...], decay: float) -> None:
     generator = torch.Generator().manual_seed(0)
     scale = torch.arange(1, shape[-1] + 1, dtype=torch.float64) ** -decay

@@ -52,8 +52,8 @@ def test_sides_are_the_norms_of_the_full_matrix(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_corrected_links_hold_for_every_head_and_covariance() -> None:
-    """300 random heads, some symmetric, some with large traces, some of rank one."""
-    for seed in range(30):
+    """80 random heads, some symmetric, some with large traces, some of rank one."""
+    for seed in range(8):
         w_q, w_k, covariance = heads(10, 8, 1 + seed % 8, seed=seed)
         w_k = w_k + (seed % 3) * w_q
         for sigma in (None, covariance):
@@ -91,7 +91,7 @@ def test_singular_covariance_leaves_no_upper_bound() -> None:
 
 def test_sides_are_differentiable() -> None:
     """Oracle: finite differences, at generic factors."""
-    w_q, w_k, covariance = heads(2, 5, 2)
+    w_q, w_k, covariance = heads(1, 4, 2)
     w_k = w_k + w_q  # keeps tr W² away from 0
     w_q.requires_grad_()
     w_k.requires_grad_()

@@ -35,7 +35,7 @@ def test_two_tokens_follow_a_chi_square():
     """Oracle: d = 1, T = 2, λ = 1, W_QK = m: ω = m x_2 (x_1, x_2), s_2 = ½ + ¼ m x_2 (x_2 − x_1) = ½ + ¼ m ε(ε + x_1),
     ε, x_1 independent: by quadrature over x_1 of the normal probability of −2 ≤ m ε (ε + x_1) ≤ 2."""
     mean = 1.5
-    setting = WalkSetting(width=1, length=2, walks=40_000, draws=2, means=(mean,), scales=(1e-9,))
+    setting = WalkSetting(width=1, length=2, walks=20_000, draws=2, means=(mean,), scales=(1e-9,))
     sim = simulate_walks(setting, "isotropic", 0)
     x = np.linspace(-8, 8, 40_001)
     low = np.sqrt(np.maximum(x**2 / 4 - 2 / mean, 0))  # ε² + εx ≥ −2/m outside of −x/2 ± low
@@ -43,14 +43,14 @@ def test_two_tokens_follow_a_chi_square():
     inside = stats.norm.cdf(-x / 2 + high) - stats.norm.cdf(-x / 2 - high)
     inside -= stats.norm.cdf(-x / 2 + low) - stats.norm.cdf(-x / 2 - low)
     expected = float(np.sum(inside * stats.norm.pdf(x)) * (x[1] - x[0]))
-    error = math.sqrt(expected * (1 - expected) / 80_000)
+    error = math.sqrt(expected * (1 - expected) / 40_000)
     assert sim.propagation[0].tolist() == pytest.approx([expected, expected], abs=4 * error)
 
 
 def test_the_simulation_has_the_exact_moments_of_theory():
     """Oracle: `propagation_finite` (its own tests: Monte Carlo and Isserlis) of the very spectra; with η small and
     many dimensions the Gaussian is close, so that only the standard error and little more remains."""
-    setting = WalkSetting(width=64, length=12, walks=4000, draws=4, means=(0.2,), scales=(0.1,))
+    setting = WalkSetting(width=64, length=12, walks=2000, draws=3, means=(0.2,), scales=(0.1,))
     sim = simulate_walks(setting, "isotropic", 1)
     trace, square = sim.eigenvalues.sum(-1), sim.eigenvalues.square().sum(-1)
     expected = propagation_finite(trace, square, square, 12, setting.temperature).mean(1)
