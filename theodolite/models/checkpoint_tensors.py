@@ -26,11 +26,11 @@ from theodolite.models.loading import (
     has_adapter,
     on_meta,
     refuse_more_layers,
+    tower_of,
     without_progress_bars,
 )
 from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.skeleton import build_skeleton
-from theodolite.models.towers import tower_of
 from theodolite.system.pruned_folders import adapter_in
 
 
