@@ -9,7 +9,7 @@ import torch
 
 from tests.accumulate.test_attention import HEADS, KINDS, LENGTH, dense, make
 from tests.measure.test_constituents import _split
-from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, pattern_scores
+from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, pattern_scores
 from theodolite.measure.constituents import dense_attention
 
 HALF = LENGTH // 2
@@ -88,11 +88,3 @@ def test_only_and_without_equal_the_dense_computation(kind):
     torch.testing.assert_close(found.score, pattern_scores(inputs, PATTERNS))
     disjoint = [ATTRIBUTED.index(name) for name in ("position", "context", "cross", "constant", "additive")]
     torch.testing.assert_close(found.share[disjoint].sum(0), torch.ones(HEADS, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_chosen_heads_attend_as_before(kind):
-    """Oracle: the rows of these heads in the dense matrices of all."""
-    inputs = make(kind)
-    weights, _, _ = dense(inputs)
-    torch.testing.assert_close(dense_attention(chosen_heads(inputs, [3, 1])), weights[:, [3, 1]])

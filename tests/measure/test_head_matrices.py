@@ -44,7 +44,7 @@ def by_name(panels: list[HeadMatrix]) -> dict[str, HeadMatrix]:
     return {panel.name: panel for panel in panels}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "bloom", "llama3", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["bert", "bloom", "mistral"])
 def test_panels_are_the_models_own_attention_and_logits(opened, family):
     """Oracle: eager attention of the model; its logarithm, less the row's mean, is what the softmax saw."""
     model = opened(family)

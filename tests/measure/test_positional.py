@@ -61,11 +61,6 @@ def test_columns_are_those_of_dense_matrices(length: int) -> None:
         assert len(set(got["argmax_property"])) > 1
 
 
-def test_norm_column_only_where_the_normed_rows_are_given() -> None:
-    pos, w = spiral(10, 6), sample(5, 2, 6, 3)
-    assert "argmax_property_normed" not in positional_heads(pos, pos[0], w, w)
-
-
 def test_argmax_property_of_known_matrices() -> None:
     """Closed forms: on a circle W = I has its largest entry at the diagonal, −I nowhere but at the start."""
     angle = torch.arange(100, dtype=torch.float64) * 3 / 100
@@ -73,13 +68,6 @@ def test_argmax_property_of_known_matrices() -> None:
     eye = torch.eye(2, dtype=torch.float64)
     got = argmax_property(rows, torch.stack([eye, -eye]), torch.stack([eye, eye]))
     assert got.tolist() == [1, 0.01]
-
-
-def test_ties_go_to_the_earlier_position() -> None:
-    """Oracle: numpy's argmax, which gives the first: a constant row holds at its first position only."""
-    ones = torch.ones(8, 1)
-    assert argmax_property(ones, torch.ones(1, 1, 1), torch.ones(1, 1, 1)).tolist() == [1 / 8]
-    assert dense_argmax(ones.numpy(), np.ones((1, 1))) == 1 / 8
 
 
 def test_queries_and_grouped_keys() -> None:

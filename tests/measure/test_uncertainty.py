@@ -171,23 +171,6 @@ def _dense_numbers(x: np.ndarray) -> list[float]:
     ]
 
 
-@pytest.mark.slow
-def test_the_bootstrap_over_contexts_agrees():
-    """Oracle: contexts drawn with replacement, 60 times, of 8 corpora, everything dense."""
-    random = np.random.default_rng(0)
-    ours, theirs = [], []
-    for seed in range(8):
-        h = hidden(100 + seed)[:1]
-        reported = errors(h)
-        ours.append([reported[name + "_se"][0] for name in SMOOTH])
-        x = h[0].double().numpy()
-        drawn = [_dense_numbers(x[random.integers(0, CONTEXTS, CONTEXTS)]) for _ in range(60)]
-        theirs.append(np.std(drawn, axis=0, ddof=1))
-    ratio = np.sqrt(np.square(ours).mean(0) / np.square(theirs).mean(0))
-    # 27 % of seven degrees of freedom is 10 % over eight corpora; 60 draws add 3 %. 30 % is three such errors.
-    assert (np.abs(ratio - 1) < 0.3).all(), dict(zip(SMOOTH, ratio, strict=True))
-
-
 def test_sketches_give_the_error_that_whole_moments_give():
     """Oracle: halves of the dense hidden states, at a width where the sketch leaves two thirds out."""
     h = hidden(7, width=96)[:1]

@@ -114,8 +114,10 @@ def _both(way, forward):
     return open_module(rows, vocabulary=VOCABULARY, longest=LONGEST, forward=forward), gpt
 
 
-@pytest.mark.parametrize("way", ["flex", "sdpa", "by hand"])
-@pytest.mark.parametrize("forward", [in_a_row, in_a_batch_of_one])
+@pytest.mark.parametrize(
+    ("way", "forward"),
+    [("flex", in_a_row), ("flex", in_a_batch_of_one), ("sdpa", in_a_batch_of_one), ("by hand", in_a_row)],
+)
 def test_contexts_in_one_row_are_read_as_contexts(way, forward):
     model, gpt = _both(way, forward)
     assert model.structure.layout.is_row

@@ -8,7 +8,7 @@ import transformers
 
 from tests import checkpoints
 from tests.models.test_every_family import output_module
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import WorkError
 from theodolite.models import open_model
 
 HEADS = 4
@@ -87,8 +87,3 @@ def test_a_model_whose_heads_are_the_output_has_the_identity(tmp_path):
     model = open_model(checkpoints.write("llama2", tmp_path))
     model.hf.model.layers[0].self_attn.o_proj = torch.nn.Identity()
     assert torch.equal(model.output_weights(0).flatten(0, 1), torch.eye(32, dtype=torch.float64))
-
-
-def test_a_layer_that_does_not_exist_is_refused(opened):
-    with pytest.raises(UsageError, match="layer 3 does not exist: this model has layers 0 to 2"):
-        opened("gpt2").output_weights(3)

@@ -216,22 +216,6 @@ def test_rotations_by_complex_numbers_are_kept():
             torch.testing.assert_close(got[split.names.index(name)].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_decomposition_of_these_contexts_is_taken_as_it_is(opened64, ids):
-    """Oracle: `decompose` of the hidden states, position 0 among them, each part sent through LayerNorm by hand."""
-    model = opened64("gpt2")
-    with torch.no_grad():
-        hidden = model.hf(input_ids=ids, output_hidden_states=True).hidden_states[1]
-    parts = decompose(hidden)
-    split = constituents(model, ids, 1, decomposition=parts)
-    state = model.hf.state_dict()
-    scale = (hidden.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
-    ctx = parts.ctx[:, None].expand_as(hidden)
-    weight = state["transformer.h.1.attn.c_attn.weight"][:, :32]
-    expected = state["transformer.h.1.ln_1.weight"] * (ctx - ctx.mean(-1, keepdim=True)) * scale @ weight
-    got = split.query[split.names.index("ctx")]
-    torch.testing.assert_close(got, expected.unflatten(-1, (4, 8)).transpose(1, 2), rtol=1e-9, atol=1e-9)
-
-
 class _Squashed(nn.Module):
     """No norm: it bends."""
 

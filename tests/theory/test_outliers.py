@@ -20,7 +20,6 @@ from theodolite.theory.outliers import (
     dimension_limit,
     gaussian_spread,
     log_magnitude,
-    massive_activations,
     outlier_dimensions,
     outlier_features,
     robust_z,
@@ -47,20 +46,6 @@ def found(layer: Tensor, learnt_from: int) -> tuple[Tensor, Tensor]:
     _, dimensions = outlier_dimensions(typical_magnitude(log_magnitude(layer).mean(0)), LEVEL)
     bounds = LayerBaseline.of(layer[:learnt_from, None]).bounds(len(layer), LEVEL)
     return dimensions, layer.abs() > bounds[0]
-
-
-def test_the_published_massive_rule_takes_the_median_of_its_own_context_and_part():
-    """Oracle: numpy's, context by context and part by part."""
-    hidden = torch.from_numpy(np.random.default_rng(0).standard_t(1, size=(3, 7, 2, 9))) * 4
-    hidden[1] *= 0.01
-    massive = massive_activations(hidden.abs(), Thresholds(massive=20.0, massive_ratio=15.0))
-    x = np.abs(hidden.numpy())
-    for context in range(3):
-        for part in range(2):
-            own = x[context, :, part]
-            expected = (own > 20) & (own > 15 * np.median(own))  # of 63 values, the middle one
-            np.testing.assert_array_equal(massive[context, :, part].numpy(), expected)
-    assert 0 < massive.sum() < (x > 20).sum()
 
 
 def test_outlier_features_need_enough_tokens_and_enough_layers():

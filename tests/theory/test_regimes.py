@@ -54,21 +54,6 @@ def test_sign_of_xi_swaps_early_and_late() -> None:
     assert set(names) == set(REGIMES)
 
 
-def test_shapes_and_kinds_of_input() -> None:
-    names = regime(torch.zeros(3, 1), np.full(4, 0.1))
-    assert names.shape == (3, 4)
-    assert (names == "uniform").all()
-    assert regime(torch.zeros(2, dtype=torch.bfloat16).float(), 0.1).tolist() == ["uniform"] * 2
-
-
-def test_undefined_moments_have_no_regime_and_a_silent_head_is_uniform() -> None:
-    assert regime([math.nan, math.nan, 1.0], [math.nan, 0.0, math.nan]).tolist() == [
-        UNDEFINED,
-        "uniform",
-        UNDEFINED,
-    ]
-
-
 def test_margins_are_distances_on_the_corrected_curve() -> None:
     """Oracle: the curve itself, on a grid of its own."""
     xi, eta = np.array([5.0, 0.0, 5.0, 3.0]), np.array([0.001, 2.0, 0.5, 1e3])

@@ -45,15 +45,6 @@ def test_white_noise_threshold_is_the_known_constant() -> None:
     assert got.rank.item() == 0
 
 
-def test_scale_changes_nothing_but_the_threshold() -> None:
-    matrix = torch.from_numpy(noisy(60, 80, rank=4, correlation=0.5, seed=1))
-    base = screenot(matrix)
-    for scale in (1e-9, 1e7):
-        scaled = screenot(scale * matrix)
-        assert scaled.rank == base.rank == 4
-        torch.testing.assert_close(scaled.threshold / scale, base.threshold, rtol=1e-12, atol=0)
-
-
 def test_batches_give_what_single_matrices_give() -> None:
     batch = torch.stack([torch.from_numpy(noisy(50, 70, 3, 0.5, seed)) for seed in range(4)]).reshape(
         2, 2, 50, 70
@@ -121,13 +112,6 @@ def test_largest_singular_value_is_that_of_the_svd(shape: tuple[int, ...], decay
     assert single.dtype == torch.float64
 
 
-def test_hidden_states_with_a_massive_dimension() -> None:
-    """One dimension of 1e4 at the first position beside values of 1, in float32."""
-    x = torch.randn(2, 64, 96, generator=torch.Generator().manual_seed(0))
-    x[:, 0, 17] = 1e4
-    torch.testing.assert_close(largest_singular_value(x), spectral_norm(x), rtol=1e-6, atol=0)
-
-
 def test_start_finds_the_first_direction_where_the_mean_row_does_not_lean_to_it() -> None:
     """The mean row is zero, or exactly the second singular direction."""
     rows = torch.randn(20, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -153,10 +137,3 @@ def test_degenerate_matrices() -> None:
     assert half.item() == pytest.approx(3)
     with pytest.raises(UsageError, match=r"x has shape \(4,\)"):
         largest_singular_value(torch.ones(4))
-
-
-def test_few_iterations_give_a_lower_estimate() -> None:
-    x = torch.randn(60, 60, generator=torch.Generator().manual_seed(0))
-    few, many = largest_singular_value(x, iterations=3), largest_singular_value(x, iterations=60)
-    assert few < many
-    torch.testing.assert_close(many, spectral_norm(x), rtol=1e-6, atol=0)
