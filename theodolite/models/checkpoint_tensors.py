@@ -27,10 +27,10 @@ from theodolite.models.loading import (
     has_adapter,
     on_meta,
     refuse_more_layers,
+    tower_of,
     without_progress_bars,
 )
 from theodolite.models.skeleton import build_skeleton
-from theodolite.models.towers import tower_of
 from theodolite.system.pruned_folders import adapter_in
 
 
