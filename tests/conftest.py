@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -24,15 +25,29 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
-import transformers
-from threadpoolctl import threadpool_limits
-from typer.testing import CliRunner
 
-from tests import checkpoints
-from theodolite.cli.app import app
-from theodolite.models import OpenModel, open_model
-from tools import small_models
+HANDS_OUT = "PYTEST_XDIST_WORKER" not in os.environ and any(
+    word.startswith(("-n", "--numprocesses")) for word in sys.argv[1:]
+)
+"""Whether this process only hands tests out to others, and needs none of the libraries."""
+
+if not HANDS_OUT:
+    import torch
+    import transformers
+    from threadpoolctl import threadpool_limits
+    from typer.testing import CliRunner
+
+    from tests import checkpoints
+    from theodolite.cli.app import app
+    from theodolite.models import OpenModel, open_model
+    from tools import small_models
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        # Pytest's plugins had imported NumPy before its variable was set, and its threads wait for each other busily.
+        threadpool_limits(1)
 
 FAST_FAMILIES = {"gpt2", "bert", "bloom", "llama3", "gemma2", "gpt_oss"}
 """Of the fast run: learned positions, an encoder, ALiBi, grouped queries, capped logits and windows, learned sinks."""
@@ -55,17 +70,8 @@ FAMILIES = FAST_FAMILIES | {
 }
 """Of the full run; all others are for `make families`, which gives --all-families."""
 
-# "llama" is what `tools/small_models.py` calls llama2.
-OTHER_FAMILIES = {*checkpoints.FAMILIES, *(case.name for case in small_models.cases())} - FAMILIES - {"llama"}
-
 GPU_TESTS_ON = os.environ.get("THEODOLITE_GPU_TESTS_ON", "")
 
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-if os.environ.get("OMP_NUM_THREADS") == "1":
-    # Pytest's plugins had imported NumPy before its variable was set, and its threads wait for each other busily.
-    threadpool_limits(1)
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     and threading.current_thread() is threading.main_thread()
@@ -153,7 +159,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--all-families"):
         kept = list(of_families)
     else:
-        kept = [item for item in items if of_families.get(item) not in OTHER_FAMILIES]
+        # "llama" is what `tools/small_models.py` calls llama2.
+        others = {*checkpoints.FAMILIES, *(case.name for case in small_models.cases())} - FAMILIES - {"llama"}
+        kept = [item for item in items if of_families.get(item) not in others]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
 

@@ -7,8 +7,10 @@ docs/images/gallery; where several have an experiment, the last one. The pages a
 from __future__ import annotations
 
 import html
+import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,17 +160,29 @@ def plain(text: str) -> str:
 
 
 def main(folders: list[str]) -> None:
-    """Take in what the folders have."""
-    from tools.chromium import browser, write_first_figure
+    """Take in what the folders have, with the first figure of each page as Chromium draws it."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
 
     found = new_results([Path(folder) for folder in folders])
-    if not found:
-        raise SystemExit("give folders that `theodolite reproduce` wrote")
-    with browser() as chromium:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not found or chromium is None:
+        raise SystemExit("give folders that `theodolite reproduce` wrote; pictures need Chromium")
+    with sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
         for name, (result, folder) in found.items():
-            write_first_figure(chromium, folder / "index.html", PICTURES / _file(name))
             text = json.dumps(kept(result), indent=1, ensure_ascii=False)
             (RESULTS / f"{_file(name)}.json").write_text(text + "\n", encoding="utf-8")
+            page.goto((folder / "index.html").resolve().as_uri())
+            figure = page.locator("[data-figure].js-plotly-plot:not(.compact)").first
+            if page.locator("[data-figure]:not(.compact)").count():
+                for old in PICTURES.glob(f"{_file(name)}.*"):
+                    old.unlink()
+                figure.wait_for()
+                picture = Image.open(io.BytesIO(figure.screenshot())).convert("RGB")
+                # In the 256 colours that are nearest to its own: a third of the room, and fewer would bend scales.
+                picture = picture.quantize(256, kmeans=3, dither=Image.Dither.NONE)
+                picture.save(PICTURES / f"{_file(name)}.png", optimize=True)
 
 
 if __name__ == "__main__":

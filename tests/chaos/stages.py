@@ -26,15 +26,11 @@ import theodolite.sinks.exclusions
 import theodolite.sinks.trace
 from tests import checkpoints
 from theodolite.cli.screen import one_line_errors
-from theodolite.corpus.documents import Document
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.localization import locater_grid as grid
 from theodolite_papers.localization.grid_text import TextFiles
 from theodolite_papers.localization.locater_training import Recipe, Setting
-from theodolite_papers.training import embedded_training, task_models, tasks
-from theodolite_papers.training import tasks as few_shot
-from theodolite_papers.training.embedded_text import Source
-from theodolite_papers.training.models import EmbeddedConfig
+from theodolite_papers.training import task_models, tasks
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
 
@@ -63,8 +59,6 @@ LONG = {
     "prune, factored",
     "compare",
     "reproduce, model",
-    "train addition",
-    "train few-shot",
 }
 """Commands that take about a second."""
 
@@ -122,16 +116,11 @@ def _call(*words: str | Path) -> None:
 def _trainings(text: Path) -> list[Stage]:
     """Trainings smaller than the commands can make them, and ended as those are."""
     quiet = Console(quiet=True)
-    sizes = task_models.TaskModelConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4, series=True)
-    config = EmbeddedConfig(2, 2, 16, 16, 270, 4, 8, checkpoint_every=2)
-    sources = [Source("text", 1.0, tuple(Document(TEXT + str(number)) for number in range(12)))]
 
-    def of_task(make: Callable[[], tasks.Task], positions: str) -> Callable[[Path], object]:
-        config = replace(sizes, positions=positions)
-        return lambda out: task_models.train_task_model(out, make(), config, threads=1, console=quiet)
-
-    def embedded(out: Path) -> None:
-        embedded_training.train_embedded_model(out, sources=sources, config=config, threads=1, console=quiet)
+    def characters(out: Path) -> None:
+        config = task_models.TaskModelConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4, series=True)
+        config = replace(config, positions="learned")
+        task_models.train_task_model(out, tasks.Characters.of_file(text), config, threads=1, console=quiet)
 
     def locater(out: Path) -> None:
         recipe = replace(Recipe(), length=16, batch=4, vocabulary=None, measure_every=3, checkpoint_every=2)
@@ -139,13 +128,7 @@ def _trainings(text: Path) -> list[Stage]:
         files = TextFiles(text, text, recipe.length, recipe.batch, None)
         grid.train_grid(grid.Job(out, recipe, 9, "cpu"), settings, files, quiet)
 
-    named = {
-        "characters": of_task(lambda: tasks.Characters.of_file(text), "learned"),
-        "addition": of_task(lambda: tasks.Additions((2, 3)), "learned"),
-        "few-shot": of_task(few_shot.FewShot, "rotary"),
-        "embedded": embedded,
-        "locater": locater,
-    }
+    named = {"characters": characters, "locater": locater}
     return [Stage(f"train {name}", partial(_with_one_line, run)) for name, run in named.items()]
 
 

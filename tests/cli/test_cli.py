@@ -24,6 +24,7 @@ from typer import Exit
 from typer.testing import CliRunner
 
 from tests.processes import Started, command
+from tests.slow import slow_but
 from theodolite import __version__, models
 from theodolite.cli.app import app, main
 from theodolite.cli.options import Opening
@@ -376,7 +377,7 @@ def test_an_option_that_does_not_exist_is_status_2():
     assert call("survey", "--no-such-option")[0] == 2
 
 
-def _survey_saving_always(*words: Any) -> None:
+def survey_saving_always(*words: Any) -> None:
     surveyor.survey = functools.partial(surveyor.survey, checkpoint_seconds=0.0)
     command(*words)
 
@@ -390,18 +391,20 @@ def wait_for(path: Path, process: Started) -> None:
         time.sleep(0.01)
 
 
-def test_a_stopped_survey_resumes_to_the_same_tables(checkpoint, text, tmp_path):
-    """At Ctrl-C; tests/chaos kills."""
+@pytest.mark.parametrize("number", slow_but([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
+def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, tmp_path):
+    """As by a scheduler, or at Ctrl-C; tests/chaos kills."""
     model = checkpoint("gpt2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     reading = ["--corpus", text, "--length", 32, "--batch", 1, "--contexts", 12]
     assert call("survey", model, *reading, "--out", whole)[0] == 0
-    process = Started(_survey_saving_always, "survey", model, *reading, "--out", parts, folder=tmp_path)
+    process = Started(survey_saving_always, "survey", model, *reading, "--out", parts, folder=tmp_path)
     wait_for(tmp_path / "parts.partial" / "progress.safetensors", process)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     status, _, stderr = process.end()
     assert status == 130
     assert not parts.exists()
+    assert not (tmp_path / "parts.lock").exists()
     assert "error: interrupted; rerun the command to resume" in stderr
     assert call("survey", model, *reading, "--out", parts)[0] == 0
     for name in (

@@ -194,12 +194,9 @@ def test_tags_from_the_files_by_loops(pair):
     ("cosine", "error", "status"),
     [
         (-1.0, 0.1, "lost"),
-        (0.4, 0.1, "lost"),
         (0.69, 0.001, "lost"),
         (0.69, 0.3, "undecided"),
-        (0.72, 0.3, "undecided"),
         (0.72, 0.001, "survived"),
-        (0.95, 0.1, "survived"),
         (0.95, np.nan, "undecided"),
     ],
 )
@@ -442,7 +439,7 @@ def test_differences_within_two_standard_errors_are_called_so():
     assert "mean rank 11.5 → 13.5, mean" in sentence
 
 
-@pytest.mark.parametrize("family", ["bert", "qwen3", "gpt_oss", "bloom", "mistral"])
+@pytest.mark.parametrize("family", ["bert", "gpt_oss", "qwen3"])
 def test_other_families(family, opened):
     """Undefined regimes, learned sinks, no causal mask: a model is itself, whatever it lacks."""
     model = opened(family)

@@ -154,7 +154,7 @@ def test_the_family_of_sinks_is_paired_over_contexts():
     assert estimate.error == pytest.approx(shares.std(ddof=1) / 48**0.5)
 
 
-@pytest.mark.parametrize("contexts", [2, 3, 8, 35])
+@pytest.mark.parametrize("contexts", [2, 35])
 def test_a_loss_makes_the_answer_no_better(contexts):
     """In few contexts no loss at all is not decided: nor is one sink lost, in one of them or in each."""
     for kept in ([40] * (contexts - 1) + [39], [39] * contexts, [20] * contexts):
@@ -198,8 +198,7 @@ def test_without_known_errors_a_part_is_not_decided_unless_one_model_is_compared
     assert replace(some, table=same.assign(difference=0.1)).of_one_model().answer == "not decided"
 
 
-@pytest.mark.parametrize("contexts", [2, 4, 8, 16, 64])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("contexts", "together"), [(2, True), (8, False), (64, True)])
 def test_what_lost_most_of_its_units_hardly_ever_keeps_them(contexts, together):
     """A unit in half of the contexts, of 12; of two 40 % is left, so that 83 % survive: "holds" in one case of 20.
 
@@ -207,7 +206,7 @@ def test_what_lost_most_of_its_units_hardly_ever_keeps_them(contexts, together):
     """
     generator = np.random.default_rng(contexts)
     true = np.array([[0.5] * 12, [0.2] * 2 + [0.5] * 10])
-    holds, survived, trials = 0, 0, 400
+    holds, survived, trials = 0, 0, 200
     for _ in range(trials):
         draws = generator.random((2, contexts, 1 if together else 12))
         before, after = (draws < true[:, None]).mean(axis=1)
@@ -220,15 +219,14 @@ def test_what_lost_most_of_its_units_hardly_ever_keeps_them(contexts, together):
     assert survived <= 0.05 * trials
 
 
-@pytest.mark.parametrize("contexts", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize(("rare", "share"), [(12, 0.012), (25, 0.012), (40, 0.015)])
+@pytest.mark.parametrize(("contexts", "rare", "share"), [(8, 12, 0.012), (32, 25, 0.012), (128, 40, 0.015)])
 def test_one_heavy_unit_does_not_keep_what_rare_ones_lose(contexts, rare, share):
     """A unit in all contexts is kept, and all rare ones are lost, of which few contexts show few: never "holds"."""
     generator = np.random.default_rng(contexts + rare)
     true = np.array([1.0] + [share] * rare)
     true_left = 1 / true.sum()
     assert true_left < 0.9
-    holds, trials = 0, 200
+    holds, trials = 0, 100
     for _ in range(trials):
         before = (generator.random((contexts, rare + 1)) < true).mean(axis=0)
         after = np.where(np.arange(rare + 1) == 0, before, 0.0)

@@ -1,4 +1,4 @@
-"""A synthetic run large enough for every verdict."""
+"""A synthetic run large enough for every verdict, and a small model with its survey."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.synthetic import make_run
-from theodolite.passes.run import Run
+from theodolite import Corpus, OpenModel, Run, survey
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +16,11 @@ def run() -> Run:
     made = make_run(blocks=5, length=48, width=64, contexts=40)
     columns = made.layers.drop(columns="layer").select_dtypes("number")
     return replace(made, layers=made.layers.join(columns.abs().mul(1e-3).add_suffix("_se")))
+
+
+@pytest.fixture(scope="session")
+def surveyed_gpt2(opened) -> tuple[Run, OpenModel, Corpus]:
+    """An untrained GPT-2, surveyed on 16 contexts of 24 random tokens: the run, the model, the text."""
+    model = opened("gpt2")
+    corpus = Corpus.random_tokens(model.tokenizer, 24, 16)
+    return survey(model, corpus), model, corpus

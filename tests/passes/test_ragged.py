@@ -27,7 +27,7 @@ from theodolite.sinks.outliers import find_outliers
 
 LENGTHS = [40, 17, 40, 9, 23, 40, 31, 12, 40, 23, 5, 36, 40, 28, 19, 40, 40, 33]
 LONGEST = max(LENGTHS)
-FAMILIES = ["gpt2", "llama3", "bert"]
+FAMILIES = ["llama3", "bert"]
 
 
 def framed_tokenizer() -> PreTrainedTokenizerFast:

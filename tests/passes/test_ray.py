@@ -40,6 +40,7 @@ from theodolite.system.locks import locked
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
 BATCH, CONTEXTS, LENGTH = 2, 27, 32
+chaos = pytest.mark.chaos
 FILES = [f"{table}.parquet" for table in TABLES] + ["arrays.safetensors"]
 
 
@@ -141,6 +142,7 @@ def killed(cluster, opened, corpus, tmp_path_factory) -> tuple[Run, list[int], l
     return run, pids, told
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_the_middle_changes_nothing(killed, alone):
     """Oracle: the survey of one process."""
     run, pids, told = killed
@@ -149,6 +151,7 @@ def test_a_worker_killed_in_the_middle_changes_nothing(killed, alone):
     assert f"process {pids[0]} was lost when it read contexts" in told[0]
 
 
+@chaos
 def test_without_room_it_is_said_what_is_waited_for_and_then_given_up(
     cluster, opened, corpus, tmp_path, monkeypatch
 ):
@@ -172,6 +175,7 @@ def test_without_room_it_is_said_what_is_waited_for_and_then_given_up(
     assert not (tmp_path / "run").exists()
 
 
+@chaos
 def test_workers_that_die_before_they_answer_are_counted(
     cluster, alone, opened, corpus, tmp_path, monkeypatch, capfd
 ):
@@ -207,7 +211,7 @@ def test_workers_that_die_before_they_answer_are_counted(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
+@chaos
 def test_a_node_that_is_lost_changes_no_byte(killed, cluster, opened, corpus, tmp_path, monkeypatch):
     """There is no room for a new worker then: the other one reads all that is left."""
     victim, reading = cluster.list_all_nodes()[-1], tmp_path / "reading"
@@ -247,8 +251,8 @@ def test_a_node_that_is_lost_changes_no_byte(killed, cluster, opened, corpus, tm
 
 
 @pytest.mark.slow
-def test_an_interrupted_survey_goes_on_on_ray_and_alone(killed, alone, cluster, opened, corpus, tmp_path):
-    model, out = opened("gpt2"), tmp_path / "run"
+def test_an_interrupted_survey_goes_on_on_ray(killed, cluster, opened, corpus, tmp_path):
+    """Oracle: the bytes of two workers. What one process has left between the ends of two shards is taken up."""
 
     def stop_at(contexts: int):
         def show(what: str, done: int, total: int) -> None:
@@ -257,44 +261,31 @@ def test_an_interrupted_survey_goes_on_on_ray_and_alone(killed, alone, cluster, 
 
         return show
 
+    model, run = opened("gpt2"), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        survey_on_ray(model, corpus, out, batch=BATCH, actors=1, show_progress=stop_at(2))
-    assert Workspace(out, survey_fingerprint(model, corpus, BATCH, 0)).load_progress()[0]["done"] >= 2
-    shutil.copytree(tmp_path / "run.partial", tmp_path / "other.partial")
-    seen: list[int] = []
-    told: list[str] = []
-    survey_on_ray(
-        model,
-        corpus,
-        out,
-        batch=BATCH,
-        actors=1,
-        show_progress=lambda what, done, total: seen.append(done),
-        say=told.append,
-    )
-    assert not told
-    assert seen[0] >= 2
-    for name in FILES:
-        assert (out / name).read_bytes() == (killed[0].folder / name).read_bytes(), name
-    assert not (tmp_path / "run.partial").exists()  # and the bytes are those of two workers
-
-    # One process goes on from what Ray left, and Ray from what one process left, between the ends of two shards.
+        survey_on_ray(model, corpus, run, batch=BATCH, actors=1, show_progress=stop_at(2))
+    done = Workspace(run, survey_fingerprint(model, corpus, BATCH, 0)).load_progress()[0]["done"]
+    assert done >= 2
     with pytest.raises(KeyboardInterrupt):
         survey(model, corpus, tmp_path / "other", batch=BATCH, show_progress=stop_at(14))
-    seen.clear()
-    other = survey_on_ray(
-        model,
-        corpus,
-        tmp_path / "other",
-        batch=BATCH,
-        actors=1,
-        show_progress=lambda what, done, total: seen.append(done),
-    )
-    assert seen[0] == 14
-    assert_same(other, alone)
+    for out, first in ((run, done), (tmp_path / "other", 14)):
+        seen: list[int] = []
+        survey_on_ray(
+            model,
+            corpus,
+            out,
+            batch=BATCH,
+            actors=1,
+            show_progress=lambda what, done, _, seen=seen: seen.append(done),
+        )
+        assert seen[0] == first
+    for name in FILES:
+        assert (run / name).read_bytes() == (killed[0].folder / name).read_bytes(), name
+    assert_same(Run.load(tmp_path / "other"), killed[0])
+    assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.slow
+@chaos
 def test_contexts_that_kill_every_worker_are_given_up(cluster, opened, corpus, tmp_path, monkeypatch):
     class Dying(distribute.Worker):
         def read(self, first, last, directions):
@@ -326,7 +317,7 @@ def test_what_a_worker_raises_is_raised_as_itself(cluster, corpus, tmp_path):
         survey_on_ray(open_model(tmp_path), corpus, batch=BATCH, actors=1)
 
 
-@pytest.mark.slow
+@chaos
 def test_a_node_with_another_checkpoint_is_refused(cluster, checkpoint, corpus, tmp_path):
     folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
     model = open_model(folder)
@@ -338,6 +329,7 @@ def test_a_node_with_another_checkpoint_is_refused(cluster, checkpoint, corpus, 
         survey_on_ray(model, corpus, batch=BATCH, actors=1)
 
 
+@pytest.mark.slow
 def test_two_surveys_do_not_write_to_one_folder(cluster, opened, corpus, tmp_path):
     with (
         locked(tmp_path / "run"),
@@ -365,6 +357,7 @@ def test_a_finished_run_is_not_read_again(alone, opened, corpus, monkeypatch):
         survey_on_ray(opened("gpt2"), corpus, alone.folder, batch=BATCH, seed=1)
 
 
+@pytest.mark.slow
 def test_wrong_calls_are_refused(cluster, opened, corpus, monkeypatch):
     model = opened("gpt2")
     with pytest.raises(UsageError, match="0 actors read nothing"):
@@ -435,12 +428,12 @@ main()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@chaos
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_the_command_stops_at_a_signal_and_goes_on(number, cluster, checkpoint, tmp_path):
     """Ctrl-C reaches every process of a terminal's group; here it comes to a cluster that the command has started.
 
-    SIGTERM reaches the command alone, as from a scheduler; the SIGHUP of a closed terminal reaches all of them.
+    So does the SIGHUP of a closed terminal.
 
     The same command without workers goes on from what they left, and ends with the tables of one process.
     """
@@ -471,7 +464,7 @@ def test_the_command_stops_at_a_signal_and_goes_on(number, cluster, checkpoint, 
     listening = [one for child in started for one in child.net_connections() if one.status == "LISTEN"]
     assert listening
     assert {one.laddr.ip.removeprefix("::ffff:") for one in listening if one.laddr} == {"127.0.0.1"}
-    (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)
+    os.killpg(process.pid, number)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
     assert stderr.rstrip().endswith("error: interrupted; rerun the command to resume")

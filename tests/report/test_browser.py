@@ -13,7 +13,6 @@ import pytest
 
 from tests.inputs.test_pages import BROWSER, PATIENCE
 from tests.report.synthetic import make_survey
-from tests.slow import slow_but
 from theodolite import compare
 from theodolite.comparison.page import experiment_of
 from theodolite.comparison.page import outcome as compared
@@ -92,10 +91,11 @@ def violations(tab: Any, **options: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", slow_but(["survey"], KINDS))
+@pytest.mark.browser
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("size", "scheme", "other"),
-    slow_but([(PHONE, "light", "dark")], [(PHONE, "light", "dark"), (DESKTOP, "dark", "light")]),
+    [(PHONE, "light", "dark"), (DESKTOP, "dark", "light")],
     ids=["phone", "desktop"],
 )
 def test_axe_finds_nothing_and_nothing_scrolls_sideways(
@@ -124,9 +124,8 @@ OVERLAPS = """(selector) => {
 }"""
 
 
-@pytest.mark.parametrize(
-    "figure", slow_but(["entropies"], ["entropies", "outlier-dimensions", "positional-basis"])
-)
+@pytest.mark.browser
+@pytest.mark.parametrize("figure", ["entropies", "outlier-dimensions", "positional-basis"])
 def test_panels_side_by_side_scroll_on_a_phone(show, figure: str) -> None:
     tab = show("comparison", PHONE)
     plot = f"#figure-{figure} .plot"
@@ -148,6 +147,7 @@ SHAPES = """[...document.querySelectorAll('.plot.compact')].map((one) => {
 })"""
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
 def test_small_multiples_are_square(show, size) -> None:
     """But for up to four of a result, which have room to be wide."""
@@ -159,6 +159,7 @@ def test_small_multiples_are_square(show, size) -> None:
         assert ratio == pytest.approx(1.7 if wide else 1, abs=0.02)
 
 
+@pytest.mark.browser
 def test_the_contents_tell_where_one_is(show) -> None:
     tab = show("comparison")
     marked = "[...document.querySelectorAll('nav [aria-current]')].map((one) => one.textContent)"
@@ -168,13 +169,14 @@ def test_the_contents_tell_where_one_is(show) -> None:
         tab.wait_for_function(f"name => JSON.stringify({marked}) === JSON.stringify([name])", arg=name)
 
 
+@pytest.mark.browser
 def test_axe_would_find_something(show) -> None:
     tab = show("index")
     tab.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<img src=\"data:,\">')")
     assert any(found.startswith("image-alt") for found in violations(tab))
 
 
-@pytest.mark.slow
+@pytest.mark.browser
 def test_every_control_is_reached_by_the_keyboard_and_seen(show) -> None:
     tab = show("survey")
     for figure in tab.locator(
@@ -201,8 +203,11 @@ def test_every_control_is_reached_by_the_keyboard_and_seen(show) -> None:
     assert tab.locator("[data-reached=unseen]").count() == 0
 
 
-def test_a_head_is_chosen_by_the_keyboard(show, run: Run) -> None:
-    tab = show("survey")
+def test_a_walk_through_the_survey_s_page(show, run: Run) -> None:
+    """A head is chosen, numbers read and sorted, all by the keyboard; nothing is against the rules of axe."""
+    tab = show("survey", PHONE)
+    draw_the_first(tab)
+    assert violations(tab) == []
     tab.locator("#pick-layer").focus()
     tab.keyboard.press("Home")
     tab.locator("#pick-head").focus()
@@ -212,10 +217,6 @@ def test_a_head_is_chosen_by_the_keyboard(show, run: Run) -> None:
     tab.locator("[data-step='1']").focus()
     tab.keyboard.press("Enter")
     assert tab.locator("#head-title").text_content() == "One head: L1H0"
-
-
-def test_a_figure_s_numbers_are_the_run_s(show, run: Run) -> None:
-    tab = show("survey")
     tab.locator("#figure-rank details.numbers summary").click()
     tab.locator("#figure-rank .numbers tbody td").first.wait_for()  # it is filled after the click
     caption = tab.locator("#figure-rank caption", has_text="this model")
@@ -228,10 +229,6 @@ def test_a_figure_s_numbers_are_the_run_s(show, run: Run) -> None:
     middle = run.arrays["gram"][len(run.layers) // 2]
     assert first[0] == "position 0"
     assert [float(cell) for cell in first[1:9]] == pytest.approx(middle[0, :8].tolist(), abs=0.006)
-
-
-def test_its_numbers_follow_the_picker(show, run: Run) -> None:
-    tab = show("survey")
     tab.locator("#figure-waves details.numbers summary").click()
     tab.locator("#figure-waves .numbers tbody td").first.wait_for()
     read = "[...document.querySelectorAll('#figure-waves .numbers tbody td')].slice(0, 20).map(one => one.textContent)"
@@ -240,10 +237,6 @@ def test_its_numbers_follow_the_picker(show, run: Run) -> None:
     after = tab.evaluate(read)
     assert before != after
     assert float(after[1]) == pytest.approx(float(run.arrays["positional_pca"][0, 1, 0]), rel=1e-3)
-
-
-def test_a_heading_sorts_by_the_keyboard(show, run: Run) -> None:
-    tab = show("survey")
     tab.locator("#tables details summary", has_text="Layers").click()
     table = tab.locator("#tables table").first
     table.locator("th button", has_text="rank").first.focus()
@@ -253,15 +246,17 @@ def test_a_heading_sorts_by_the_keyboard(show, run: Run) -> None:
         float(row.locator("td").nth(place).get_attribute("data-v")) for row in table.locator("tbody tr").all()
     ]
     assert shown == sorted(run.layers["rank"].tolist(), reverse=True)
+    assert tab.faults == []
 
 
+@pytest.mark.browser
 def test_only_what_is_near_the_window_is_drawn_at_first(show) -> None:
     tab = show("survey", PHONE)
     tab.wait_for_timeout(300)
     assert tab.locator(".plot:has(.main-svg)").count() < tab.locator(".plot").count() / 2
 
 
-@pytest.mark.slow
+@pytest.mark.browser
 def test_paper_is_light_and_shows_every_figure(show) -> None:
     tab = show("survey", scheme="dark")
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 25, 31)"

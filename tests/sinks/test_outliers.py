@@ -227,7 +227,7 @@ def test_heads_outputs_are_those_before_the_output_projection(opened):
     ]
 
 
-@pytest.mark.parametrize("family", ["bert", "bloom", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("family", ["bert", "gpt_oss"])
 def test_other_families_are_read_too(opened, family):
     """A mask without order, ALiBi, learned sinks, values wider than d/H: every table has its rows and no NaN."""
     model = opened(family)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from scipy.linalg import hadamard
 
 from tests import checkpoints, planted
+from tests.slow import slow_but
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model, output_weights
@@ -379,6 +380,20 @@ MODERNBERT = {
 }
 
 
+CASES = [
+    ("gpt2", "float64", {"first", "later", "stretch"}),
+    ("gpt_oss", "float32", {"learned", "later"}),
+    ("bert", "float64", {"first", "later", "stretch"}),
+    ("bloom", "float64", {"first", "later"}),
+    ("llama3", "float64", {"first", "later"}),
+    ("llama3", "float32", {"first", "later"}),
+    ("mistral", "float64", {"first", "later"}),
+    ("gemma2", "float64", {"first", "later"}),
+    ("gpt_oss", "float32", {"first", "learned", "later", "stretch"}),
+    ("modernbert", "float64", {"first", "later"}),
+]
+
+
 @pytest.fixture(scope="module")
 def strong(tmp_path_factory: pytest.TempPathFactory):
     """strong(family) → the folder of a tiny random model that has sinks."""
@@ -422,21 +437,10 @@ def _close(got: Any, expected: Any, tolerance: float, what: Any) -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype", "kinds"),
-    [
-        ("gpt2", "float64", {"first", "later"}),
-        ("gpt2", "float32", {"first", "later"}),
-        ("bert", "float64", {"first", "later"}),
-        ("bloom", "float64", {"first", "later"}),
-        ("llama3", "float64", {"first", "later"}),
-        ("llama3", "float32", {"first", "later"}),
-        ("mistral", "float64", {"first", "later"}),
-        ("gemma2", "float64", {"first", "later"}),
-        ("gpt_oss", "float32", {"learned", "later"}),
-        ("modernbert", "float64", {"first", "later"}),
-        ("gpt2", "float64", {"first", "later", "stretch"}),
-        ("gpt_oss", "float32", {"first", "learned", "later", "stretch"}),
-        ("bert", "float64", {"first", "later", "stretch"}),
-    ],
+    slow_but(
+        CASES[:2],
+        CASES,
+    ),
 )
 def test_every_column_and_array_equals_the_dense_computation(family, dtype, kinds, strong):
     ids = some_ids()
@@ -495,7 +499,7 @@ def _keys(run: Run) -> list[tuple[int, int, str, int]]:
     return [(row.layer, row.head, row.kind, row.token_id) for row in run.traces.itertuples()]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", slow_but(["llama"], ["gpt2", "llama"]))
 def test_planted_sinks_are_found_and_nothing_else(family, planted_run):
     """Oracle: where they were planted, and what was planted there."""
     ids = planted.contexts(8)
@@ -524,7 +528,7 @@ def test_planted_sinks_are_found_and_nothing_else(family, planted_run):
     assert (table["last"][1:] > 1.5 * table.before[1:]).all()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", slow_but(["llama"], ["gpt2", "llama"]))
 def test_planted_shares_are_those_of_the_geometry(family, planted_run):
     """Oracle: attention and values as planted, multiplied out in numpy; no model."""
     ids = planted.contexts(8).numpy()

@@ -28,10 +28,9 @@ from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.adapters import with_adapter_merged
-from theodolite.models.dequantised import has_own_class
+from theodolite.models.dequantised import FLOATS, has_own_class, kind_of_name, refuse_quantised_files
 from theodolite.models.factored import is_factored, load_factored
 from theodolite.models.guard import MAKING
-from theodolite.models.quantised import FLOATS, kind_of_name, refuse_quantised_files
 from theodolite.system.checkpoint_folders import refuse_index, weight_files
 from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in
 

@@ -149,6 +149,7 @@ def test_figures_4_and_5(study):
     assert not study.model.interventions
 
 
+@pytest.mark.slow
 def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monkeypatch):
     outcome = study.outcome(EXPERIMENTS["sinks/figure4"])
     assert list(outcome.tables["models"]["model"]) == ["OATS", *pruned_sinks._ablations(4)]

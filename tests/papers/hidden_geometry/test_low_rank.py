@@ -65,6 +65,7 @@ def test_a_low_rank_holds_and_a_high_one_fails_whatever_screenot_says(run):
     assert ": 0.300" in verdict.evidence
 
 
+@pytest.mark.slow
 def test_no_rank_is_no_low_rank(run):
     """Oracle: layers of rank 0: all of them, one of them, most of them."""
     layers = len(run.layers)
@@ -85,6 +86,7 @@ def test_no_rank_is_no_low_rank(run):
     assert _answers(most) == [UNTESTABLE, UNTESTABLE]
 
 
+@pytest.mark.slow
 def test_the_noise_of_few_contexts_is_not_taken_for_rank(run):
     """Oracle: positions that are nothing but means of 40 normal vectors: their whole energy is noise."""
     contexts, width = run.provenance["corpus"]["contexts"], 64

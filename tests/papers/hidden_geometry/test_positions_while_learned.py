@@ -41,9 +41,9 @@ CLOUD = SPIRAL | {"low_frequency_10": 0.1, "smooth_roughness": 0.9}
 
 @pytest.fixture(scope="module")
 def adder(tmp_path_factory):
-    """A model trained on addition trained for 12 steps, with checkpoints at steps 0, 10 and 12."""
+    """A model trained on addition for 10 steps, with checkpoints at steps 0 and 10."""
     folder = tmp_path_factory.mktemp("training") / "adder"
-    config = TaskModelConfig(2, 2, 16, 4, 12, 1e-3, "linear", bfloat16=False, series=True)
+    config = TaskModelConfig(2, 2, 16, 4, 10, 1e-3, "linear", bfloat16=False, series=True)
     train_task_model(folder, Additions(), config, threads=1, console=Console(file=io.StringIO()))
     return open_model(folder)
 
@@ -156,18 +156,18 @@ def test_a_series_is_surveyed_step_by_step_and_kept(run, adder, few, tmp_path, m
 
     monkeypatch.setattr(experiment, "survey", counted)
     outcome = Study(_of(run, adder), adder, few, folder=tmp_path).outcome(SERIES)
-    assert [contexts for contexts, _ in calls] == [4] * 3
+    assert [contexts for contexts, _ in calls] == [4] * 2
     assert all((place / "run.json").is_file() for _, place in calls)
     table = outcome.tables["steps"]
-    assert sorted(set(table["step"])) == [0, 10, 12]
-    assert len(table) == 9
-    last = survey(open_model(series_of(adder)[12]), some_contexts(few))
-    series = table[table["step"] == 12].sort_values("layer")
+    assert sorted(set(table["step"])) == [0, 10]
+    assert len(table) == 6
+    last = survey(open_model(series_of(adder)[10]), some_contexts(few))
+    series = table[table["step"] == 10].sort_values("layer")
     for name in ("rank", "low_frequency_10", "incoherence_mean"):
         np.testing.assert_array_equal(series[name], last.layers[name])
     # Of so few contexts no noise is known.
     np.testing.assert_array_equal(series["relative_norm_beyond_noise"], last.layers["relative_norm"])
-    assert set(outcome.runs) == {"step 0", "step 10", "step 12"}
+    assert set(outcome.runs) == {"step 0", "step 10"}
     claims = [verdict.claim for verdict in outcome.verdicts]
     assert claims == ["A model trained on addition learns no smooth positional curve (section 4.3): layer 1"]
 
@@ -180,7 +180,7 @@ def test_a_series_is_found_from_its_folder_and_from_inside(adder, opened):
 
 
 def test_an_untrained_adder_has_learned_nothing_to_generalise(run, adder, monkeypatch):
-    """Oracle: after 12 steps no answer of six digits or more is right by chance."""
+    """Oracle: after 10 steps no answer of six digits or more is right by chance."""
     monkeypatch.setattr("theodolite_papers.training.tasks.TESTED", 50)
     outcome = Study(_of(run, adder), adder).outcome(ADDITION)
     assert [verdict.answer for verdict in outcome.verdicts] == [FAILS, UNTESTABLE]

@@ -173,7 +173,7 @@ def test_the_mean_changes_the_largest_constituent_or_not(run):
 
 def test_grids_agree_with_the_heads_table(surveyed):
     """Oracle: the heads table, summed elsewhere."""
-    run, _, _ = surveyed("llama3")
+    run, _, _ = surveyed("gpt2")
     grids = share_grids(run)
     whole = ("position", "context", "cross", "constant", "additive")
     for name in whole:
@@ -183,7 +183,7 @@ def test_grids_agree_with_the_heads_table(surveyed):
     np.testing.assert_allclose(grids["pos-pos"].ravel(), strict, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama3", marks=pytest.mark.slow)])
 def test_every_family_gives_its_panels(surveyed, checkpoint, family):
     """Oracle: scores are what transformers' own eager attention pays to the previous token, on the repeated tokens; the
     heads shown are those with the highest scores, the tokens those read.

@@ -32,7 +32,7 @@ from theodolite_papers.hidden_geometry.resampling import (
 ALL = torch.ones(8, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("bert", marks=pytest.mark.slow)])
 def test_all_groups_together_give_the_basis_of_the_run(opened, family):
     """Oracle: the survey of the same text; and of half of the contexts, that of the groups of the half."""
     model = opened(family)
@@ -151,11 +151,11 @@ def test_the_share_of_low_frequencies_without_noise(size, tolerance):
 
 
 @pytest.mark.parametrize(("layer", "answer"), [(0, UNDECIDED), (1, FAILS)])
-def test_a_basis_that_is_rough_by_noise_alone_is_not_decided(opened, layer, answer):
+def test_a_basis_that_is_rough_by_noise_alone_is_not_decided(surveyed_gpt2, layer, answer):
     """Oracle: a smooth basis and the same in random order; the noise leaves neither a share above the limit."""
     both, _ = of_noise(7.0)
     noisy = GroupedBasis(both.sums[layer, None], both.readers[layer, None], both.end)
-    run = survey(opened("gpt2"), Corpus.random_tokens(opened("gpt2").tokenizer, 24, 16))
+    run, _, _ = surveyed_gpt2
     layers = run.layers.head(1).assign(low_frequency_10=shares_of(noisy.of(ALL)), low_frequency_10_se=0.01)
     run = replace(run, layers=layers, arrays=run.arrays | {"positional_basis": torch.zeros(1, 65, 48)})
     study = Study(run)
@@ -165,14 +165,14 @@ def test_a_basis_that_is_rough_by_noise_alone_is_not_decided(opened, layer, answ
     assert ("without the sampling noise of 16 contexts" in verdict.evidence) == (answer == UNDECIDED)
 
 
-def test_a_basis_that_is_smooth_by_noise_alone_is_not_decided(opened):
+def test_a_basis_that_is_smooth_by_noise_alone_is_not_decided(surveyed_gpt2):
     """Oracle: a basis in random order, under errors that neighbouring positions share."""
     _, exact = of_noise(0.0)
     generator = torch.Generator().manual_seed(5)
     waves = torch.cos(torch.pi * torch.outer(torch.arange(64) + 0.5, torch.arange(4)) / 64).double()
     noise = 5.0 * waves @ torch.randn(1, 8, 4, 48, generator=generator).double()
     noisy = grouped(exact[1:], noise)
-    run = survey(opened("gpt2"), Corpus.random_tokens(opened("gpt2").tokenizer, 24, 16))
+    run, _, _ = surveyed_gpt2
     layers = run.layers.head(1).assign(low_frequency_10=shares_of(noisy.of(ALL)), low_frequency_10_se=0.01)
     assert layers["low_frequency_10"][0] > 0.8
     run = replace(run, layers=layers, arrays=run.arrays | {"positional_basis": torch.zeros(1, 65, 48)})

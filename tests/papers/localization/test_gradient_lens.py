@@ -12,7 +12,6 @@ from torch.nn import functional
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, judge
-from theodolite.passes.survey import survey
 from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.localization.gradient_lens import (
@@ -81,14 +80,12 @@ def test_planted_shares(sign, answer):
     assert judge("", "", order(shares), ORDERS).answer == answer
 
 
-def test_the_page(opened):
+def test_the_page(surveyed_gpt2):
     """Oracle: its own shares; the refusals by their messages."""
-    model = opened("gpt2")
-    corpus = Corpus.random_tokens(model.required_vocabulary(), 8, 16, 0, below=model.vocabulary)
-    study = Study(survey(model, corpus), model, corpus)
-    outcome = study.outcome(EXPERIMENTS["localization/gradient"])
+    run, model, corpus = surveyed_gpt2
+    outcome = Study(run, model, corpus).outcome(EXPERIMENTS["localization/gradient"])
     assert len(outcome.verdicts) == 2
-    assert outcome.readings[0].here == "16; 7"
+    assert outcome.readings[0].here == "16; 23"
     shares = gradient_shares(model, corpus.contexts)
     np.testing.assert_allclose(
         outcome.tables["heads"]["propagation"], shares.propagates.double().mean((0, 2)), rtol=1e-12
@@ -96,4 +93,4 @@ def test_the_page(opened):
     assert len(outcome.exhibits[0].choice.options) == model.layers * model.heads
     few = Corpus.random_tokens(model.required_vocabulary(), 8, 4, 0, below=model.vocabulary)
     with pytest.raises(UsageError, match="give 16 contexts or more"):
-        Study(survey(model, few), model, few).outcome(EXPERIMENTS["localization/gradient"])
+        Study(run, model, few).outcome(EXPERIMENTS["localization/gradient"])

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.measure.walks import MEASURES
-from theodolite.passes.survey import survey
 from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
 
 
-def test_the_page_has_a_text_a_control_and_a_verdict_on_each(opened):
-    model = opened("gpt2")
-    corpus = Corpus.random_tokens(model.tokenizer, 24, 16)
-    run = survey(model, corpus)
-    study = Study(run, model, corpus)
+def test_the_page_has_a_text_a_control_and_a_verdict_on_each(surveyed_gpt2):
+    run, model, _ = surveyed_gpt2
+    study = Study(*surveyed_gpt2)
     outcome = study.outcome(EXPERIMENTS["localization/walk"])
     table = outcome.tables["layers"]
     assert set(table["tokens"]) == {"text", "random tokens", "simulated walk"}
