@@ -88,9 +88,8 @@ def test_a_backbone_read_as_another_head_would_have_it(checkpoint, tmp_path):
     _assert_the_models_own(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype, tmp_path):
-    checkpoints.write("llama3", tmp_path, dtype=getattr(torch, dtype))
+def test_half_precision(tmp_path):
+    checkpoints.write("llama3", tmp_path, dtype=torch.bfloat16)
     _assert_the_models_own(tmp_path)
     assert open_weights(tmp_path, dtype="float32").hf.dtype == torch.float32
 
@@ -231,8 +230,8 @@ def test_memory_does_not_grow_with_layers(tmp_path):
         parameters, _ = write_layout(config, folder)
         sizes.append(2 * parameters)
         code = (
-            "import sys; from theodolite.models import open_weights; from theodolite.passes.survey import spectra; "
-            "run = spectra(open_weights(sys.argv[1], say=sys.exit)); assert (run.heads.frobenius_squared > 0).all()"
+            "import sys; from theodolite.models import open_weights; model = open_weights(sys.argv[1], say=sys.exit); "
+            "assert all(model.head_weights(layer).w_q.any() for layer in range(model.layers))"
         )
         memory, *_ = measured([sys.executable, "-c", code, str(folder)])
         peaks.append(memory)
