@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,10 @@ def _run_page(page: Path, folder: Path) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as caught:
             exec(compile(code, f"<{page.name}>", "exec"), {"__name__": "__main__"})
         printed.append(caught.getvalue())
+        if accelerate := sys.modules.get(
+            "accelerate.state"
+        ):  # it keeps the precision of a process's first Trainer
+            accelerate.AcceleratorState._reset_state(reset_partial_state=True)
     Path("printed.json").write_text(json.dumps(printed))
 
 

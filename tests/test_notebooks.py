@@ -91,7 +91,7 @@ def test_the_attention_notebook_names_the_strongest_head(monkeypatch, tmp_path) 
     assert f"variance to {words.get(leading, '')}" in said(notebook)
     assert f"({shares[leading]:.0%})" in said(notebook)
     drawn = figures_of(notebook)
-    assert len(drawn) == 4
+    assert len(drawn) == 5
     assert drawn[0]["layout"]["title"]["text"].endswith("previous token")
     html = next(
         o["data"]["text/html"] for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o

@@ -14,7 +14,6 @@ from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import (
     MomentSketches,
     SecondMoments,
-    _add_square,
     covariance,
     low_rank,
 )
@@ -94,20 +93,6 @@ def test_covariance_whatever_the_batches_and_the_offset(sizes, offset):
     expected = np.atleast_2d(np.cov(rows.double().numpy().T, bias=True))
     scale = np.sqrt(np.outer(expected.diagonal(), expected.diagonal())) + 1e-12 * offset**2
     assert (np.abs(covariance(one.state(), 0).numpy() - expected) <= 2e-6 * scale + 1e-12).all()
-
-
-@pytest.mark.parametrize(("rows", "width"), [(4088, 64), (50, 7), (9, 1)])
-def test_a_product_of_float32_rows_is_within_their_rounding(rows, width):
-    """Oracle: numpy in float64. A sum of n products is off by at most n·2⁻²⁴ of the rows' norms, mostly by √n."""
-    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
-    x[:, 0] *= 1e3
-    product = torch.zeros(width, width, dtype=torch.float64)
-    _add_square(x, product)
-    assert torch.equal(product, product.T)
-    exact = x.double().numpy()
-    norms = np.linalg.norm(exact, axis=0)
-    error = np.abs(product.numpy() - exact.T @ exact)
-    assert (error <= 8 * np.sqrt(rows) * 2.0**-24 * np.outer(norms, norms)).all()
 
 
 def test_parts_side_by_side_are_those_one_by_one():

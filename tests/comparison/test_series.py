@@ -22,7 +22,7 @@ from theodolite import Run, open_model
 from theodolite.cli.app import app
 from theodolite.comparison.series import names_of, step_of
 from theodolite.errors import UsageError
-from theodolite.models.untrained import untrained
+from theodolite.models.open import untrained
 
 SMALL = ["--corpus", "random", "--length", "16", "--contexts", "8"]
 

@@ -173,36 +173,12 @@ def test_numbers_of_examples_are_read(given, found):
     assert parse_shots(given) == found
 
 
-@pytest.mark.parametrize("given", ["", "x", "-1", "1-2-3", "5-0", "0,", "²"])
-def test_what_are_no_numbers_of_examples_is_said(given):
-    with pytest.raises(UsageError, match="is not a number of examples"):
-        parse_shots(given)
-
-
-def test_more_examples_than_any_prompt_holds_are_refused_before_they_are_counted():
-    with pytest.raises(UsageError, match="no prompt holds 99999999999 examples"):
-        parse_shots("0-99999999999")
-
-
 def test_the_embedded_model_has_a_name(text):
     """As in `compare`; oracle: the model that is meant where none is named."""
     options = ("--corpus", text, "--length", 32, "--contexts", 4, "--json")
     named, unnamed = (call(*names, *options) for names in (("embedded",), ()))
     assert named[0] == 0
     assert json.loads(named[1])["scores"] == json.loads(unnamed[1])["scores"]
-
-
-def test_what_cannot_be_asked_is_one_line(checkpoint, tmp_path):
-    for options, says in (
-        (("--task", "few-shot", "--shots", "6"), "few-shot takes up to 5 examples: use --shots 0-5"),
-        (("--task", "few-shot", "--batch", "0"), "a batch of 0 prompts reads nothing"),
-        (("--task", "few-shot", "--shots", "six"), "is not a number of examples"),
-        (("--tasks", tmp_path / "none", "--shots", "0"), "there is no folder"),
-    ):
-        status, _, stderr = call(checkpoint("gpt2"), *options)
-        assert status == 2
-        assert says in stderr
-        assert len(stderr.strip().splitlines()) == 1
 
 
 def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_path):
@@ -220,24 +196,6 @@ def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_p
     assert len(json.loads(out.read_text())["measured"]) == 2
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        ("--length", "64"),
-        ("--contexts", "4"),
-        ("--no-pack",),
-        ("--per-label", "2"),
-        ("--text-column", "body"),
-    ],
-)
-def test_tasks_have_no_text_to_choose(option, tmp_path):
-    for task in (("--task", "few-shot"), ("--tasks", tmp_path)):
-        status, _, stderr = call(*task, *option)
-        assert status == 2
-        assert f"without --corpus or --stride: leave out {option[0]}" in stderr
-        assert len(stderr.strip().splitlines()) == 1
-
-
 def test_beside_tasks_a_stride_asks_for_the_perplexity_as_well(checkpoint, text):
     options = ("--task", "few-shot", "--prompts", 4, "--shots", 0, "--corpus", text, "--json")
     for more in (("--stride", 64), ("--length", 16, "--contexts", 4)):
@@ -246,37 +204,43 @@ def test_beside_tasks_a_stride_asks_for_the_perplexity_as_well(checkpoint, text)
         assert {row["metric"] for row in json.loads(stdout)["scores"]} >= {"perplexity", "accuracy"}
 
 
-@pytest.mark.parametrize("option", [("--contexts", "4"), ("--no-pack",), ("--per-label", "2")])
-def test_a_stride_has_no_contexts_to_choose(option, text):
-    status, _, stderr = call("--corpus", text, "--stride", 16, *option)
-    assert status != 0
-    assert f"leave out {option[0]}" in stderr
+def test_what_are_no_numbers_of_examples_is_said():
+    for given in ("", "x", "-1", "1-2-3", "5-0", "0,", "²"):
+        with pytest.raises(UsageError, match="is not a number of examples"):
+            parse_shots(given)
+    with pytest.raises(UsageError, match="no prompt holds 99999999999 examples"):
+        parse_shots("0-99999999999")
+
+
+NO_TEXT = "without --corpus or --stride: leave out "
+NOTHING = "nothing has such an option: leave out "
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("words", "says"),
     [
-        (["--shots", "0-5"], "there are no examples: leave out --shots"),
-        (["--prompts", 8], "without --task few-shot nothing has such an option: leave out --prompts"),
-        (["--task", "piqa", "--prompts", 8], "nothing has such an option: leave out --prompts"),
+        ("--task few-shot --shots 6", "few-shot takes up to 5 examples: use --shots 0-5"),
+        ("--corpus TEXT --task few-shot --shots 6", "few-shot takes up to 5 examples"),
+        ("--task few-shot --batch 0", "a batch of 0 prompts reads nothing"),
+        ("--task few-shot --shots six", "is not a number of examples"),
+        ("--tasks none --shots 0", "there is no folder"),
+        *(
+            (f"--task few-shot {option}", NO_TEXT + option.split()[0])
+            for option in ("--length 64", "--no-pack")
+        ),
+        ("--tasks FOLDER --text-column body", NO_TEXT + "--text-column"),
+        ("--corpus TEXT --stride 16 --contexts 4", "leave out --contexts"),
+        ("--shots 0-5", "there are no examples: leave out --shots"),
+        ("--prompts 8", "without --task few-shot nothing has such an option: leave out --prompts"),
+        ("--task piqa --prompts 8", NOTHING + "--prompts"),
+        ("--limit 10", NOTHING + "--limit"),
+        ("--task few-shot --download", NOTHING + "--download"),
     ],
 )
-def test_what_only_tasks_have_is_refused_without_one(options, says):
-    status, _, stderr = call(*options)
-    assert status == 2
+def test_what_cannot_be_asked_is_one_line_before_anything_is_read(checkpoint, text, monkeypatch, words, says):
+    monkeypatch.setattr("theodolite.evaluate.command.perplexity", None)
+    given = [{"TEXT": text, "FOLDER": text.parent}.get(word, word) for word in words.split()]
+    status, _, stderr = call(checkpoint("gpt2"), *given)
+    assert status == 2, stderr
     assert says in stderr
-
-
-def test_too_many_examples_are_refused_before_anything_is_read(monkeypatch, text):
-    monkeypatch.setattr("theodolite.evaluate.command.evaluate", None)
-    status, _, stderr = call("--corpus", text, "--task", "few-shot", "--shots", "6")
-    assert status == 2
-    assert "few-shot takes up to 5 examples" in stderr
-
-
-@pytest.mark.parametrize("task", [[], ["--task", "few-shot"]])
-@pytest.mark.parametrize("option", [["--limit", 10], ["--download"]])
-def test_what_only_tasks_of_lm_eval_have_is_refused_without_one(task, option):
-    status, _, stderr = call(*task, *option)
-    assert status == 2
-    assert f"nothing has such an option: leave out {option[0]}" in stderr
+    assert len(stderr.strip().splitlines()) == 1

@@ -15,12 +15,9 @@ import torch
 pytest.importorskip("lm_eval")
 
 from tests.processes import Started, command_without
-from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
 from theodolite.errors import UsageError
 from theodolite.evaluate import harness as module
-from theodolite.evaluate.few_shot import few_shot_answers
 from theodolite.evaluate.harness import harness
-from theodolite.evaluate.scores import table
 
 YAML = """
 task: {name}
@@ -94,10 +91,9 @@ def answers(model, shots: int, rows=TEST) -> dict[str, np.ndarray]:
     return {name: np.array(values, dtype=float) for name, values in found.items()}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3"])
-def test_values_are_those_of_plain_transformers(opened, folder, family):
+def test_values_are_those_of_plain_transformers(opened, folder):
     """Oracle: the log-likelihood of every choice, prompt by prompt, at 0, 1 and 2 examples."""
-    model = opened(family)
+    model = opened("llama3")
     scores = harness(model, ["sums"], range(3), folder=folder, batch=4)
     assert [(s.shots, s.metric) for s in scores] == [(k, m) for k in range(3) for m in ("acc", "acc_norm")]
     for score in scores:
@@ -107,17 +103,6 @@ def test_values_are_those_of_plain_transformers(opened, folder, family):
         assert score.error == pytest.approx(wanted.std(ddof=1) / math.sqrt(len(wanted)))
         assert (score.count, score.batch, score.version, score.cut) == (20, 4, "3.0", 0)
         assert score.model == model.id
-
-
-def test_models_are_compared_document_by_document(opened, folder):
-    """Oracle: the paired differences of the log-likelihoods' choices."""
-    first, second = opened("gpt2"), opened("llama3")
-    scores = [*harness(first, ["sums"], [1], folder=folder), *harness(second, ["sums"], [1], folder=folder)]
-    rows = table(scores)
-    apart = answers(second, 1)["acc"] - answers(first, 1)["acc"]
-    row = rows[(rows["model"] == second.id) & (rows["metric"] == "acc")].iloc[0]
-    assert row["difference"] == pytest.approx(apart.mean())
-    assert row["difference_se"] == pytest.approx(apart.std(ddof=1) / math.sqrt(20))
 
 
 def test_a_group_is_the_mean_over_all_its_documents(opened, folder):
@@ -131,26 +116,6 @@ def test_a_group_is_the_mean_over_all_its_documents(opened, folder):
     tasks = harness(model, [], [0], folder=folder)
     assert {score.task for score in tasks} == {"sums", "more"}
     assert harness(model, ["sums"], [0], folder=folder, limit=6)[0].count == 6
-
-
-def test_the_offline_task_is_the_same_through_lm_eval(opened, tmp_path, monkeypatch):
-    """Oracle: `few_shot_answers` on the same prompts, each cut before its answer."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    model = opened("llama3")
-    prompts = RULES.draw(12, np.random.default_rng([3, TEST_STREAM]))
-    rows = []
-    for row, asked, labels in zip(prompts.ids, prompts.asked, prompts.labels, strict=True):
-        text = "".join(RULES.characters[i] for i in row)
-        rows.append((text[: asked[5]], ["A", "B", "C"], int(labels[5])))
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    write(folder / "test.jsonl", rows)
-    write(folder / "dev.jsonl", rows[:1])
-    yaml = YAML.format(name="five", test="test.jsonl").replace("{{question}}=", "{{question}}:")
-    (folder / "five.yaml").write_text(yaml)
-    score = harness(model, ["five"], [0], folder=folder)[0]
-    right = few_shot_answers(model, prompts=12, seed=3)
-    assert np.array_equal(score.each, right[:, 5].astype(float))
 
 
 def test_prompts_that_are_too_long_are_counted(opened, folder):
@@ -177,9 +142,8 @@ def test_the_caller_keeps_random_numbers_and_may_stop(opened, folder):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        harness(opened("gpt2"), ["sums"], [0], folder=folder, before_pass=stop)
-    harness(opened("gpt2"), ["sums"], [0], folder=folder)
-    assert len(passes) < 10  # the hook is gone
+        harness(model, ["sums"], [0], folder=folder, before_pass=stop)
+    assert not any(module._forward_pre_hooks for module in model.root.modules())
 
 
 def test_requests_are_counted_and_no_other_bar_is_drawn(opened, folder, capfd):

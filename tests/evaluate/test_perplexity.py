@@ -24,7 +24,7 @@ def corpus_of(model, contexts=7, length=12, seed=0):
     return Corpus.random_tokens(model.vocabulary, length, contexts, seed)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3", "bloom", "gemma2"])
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])
 def test_losses_are_the_models_own(opened, family):
     """Oracle: log-softmax in float64, token by token, and for the mean the loss of `transformers`."""
     model = opened(family)
@@ -48,22 +48,12 @@ def test_losses_are_the_models_own(opened, family):
 
 def test_a_model_of_nothing_has_the_perplexity_of_its_vocabulary(checkpoint):
     """Closed form: equal logits give ln V, without spread."""
-    from theodolite.models import open_model
-
     model = open_model(checkpoint("gpt2"))  # its own copy, for it is changed
     with torch.no_grad():
         model.hf.get_output_embeddings().weight.zero_()
     found = perplexity(model, corpus_of(model))
     assert found.perplexity == pytest.approx(300, rel=1e-6)
     assert found.loss_se == pytest.approx(0, abs=1e-7)
-
-
-def test_the_standard_error_is_that_of_other_texts(opened):
-    """Oracle: the spread of the mean over 60 other corpora; its own error is 1/√(2·59), 9 %."""
-    model = opened("gpt2")
-    means = [perplexity(model, corpus_of(model, 16, 16, seed)).loss for seed in range(60)]
-    said = np.mean([perplexity(model, corpus_of(model, 16, 16, seed)).loss_se for seed in range(10)])
-    assert np.std(means, ddof=1) == pytest.approx(said, rel=0.35)
 
 
 def test_batches_change_nothing_and_progress_is_told(opened):
@@ -106,8 +96,6 @@ def test_what_predicts_no_next_token_is_refused(opened, family, says):
 
 
 def test_numbers_that_are_none_are_said(checkpoint):
-    from theodolite.models import open_model
-
     model = open_model(checkpoint("gpt2"))
     with torch.no_grad():
         model.hf.get_output_embeddings().weight[5] = math.nan
@@ -178,21 +166,10 @@ def guide(model, ids, window, stride):
 
 @pytest.mark.parametrize(
     ("tokens", "window", "stride"),
-    [
-        (50, 12, 5),
-        (50, 12, 12),
-        (49, 12, 12),
-        (50, 12, 1),
-        (12, 12, 3),
-        (9, 12, 4),
-        (13, 12, 12),
-        (62, 12, 10),
-        (40, 4, 2),
-    ],
+    [(50, 12, 5), (49, 12, 12), (50, 12, 1), (9, 12, 4), (13, 12, 12)],
 )
-@pytest.mark.parametrize("family", ["gpt2", "llama3"])
-def test_strided_windows_are_those_of_the_guide(family, tokens, window, stride, opened):
-    model = opened(family)
+def test_strided_windows_are_those_of_the_guide(tokens, window, stride, opened):
+    model = opened("llama3")
     corpus = corpus_of(model, 1, tokens)
     wanted, count = guide(model, corpus.contexts, window, stride)
     for batch in (None, 3):

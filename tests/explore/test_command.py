@@ -22,6 +22,7 @@ from theodolite.passes.survey import spectra, survey
 pytest.importorskip("gradio")
 
 
+@pytest.mark.slow
 def test_it_serves_this_machine_alone_and_ends_with_ctrl_c(sharp_folder, tmp_path):
     command = [sys.executable, "-u", "-m", "theodolite", "explore", "--no-browser", sharp_folder]
     process = subprocess.Popen(

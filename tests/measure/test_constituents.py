@@ -74,15 +74,6 @@ def test_shares_equal_the_dense_computation(kind):
     torch.testing.assert_close(shares.sum((1, 2)) + additive, torch.ones(HEADS, dtype=torch.float64))
 
 
-def test_float32_is_enough():
-    """Oracle: the same in float64."""
-    query, key, inputs = _split("causal")
-    exact, _ = share_sums(query, key, inputs).shares()
-    low = make("causal", torch.float32)
-    got, _ = share_sums(query.float(), key.float(), low).shares()
-    torch.testing.assert_close(got, exact, rtol=0, atol=1e-5)
-
-
 def test_what_is_common_to_a_row_carries_nothing():
     """Closed form: a key part that is the same at all positions adds a constant to each row."""
     query, key, inputs = _split("causal")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -145,21 +144,3 @@ def test_each_context_has_its_own_bias_and_mask():
     np.testing.assert_allclose(panels["additive"].values[:, :5], bias[1, 0, :, :5], rtol=1e-6)
     np.testing.assert_allclose(panels["QK"].values[:, :5], whole[:, :5], rtol=1e-6)
     assert np.isnan(panels["QK"].values[:, 5]).all()
-
-
-def test_rows_are_centred_over_what_they_see_and_constant_rows_vanish():
-    """Oracle: a constant added to every key's logit of a query leaves the centred panel as it was."""
-    split = random_split(12)
-    before = by_name(head_matrices(split, 0))
-    query, key = split.query.clone(), split.key.clone()
-    key[:, ..., 0] = 0.0
-    key[0, ..., 0] = 7.0  # of the mean: the same for every key
-    inputs = replace(split.inputs, query=query.sum(0), key=key.sum(0))
-    shifted = by_name(head_matrices(Constituents(PARTS, query, key, inputs, 0.0), 0))
-    plain = replace(split.inputs, query=query.sum(0), key=key.sum(0) - torch.tensor([7.0, 0, 0]))
-    key[0, ..., 0] = 0.0
-    without = by_name(head_matrices(Constituents(PARTS, query, key, plain, 0.0), 0))
-    np.testing.assert_allclose(shifted["QK"].values, without["QK"].values, atol=1e-9)
-    np.testing.assert_allclose(shifted["attention"].values, without["attention"].values, atol=1e-12)
-    sums = np.nansum(before["QK"].values, axis=1)
-    np.testing.assert_allclose(sums, 0, atol=1e-9)

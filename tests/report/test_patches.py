@@ -18,7 +18,6 @@ from theodolite.report import figures
 from theodolite.report.content import sink_texts, text_line
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.page import render
-from theodolite.system.png import PALETTE, chunk, png
 
 OF_IMAGES = ["patch_components", "patch_frequencies", "received_on_pictures", "norms_on_pictures"]
 OF_TEXT = ["spiral", "waves", "dct"]
@@ -119,10 +118,3 @@ def test_the_page_shows_pictures_and_no_text_of_sinks(images):
     assert line in text_line(images.provenance)
     assert "ten lowest frequencies of rows and of columns" in page
     assert "ten lowest frequencies of rows" not in render(make_run())
-
-
-def test_a_picture_of_a_palette_is_read_back():
-    numbers = np.arange(6, dtype=np.uint8).reshape(2, 3)
-    colours = np.arange(18, dtype=np.uint8)
-    read = Image.open(io.BytesIO(png(numbers, PALETTE, chunk(b"PLTE", colours.tobytes())))).convert("RGB")
-    np.testing.assert_array_equal(np.asarray(read), colours.reshape(2, 3, 3))

@@ -33,8 +33,13 @@ def merged(model: Any) -> nn.Module:
     return copy.deepcopy(model).merge_and_unload()
 
 
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"layers_to_transform": [1]}])
-@pytest.mark.parametrize("modules", [("q_proj", "v_proj"), ("q_proj", "k_proj")])
+@pytest.mark.parametrize(
+    ("modules", "options"),
+    [
+        (("q_proj", "v_proj"), {"use_rslora": True}),
+        (("q_proj", "k_proj"), {"layers_to_transform": [1]}),
+    ],
+)
 def test_the_penalty_is_that_of_the_merged_weights(modules, options):
     """Oracle: PEFT's own merged model, and the d×d penalty of its weights."""
     model = adapted(modules=modules, **options).train()

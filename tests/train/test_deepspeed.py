@@ -1,8 +1,7 @@
 """LocAteR and the monitor under ZeRO 1, 2 and 3, in a loop of one's own (two and four processes) and in the Trainer.
 
-Oracle: the same model in one process and in float64, with the d×d penalty in its loss and the whole batch: ten steps.
-DeepSpeed knows no float64 (its `get_data_types`: float32, or the halves). Ten steps move the weights by 0.07, and in
-float32 end within 3.3e-7 of those in float64, with DeepSpeed and without: 1e-6 is what can be held.
+Oracle: the same model in one process and in float64, with the d×d penalty in its loss and the whole batch: four steps.
+DeepSpeed knows no float64 (its `get_data_types`: float32, or the halves): 1e-6 is what can be held.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ pytestmark = [
 ]
 
 IDS = torch.randint(1, checkpoints.VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(1))
-STEPS, RATE, CLIP = 10, 0.03, 2.0
+STEPS, RATE, CLIP = 4, 0.03, 2.0
 CONFIG: dict[str, Any] = {
     "gradient_clipping": CLIP,
     "zero_allow_untested_optimizer": True,
@@ -181,7 +180,7 @@ def run(work: Any, arguments: tuple[Any, ...], folder: Path, processes: int) -> 
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
-@pytest.mark.parametrize("world", STAGES)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.chaos)])
 def test_zero_trains_and_sees_what_one_process_does(world, tmp_path):
     expected = of_one_process(rolled=True)
     for results in run(in_a_loop, (world,), tmp_path, world):

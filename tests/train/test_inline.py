@@ -64,17 +64,18 @@ def inline_look(model: nn.Module, forward: Callable[[], Any], **options: Any) ->
     return monitor.last
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["gpt2", "llama3", "bert", "bloom", "opt", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("gpt2", "eager"), ("llama3", "sdpa"), ("bert", "sdpa"), ("bloom", "eager")],
+)
 def test_columns_are_those_of_a_look(family, attention):
     model = model_of(family, attention)
     expected = GeometryReader(model, IDS).look()
     assert_same(inline_look(model, lambda: model(input_ids=IDS)), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_module_of_one_s_own(by_hand):
-    module = GPT(by_hand).train()
+def test_a_module_of_one_s_own_that_attends_by_hand():
+    module = GPT(by_hand=True).train()
     opened = open_module(module, vocabulary=50)
     ids = IDS[:, :20]
     expected = GeometryReader(opened, ids).look()
@@ -83,11 +84,7 @@ def test_a_module_of_one_s_own(by_hand):
 
 def trained(change: str, inline: bool) -> tuple[dict[str, Tensor], int]:
     """Four steps of two micro-batches each; how many looks there were."""
-    model = dropping(
-        model_of("llama3" if change == "bfloat16" else "gpt2", "eager" if change == "eager" else "sdpa")
-    )
-    if change == "bfloat16":
-        model = model.bfloat16()
+    model = dropping(model_of("gpt2", "eager" if "eager" in change else "sdpa"))
     if change.startswith("checkpointing"):
         model.activation_checkpointing_enable({"use_reentrant": change.endswith("reentrant")})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -98,7 +95,7 @@ def trained(change: str, inline: bool) -> tuple[dict[str, Tensor], int]:
         if monitor is not None:
             looks += bool(monitor(step))
         for ids in IDS.split(3):
-            with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+            with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in change):
                 model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -107,24 +104,13 @@ def trained(change: str, inline: bool) -> tuple[dict[str, Tensor], int]:
 
 @pytest.mark.parametrize(
     "change",
-    ["", "eager", "autocast", "bfloat16", "checkpointing, not reentrant", "checkpointing, reentrant"],
+    ["eager, autocast", "checkpointing, not reentrant", "checkpointing, reentrant"],
 )
 def test_training_is_the_same_to_the_bit(change):
     plain, _ = trained(change, inline=False)
     looked_at, looks = trained(change, inline=True)
     assert looks == 2
     assert all(torch.equal(tensor, looked_at[name]) for name, tensor in plain.items())
-
-
-def test_it_rounds_as_training_does():
-    model = model_of("gpt2")
-    expected = GeometryReader(model, IDS, look_dtype=torch.bfloat16).look()
-
-    def forward() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(input_ids=IDS)
-
-    assert_same(inline_look(model, forward), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_contexts_with_padding_are_left_out():
@@ -161,12 +147,8 @@ def test_the_micro_batches_of_a_step_are_one_look():
     with torch.no_grad():
         model.transformer.h[0].attn.c_attn.weight[:, :32] *= 30  # logits far from 0
     expected = GeometryReader(model, IDS).look()
-
-    def forward() -> None:
-        for ids in IDS.split([1, 3, 2]):
-            model(input_ids=ids)
-
-    assert_same(inline_look(model, forward), expected, rtol=1e-4, atol=1e-5)
+    found = inline_look(model, lambda: [model(input_ids=ids) for ids in IDS.split([1, 3, 2])])
+    assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_of_micro_batches_of_other_lengths_the_largest_logits_count():
@@ -319,7 +301,7 @@ def looked_at_together(rank: int, folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["DDP", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("FSDP2", "heads"))],
+    ["DDP", *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("FSDP2", "heads"))],
 )
 def test_the_micro_batches_of_two_processes_are_one_look(kind, tmp_path):
     with socket.socket() as free:
@@ -333,14 +315,14 @@ def test_the_micro_batches_of_two_processes_are_one_look(kind, tmp_path):
             pd.testing.assert_frame_equal(found, getattr(expected, name), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("steps", [4, 5])  # at the end of the fourth a look is waited for
-def test_the_trainer_logs_looks_at_its_own_passes(steps, tmp_path):
+def test_the_trainer_logs_looks_at_its_own_passes(tmp_path):
+    """At the end of the fourth step a look is waited for."""
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS.repeat(4, 1)]
 
     def final(callback: GeometryCallback | None) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         model = dropping(model_of("gpt2"))
         arguments = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=3, max_steps=steps, report_to=[], use_cpu=True, seed=1
+            str(tmp_path), per_device_train_batch_size=3, max_steps=4, report_to=[], use_cpu=True, seed=1
         )
         trainer = Trainer(model, arguments, train_dataset=rows)
         if callback is not None:
@@ -351,5 +333,5 @@ def test_the_trainer_logs_looks_at_its_own_passes(steps, tmp_path):
 
     plain = final(None)[1]
     logs, weights = final(GeometryCallback(every=2, inline=True))
-    assert [log["step"] for log in logs if "geometry/entropy_mean" in log] == [0, 2, 4][: steps - 2]
+    assert [log["step"] for log in logs if "geometry/entropy_mean" in log] == [0, 2]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in plain.items())

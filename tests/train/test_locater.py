@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -85,8 +84,7 @@ def assert_same_weights(model: PreTrainedModel, other: PreTrainedModel, atol: fl
         )
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3"])
-@pytest.mark.parametrize("layers", [(0, 1, 2), (1,)])
+@pytest.mark.parametrize(("family", "layers"), [("llama2", (0, 1, 2)), ("llama3", (1,))])
 def test_penalty_of_a_model_and_its_gradient(family, layers):
     """Oracle: the d×d matrices in float64 from the parameters by name, and autograd through them."""
     model = checkpoints.build(family)
@@ -103,7 +101,7 @@ def test_penalty_of_a_model_and_its_gradient(family, layers):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "gpt_neox", "phi3", "opt", "gpt_oss", "vit"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "vit"])
 def test_table_holds_the_moments_of_the_survey(family, opened):
     """Oracle: `qk_moments` of the weights that a survey reads."""
     model = opened(family)
@@ -116,18 +114,6 @@ def test_table_holds_the_moments_of_the_survey(family, opened):
             torch.tensor(rows["frobenius_squared"].array), moments.frobenius_squared, rtol=1e-5, atol=0
         )
     assert len(table) == model.layers * model.heads
-
-
-def test_wrapped_models_are_unwrapped_and_left_as_they_are():
-    """Oracle: the penalty of the bare model; modes of every module and the state of the random numbers."""
-    model = checkpoints.build("llama3").train()
-    model.model.layers[1].eval()
-    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
-    expected = Locater(model, SCALE, MEAN)()
-    assert [module.training for module in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
-    for wrapped in (torch.nn.DataParallel(model), torch.compile(model, backend="eager")):
-        assert torch.equal(Locater(wrapped, SCALE, MEAN)(), expected)
 
 
 def test_strengths_may_be_functions_of_the_step():
@@ -154,12 +140,10 @@ def test_strengths_may_be_functions_of_the_step():
         ({"layers": [1, 1]}, "each once"),
         ({"layers": []}, "one layer or more"),
         ({"layers": 0}, r"layers is 0: give a list of whole numbers, as \[0, 1\]"),
-        ({"layers": "01"}, "layers is '01': give a list"),
         ({"layers": [0.0]}, r"layers is \[0\.0\]: give a list"),
         ({"layers": [True, False, False]}, "give a list of whole numbers"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"scale": "a"}, "scale is 'a': give a number of 0 or more"),
-        ({"scale": None}, "scale is None: give a number"),
         ({"mean": 1j}, "mean is 1j: give a number"),
         ({"gradient": "printed"}, "choose exact or published"),
     ],
@@ -190,13 +174,11 @@ class Adapted(torch.nn.Module):
         return self.base_layer(x)
 
 
-@pytest.mark.parametrize("family", ["llama3", "gpt2"])
-def test_a_model_that_was_changed_afterwards_is_refused(family):
+def test_a_model_that_was_changed_afterwards_is_refused():
     """Replaced modules hold other weights than those found; moved, loaded and cast ones are the same modules."""
-    model = checkpoints.build(family)
+    model = checkpoints.build("llama3")
     locater = Locater(model, SCALE, MEAN)
-    layer = (model.model.layers if family == "llama3" else model.transformer.h)[1]
-    parent, name = (layer.self_attn, "k_proj") if family == "llama3" else (layer.attn, "c_attn")
+    parent, name = model.model.layers[1].self_attn, "k_proj"
     old = getattr(parent, name)
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     model.double().train()
@@ -225,8 +207,7 @@ def test_weights_that_were_frozen_afterwards_are_refused():
     assert len(locater.table()) == 12  # reading them needs no gradient
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(("clip", "micro_batches"), [(0.0, 1), (0.5, 4)])
 def test_a_step_of_the_trainer_is_that_of_the_whole_objective(clip, micro_batches, tmp_path):
     """Oracle: a plain loop with one batch, loss + d×d penalty, joint clipping. With 4 micro-batches as with 1."""
     start, data = checkpoints.build("llama3"), examples(8)
@@ -251,8 +232,8 @@ def test_a_step_of_the_trainer_is_that_of_the_whole_objective(clip, micro_batche
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "eager"}, {}],
-    ids=["bfloat16", "compiled", "checkpointed"],
+    [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "eager"}],
+    ids=["bfloat16", "compiled"],
 )
 def test_the_penalty_moves_the_weights_by_its_exact_gradient(arguments, tmp_path):
     """Oracle: of one step with and one without it, the difference is −rate times the float64 d×d gradient."""
@@ -260,9 +241,6 @@ def test_the_penalty_moves_the_weights_by_its_exact_gradient(arguments, tmp_path
     before = copy.deepcopy(models[0])
     dense_penalty(before).backward()
     for model, callbacks in zip(models, ([LocaterCallback(SCALE, MEAN)], []), strict=True):
-        if not arguments:
-            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its name
-                model.gradient_checkpointing_enable()
         trained(model, examples(4), tmp_path, callbacks, **arguments)
     without = dict(models[1].named_parameters())
     slopes = {name: p.grad for name, p in before.named_parameters()}
@@ -271,8 +249,8 @@ def test_the_penalty_moves_the_weights_by_its_exact_gradient(arguments, tmp_path
         torch.testing.assert_close(parameter - without[name], -RATE * slope, rtol=1e-4, atol=1e-6)
 
 
-def test_steps_drive_the_schedule_and_the_penalty_is_logged_apart(tmp_path):
-    """Oracle: the strengths that the callback asked for, and the penalty of a copy at the first step."""
+def test_steps_drive_the_schedule_and_the_penalty_is_logged_apart(tmp_path, capsys):
+    """Oracle: the strengths that the callback asked for; the penalty of a copy at the first step; TensorBoard."""
     model, asked = checkpoints.build("llama2"), []
     first = dense_penalty(model).item()
 
@@ -281,27 +259,22 @@ def test_steps_drive_the_schedule_and_the_penalty_is_logged_apart(tmp_path):
         return SCALE
 
     trainer = trained(
-        model, examples(4), tmp_path, [LocaterCallback(scale, MEAN)], max_steps=3, learning_rate=0.01
+        model,
+        examples(4),
+        tmp_path,
+        [LocaterCallback(scale, MEAN)],
+        max_steps=3,
+        learning_rate=0.01,
+        report_to="tensorboard",
     )
     assert asked == [0, 1, 2]
     logged = [row["locater"] for row in trainer.state.log_history if "loss" in row]
     assert len(logged) == 3
     assert logged[0] == pytest.approx(first, rel=1e-5)
     assert logged[2] < logged[0]
-
-
-def test_the_penalty_reaches_tensorboard_and_the_terminal(tmp_path, capsys):
-    """Oracle: event files as TensorBoard reads them, beside the Trainer's own log; what it prints, once a step."""
-    model = checkpoints.build("llama2")
-    trainer = trained(
-        model, examples(4), tmp_path, [LocaterCallback(SCALE, MEAN)], max_steps=2, report_to="tensorboard"
-    )
     events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
-    logged = [row["locater"] for row in trainer.state.log_history if "loss" in row]
-    penalties = events.Scalars("train/locater")
-    assert [event.step for event in penalties] == [1, 2]
-    assert [event.value for event in penalties] == pytest.approx(logged, rel=1e-6)
-    assert capsys.readouterr().out.count("'locater':") == 2
+    assert [event.value for event in events.Scalars("train/locater")] == pytest.approx(logged, rel=1e-6)
+    assert capsys.readouterr().out.count("'locater':") == 3
 
 
 def test_gradients_are_scaled_with_the_loss_in_float16():

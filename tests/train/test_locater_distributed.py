@@ -1,4 +1,4 @@
-"""LocAteR in two processes (DDP over gloo) against one process with the doubled batch: the same weights."""
+"""LocAteR and the monitor in two processes (DDP over gloo) against one with the doubled batch: the same weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import socket
 import warnings
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed
@@ -16,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import checkpoints
 from tests.processes import together
 from tests.train.test_locater import MEAN, RATE, SCALE, batch, dense_penalty, examples, trained
-from theodolite.train import Locater, LocaterCallback
+from theodolite.train import GeometryCallback, Locater, LocaterCallback
+from theodolite.train.geometry import GeometryReader
 
 PROCESSES = 2
 CLIP = 0.5
+IDS = torch.stack([example["input_ids"] for example in examples(4)])
 
 
 def work(rank: int, port: int, folder: str) -> None:
@@ -51,7 +55,7 @@ def work(rank: int, port: int, folder: str) -> None:
         model,
         examples(8),
         folder,
-        [LocaterCallback(SCALE, MEAN)],
+        [LocaterCallback(SCALE, MEAN), GeometryCallback(IDS, every=1)],
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         max_grad_norm=CLIP,
@@ -83,3 +87,10 @@ def test_two_processes_make_the_step_of_one(tmp_path):
                 if key in got:
                     torch.testing.assert_close(got[key], parameter.detach(), rtol=0, atol=1e-6)
             assert got.keys() == dict(expected.named_parameters()).keys()
+    heads = pd.read_json(tmp_path / "geometry" / "heads.jsonl", lines=True)
+    assert heads.groupby("step").size().to_dict() == {0: 12, 1: 12}  # the first process alone writes
+    for step, model in ((0, start), (1, expected)):
+        alone = GeometryReader(model, IDS).look().heads
+        for name in ("entropy", "at_distance"):
+            written = heads[name][heads["step"] == step]
+            np.testing.assert_allclose(written, alone[name], rtol=1e-5)

@@ -53,7 +53,7 @@ def test_looks_come_when_they_are_due(tmp_path):
 def test_a_resumed_monitor_goes_on_as_if_never_stopped(tmp_path):
     """Oracle: one that was not stopped; the killed process had gone on for two looks and left half a line."""
 
-    def run(folder: Path, steps: range, model: torch.nn.Module, begin: int) -> list[object]:
+    def run(folder: Path, steps: range, model: torch.nn.Module) -> list[object]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", GeometryWarning)
             monitor = GeometryMonitor(model, IDS, every=1, spectra_every=2, folder=folder)
@@ -62,15 +62,15 @@ def test_a_resumed_monitor_goes_on_as_if_never_stopped(tmp_path):
                 collapsing(model, step)
         return monitor.alarms
 
-    whole = run(tmp_path / "whole", range(12), checkpoints.build("gpt2"), 0)
+    whole = run(tmp_path / "whole", range(8), checkpoints.build("gpt2"))
     model = checkpoints.build("gpt2")
-    run(tmp_path / "cut", range(8), model, 0)
+    run(tmp_path / "cut", range(6), model)
     with (tmp_path / "cut" / "heads.jsonl").open("a") as file:
-        file.write('{"step": 8, "lay')
+        file.write('{"step": 6, "lay')
     again = checkpoints.build("gpt2")
-    for step in range(5):
+    for step in range(4):
         collapsing(again, step)
-    resumed = run(tmp_path / "cut", range(5, 12), again, 5)
+    resumed = run(tmp_path / "cut", range(4, 8), again)
     assert whole
     assert resumed == whole
     for name in ("heads", "layers", "alarms"):
@@ -96,17 +96,9 @@ def test_losses_are_recorded_between_looks_and_go_on_when_resumed(tmp_path):
     assert rows(tmp_path / "losses.jsonl") == given[:1]
 
 
-@pytest.mark.parametrize("loss", ["much", torch.ones(2), [1.0]])
-def test_a_loss_that_is_not_one_number_is_refused(loss):
-    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS)
-    with pytest.raises(UsageError, match=r"loss is .*: give one number, or a tensor of one"):
-        monitor(0, loss)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_new_training_moves_the_old_files_aside(tmp_path, first):
+def test_a_new_training_moves_the_old_files_aside(tmp_path):
     """Oracle: the old bytes, under the next free number; a loop that counts from 1 begins anew, too."""
-    for number in range(3):
+    for number, first in enumerate((0, 0, 1)):
         old = (tmp_path / "heads.jsonl").read_bytes() if number else b""
         monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=2, folder=tmp_path)
         if number:
@@ -126,19 +118,14 @@ def test_a_new_training_moves_the_old_files_aside(tmp_path, first):
 @pytest.mark.parametrize(
     ("name", "change", "steps"),
     [
-        ("heads", lambda lines: [*lines[:5], "7", *lines[5:]], [0, 1, 2]),
         ("heads", lambda lines: [*lines[:5], '{"step": 0, "la', *lines[6:]], [1, 2]),
-        ("heads", lambda lines: [*lines[:5], '["step"]', *lines[6:]], [1, 2]),
-        ("heads", lambda lines: [*lines[:5], '{"step": 0}', *lines[6:]], [1, 2]),
         (
             "heads",
             lambda lines: [lines[0].replace('"head": 0', '"head": 0, "spare": "a"'), *lines[1:]],
             [1, 2],
         ),
-        ("heads", lambda lines: [lines[0].replace('"sink_first"', '"sink"'), *lines[1:]], [1, 2]),
         ("heads", lambda lines: lines[:-1], [0, 1]),
         ("layers", lambda lines: [line for line in lines if '"layer": 3' not in line], []),
-        ("layers", lambda lines: [line.replace("rank_collapse", "rank") for line in lines], []),
         ("alarms", lambda lines: ["null", "\udcff"], [0, 1, 2]),
     ],
 )
@@ -167,15 +154,6 @@ def test_a_record_that_cannot_be_written_any_more_does_not_end_a_training(tmp_pa
     with pytest.warns(RecordWarning, match="step 1: cannot write .*; the looks go on without a record"):
         assert monitor(1)
     assert monitor(2)
-
-
-@pytest.mark.parametrize("step", ["a", None, 1.5, float("nan"), -1])
-def test_a_step_that_is_no_whole_number_is_refused(step):
-    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS)
-    with pytest.raises(
-        UsageError, match=r"^step is .*: give the optimizer steps done, a whole number of 0 or more$"
-    ):
-        monitor(step)
 
 
 def test_steps_that_begin_again_are_refused():
@@ -333,18 +311,7 @@ def test_data_without_a_monitor_batch_is_refused(data, words):
         monitor_batch(data)
 
 
-def test_impossible_numbers_and_folders_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="must be 1 or more"):
-        GeometryMonitor(checkpoints.build("gpt2"), IDS, every=0)
-    for options in ({"every": 1.5}, {"every": True}, {"spectra_every": "5"}):
-        with pytest.raises(UsageError, match="must be 1 or more, and whole numbers"):
-            GeometryMonitor(checkpoints.build("gpt2"), IDS, **options)
-    with pytest.raises(UsageError, match=r"limits is a dict: give .*Limits\(\.\.\.\)"):
-        GeometryMonitor(checkpoints.build("gpt2"), IDS, limits={"entropy": 0.1})
-    with pytest.raises(UsageError, match="the monitor batch is a list: give a tensor of token ids"):
-        GeometryMonitor(checkpoints.build("gpt2"), IDS.tolist())
-    with pytest.raises(UsageError, match=r"dtype torch\.bool: give token ids"):
-        GeometryMonitor(checkpoints.build("gpt2"), IDS > 3)
+def test_a_folder_that_cannot_be_written_is_refused_at_the_first_call(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkError, match="cannot write"):
         GeometryMonitor(checkpoints.build("gpt2"), IDS, folder=tmp_path / "file")(0)

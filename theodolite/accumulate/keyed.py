@@ -10,12 +10,7 @@ from theodolite.accumulate.sums import Mergeable, State
 
 
 class KeyedSums:
-    """Tensors name → (rows, *shape) in float64, a row a key; keys are tuples of integers.
-
-    Args:
-        width: integers in a key.
-        shapes: of one row of each tensor.
-    """
+    """Tensors name → (rows, *shape) in float64, a row a key; keys are tuples of integers."""
 
     def __init__(self, width: int, shapes: dict[str, tuple[int, ...]]) -> None:
         self.width = width

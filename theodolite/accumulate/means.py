@@ -178,3 +178,18 @@ def decomposed(
         own = pos[text].cumsum(dim=0) / torch.arange(1, longest + 1)[:, None]
         ctx = ctx - own[context_tokens.long() - 1]
     return mean, pos, ctx
+
+
+class ExampleNorms(LayerSums):
+    """State: norm (N, E, T), ‖h‖₂ of each token of the first E contexts in N residual layers."""
+
+    def __init__(self, layers: int, length: int, examples: int) -> None:
+        super().__init__(layers, {"norm": (examples, length)})
+        self.examples = examples
+
+    def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
+        """Take in one layer's hidden states of contexts `first_context …`."""
+        shown = hidden[: max(0, self.examples - first_context)]
+        if len(shown):
+            norms = torch.linalg.vector_norm(shown, dim=-1, dtype=torch.float64)
+            self.at("norm", layer, hidden.device)[first_context : first_context + len(shown)] = norms

@@ -29,9 +29,6 @@ class WalkSums(LayerSums):
     State: contexts (N, G) by group; gram (N, G, S, S) of x_s·x_t at the positions `shown`; position_sum (N, G, S, d)
     of x_s there; lagged (N, G, LAGS + 1) sums over steps of ε_t·ε_{t+lag}; increments (N, d, d) of εεᵀ over all
     steps, about zero; kept (N, C, M, d), x at the positions `marks` of every context.
-
-    Args:
-        layers, width: N and d. contexts, length: C and T.
     """
 
     def __init__(self, layers: int, width: int, contexts: int, length: int) -> None:

@@ -83,8 +83,8 @@ def explore_command(
 
         if importlib.util.find_spec("gradio") is None:
             raise UsageError("the page needs gradio: pip install 'theodolite[explore]'")
-        with TemporaryDirectory(prefix="theodolite-explore-") as folder:  # what gradio writes
-            os.environ |= _GRADIO | {"GRADIO_TEMP_DIR": folder}  # before it is imported
+        with TemporaryDirectory(prefix="theodolite-explore-") as temporary:  # what gradio writes
+            os.environ |= _GRADIO | {"GRADIO_TEMP_DIR": temporary}  # before it is imported
             from theodolite.explore.server import application, serve
             from theodolite.explore.subject import check_pair
             from theodolite.system.listening import listen

@@ -140,7 +140,7 @@ def _survey_one(
                 say=say_dimly,
             )
     if baseline is not None:
-        from theodolite.models.untrained import untrained
+        from theodolite.models.open import untrained
 
         with bars(stopped, of=baseline) as show:
             survey(

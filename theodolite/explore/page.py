@@ -51,8 +51,9 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             with gr.Column(scale=1, min_width=170):
                 preset = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="preset")
                 run_button = gr.Button("Run", variant="primary", elem_id="run")
+                copy_link = gr.Button("Copy link", size="sm", elem_id="copy-link")
         message = gr.HTML(elem_id="message")
-        with gr.Row(equal_height=True):
+        with gr.Row():
             head = gr.Dropdown(panels.heads_of(subjects), value=start, label="head", elem_id="head")
             measures = panels.measures_of(subjects)
             measure = gr.Dropdown(measures, value=FIRST_MEASURE, label="head map of", elem_id="measure")
@@ -61,7 +62,6 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             window = gr.Dropdown(
                 [("all", 1)], value=1, label="constituents of", elem_id="window", visible=False
             )
-            copy_link = gr.Button("Copy link", size="sm", elem_id="copy-link")
         with gr.Row():
             sides = [_side(subject.name if len(subjects) > 1 else "") for subject in subjects]
         clicks = gr.HTML(js_on_load=_CLICKS)

@@ -16,12 +16,7 @@ from theodolite.measure.ratios import ratio
 
 
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
-    """A table with `layer` and `head`, without rows of heads that a layer does not have.
-
-    Args:
-        columns: as many values a layer as the one with most heads has, layer by layer.
-        heads_of: how many heads each layer has; 0 where it does not attend.
-    """
+    """A table with `layer` and `head`, without rows of heads that a layer does not have."""
     most = max(heads_of)
     places = [(layer, head) for layer, heads in enumerate(heads_of) for head in range(heads)]
     rows = pd.DataFrame(columns).iloc[[layer * most + head for layer, head in places]]

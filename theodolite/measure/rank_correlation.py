@@ -10,11 +10,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def rank_correlation(x: Floats, y: Floats) -> Floats:
-    """Spearman's correlation along the last axis, ties at their mean rank; NaN where one of the two does not vary.
-
-    Args:
-        x, y: of one shape, finite; batches lead.
-    """
+    """Spearman's correlation along the last axis, ties at their mean rank; NaN where one of the two does not vary."""
     first, second = (rankdata(values, axis=-1) for values in (x, y))
     first, second = (ranks - ranks.mean(axis=-1, keepdims=True) for ranks in (first, second))
     scale = np.sqrt((first**2).sum(axis=-1) * (second**2).sum(axis=-1))

@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from theodolite.errors import WorkError
+from theodolite.models.dequantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.factored import is_factored
 from theodolite.models.loading import (
     architecture_of,
@@ -26,11 +27,10 @@ from theodolite.models.loading import (
     has_adapter,
     on_meta,
     refuse_more_layers,
+    tower_of,
     without_progress_bars,
 )
-from theodolite.models.quantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.skeleton import build_skeleton
-from theodolite.models.towers import tower_of
 from theodolite.system.pruned_folders import adapter_in
 
 

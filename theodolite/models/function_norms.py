@@ -57,12 +57,7 @@ class NormCalls(TorchFunctionMode):
 
 
 def make_norms_modules(module: nn.Module, norms: Iterable[nn.Module]) -> None:
-    """From its next pass on, each such call in a copy of a module is one of a module in it, by its turn.
-
-    Args:
-        module: the copy.
-        norms: those in it that are modules.
-    """
+    """From its next pass on, each such call in a copy of a module is one of a module in it, by its turn."""
     turns = _Turns(module)
     for norm in norms:
         norm.register_forward_pre_hook(turns.enter)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -28,10 +28,9 @@ from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.adapters import with_adapter_merged
-from theodolite.models.dequantised import has_own_class
+from theodolite.models.dequantised import FLOATS, has_own_class, kind_of_name, refuse_quantised_files
 from theodolite.models.factored import is_factored, load_factored
 from theodolite.models.guard import MAKING
-from theodolite.models.quantised import FLOATS, kind_of_name, refuse_quantised_files
 from theodolite.system.checkpoint_folders import refuse_index, weight_files
 from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in
 
@@ -58,6 +57,10 @@ MOST_LABELS = 10**7
 
 MOST_TENSORS = 500_000
 """Of a checkpoint: four times as many as the largest mixtures of experts with the scales of a quantiser."""
+
+
+Tower = Literal["text", "vision"]
+"""Of a checkpoint with two encoders beside each other, of text and of images (CLIP, SigLIP)."""
 
 
 def hide_progress_bars() -> None:
@@ -166,6 +169,28 @@ def config_of(source: str | Path, revision: str | None) -> Any:
     return config
 
 
+def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> Any:
+    """The config of one tower where a checkpoint has two, which `say` is told; any other config as it is.
+
+    Raises:
+        UsageError: there is no such tower.
+    """
+    if tower is not None and tower not in ("text", "vision"):
+        raise UsageError(f"tower is {tower!r}: give 'text' or 'vision'")
+    name = str((getattr(config, "architectures", None) or [""])[0])
+    family, chosen = name.removesuffix("Model"), tower or "text"
+    of_tower = f"{family}{chosen.capitalize()}Model"
+    whole = getattr(transformers, name, None)
+    both = all(hasattr(whole, method) for method in ("get_text_features", "get_image_features"))
+    if not (both and hasattr(transformers, of_tower)):
+        return config
+    part = getattr(config, f"{chosen}_config")
+    part.architectures = [of_tower]
+    part._attn_implementation = None
+    say(f"{name} has two towers: this is the one of {'text' if chosen == 'text' else 'images'} ({of_tower})")
+    return part
+
+
 def _refuse_many_labels(path: Path) -> None:
     """The one number for which a config takes memory as soon as it is made: a name for each label."""
     if not path.is_file():
@@ -204,12 +229,6 @@ def load(
     source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
 ) -> PreTrainedModel:
     """The model of a checkpoint's own architecture, all of whose tensors are there.
-
-    Args:
-        source: a folder or hub name. config: its config.
-        dtype: as `from_pretrained` takes it; "auto": the checkpoint's.
-        device_map: as `from_pretrained` takes it; None: the CPU.
-        revision: of a hub name.
 
     Raises:
         UsageError: the config asks for more than the files hold; a factored checkpoint and a `device_map`.

@@ -70,10 +70,6 @@ def in_one_row(inputs: AttentionInputs) -> bool:
 def apart(inputs: AttentionInputs, name: str) -> AttentionInputs:
     """The attention of a row, context by context.
 
-    Args:
-        inputs: of a row, as `in_one_row` says.
-        name: of who attends, for the message.
-
     Raises:
         UsageError: tokens see those of other contexts.
     """

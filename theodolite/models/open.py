@@ -5,6 +5,8 @@ Weights come from safetensors only, and no code of a checkpoint is ever run.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models.calls import Calls, capture_calls
 from theodolite.models.dequantised import holds_quantised_layers
-from theodolite.models.guard import guarded, measures
+from theodolite.models.guard import MAKING, guarded, measures
 from theodolite.models.loading import (
     LOADING_ERRORS,
+    Tower,
     commit_of,
     config_of,
     hash_checkpoint,
@@ -28,6 +31,7 @@ from theodolite.models.loading import (
     load_tokenizer,
     reason_of,
     refuse_nonfinite_weights,
+    tower_of,
     usable_device,
     without_progress_bars,
 )
@@ -36,7 +40,6 @@ from theodolite.models.shards import as_sharded, is_spread, register_spread
 from theodolite.models.source import Source
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
-from theodolite.models.towers import Tower, tower_of
 from theodolite.models.training_model import unwrap
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
@@ -250,11 +253,6 @@ def verified_parts(
 ) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
     """What `OpenModel.of` takes of a model in evaluation mode, from small inputs.
 
-    Args:
-        source: the model.
-        length: tokens of the sequence on which its attention is verified.
-        skip_overflow: as in `verify_attention`.
-
     Raises:
         UsageError: an unsupported family, or a window in which tokens see nothing.
         WorkError: the tapped attention is not the model's own.
@@ -278,3 +276,31 @@ def verified_parts(
             "position a token"
         )
     return structure, calls, inputs
+
+
+@measures
+def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
+    """A model of the same class and config with random weights; the global random state stays as it is.
+
+    Raises:
+        UsageError: it is no `transformers` model, so that nothing says how its weights begin.
+    """
+    if not isinstance(model.root, PreTrainedModel):
+        raise UsageError(
+            f"{model.id} has no config that says how its weights begin: it has no untrained baseline"
+        )
+    with MAKING, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = type(model.root)(copy.deepcopy(model.root.config))
+    hf = made.to(device=model.device, dtype=model.source.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
+    weights = model.weights()
+    origin = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
+    assert model.source.of_copy is not None
+    source = model.source.of_copy(hf)
+    return OpenModel.of(
+        source,
+        *verified_parts(source),
+        tokenizer=model.tokenizer,
+        id=f"{model.id}, untrained",
+        sha256=hashlib.sha256(origin.encode()).hexdigest(),
+    )

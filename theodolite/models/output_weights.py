@@ -34,13 +34,6 @@ def read_output_weights(
 ) -> Float64[Tensor, "heads value_width width"]:
     """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, o_h the heads' outputs.
 
-    Args:
-        model: the model; parameters are copied, never changed.
-        structure: as `find_structure` gives it.
-        layer: which layer.
-        call: what `capture_calls` gave for this layer.
-        run: a forward pass, for those whose W_O is outside the attention module.
-
     Raises:
         WorkError: what leaves the layer's attention is no fixed affine function of its heads' outputs.
     """

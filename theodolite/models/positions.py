@@ -27,11 +27,6 @@ UNKNOWN = "unknown"
 def positions_of(source: Source, structure: Structure, call: Call, bias: str) -> str:
     """How the model encodes positions.
 
-    Args:
-        source, structure: the model.
-        call: how its first attention module is called.
-        bias: what is added to the logits, as `attention_kind` says.
-
     Returns:
         "rotary", "alibi", "relative bias" or "learned"; of `transformers` "other" where its names say nothing. Of any
         other module "absolute" where positions are added to the stream (learned or fixed), "none" where nothing

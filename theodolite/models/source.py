@@ -71,11 +71,6 @@ class Source:
     ) -> Source:
         """A model of `transformers`.
 
-        Args:
-            model: the model.
-            attention: of an encoder-decoder, which is looked at; None: the decoder's own.
-            entry: what is called in place of its trunk: the model or a wrapper that gathers its weights.
-
         Raises:
             UsageError: it reads neither tokens nor pixels; it has no decoder, and one is asked for.
         """
@@ -135,17 +130,7 @@ class Source:
         blocks: tuple[str, ...] | None = None,
         attention: str | None = None,
     ) -> Source:
-        """Any module that reads token ids, or pixel values.
-
-        Args:
-            module: the module.
-            vocabulary: ids go from 0 to this, exclusive; None: it reads images of the size `image`.
-            forward: runs the module on ids (contexts, positions); None: it is called with them.
-            longest: tokens that it has positions for, if there is a limit.
-            image: channels, height and width of what it reads.
-            blocks: names of its blocks, or of the one list that holds them; None: they are found.
-            attention: how the names of the attention modules that are looked at end; None: all are.
-        """
+        """Any module that reads token ids, or pixel values."""
         trunk = _Trunk(module, forward)
         chosen = {
             inner

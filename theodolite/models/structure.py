@@ -147,11 +147,7 @@ class Structure:
 
 
 class Turns:
-    """Which layer a call of a module is of: of one that several layers share, by how often it was called in this pass.
-
-    Args:
-        modules: those of the layers, in order; None where a layer has none.
-    """
+    """Which layer a call of a module is of: of a shared one, by how often it was called in this pass."""
 
     def __init__(self, modules: Iterable[nn.Module | None]) -> None:
         self._layers: dict[nn.Module, list[int]] = {}

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
-from theodolite.accumulate.example_norms import ExampleNorms
 from theodolite.accumulate.extra import Extra
-from theodolite.accumulate.means import Means, Sample
+from theodolite.accumulate.means import ExampleNorms, Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of

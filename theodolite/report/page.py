@@ -6,6 +6,7 @@ The page's strings come from untrusted files: the template escapes all of them, 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
 from dataclasses import dataclass
@@ -153,6 +154,7 @@ def static_text(name: str) -> str:
     return (resources.files("theodolite.report") / "templates" / name).read_text(encoding="utf-8")
 
 
+@functools.cache
 def environment(package: str = "theodolite.report", folder: str = "templates") -> jinja2.Environment:
     """Of all pages: whatever a template shows is escaped, and what it lacks is an error."""
     return jinja2.Environment(

@@ -64,8 +64,8 @@ def show_outcome(
         parts = {"": "quantity", "paper": "paper", "here": "here"}
         if not any(row.paper for row in outcome.readings):
             del parts["paper"]
-        for heading in parts:
-            table.add_column(heading, overflow="fold")
+        for part in parts:
+            table.add_column(part, overflow="fold")
         for row in outcome.readings:
             table.add_row(*(escape(harmless(getattr(row, part))) for part in parts.values()))
         console.print(table)

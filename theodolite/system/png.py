@@ -11,19 +11,16 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-RGB, PALETTE = 2, 3
-"""Colour types: three bytes a pixel, or the number of a colour."""
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """A picture (rows, columns, 3) in RGB."""
+    height, width, _ = pixels.shape
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each line begins with its filter: 0, none
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))  # 2: three bytes a pixel
+    data = _chunk(b"IDAT", zlib.compress(rows.tobytes(), 9))
+    return b"\x89PNG\r\n\x1a\n" + header + data + _chunk(b"IEND", b"")
 
 
-def chunk(name: bytes, data: bytes) -> bytes:
+def _chunk(name: bytes, data: bytes) -> bytes:
     """A part of a file: its length, name, data and checksum."""
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def png(pixels: npt.NDArray[np.uint8], colour_type: int = RGB, *before: bytes) -> bytes:
-    """A picture (rows, columns, 3) in RGB; or (rows, columns) of numbers, with the chunks of their palette before."""
-    height, width = pixels.shape[:2]
-    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each line begins with its filter: 0, none
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0))
-    data = chunk(b"IDAT", zlib.compress(rows.tobytes(), 9))
-    return b"\x89PNG\r\n\x1a\n" + header + b"".join(before) + data + chunk(b"IEND", b"")

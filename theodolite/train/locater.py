@@ -33,7 +33,6 @@ from theodolite.models.shards import head_group, is_part, is_spread, joined_head
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training_model import evaluation_mode, training_source
-from theodolite.train.checks import whole_step
 from theodolite.train.penalty import (
     Gradient,
     add_penalty_gradient,
@@ -41,6 +40,7 @@ from theodolite.train.penalty import (
     check_strength,
     head_moments,
     penalty_of_moments,
+    whole_step,
 )
 
 Strength = float | Callable[[int], float]

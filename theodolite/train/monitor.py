@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
-from theodolite.train.checks import check_looks, checked_folder, one_number, whole_step
-from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
+from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader, check_shape
 from theodolite.train.inline import INSTEAD, OverheardReader
+from theodolite.train.penalty import whole_step
 from theodolite.train.record import Record
 
 CONTEXTS, LENGTH = 8, 128
@@ -93,7 +93,7 @@ class GeometryMonitor:
         look_dtype: torch.dtype | None = None,
     ) -> None:
         check_looks(ids, inline, every, spectra_every, limits)
-        folder = checked_folder(folder)
+        folder = _checked_folder(folder)
         self.every = every
         self.spectra_every = spectra_every
         self.last: Geometry | None = None
@@ -139,7 +139,7 @@ class GeometryMonitor:
                 one number.
             WorkError: the record cannot be begun.
         """
-        step, value = whole_step(step), None if loss is None else one_number(loss)
+        step, value = whole_step(step), None if loss is None else _one_number(loss)
         if self._step is None:
             self._begin(step)
         elif step < self._step:
@@ -270,6 +270,51 @@ def _finish(record: Record) -> None:
                 f"{error}; the page of the training run is not complete", RecordWarning, stacklevel=3
             )
         record.finished = True
+
+
+def check_looks(ids: Any, inline: bool, every: int, spectra_every: int, limits: Limits | None) -> None:
+    """Refuse what no monitor can do, whatever the model. `ids` may be None.
+
+    Raises:
+        UsageError: the ids are no batch of token ids, or are given with `inline`, a number is not whole or not
+            positive, or `limits` no `Limits`.
+    """
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in (every, spectra_every)):
+        raise UsageError(
+            f"every is {every!r} and spectra_every {spectra_every!r}: both must be 1 or more, and whole numbers"
+        )
+    if limits is not None and not isinstance(limits, Limits):
+        raise UsageError(f"limits is a {type(limits).__name__}: give theodolite.train.alarms.Limits(...)")
+    if inline and ids is not None:
+        raise UsageError("give the token ids of a monitor batch, or inline=True, and not both")
+    if ids is not None:
+        check_shape(ids)
+
+
+def _checked_folder(folder: Any) -> Path | None:
+    """A folder's path, or None.
+
+    Raises:
+        UsageError: it is no path.
+    """
+    if folder is None:
+        return None
+    try:
+        return Path(folder)
+    except TypeError:
+        raise UsageError(f"folder is {folder!r:.60}: give a path, or None") from None
+
+
+def _one_number(loss: float | Tensor) -> float:
+    """A loss as Python's number; NaN stays one.
+
+    Raises:
+        UsageError: it is not one number.
+    """
+    try:
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"loss is {loss!r:.60}: give one number, or a tensor of one") from None
 
 
 def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -81,6 +83,18 @@ def check_strength(name: str, strength: float | Tensor) -> None:
     if not fits:
         shown = repr(strength) if isinstance(strength, str) else strength
         raise UsageError(f"{name} is {shown}: give a number of 0 or more")
+
+
+def whole_step(step: Any) -> int:
+    """A step as Python's number.
+
+    Raises:
+        UsageError: it is not one of 0 or more.
+    """
+    with suppress(TypeError):
+        if (number := operator.index(step)) >= 0:
+            return number
+    raise UsageError(f"step is {step!r:.60}: give the optimizer steps done, a whole number of 0 or more")
 
 
 def penalty_of_moments(

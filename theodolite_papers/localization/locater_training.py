@@ -162,10 +162,7 @@ class LocaterTraining:
             "propagation": torch.zeros(0, setting.layers, recipe.length),
         }
         known = asdict(setting)
-        recorded = folder_purpose(folder / "setting.json", known)
-        if (
-            not isinstance(recorded, dict) or asdict(Setting()) | recorded != known
-        ):  # it may be an older version's
+        if folder_purpose(folder / "setting.json", known) != known:
             raise another_training_run(folder)
         self.step, kept = load_checkpoint(self._checkpoint, self.model, self.optimizer)
         if kept:

@@ -248,17 +248,6 @@ def test_a_penalty_that_ends(text: GridText, tmp_path: Path) -> None:
     assert replace(SETTING, off_at=2, reduction="sum").name.endswith("-sum-off2-s0")
 
 
-def test_goes_on_with_a_folder_of_an_older_version(text: GridText, tmp_path: Path) -> None:
-    """Oracle: a description without what older versions did not know, which they did as the defaults say."""
-    LocaterTraining(tmp_path, SETTING, RECIPE, text, "cpu").advance(1)
-    place = tmp_path / "setting.json"
-    known = json.loads(place.read_text())
-    place.write_text(json.dumps({name: known[name] for name in known if name not in ("reduction", "off_at")}))
-    assert LocaterTraining(tmp_path, SETTING, RECIPE, text, "cpu").step == 1
-    with pytest.raises(UsageError, match="other settings"):
-        LocaterTraining(tmp_path, replace(SETTING, reduction="sum"), RECIPE, text, "cpu")
-
-
 def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the messages."""
     LocaterTraining(tmp_path, SETTING, RECIPE, text, "cpu")

@@ -99,13 +99,7 @@ def without_interventions() -> Iterator[None]:
 
 
 def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = None) -> Tensor:
-    """The output of a module's attention, (batch, queries, heads, value_width), of whoever answers it.
-
-    Args:
-        module: the attention module.
-        inputs: what decides its attention.
-        window: keys that its cache keeps, where it keeps the last ones only.
-    """
+    """The output of a module's attention, (batch, queries, heads, value_width), of whoever answers it."""
     answer, inputs, row = _answer(module), _as_autocast(inputs), in_one_row(inputs)
     if row:
         inputs = apart(inputs, type(module).__name__)

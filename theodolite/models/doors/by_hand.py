@@ -50,10 +50,6 @@ class ByHand:
         """Where a call is the product of weights with values: the attention's inputs, and its output as the product.
 
         Where the weights could not be followed, the name of the operation that was done to them.
-
-        Args:
-            name: of the function. args, kwargs: its arguments. contexts: how many the model reads with so
-                many queries, where it is known.
         """
         if name not in PRODUCTS or not self._known:
             return None

@@ -38,20 +38,7 @@ def attention_inputs(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
 ) -> AttentionInputs:
-    """Read the arguments of the attention interface as `AttentionInputs`.
-
-    Args:
-        module: the attention module that calls.
-        query: (batch, heads, queries, head_width).
-        key, value: (batch, key_heads, keys, head_width or value_width).
-        attention_mask: boolean, true where a query sees a key, or added to the logits; broadcasts to (batch, heads,
-            queries, keys).
-        scaling: of the logits; None: 1/√head_width.
-        softcap: logits are softcap · tanh(logit / softcap).
-        s_aux: learned sink logits, (heads).
-        is_causal: None: as the module says.
-        position_bias: added to the logits, shaped as the mask.
-    """
+    """Read the arguments of the attention interface as `AttentionInputs`."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     own_scaling = getattr(module, "scaling", None)
     if scaling == 1.0 and isinstance(own_scaling, float) and own_scaling != 1.0:
