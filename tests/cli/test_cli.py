@@ -160,7 +160,7 @@ def test_a_shell_can_complete_commands_and_options():
 
     def completed(words: str) -> set[str]:
         asked = {"_THEODOLITE_COMPLETE": "complete_bash", "COMP_WORDS": words}
-        asked["COMP_CWORD"] = str(len(words.split()) - 1)
+        asked["COMP_CWORD"] = str(words.count(" "))
         return set(CliRunner().invoke(app, env=asked, prog_name="theodolite").stdout.split())
 
     assert completed("theodolite sur") == {"survey"}
