@@ -209,7 +209,7 @@ def test_a_page_that_cannot_be_written_ends_no_training(tmp_path):
 
 
 def test_a_folder_s_name_cannot_leave_its_place(tmp_path):
-    for text in HOSTILE:
+    for text in HOSTILE[::3]:
         name = text.replace("/", "∕").replace("\0", "").encode("utf-8", "replace")[:200].decode()
         record = Record(tmp_path / name, 1, [(0, 0)])
         table = pd.DataFrame({name: [0.5] for name in OF_HEADS})
