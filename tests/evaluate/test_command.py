@@ -173,6 +173,7 @@ def test_numbers_of_examples_are_read(given, found):
     assert parse_shots(given) == found
 
 
+@pytest.mark.slow
 def test_the_embedded_model_has_a_name(text):
     """As in `compare`; oracle: the model that is meant where none is named."""
     options = ("--corpus", text, "--length", 32, "--contexts", 4, "--json")
@@ -181,6 +182,7 @@ def test_the_embedded_model_has_a_name(text):
     assert json.loads(named[1])["scores"] == json.loads(unnamed[1])["scores"]
 
 
+@pytest.mark.slow
 def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_path):
     """Oracle: the function on the tokens of the whole text; other windows are other questions."""
     model, out = opened("llama3"), tmp_path / "scores.json"
@@ -196,6 +198,7 @@ def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_p
     assert len(json.loads(out.read_text())["measured"]) == 2
 
 
+@pytest.mark.slow
 def test_beside_tasks_a_stride_asks_for_the_perplexity_as_well(checkpoint, text):
     options = ("--task", "few-shot", "--prompts", 4, "--shots", 0, "--corpus", text, "--json")
     for more in (("--stride", 64), ("--length", 16, "--contexts", 4)):

@@ -19,6 +19,8 @@ from theodolite.errors import UsageError
 from theodolite.evaluate import harness as module
 from theodolite.evaluate.harness import harness
 
+pytestmark = pytest.mark.slow  # to import lm-eval takes half a minute
+
 YAML = """
 task: {name}
 dataset_path: json

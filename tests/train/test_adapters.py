@@ -82,6 +82,7 @@ def test_the_gradient_reaches_the_adapter_and_nothing_else():
         assert all("lora_" in name for name in trained)
 
 
+@pytest.mark.slow
 def test_fused_projections_and_adapters_that_are_switched():
     """GPT-2's matrix is transposed, and holds queries, keys and values; two adapters, one at a time, or none."""
     model = adapted("gpt2", ("c_attn",), fan_in_fan_out=True).eval()
@@ -114,6 +115,7 @@ def test_what_is_no_matrix_added_is_refused():
         Locater(model, SCALE, MEAN)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_monitored():
     """Oracle: the merged model."""
     model = adapted().eval()

@@ -83,6 +83,7 @@ def test_growing_query_weights_alarm_and_name_their_head():
     assert all(alarm.slope < 0 for alarm in alarms)
 
 
+@pytest.mark.slow
 def test_equal_tokens_alarm_as_rank_collapse():
     """Oracle: embeddings drawn towards one vector; the residual of the embedding layer itself is known to shrink."""
     model = checkpoints.build("llama2")
@@ -97,6 +98,7 @@ def test_equal_tokens_alarm_as_rank_collapse():
     assert {(alarm.layer, alarm.head) for alarm in alarms} >= {(0, None)}
 
 
+@pytest.mark.slow
 def test_a_healthy_training_alarms_nobody():
     """Oracle: a model that learns to count at a usual rate, its loss falling; no alarm is the right answer."""
     torch.manual_seed(0)

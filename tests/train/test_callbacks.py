@@ -98,6 +98,7 @@ def test_numbers_reach_tensorboard_and_the_log(tmp_path):
     assert "The run ended at" in (tmp_path / "geometry" / "watch.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_training_its_log_and_its_terminal_are_the_same_without_us(tmp_path, capsys):
     """Oracle: the Trainer alone; weights to the bit, its losses; it would print our thirty numbers, too."""
     with_us = trainer(tmp_path / "a", GeometryCallback(BATCH, every=1, per_head=True), disable_tqdm=True)
@@ -172,6 +173,7 @@ def plain_loop(options: dict[str, Any]) -> list[GPT2LMHeadModel]:
     return models
 
 
+@pytest.mark.slow
 def test_it_works_under_the_options_of_a_trainer(tmp_path):
     """Oracle: a plain loop over the same rows under the same options, and the entropy of its own eager attention."""
     options: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 2}
@@ -191,6 +193,7 @@ def test_it_works_under_the_options_of_a_trainer(tmp_path):
     assert abs(logged[0]["geometry/entropy_mean"] / logged[2]["geometry/entropy_mean"] - 1) > 10 * tolerance
 
 
+@pytest.mark.slow
 def test_a_resumed_training_goes_on_with_the_record(tmp_path):
     """Oracle: the record of a training run that was not stopped."""
 
@@ -234,6 +237,7 @@ def test_attached_again_it_is_called_once(tmp_path):
     assert attached.callback_handler.callbacks[0] is callback
 
 
+@pytest.mark.slow
 def test_given_as_one_of_the_callbacks_it_logs_but_not_to_trackers(tmp_path):
     """Oracle: the Trainer's own log, and event files as TensorBoard reads them."""
     arguments = trainer(tmp_path, report_to="tensorboard").args

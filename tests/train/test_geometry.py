@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests import checkpoints, dense
+from tests.slow import slow_but
 from theodolite.errors import UsageError
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
@@ -42,7 +43,7 @@ def dense_run() -> dense.Dense:
     return dense.run(model, IDS, list(structure.attention), list(structure.blocks))
 
 
-@pytest.mark.parametrize("family", ["bert", "llama3", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("family", slow_but(["llama3"], ["bert", "llama3", "gpt_oss", "bloom"]))
 def test_columns_equal_the_dense_computation(family):
     """Oracle: every matrix kept whole, each column by its definition (`tests/dense.py`)."""
     model = model_of(family)
@@ -82,7 +83,7 @@ def eager_logits(model: PreTrainedModel) -> list[torch.Tensor]:
     return [x.masked_fill(x < -1e30, -torch.inf) for x in logits]
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("family", slow_but(["gpt_oss"], ["mistral", "gemma2", "gpt_oss", "bloom"]))
 def test_largest_logit_and_log_sum_exp_are_those_of_eager_attention(family):
     """Oracle: the inputs of the softmax in transformers' own eager attention, in float64."""
     logits = eager_logits(model_of(family))
@@ -95,7 +96,7 @@ def test_largest_logit_and_log_sum_exp_are_those_of_eager_attention(family):
     np.testing.assert_allclose(heads["log_sum_exp"], log_sum_exp, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt_oss"])
+@pytest.mark.parametrize("family", slow_but(["gpt_oss"], ["bert", "gpt_oss"]))
 def test_entropy_share_is_one_for_uniform_attention(family):
     """Oracle: a uniform row has the largest entropy, ln of what it sees; zero queries make all rows uniform."""
     model = model_of(family)
@@ -166,7 +167,7 @@ def test_spectra_equal_those_of_the_whole_matrix():
     assert "trace" not in reader.look(spectra=False).heads
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "gpt_oss"])
+@pytest.mark.parametrize("family", slow_but(["gpt2"], ["gpt2", "bert", "gpt_oss"]))
 def test_a_look_leaves_the_model_as_it_was(family):
     """Oracle: the model before; bytes of weights and gradients, modes, hooks, random numbers."""
     model = model_of(family)
@@ -209,6 +210,7 @@ def test_a_training_is_the_same_with_looks_and_without():
     assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
 
 
+@pytest.mark.slow
 def test_dropout_and_checkpointing_change_nothing():
     """Oracle: the look at a model in evaluation mode, without these; autocast changes nothing that is not asked to."""
     model = dropping_gpt2()
@@ -221,6 +223,7 @@ def test_dropout_and_checkpointing_change_nothing():
     assert look.layers.equals(plain.layers)
 
 
+@pytest.mark.slow
 def test_wrapped_models_are_unwrapped(tmp_path):
     """Oracle: the look at the bare model; wrappers are PyTorch's own."""
     model = model_of("gpt2")
@@ -239,6 +242,7 @@ def test_wrapped_models_are_unwrapped(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_model_compiled_in_place_runs_eagerly_for_the_look():
     """Oracle: a backend that counts the graphs it is given, and the look before compilation."""
     model = model_of("gpt2")
@@ -347,6 +351,7 @@ def test_a_look_rounds_as_training_does():
         GeometryReader(model, IDS, look_dtype=torch.int8)
 
 
+@pytest.mark.slow
 def test_a_look_rounds_as_accelerate_does(request):
     """Oracle: the same look under autocast. accelerate casts in a `forward` that it puts around the model's."""
     from accelerate import Accelerator

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 
 from tests import checkpoints
+from tests.slow import slow_but
 from theodolite.errors import UsageError
 from theodolite.theory import qk_moments
 from theodolite.train import Locater, LocaterCallback, warm_up
@@ -101,7 +102,7 @@ def test_penalty_of_a_model_and_its_gradient(family, layers):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "vit"])
+@pytest.mark.parametrize("family", slow_but(["gpt2"], ["gpt2", "gpt_neox", "phi3", "vit"]))
 def test_table_holds_the_moments_of_the_survey(family, opened):
     """Oracle: `qk_moments` of the weights that a survey reads."""
     model = opened(family)
@@ -232,7 +233,7 @@ def test_a_step_of_the_trainer_is_that_of_the_whole_objective(clip, micro_batche
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "eager"}],
+    slow_but([{"bf16": True}], [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "eager"}]),
     ids=["bfloat16", "compiled"],
 )
 def test_the_penalty_moves_the_weights_by_its_exact_gradient(arguments, tmp_path):

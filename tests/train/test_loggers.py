@@ -20,6 +20,7 @@ from theodolite.train.alarms import alarm_lines
 from theodolite.train.callbacks import GeometryCallback
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning, scalars
 
+pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs" / "monitor.md"
 Logged = dict[str, list[tuple[int, Any]]]
 """Values and texts by name, each with its step."""
@@ -77,7 +78,6 @@ def check(logged: Logged, folder: Path, prefix: str) -> None:
     assert f"layer {last['layer']} head {last['head']}" in text
 
 
-@pytest.mark.slow
 def test_numbers_and_alarms_reach_mlflow_from_the_trainer(tmp_path):
     """Which takes texts as tags; what the others get, test_callbacks.py reads in TensorBoard."""
     pytest.importorskip("mlflow")
@@ -107,7 +107,7 @@ class Wandb:
             self.logged[name].append((step, value))
 
 
-@pytest.fixture(params=["TensorBoard", "Weights & Biases", pytest.param("MLflow", marks=pytest.mark.slow)])
+@pytest.fixture(params=["TensorBoard", "Weights & Biases", "MLflow"])
 def logger(tmp_path, request) -> Iterator[tuple[str, dict[str, Any], Callable[[], Logged]]]:
     """Its name in the docs, what a loop has to hand once it is open, and what it has logged in the end."""
     if request.param == "TensorBoard":

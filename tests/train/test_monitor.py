@@ -62,15 +62,15 @@ def test_a_resumed_monitor_goes_on_as_if_never_stopped(tmp_path):
                 collapsing(model, step)
         return monitor.alarms
 
-    whole = run(tmp_path / "whole", range(8), checkpoints.build("gpt2"))
+    whole = run(tmp_path / "whole", range(12), checkpoints.build("gpt2"))
     model = checkpoints.build("gpt2")
-    run(tmp_path / "cut", range(6), model)
+    run(tmp_path / "cut", range(8), model)
     with (tmp_path / "cut" / "heads.jsonl").open("a") as file:
-        file.write('{"step": 6, "lay')
+        file.write('{"step": 8, "lay')
     again = checkpoints.build("gpt2")
-    for step in range(4):
+    for step in range(5):
         collapsing(again, step)
-    resumed = run(tmp_path / "cut", range(4, 8), again)
+    resumed = run(tmp_path / "cut", range(5, 12), again)
     assert whole
     assert resumed == whole
     for name in ("heads", "layers", "alarms"):
@@ -78,6 +78,7 @@ def test_a_resumed_monitor_goes_on_as_if_never_stopped(tmp_path):
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_losses_are_recorded_between_looks_and_go_on_when_resumed(tmp_path):
     """Oracle: what was given, by hand; the killed process had gone on for two steps."""
 
@@ -96,9 +97,11 @@ def test_losses_are_recorded_between_looks_and_go_on_when_resumed(tmp_path):
     assert rows(tmp_path / "losses.jsonl") == given[:1]
 
 
-def test_a_new_training_moves_the_old_files_aside(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_new_training_moves_the_old_files_aside(tmp_path, first):
     """Oracle: the old bytes, under the next free number; a loop that counts from 1 begins anew, too."""
-    for number, first in enumerate((0, 0, 1)):
+    for number in range(2):
         old = (tmp_path / "heads.jsonl").read_bytes() if number else b""
         monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=2, folder=tmp_path)
         if number:
@@ -115,6 +118,7 @@ def test_a_new_training_moves_the_old_files_aside(tmp_path):
         assert [row["step"] for row in rows(tmp_path / "heads.jsonl")] == [0] * (12 - 12 * first) + [2] * 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "steps"),
     [
@@ -165,6 +169,7 @@ def test_steps_that_begin_again_are_refused():
         monitor(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
@@ -207,6 +212,7 @@ def test_warnings_name_head_and_trend():
     assert caught[0].filename == __file__
 
 
+@pytest.mark.slow
 def test_weights_that_are_no_numbers_are_said_once():
     """Oracle: the layer whose weights were broken, and silence afterwards."""
     model = checkpoints.build("gpt2")

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from tests import checkpoints
 from tests.models.test_open_module import GPT, HEADS, VOCABULARY
 from tests.processes import together
+from tests.slow import slow_but
 from tests.train.test_geometry import IDS, eager_logits
 from tests.train.test_locater import Adapted, examples, trained
 from theodolite import open_module
@@ -83,7 +84,7 @@ def largest_of(logits: list[Tensor]) -> Tensor:
     return torch.stack([x[..., : IDS.shape[1]].amax((0, 2, 3)) for x in logits])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(["gpt2"], list(FAMILIES)))
 def test_the_largest_logit_is_the_threshold_afterwards(family):
     """Oracle: what transformers' eager attention takes the softmax of, in float64, before and after; of layer 1."""
     model = FAMILIES[family]().double()
@@ -180,6 +181,7 @@ def test_layers_that_share_their_weights_are_clipped_by_the_largest_of_all():
     assert torch.equal(query, expected)
 
 
+@pytest.mark.slow
 def test_a_module_of_ones_own():
     """Oracle: the products of its queries and keys, by hand."""
     torch.manual_seed(0)
@@ -230,6 +232,7 @@ def test_a_look_of_the_monitor_clips_once(tmp_path):
     assert not len(clip(torch.full((3, 4), threshold, dtype=torch.float64)))  # not above it
 
 
+@pytest.mark.slow
 def test_the_callback_clips_by_every_look(tmp_path):
     """Oracle: eager attention on the monitor batch; the learning rate is 0, so that clipping alone changes weights."""
     model = checkpoints.build("llama2")
@@ -340,6 +343,7 @@ def work(rank: int, port: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_scaled_where_they_are(tmp_path):
     """Oracle: the same model in one process, whole; and PyTorch's own count of what was sent."""
     with socket.socket() as free:

@@ -22,6 +22,7 @@ from theodolite.train.geometry import Geometry
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning
 from theodolite.train.ranks import Ranks
 
+pytestmark = pytest.mark.slow
 PROCESSES = 3
 IDS = torch.randint(1, checkpoints.VOCABULARY, (5, 24), generator=torch.Generator().manual_seed(1))
 FEW = IDS[:2]  # fewer contexts than processes

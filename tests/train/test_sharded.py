@@ -163,10 +163,11 @@ def expected() -> dict[str, Any]:
 
 RUNS = [
     (2, {"FSDP2": "in the loss", "FSDP2, kept after forward": "before", "tensor parallel": "after"}),
-    pytest.param(4, {"FSDP2 of tensor parallel": "in the loss"}, marks=pytest.mark.slow),
+    (4, {"FSDP2 of tensor parallel": "in the loss"}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "hows"), RUNS, ids=["two", "four"])
 def test_ranks_train_and_see_what_one_process_does(world, hows, expected, tmp_path):
     run_together(work, tmp_path, hows, world=world)
@@ -212,6 +213,7 @@ def in_wrappers(rank: int, port: int, folder: str, world: int) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT asks for
 def test_modules_of_one_s_own_and_wrappers_that_are_sharded(tmp_path):
     """Oracle: the same in one process, which is that of other tests."""
