@@ -70,7 +70,7 @@ def same(a: tuple[pd.DataFrame, pd.DataFrame], b: tuple[pd.DataFrame, pd.DataFra
         pd.testing.assert_frame_equal(one[errors], other[errors], rtol=1e-9, atol=1e-7)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True), st.integers(1, 4))
 @example([32, 343, 644, 1549], 1)
 def test_order_halves_and_what_all_tokens_share_do_not_matter(seeds, cut):

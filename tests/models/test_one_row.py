@@ -23,10 +23,8 @@ from tests.models.test_open_module import (
     _seeded,
 )
 from theodolite import Corpus, constituents, open_module, survey, trace_sinks
-from theodolite.attention.inputs import attend
 from theodolite.errors import UsageError
 from theodolite.models import one_row
-from theodolite.models.taps import tapped
 from theodolite.sinks.interventions import attention_knockout
 from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor
@@ -199,27 +197,3 @@ def test_a_row_of_other_tokens_than_those_that_are_read():
         one_row.unrolled(torch.zeros(5, 2), 0)
     with one_row.reading((2, 3)), pytest.raises(UsageError, match="which is not 2 contexts of 3"):
         one_row.unrolled(torch.zeros(5, 2), 0)
-
-
-def test_a_block_mask_is_made_once_a_pass():
-    """And again in the next one, whose contexts may be others."""
-    rows, made = _seeded(Rows("flex")), []
-
-    def forward(model, ids):
-        positions = torch.arange(ids.shape[1]).repeat(len(ids))
-        mask = block_mask(positions)
-        own = mask.mask_mod
-
-        def counted(batch, head, query, key):
-            made.append(1)
-            return own(batch, head, query, key)
-
-        mask.mask_mod = counted
-        return model(ids.flatten(), positions, mask)
-
-    model = open_module(rows, vocabulary=VOCABULARY, forward=forward)
-    for _ in range(2):
-        made.clear()
-        with tapped(rows, lambda _, inputs: attend(inputs)), torch.no_grad():
-            model.source.run(_ids())
-        assert len(made) == 1

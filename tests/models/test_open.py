@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from tests import checkpoints
 from tests.slow import slow_but
-from theodolite import Corpus, survey
 from theodolite.attention.inputs import attend, softmax
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import OpenModel, open_model, open_weights, verification
@@ -174,37 +172,25 @@ def test_an_encoder_decoder_is_looked_at_in_three_ways(kind, attention, tmp_path
             torch.testing.assert_close(getattr(model.head_weights(1), ours), expected)
 
 
-def test_the_text_side_of_whisper(tmp_path):
+def test_the_text_side_of_whisper():
     """Oracle: the decoder's attention that transformers returns, over silence."""
-    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8}
-    config = transformers.WhisperConfig(
-        vocab_size=40,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        max_source_positions=15,
-        max_target_positions=20,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        **sizes,
-    )
+    sides = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8, "vocab_size": 40}
+    lengths = {"max_source_positions": 15, "max_target_positions": 20}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(**sides, **sizes, **lengths, **special)
     hf = transformers.WhisperForConditionalGeneration(config).eval()
-    hf.save_pretrained(tmp_path)
-    model = open_model(tmp_path)
-    ids = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids, seen = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0)), Seen()
+    model = open_model(hf)
+    with hooked(model, seen):
+        model.forward(ids)
     hf.set_attn_implementation("eager")
     with torch.no_grad():
         own = hf(torch.zeros(2, 8, 30), decoder_input_ids=ids, output_attentions=True).decoder_attentions
-    seen = Seen()
-    with hooked(model, seen):
-        model.forward(ids)
     for got, expected in zip(seen.weights, own, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(UsageError, match="hears speech: only its decoder's own attention is looked at"):
-        open_model(tmp_path, attention="cross")
+        open_model(hf, attention="cross")
 
 
 def test_attention_is_asked_for_where_there_are_several(tmp_path):
@@ -508,15 +494,3 @@ def test_a_model_that_would_change_itself_is_opened_from_its_folder_and_for_shor
     assert model.bert.attention_type == "block_sparse"
     model.bert.set_attention_type("original_full")
     assert open_model(model).layers == opened.layers
-
-
-def test_contexts_that_come_second_in_layers_that_attend_by_hand(tmp_path):
-    """Oracle: the weights that FSMT returns; a survey runs its attention modules by themselves, too."""
-    model = open_model(_small("fsmt", tmp_path), attention="cross")
-    ids = torch.randint(200, (5, 24), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        output = model.hf(input_ids=ids, decoder_input_ids=ids, output_attentions=True, use_cache=False)
-    weights = torch.stack(output.cross_attentions).double()
-    entropy = -torch.xlogy(weights, weights).sum(-1).mean(dim=(1, 3)).flatten()
-    run = survey(model, Corpus.from_ids(ids), batch=2)
-    np.testing.assert_allclose(run.heads["entropy"], entropy, rtol=1e-4)

@@ -74,42 +74,6 @@ def _parts(hidden: torch.Tensor) -> dict[str, torch.Tensor]:
     return named | {"resid": hidden - mean - pos - ctx}
 
 
-def _check_parts(split, query, key, heads: int) -> None:
-    key = {name: part.repeat_interleave(heads // part.shape[1], 1) for name, part in key.items()}
-    for a, name in enumerate(split.names):
-        torch.testing.assert_close(split.query[a], query[name], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(split.key[a], key[name], rtol=1e-9, atol=1e-9)
-        for b, other in enumerate(split.names):
-            expected = query[name] @ key[other].transpose(-1, -2) * split.inputs.scaling
-            torch.testing.assert_close(split.logits[:, :, a, b], expected, rtol=1e-8, atol=1e-8)
-
-
-def test_each_part_of_gpt2(opened64, ids):
-    """Oracle: LayerNorm and projection written out, weights by parameter name."""
-    model = opened64("gpt2")
-    layer = 1
-    with torch.no_grad():
-        hidden = model.hf(input_ids=ids, output_hidden_states=True).hidden_states[layer]
-    state = model.hf.state_dict()
-    prefix = f"transformer.h.{layer}."
-    gain, beta = state[prefix + "ln_1.weight"], state[prefix + "ln_1.bias"]
-    weight, bias = state[prefix + "attn.c_attn.weight"], state[prefix + "attn.c_attn.bias"]
-    scale = (hidden.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
-    image = {
-        name: gain * (part - part.mean(-1, keepdim=True)) * scale @ weight
-        for name, part in _parts(hidden).items()
-    }
-    image["bias"] = (beta @ weight + bias).expand(3, LENGTH, -1)
-    query, key = (
-        {
-            name: x[..., 32 * n : 32 * n + 32].unflatten(-1, (4, 8)).transpose(1, 2)
-            for name, x in image.items()
-        }
-        for n in range(2)
-    )
-    _check_parts(constituents(model, ids, layer), query, key, heads=4)
-
-
 def _rotated(x: torch.Tensor) -> torch.Tensor:
     """RoPE on (C, heads, T, width), base 10000, halves paired."""
     half = x.shape[-1] // 2

@@ -97,32 +97,12 @@ def test_a_pass_says_what_it_read(model, tmp_path):
     assert Run.load(tmp_path / "out").provenance["model"] == first.provenance["model"]
 
 
-def test_who_changes_twice_has_two_names(model):
-    data(model)
-    once = fingerprint_of(model)
-    in_place(model)
-    assert fingerprint_of(model)["model"] != once["model"]
-
-
 def test_what_an_intervention_replaces_is_named_by_it(model):
     with without_low_rank(model, 1, 2):
         fingerprint = fingerprint_of(model)
     assert fingerprint["model"] == model.sha256
     assert fingerprint["edits"]
     assert describe_model(model)["model"]["sha256"] == model.sha256
-
-
-def test_weights_are_read_once_a_pass(model, monkeypatch):
-    calls = []
-    count = weights_checksum
-
-    def counting(hf: torch.nn.Module) -> int:
-        calls.append(hf)
-        return count(hf)
-
-    monkeypatch.setattr("theodolite.models.opened.weights_checksum", counting)
-    spectra(model)
-    assert len(calls) == 1
 
 
 def test_a_run_of_changed_weights_serves_the_changed_model(model):
