@@ -38,7 +38,8 @@ def test_stdlib_sources_are_the_interpreter_s_own_files_without_tests() -> None:
     assert not [label for label in sources if {"test", "site-packages", "pydoc_data"} & set(label.split("/"))]
 
 
-def test_docstrings_are_those_that_inspect_shows() -> None:
+def test_docstrings_are_those_that_inspect_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "stdlib_files", lambda: [Path(textwrap.__file__)])
     prose = {document.label: document.text for document in stdlib_docstrings()}["textwrap.py"]
     shown = (textwrap, textwrap.TextWrapper, textwrap.TextWrapper.fill, textwrap.wrap, textwrap.dedent)
     places = [prose.index(inspect.getdoc(thing) or "?") for thing in shown]

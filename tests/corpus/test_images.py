@@ -232,6 +232,7 @@ def test_a_grid_is_read_back_from_what_is_said_of_it():
     ]
 
 
+@pytest.mark.slow
 def test_corpora_of_text_live_without_pillow():
     """Pillow is an extra: what reads text must not import it."""
     code = (

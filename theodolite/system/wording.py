@@ -157,11 +157,6 @@ def harmless(text: str, limit: int | None = None) -> str:
     return visible(text.replace("\u00a0", " "), limit)
 
 
-def bracketed(mean: float, deviation: float, digits: int = 3) -> str:
-    """`11.4 (1.86)`: mean and standard deviation over layers, as in Table 1."""
-    return f"{number(mean, digits)} ({number(deviation, digits)})" if math.isfinite(mean) else number(mean)
-
-
 def reading_order(name: str) -> tuple[str, bool, str, int]:
     """A key that sorts names as one reads them: tables, figures in the order of their numbers, then the rest."""
     group, _, short_name = name.rpartition("/")

@@ -27,7 +27,7 @@ from theodolite.report.drawing import geometry
 from theodolite.report.exhibit import by_layer
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome
-from theodolite.system.wording import bracketed, number, percent, with_error
+from theodolite.system.wording import number, percent, with_error
 from theodolite_papers.drawing import experiments as drawing
 from theodolite_papers.experiment import Study, experiment
 from theodolite_papers.hidden_geometry import criteria
@@ -55,11 +55,11 @@ def _beside_published(
     values, errors = value_of(run, name), error_of(run, name)
     model = published.closest(run)
     printed = ", ".join(
-        f"{bracketed(*mean_over_layers(row)[:2])} on {text}"
+        f"{_bracketed(*mean_over_layers(row)[:2])} on {text}"
         for text, row in zip(published.TEXTS, rows[model], strict=True)
     )
     outcome.read(
-        f"{title}, mean (sd) over layers", bracketed(*mean_over_layers(values)[:2]), f"{model}: {printed}"
+        f"{title}, mean (sd) over layers", _bracketed(*mean_over_layers(values)[:2]), f"{model}: {printed}"
     )
     outcome.tables["this_run"] = columns_with_errors(run, [name])
     outcome.tables["published"] = pd.DataFrame(
@@ -227,7 +227,7 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
         outcome.claim(claim, what, turned, criteria.SPIRAL_TURNS)
     else:
         outcome.cannot_test(claim, f"of {len(shape)} layers none has a curve that is known to be continuous")
-    means = {name: bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
+    means = {name: _bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
     outcome.read("share of energy in two directions, mean (sd)", means["share_of_two_directions"])
     outcome.read(
         "roughness of the curve on these two (random order: 1)", means["smooth_roughness"], "“continuous”"
@@ -346,3 +346,8 @@ def spectrum(study: Study, outcome: Outcome) -> None:
         "weight in the upper left corner.",
         f"{SONG}, Fig. 3, right",
     )
+
+
+def _bracketed(mean: float, deviation: float) -> str:
+    """`11.4 (1.86)`: mean and standard deviation over layers, as in Table 1."""
+    return f"{number(mean)} ({number(deviation)})" if math.isfinite(mean) else number(mean)
