@@ -146,38 +146,24 @@ def test_a_share_is_judged_by_the_score_test(trials):
 
 
 @pytest.mark.parametrize(
-    ("answers", "expected"),
+    ("answers", "mixed", "all_must"),
     [
-        ([HOLDS, HOLDS, UNDECIDED], UNDECIDED),
-        ([HOLDS, FAILS, UNDECIDED], IN_PART),
-        ([HOLDS, UNTESTABLE], HOLDS),
-        ([FAILS, UNTESTABLE], FAILS),
-        ([HOLDS, FAILS], IN_PART),
-        ([IN_PART, UNDECIDED], IN_PART),
-        ([IN_PART, HOLDS], IN_PART),
-        ([UNDECIDED, UNTESTABLE], UNDECIDED),
-        ([UNTESTABLE], UNTESTABLE),
-        ([], UNTESTABLE),
+        ([HOLDS, HOLDS], HOLDS, HOLDS),
+        ([HOLDS, UNDECIDED], UNDECIDED, UNDECIDED),
+        ([HOLDS, FAILS, UNDECIDED], IN_PART, FAILS),
+        ([HOLDS, UNTESTABLE], HOLDS, UNTESTABLE),
+        ([FAILS, UNTESTABLE], FAILS, FAILS),
+        ([IN_PART, UNDECIDED], IN_PART, IN_PART),
+        ([IN_PART, HOLDS], IN_PART, IN_PART),
+        ([UNDECIDED, UNTESTABLE], UNDECIDED, UNTESTABLE),
+        ([UNTESTABLE, IN_PART, FAILS], IN_PART, FAILS),
+        ([], UNTESTABLE, UNTESTABLE),
     ],
 )
-def test_mixed_answers_are_in_part(answers, expected):
-    assert combined(answers) == combined(iter(answers[::-1])) == expected
-
-
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
-        ([HOLDS, HOLDS], HOLDS),
-        ([HOLDS, UNDECIDED], UNDECIDED),
-        ([UNDECIDED, UNTESTABLE, HOLDS], UNTESTABLE),
-        ([HOLDS, IN_PART, UNDECIDED], IN_PART),
-        ([UNTESTABLE, IN_PART, FAILS], FAILS),
-        ([], UNTESTABLE),
-    ],
-)
-def test_one_part_that_fails_decides_where_all_must_hold(answers, expected):
-    """Oracle: three-valued logic (Kleene): false and unknown is false, true and unknown is unknown."""
-    assert all_hold(answers) == all_hold(iter(answers[::-1])) == expected
+def test_answers_are_joined(answers, mixed, all_must):
+    """Oracle of what needs all: three-valued logic (Kleene): false and unknown is false."""
+    assert combined(answers) == combined(iter(answers[::-1])) == mixed
+    assert all_hold(answers) == all_hold(iter(answers[::-1])) == all_must
 
 
 @pytest.mark.parametrize(
@@ -229,13 +215,6 @@ def test_intervals_of_layers_share_what_may_miss():
         assert estimates.margins == pytest.approx(np.full(layers, t.ppf(0.975)))
 
 
-def test_exact_numbers_need_no_error():
-    verdict = judge("a claim", "a number", Estimate.exact(9.0), LOW)
-    assert (verdict.answer, "9 (exact)" in verdict.evidence) == (HOLDS, True)
-    layers = judge("a claim", "a number", Estimates.exact([9.0, 11.0, 12.0], "heads"), LOW)
-    assert (layers.answer, "in 1 of 3 heads (from 9 to 12, exact)" in layers.evidence) == (FAILS, True)
-
-
 def test_what_is_negligible_moves_the_line():
     """Oracle: an interval of ±0.98 (0.5 standard errors of many) about values on either side of 0 + 1."""
     gain = Criterion("more than", 0.0, "a test", 1.0)
@@ -252,20 +231,23 @@ def test_halves_share_no_context_and_keep_neighbours_together(contexts):
     assert together == contexts - min(contexts, 8)
 
 
-def test_layers_that_rest_on_one_thing_or_have_no_number_decide_nothing():
-    one = Estimates(np.array([1.0, 2.0]), np.array([0.1, 0.1]), 1, "seeds")
-    assert judge("a claim", "a number", one, LOW).answer == UNTESTABLE
-    infinite = Estimates.exact([math.inf, 1.0])
-    verdict = judge("a claim", "a number", infinite, LOW)
-    assert (verdict.answer, "in 1 of 1 layers" in verdict.evidence) == (HOLDS, True)
-
-
-def test_evidence_has_no_error_of_a_layer_that_is_left_out():
-    layers = Estimates(np.array([1.0, np.nan, 2.0]), np.array([0.1, 50.0, 0.2]), 8, "groups")
-    assert (
-        "(from 1 to 2, standard errors up to 0.20 of 8 groups)"
-        in judge("", "roughness", layers, LOW).evidence
-    )
+def test_what_layers_rest_on_is_said():
+    """Oracle: by hand. Layers without a number, or of one thing, decide nothing; exact ones need no error."""
+    known, beyond = np.array([1.0, np.nan, 2.0]), [9.0, 11.0, 12.0]
+    for estimates, answer, said in (
+        (Estimates(np.array([1.0, 2.0]), np.array([0.1, 0.1]), 1, "seeds"), UNTESTABLE, ""),
+        (Estimates.exact([math.inf, 1.0]), HOLDS, "in 1 of 1 layers"),
+        (Estimates.exact(beyond, "heads"), FAILS, "in 1 of 3 heads (from 9 to 12, exact)"),
+        (
+            Estimates(known, known / 10, 8, "groups"),
+            HOLDS,
+            "(from 1 to 2, standard errors up to 0.20 of 8 groups)",
+        ),
+        (Estimate.exact(9.0), HOLDS, "9 (exact)"),
+    ):
+        verdict = judge("a claim", "a number", estimates, LOW)
+        assert verdict.answer == answer
+        assert said in verdict.evidence
 
 
 def test_every_published_row_would_hold_by_its_own_criteria():

@@ -114,12 +114,6 @@ def test_half_of_the_layers_with_the_rest_at_the_limit_seldom_hold_or_fail(share
             assert not not_more_often(alone, ALLOWED)
 
 
-def test_layers_all_of_which_are_at_the_limit_or_beyond_seldom_hold_in_part():
-    means = np.array([50.0] * 6 + [0.0] * 7)
-    answers = [judge("", "", by_layer(sample), ABOVE).answer for sample in layers_drawn(means, 0.0)]
-    assert not_more_often(drawn(answers, IN_PART) + drawn(answers, FAILS), ALLOWED)
-
-
 def test_layers_that_differ_hold_in_part_and_most_layers_hold():
     """Power: means ten standard errors away on either side."""
     far = 10 / math.sqrt(GROUPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, WIDTH, dense, dense_logits, make
+from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, dense, dense_logits, make
 from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
 from theodolite.attention.inputs import AttentionInputs, attend
 
@@ -121,27 +121,3 @@ def test_propagation_of_the_last_query(kind):
 @pytest.mark.parametrize(("length", "least"), [(6, 2), (8, 2), (63, 16), (500, 16)])
 def test_keys_need_a_quarter_of_the_context_after_them(length, least):
     assert least_queries(length) == least
-
-
-def test_merging_parts_and_restoring_give_the_whole():
-    inputs = make("causal")
-    whole, _ = measured(inputs)
-    cut = [
-        AttentionInputs(
-            inputs.query[i : i + 1], inputs.key[i : i + 1], inputs.value[i : i + 1], WIDTH**-0.5, True
-        )
-        for i in range(BATCH)
-    ]
-    parts = []
-    for context, part in enumerate(cut):
-        statistics = AttentionStatistics(1, HEADS, LENGTH, examples=2)
-        statistics.update(0, part, Tokens.of(tokens()[context : context + 1], torch.device("cpu")), context)
-        parts.append(statistics)
-    merged = AttentionStatistics(1, HEADS, LENGTH, examples=2)
-    for part in (parts[2], parts[0], parts[1]):
-        merged.merge(part)
-    restored = AttentionStatistics(1, HEADS, LENGTH, examples=2)
-    restored.restore(merged.state())
-    for name, value in whole.state().items():
-        torch.testing.assert_close(merged.state()[name], value, rtol=1e-12, atol=0)
-        assert torch.equal(restored.state()[name], merged.state()[name])

@@ -87,16 +87,6 @@ def test_catches_are_those_of_dense_attention(kind, stretches):
     assert bool(of_stretches) == (stretches and kind not in ("window", "capped", "grouped", "alibi"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_to_some_keys_are_columns_of_all_logits(kind):
-    inputs = make(kind)
-    keys = torch.tensor([149, 0, 40, 41])
-    whole = torch.full((3, 4, LENGTH, LENGTH), -1e30, dtype=torch.float64)
-    for block in inputs.blocks():
-        whole[:, :, block.start : block.stop, block.first : block.last] = block.logits
-    torch.testing.assert_close(inputs.to_keys(keys), whole[..., keys], rtol=1e-12, atol=1e-12)
-
-
 def test_of_sinks_that_are_paid_alike_the_first_catches():
     query = torch.ones(1, 1, 20, 1, dtype=torch.float64)
     key = torch.zeros(1, 1, 20, 1, dtype=torch.float64)
@@ -147,13 +137,3 @@ def test_sums_of_squares_are_those_by_definition_whatever_is_added_to_all(seed, 
             np.testing.assert_allclose([got[0][row], got[1][row]], own, rtol=1e-9, atol=1e-12 * scale)
         whole = sums_of_squares(x[counts], group[counts])
         np.testing.assert_allclose([got[2][head], got[3][head]], whole, rtol=1e-9, atol=1e-12 * scale)
-
-
-def test_joined_catches_of_layers_are_each_layers_own():
-    generator = np.random.default_rng(0)
-    some = [random_catches(generator, 12, heads) for heads in (1, 3, 2)]
-    x = torch.randn(12, 5, dtype=torch.float64)
-    joined = between_and_total(x, Catches.joined(some))
-    apart = zip(*(between_and_total(x, catches) for catches in some), strict=True)
-    for got, expected in zip(joined, apart, strict=True):
-        torch.testing.assert_close(got, torch.cat(expected))

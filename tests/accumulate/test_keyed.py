@@ -64,17 +64,6 @@ def test_merging_and_going_on_are_the_same_as_one_pass(a, b, c):
     assert _same(other, whole)  # in any order: whole numbers add up exactly
 
 
-def test_what_is_at_hand_can_be_changed_in_place_after_it_grew():
-    sums = _new()
-    first = sums.rows(torch.tensor([[0, 0]]))
-    sums.at("vector")[first] += 1
-    many = sums.rows(torch.arange(40).reshape(20, 2))
-    sums.at("vector")[first] += 1
-    assert sums.state()["vector"][0].tolist() == [2, 2, 2]
-    assert len(sums.state()["keys"]) == 21
-    assert len(many.unique()) == 20
-
-
 def test_a_state_does_not_change_any_more():
     sums = _fed(_new(), [[((0, 0), 1)]])
     state = sums.state()

@@ -65,21 +65,6 @@ def test_kept_tokens_are_the_tokens_themselves():
         assert torch.equal(state["token"][:, k], h[:, context, position].double())
 
 
-def test_batches_do_not_matter_and_parts_merge():
-    h = hidden()
-    whole = filled(h, [7]).state()
-    first, second = Means(2, LENGTH, WIDTH, sample()), Means(2, LENGTH, WIDTH, sample())
-    for layer in range(2):
-        first.update(layer, h[layer, :3], 0)
-        second.update(layer, h[layer, 3:], 3)
-    second.merge(first)
-    restored = Means(2, LENGTH, WIDTH, sample())
-    restored.restore(second.state())
-    for name, value in whole.items():
-        torch.testing.assert_close(second.state()[name], value, rtol=1e-12, atol=1e-9)
-        assert torch.equal(restored.state()[name], second.state()[name])
-
-
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5), offset=st.floats(-1e4, 1e4))
 @settings(max_examples=30, deadline=None)
 def test_covariance_whatever_the_batches_and_the_offset(sizes, offset):

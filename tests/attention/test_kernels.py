@@ -18,7 +18,7 @@ from tests.attention.kinds import make, masked_by_bias
 from tests.attention.test_summary import dense_summary
 from tests.slow import slow_but
 from theodolite.attention import triton as attention_triton
-from theodolite.attention.summary import attention_summary, summarise, summarise_in_blocks
+from theodolite.attention.summary import summarise, summarise_in_blocks
 
 
 @pytest.fixture
@@ -86,13 +86,6 @@ def test_kernels_take_any_width_and_strides(width, kernels):
     for name in ("output", "entropy", "log_sum_exp", "largest"):
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.mass, expected.mass, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_kernels_without_values(kernels):
-    inputs = in_half_or_single("causal", torch.float32)
-    got = attention_summary(inputs.query, inputs.key)
-    torch.testing.assert_close(got.entropy, summarise_in_blocks(inputs).entropy, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -81,16 +81,6 @@ def test_every_kind_is_what_its_matrices_say(kind, entries, monkeypatch):
     compare(summarise(inputs), inputs, 1e-10)
 
 
-def test_there_are_sinks_and_none_is_left_out():
-    assert summarise(make("causal")).sinks.nonzero().tolist() == [
-        [0, 0, 0],
-        [1, 0, 0],
-        [1, 1, 40],
-        [2, 0, 0],
-        [2, 1, 40],
-    ]
-
-
 def test_padding_may_differ_between_contexts():
     inputs = make("padded")
     mask = inputs.mask.repeat(BATCH, 1, 1, 1)

@@ -106,12 +106,6 @@ def test_a_head_of_equal_tokens_is_carried_by_cvec_cvec(table):
     assert _row(table, 1, "same", "pos-pos")["only"] == pytest.approx(row["uniform"], abs=0.01)
 
 
-def test_uniform_attention_is_the_mean_of_one_over_visible_keys(table):
-    """Closed form: query i of a causal head sees i + 1 keys."""
-    expected = sum(1 / (i + 1) for i in range(1, POSITIONS)) / (POSITIONS - 1)
-    assert _row(table, 0, "previous", "pos-pos")["uniform"] == pytest.approx(expected, rel=1e-6)
-
-
 def test_every_head_has_a_row_for_each_group(table):
     assert list(table.columns) == COLUMNS
     for _, rows in table.groupby(["layer", "head", "pattern"]):

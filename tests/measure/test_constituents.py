@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 from tests.accumulate.test_attention import KINDS, make
 from theodolite.errors import UsageError
 from theodolite.measure.constituents import (
-    DISJOINT,
     Constituents,
     ShareSums,
-    head_shares,
-    paired_groups,
     share_sums,
 )
 from theodolite.theory.decomposition import PARTS
@@ -74,16 +71,6 @@ def test_shares_equal_the_dense_computation(kind):
     torch.testing.assert_close(shares.sum((1, 2)) + additive, torch.ones(HEADS, dtype=torch.float64))
 
 
-def test_what_is_common_to_a_row_carries_nothing():
-    """Closed form: a key part that is the same at all positions adds a constant to each row."""
-    query, key, inputs = _split("causal")
-    key = key[:, :, :, :1].expand_as(key).clone()
-    key[1] = inputs.key - key[0] - key[2:].sum(0)
-    shares, _ = share_sums(query, key, inputs).shares()
-    torch.testing.assert_close(shares[:, :, 1].sum(-1), torch.ones(HEADS, dtype=torch.float64))
-    torch.testing.assert_close(shares[:, :, [0, 2, 3, 4]], torch.zeros(HEADS, 5, 4, dtype=torch.float64))
-
-
 def test_standard_errors_are_the_jackknifes():
     """Oracle: the delete-one jackknife written out in numpy; for equal denominators, the error of a mean."""
     generator = torch.Generator().manual_seed(0)
@@ -103,17 +90,6 @@ def test_one_context_has_no_standard_error_and_even_logits_no_shares():
     sums = ShareSums(*(torch.zeros(1, 2, *s, dtype=torch.float64) for s in ((5, 5), (), ())))
     assert all(error.isnan().all() for error in sums.standard_errors())
     assert all(share.isnan().all() for share in sums.shares())
-
-
-def test_head_shares_sum_to_one():
-    """Every pair of parts is in one group; the five columns sum to what all pairs and the bias sum to."""
-    pairs = [pair for name in DISJOINT for pair in paired_groups()[name]]
-    assert sorted(pairs) == [(a, b) for a in range(5) for b in range(5)]
-    shares = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    columns = head_shares(shares, 1 - shares.sum((1, 2)))
-    torch.testing.assert_close(sum(columns.values()), torch.ones(3, dtype=torch.float64))
-    position = shares[1, 1, 1] + shares[1, 1, [0, 4]].sum() + shares[1, [0, 4], 1].sum()
-    assert float(columns["share_position"][1]) == pytest.approx(float(position))
 
 
 @given(assignment=st.lists(st.integers(0, 2), min_size=5, max_size=5), seed=st.integers(0, 100))

@@ -19,9 +19,5 @@ def test_every_role_is_read_off_a_column_of_its_own():
     assert {role.column for role in COMMON_ROLES} <= set(make_survey().heads.columns)
 
 
-def test_more_of_a_role_explains_a_low_entropy_than_names_the_head():
-    assert all(role.explains_low_entropy > role.threshold for role in ROLES)
-
-
 def test_every_pattern_makes_a_role():
     assert {pattern.role for pattern in ATTENTION_PATTERNS.values()} == set(PATTERN_ROLES)

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from scipy.fft import dctn
 
 from tests import dense
 from theodolite.accumulate.means import Means, Sample, decomposed_means
@@ -152,30 +151,13 @@ def test_fresh_corpora_spread_as_the_standard_error_says():
         assert root_mean_square == pytest.approx(np.std(values, ddof=1), rel=0.25), name
 
 
-def _dense_numbers(x: np.ndarray) -> list[float]:
-    """SMOOTH of one layer's hidden states (C, T, d), by definition."""
-    x, first = x[:, 1:], x[:, 0]
-    mean = x.mean((0, 1))
-    pos, ctx = x.mean(0) - mean, x.mean(1) - mean
-    unit_pos = pos / np.linalg.norm(pos, axis=1, keepdims=True)
-    unit_ctx = ctx / np.linalg.norm(ctx, axis=1, keepdims=True)
-    energy = dctn(unit_pos @ unit_pos.T, type=2, norm="ortho") ** 2
-    whole = (x - mean).reshape(-1, x.shape[-1])
-    return [
-        np.linalg.norm(pos) ** 2 / np.linalg.norm(pos, 2) ** 2,
-        np.sqrt(len(x)) * np.linalg.norm(pos, 2) / np.linalg.norm(whole, 2),
-        energy[:3, :3].sum() / energy.sum(),
-        np.abs(unit_pos @ unit_ctx.T).mean(),
-        np.linalg.norm(x, axis=-1).mean(),
-        np.linalg.norm(first, axis=-1).mean(),
-    ]
-
-
 def test_sketches_give_the_error_that_whole_moments_give():
     """Oracle: halves of the dense hidden states, at a width where the sketch leaves two thirds out."""
     h = hidden(7, width=96)[:1]
     x = h[0].double().numpy()
-    exact = [_dense_numbers(x[half[np.arange(CONTEXTS) // 8] > 0])[1] for half in balanced_halves().numpy()]
+    halves = [x[half[np.arange(CONTEXTS) // 8] > 0] for half in balanced_halves().numpy()]
+    kept = dense.Dense(np.stack(halves), np.empty(0), np.empty(0))
+    exact = dense.layer_columns(kept, np.zeros(CONTEXTS))["relative_norm"]
     assert errors(h)["relative_norm_se"][0] == pytest.approx(np.std(exact), rel=0.1)
 
 

@@ -154,17 +154,6 @@ def test_bound_for_rows_of_norm_one(case: tuple[int, float, int, float], m: int,
         assert got.attained <= got.bound + 1e-12
 
 
-def test_bound_has_the_right_rate_in_k() -> None:
-    """G = ppᵀ, p = d_1^−2 f_2 + d_k^−2 f_{k+1}: attained/bound is (8k/d_1 d_k)²/48 in closed form, m = 2."""
-    size, everything = 64, waves(64)
-    for k in (4, 8, 16):
-        d_1, d_k = (2 * size * math.sin(math.pi * j / 2 / size) for j in (1, k))
-        p = everything[:, 1] / d_1**2 + everything[:, k] / d_k**2
-        got = smoothness_bound(torch.tensor(np.outer(p, p)), k, 2)
-        expected = (8 * k / (d_1 * d_k)) ** 2 / 48
-        assert (got.attained / got.bound).item() == pytest.approx(expected, rel=0.1 if k == 16 else 0.05)
-
-
 def test_sinusoids_are_those_of_the_definition() -> None:
     """Oracle: Vaswani et al. 2017, section 3.5, entry by entry with math.sin and math.cos."""
     expected = [
