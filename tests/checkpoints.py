@@ -29,110 +29,41 @@ _SIZES: dict[str, Any] = {
 }
 _NO_SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
+_SMALL = {**_SIZES, **_NO_SPECIAL}
+_GROUPED = {**_SMALL, "num_key_value_heads": 2}
+_WIDER_HEADS = {**_GROUPED, "head_dim": 12}
+
+
+def _rope(kind: str, theta: float, factor: float, positions: int, **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    return {"rope_parameters": rope | {"original_max_position_embeddings": positions} | more}
+
+
+LLAMA_3 = _rope("llama3", 5e5, 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
+YARN = _rope("yarn", 1.5e5, 32.0, 4, beta_fast=32.0, beta_slow=1.0, truncate=False)
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, **_NO_SPECIAL}
+_BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 3, "n_head": 4, **_NO_SPECIAL}
+_OPT = {**_SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1}
+_GEMMA_2 = {"query_pre_attn_scalar": 20, "sliding_window": 9, "attn_logit_softcapping": 3.0}
+_GPT_OSS = {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1, **YARN}
+_VIT = {name: _SIZES[name] for name in _SIZES if "vocab" not in name and "position" not in name}
+
 # name → (model class, config class, options)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 32,
-            "n_layer": 3,
-            "n_head": 4,
-            "n_positions": 128,
-            **_NO_SPECIAL,
-        },
-    ),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
     "bert": ("BertForMaskedLM", "BertConfig", _SIZES),
-    "bloom": (
-        "BloomForCausalLM",
-        "BloomConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 3, "n_head": 4, **_NO_SPECIAL},
-    ),
-    "llama2": ("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **_NO_SPECIAL}),
-    "llama3": (
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {
-            **_SIZES,
-            **_NO_SPECIAL,
-            "num_key_value_heads": 2,
-            "attention_bias": True,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_SIZES, **_NO_SPECIAL, "num_key_value_heads": 2}),
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_SIZES, **_NO_SPECIAL}),
-    "mistral": (
-        "MistralForCausalLM",
-        "MistralConfig",
-        {**_SIZES, **_NO_SPECIAL, "num_key_value_heads": 2, "sliding_window": 7},
-    ),
-    "qwen3": (
-        "Qwen3ForCausalLM",
-        "Qwen3Config",
-        {**_SIZES, **_NO_SPECIAL, "num_key_value_heads": 2, "head_dim": 12},
-    ),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        {
-            **_SIZES,
-            **_NO_SPECIAL,
-            "num_key_value_heads": 2,
-            "head_dim": 12,
-            "query_pre_attn_scalar": 20,
-            "sliding_window": 9,
-            "attn_logit_softcapping": 3.0,
-        },
-    ),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {
-            **_SIZES,
-            **_NO_SPECIAL,
-            "num_key_value_heads": 2,
-            "head_dim": 12,
-            "sliding_window": 6,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 150000.0,
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4,
-            },
-        },
-    ),
-    "opt": (
-        "OPTForCausalLM",
-        "OPTConfig",
-        {**_SIZES, **_NO_SPECIAL, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1},
-    ),
-    "cohere": ("CohereForCausalLM", "CohereConfig", {**_SIZES, **_NO_SPECIAL, "num_key_value_heads": 2}),
-    "vit": (
-        "ViTForImageClassification",
-        "ViTConfig",
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "intermediate_size": 48,
-            "image_size": 16,
-            "patch_size": 4,
-        },
-    ),
+    "bloom": ("BloomForCausalLM", "BloomConfig", _BLOOM),
+    "llama2": ("LlamaForCausalLM", "LlamaConfig", _SMALL),
+    "llama3": ("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "attention_bias": True, **LLAMA_3}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _GROUPED),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SMALL),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 7}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _WIDER_HEADS),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_WIDER_HEADS, **_GEMMA_2}),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**_WIDER_HEADS, **_GPT_OSS}),
+    "opt": ("OPTForCausalLM", "OPTConfig", _OPT),
+    "cohere": ("CohereForCausalLM", "CohereConfig", _GROUPED),
+    "vit": ("ViTForImageClassification", "ViTConfig", {**_VIT, "image_size": 16, "patch_size": 4}),
 }
 TEXT_FAMILIES = tuple(name for name in FAMILIES if name != "vit")
 

@@ -102,22 +102,6 @@ def test_a_token_that_is_a_sink_twice_is_in_one_context():
         assert one.state()["sink_tokens"].tolist() == [[0, 0, 7, 0, 2, 3, 8], [0, 0, 7, 1, 1, 1, 0]]
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "sink"])
-def test_propagation_of_the_last_query(kind):
-    inputs = make(kind)
-    statistics, _ = measured(inputs)
-    state = statistics.state()
-    logits = (inputs.query[:, :, -1:] @ inputs.key.transpose(-1, -2))[:, :, 0] * inputs.scaling
-    first = LENGTH - 9 if kind == "window" else 0
-    visible = logits[..., first:]
-    size = visible.shape[-1]
-    value = visible / size - visible.mean(-1, keepdim=True) / size + 1 / size
-    expected = ((value >= 0) & (value <= 1)).sum(0).double()
-    assert torch.equal(state["propagates"][0, :, first:], expected)
-    assert state["propagates"][0, :, :first].sum() == 0
-    assert torch.equal(state["last_sees"][0, 0], (torch.arange(LENGTH) >= first).double() * BATCH)
-
-
 @pytest.mark.parametrize(("length", "least"), [(6, 2), (8, 2), (63, 16), (500, 16)])
 def test_keys_need_a_quarter_of_the_context_after_them(length, least):
     assert least_queries(length) == least

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
-from theodolite.accumulate.means import Means, Sample, decomposed_means
+from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import (
     MomentSketches,
@@ -45,17 +45,6 @@ def filled(h: torch.Tensor, sizes: list[int]) -> Means:
             means.update(layer, h[layer, start : start + size], start)
         start += size
     return means
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_decomposition_from_sums_is_that_of_all_hidden_states(dtype):
-    h = hidden(dtype)
-    mean, pos, ctx = decomposed_means(filled(h, [3, 2, 2]).state())
-    x = h.double().numpy()[:, :, 1:]
-    np.testing.assert_allclose(mean, x.mean((1, 2)), rtol=1e-12)
-    np.testing.assert_allclose(pos[:, 1:], x.mean(1) - x.mean((1, 2))[:, None], atol=1e-9)
-    np.testing.assert_allclose(pos[:, 0], h.double().numpy()[:, :, 0].mean(1) - x.mean((1, 2)), atol=1e-9)
-    np.testing.assert_allclose(ctx, x[:, [1, 4]].mean(2) - x.mean((1, 2))[:, None], atol=1e-9)
 
 
 def test_kept_tokens_are_the_tokens_themselves():
@@ -137,31 +126,6 @@ def test_groups_are_ranges_of_equal_size_however_they_are_batched(contexts, data
         assert seen == [(i, expected[i]) for i in range(first, first + batch)]
 
 
-def test_sums_by_group_are_sums_over_the_groups_contexts():
-    """Oracle: numpy sums over the contexts of each eighth; parts that interleave merge to the same."""
-    generator = torch.Generator().manual_seed(1)
-    h = torch.randn(1, 21, LENGTH, WIDTH, generator=generator) * 4
-    slot = torch.full((21,), -1)
-    slot[3] = 0
-    kept = Sample(slot, torch.tensor([0]), torch.tensor([1]))
-    one, other = Means(1, LENGTH, WIDTH, kept), Means(1, LENGTH, WIDTH, kept)
-    large, larger = OutlierCounts(1, WIDTH, 21), OutlierCounts(1, WIDTH, 21)
-    for start in range(0, 21, 4):  # batches across groups, every other one elsewhere
-        means, outliers = ((one, large), (other, larger))[start % 8 > 0]
-        means.update(0, h[0, start : start + 4], start)
-        outliers.update(0, h[0, start : start + 4], start)
-    one.merge(other)
-    large.merge(larger)
-    x = h[0].double().numpy()
-    group = np.arange(21) * 8 // 21
-    for g in range(8):
-        mine = x[group == g]
-        np.testing.assert_allclose(one.state()["position_sum"][0, g], mine.sum(0), atol=1e-12)
-        np.testing.assert_allclose(one.state()["norm_sum"][0, g], np.linalg.norm(mine[:, 1:], axis=-1).sum())
-        assert one.state()["contexts"][0, g] == len(mine)
-        np.testing.assert_array_equal(large.state()["outlier"][0, g], (np.abs(mine[:, 1:]) >= 6).sum((0, 1)))
-
-
 def _spiked(contexts: int, width: int = 48) -> torch.Tensor:
     """Hidden states with a decaying spectrum, a large common offset, and groups that differ."""
     generator = torch.Generator().manual_seed(2)
@@ -181,21 +145,6 @@ def _sketched(h: torch.Tensor, order: list[tuple[int, int]]) -> MomentSketches:
 def _moments(h: torch.Tensor, group: int) -> np.ndarray:
     rows = h[group * 3 : group * 3 + 3].double().numpy().reshape(-1, h.shape[-1])
     return np.cov(rows.T, bias=True) * len(rows)
-
-
-def test_sketches_are_each_groups_moment_times_the_directions():
-    """Oracle: numpy's dense covariance of the group's rows, times the directions."""
-    h = _spiked(24)
-    state = _sketched(h, [(0, 5), (5, 16), (16, 24)]).state()
-    directions = state["directions"][0].numpy()
-    np.testing.assert_allclose(directions.T @ directions, np.eye(32), atol=1e-12)
-    for group in range(8):
-        dense = _moments(h, group)
-        np.testing.assert_allclose(
-            state["sketch"][0, group], dense @ directions, atol=2e-5 * np.linalg.norm(dense, 2)
-        )
-        rows = h[group * 3 : group * 3 + 3].double().reshape(-1, 48)
-        np.testing.assert_allclose(state["mean"][0, group], rows.mean(0), rtol=1e-12)
 
 
 def test_a_sketch_gives_the_largest_eigenvalue_and_narrow_ones_the_whole_moment():

@@ -20,45 +20,9 @@ def sample(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def spiral(length: int, width: int) -> Tensor:
-    """Positional vectors of a few slow waves and a little noise, position 0 an outlier; they sum to 0 after it."""
-    t = torch.arange(length, dtype=torch.float64)[:, None]
-    slow = torch.cos(t * torch.arange(1, 5) / length + torch.arange(4)) @ sample(0, 4, width)
-    pos = slow + 0.05 * sample(1, length, width)
-    pos = pos - pos[1:].mean(0)
-    pos[0] = 1000
-    return pos
-
-
-def dense_argmax(rows: np.ndarray, w: np.ndarray) -> float:
-    matrix = rows @ w @ rows.T
-    return float(np.mean([np.argmax(matrix[t, : t + 1]) == t for t in range(len(rows))]))
-
-
 def ratios(matrix: np.ndarray) -> list[float]:
     energy = scipy.fft.dctn(matrix, type=2, norm="ortho") ** 2
     return [energy[:k, :k].sum() / energy.sum() for k in (1, 3, 5, 10)]
-
-
-@pytest.mark.parametrize("length", [2, 40, 150])
-def test_columns_are_those_of_dense_matrices(length: int) -> None:
-    """Oracles: numpy's argmax over rows of P̃WP̃ᵀ and scipy's transform of PWPᵀ, without position 0."""
-    pos, mean = spiral(length, 12), 2 * sample(2, 12)
-    w_q, w_k = sample(3, 5, 12, 4), sample(4, 5, 12, 4)
-    w_k[0] = w_q[0]
-    normed = torch.nn.functional.layer_norm(pos + mean, (12,))
-    got = positional_heads(pos, mean, w_q, w_k, normed)
-    w = (w_q @ w_k.mT).numpy()
-    p = pos[1:].numpy()
-    for head in range(5):
-        assert got["argmax_property"][head] == dense_argmax(p + mean.numpy(), w[head])
-        assert got["argmax_property_normed"][head] == dense_argmax(normed[1:].numpy(), w[head])
-        expected = ratios(p @ w[head] @ p.T) if length > 2 else None
-        for index, k in enumerate((1, 3, 5, 10)):
-            if expected is not None:
-                assert got[f"pwp_low_frequency_{k}"][head] == pytest.approx(expected[index], rel=1e-8)
-    if length > 2:
-        assert len(set(got["argmax_property"])) > 1
 
 
 def test_argmax_property_of_known_matrices() -> None:

@@ -43,18 +43,6 @@ def test_parts_have_zero_means(h: Tensor) -> None:
         assert mean.abs().max() <= bound
 
 
-@PROPERTY
-@given(hidden_states(), st.randoms(use_true_random=False))
-def test_permuting_contexts_and_positions_permutes_the_parts(h: Tensor, random) -> None:  # type: ignore[no-untyped-def]
-    contexts, positions = (random.sample(range(n), n) for n in h.shape[:2])
-    parts, permuted = decompose(h), decompose(h[contexts][:, positions])
-    tolerance = {"rtol": 0, "atol": 1e-12 * h.abs().max().item()}
-    torch.testing.assert_close(permuted.mean, parts.mean, **tolerance)
-    torch.testing.assert_close(permuted.pos, parts.pos[positions], **tolerance)
-    torch.testing.assert_close(permuted.ctx, parts.ctx[contexts], **tolerance)
-    torch.testing.assert_close(permuted.resid, parts.resid[contexts][:, positions], **tolerance)
-
-
 def test_values_are_numpys_and_survive_float32_input() -> None:
     """1e4 beside 1e-2, as residual streams hold: sums in float32 would lose the small part."""
     generator = np.random.default_rng(0)

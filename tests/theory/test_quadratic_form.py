@@ -86,18 +86,6 @@ def test_one_weight_above_a_crowd_of_small_ones(seed: int) -> None:
         assert got == pytest.approx(expected, abs=1e-11)
 
 
-def test_contours_agree_where_both_apply(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bent contour, which shares no quadrature with the straight one, on forms that the latter resolves."""
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(40, 24, generator=generator, dtype=DOUBLE)
-    low = torch.randn(40, generator=generator, dtype=DOUBLE) * 5
-    straight = probability_between(weights, torch.ones(24, dtype=DOUBLE), low, low + 2)
-    monkeypatch.setattr("theodolite.theory.quadratic_form._STRAIGHT_NODES", 0)
-    bent = probability_between(weights, torch.ones(24, dtype=DOUBLE), low, low + 2)
-    torch.testing.assert_close(bent, straight, rtol=0, atol=1e-11)
-    assert not torch.equal(bent, straight)
-
-
 def test_rare_intervals_keep_relative_accuracy() -> None:
     """An interval of length 1 in a spread of 1e8: its length times the density at its middle (scipy)."""
     law = scipy.stats.chi2(6)
