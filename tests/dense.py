@@ -134,7 +134,7 @@ def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.nd
     """The measured part of the heads table, (L · H) values a column, MATH.md sections 3 and 4."""
     layers, contexts, heads, length, _ = dense.attention.shape
     names = ("entropy", "sink_first", "sink_later", "sink_learned", "previous_token", "same_token")
-    columns = {name: np.zeros((layers, heads)) for name in (*names, "entropy_se")}
+    columns = {name: np.zeros((layers, heads)) for name in (*names, "entropy_se", "previous_token_se")}
     least = min(16, length / 4)
     for layer in range(layers):
         for head in range(heads):
@@ -159,8 +159,24 @@ def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.nd
             values = (entropy, first, later, learned, previous, same)
             for name, value in zip(names, values, strict=True):
                 columns[name][layer, head] = np.mean(value) if value else math.nan
-            columns["entropy_se"][layer, head] = np.std(entropy, ddof=1) / math.sqrt(contexts)
+            of_context = np.mean(np.reshape(previous, (contexts, -1)), axis=1)
+            for name, value in (("entropy", entropy), ("previous_token", of_context)):
+                columns[name + "_se"][layer, head] = np.std(value, ddof=1) / math.sqrt(contexts)
     return {name: value.reshape(-1) for name, value in columns.items()}
+
+
+def head_arrays(dense: Dense) -> dict[str, np.ndarray]:
+    """Arrays by position, (L, H, T), MATH.md section 3."""
+    p = dense.attention
+    full = np.concatenate([p, np.clip(1 - p.sum(-1, keepdims=True), 0, None)], axis=-1)
+    seen = (p > 0).sum(-2)
+    received = p.sum(-2) / np.maximum(seen, 1)
+    sinks = (received > 0.3) & (seen - 1 >= min(16, p.shape[-1] / 4))
+    return {
+        "entropy_by_position": -(full * np.log(np.where(full > 1e-15, full, 1))).sum(-1).mean(1),
+        "received_by_position": received.mean(1),
+        "sink_by_position": sinks.mean(1),
+    }
 
 
 def propagation(logits: np.ndarray) -> np.ndarray:

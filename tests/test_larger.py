@@ -21,18 +21,16 @@ from theodolite.sinks.trace import trace_sinks
 TABLES = ("layers", "heads", "sinks", "outliers", "examples", "constituents", "attribution", "traces")
 
 
-def offloaded(family: str, folder: Path) -> OpenModel:
-    """Embeddings and the first block on the CPU, other blocks on the disk, read by accelerate as they are needed."""
-    model = open_model(folder).hf
+def split_map(folder: Path, first: int | str, rest: int | str) -> dict[str, int | str]:
+    """Embeddings and the first block in one place, other blocks in another."""
+    model = open_model(folder, device="cpu").hf
     blocks = next(name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
-    device_map = {
-        name: "cpu"
+    split: dict[str, int | str] = {
+        name: first
         for name, module in model.named_modules()
         if not any(module.children()) and not name.startswith(blocks + ".")
     }
-    for number in range(len(model.get_submodule(blocks))):
-        device_map[f"{blocks}.{number}"] = "disk" if number else "cpu"
-    return open_model(folder, device_map=device_map)
+    return split | {f"{blocks}.{n}": rest if n else first for n in range(len(model.get_submodule(blocks)))}
 
 
 def assert_same(got: Run, expected: Run) -> None:
@@ -47,7 +45,8 @@ def assert_same(got: Run, expected: Run) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "phi3"])
 def test_offloaded_models_give_the_same_tables(family, checkpoint):
     """Oracle: the same checkpoint opened in memory; survey (with constituents and attribution) and trace."""
-    model, whole = offloaded(family, checkpoint(family)), open_model(checkpoint(family))
+    folder = checkpoint(family)
+    model, whole = open_model(folder, device_map=split_map(folder, "cpu", "disk")), open_model(folder)
     parameters = list(model.hf.parameters())
     assert sum(p.is_meta for p in parameters) > len(parameters) / 2
     corpus = Corpus.random_tokens(checkpoints.VOCABULARY, 12, 10)
@@ -149,3 +148,5 @@ def test_half_precision_surveys_are_exact(family, dtype, checkpoint, monkeypatch
     for name, expected in dense.head_columns(kept, corpus.contexts.numpy(), model.causal).items():
         # Weights are float32, which shows in standard errors of entropies that hardly differ.
         np.testing.assert_allclose(run.heads[name], expected, rtol=1e-6, atol=1e-8, err_msg=name)
+    for name, expected in dense.head_arrays(kept).items():
+        np.testing.assert_allclose(run.arrays[name], expected, rtol=1e-6, atol=1e-7, err_msg=name)

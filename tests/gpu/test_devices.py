@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests import checkpoints
 from tests.gpu.conftest import TOLERANCE, assert_near, random_corpus
+from tests.test_larger import split_map
 from theodolite.models import open_model
 from theodolite.passes.survey import survey
 from theodolite.sinks.trace import trace_sinks
@@ -16,25 +15,13 @@ from theodolite.sinks.trace import trace_sinks
 pytestmark = pytest.mark.gpu
 
 
-def split_map(folder: Path, device: torch.device) -> dict[str, str | int]:
-    """Embeddings and the first block on the device, other blocks in the CPU's memory; on the disk without a GPU."""
-    model = open_model(folder, device="cpu").hf
-    blocks = next(name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
-    first, rest = (0, "cpu") if device.type == "cuda" else ("cpu", "disk")
-    split: dict[str, str | int] = {
-        name: first
-        for name, module in model.named_modules()
-        if not any(module.children()) and not name.startswith(blocks + ".")
-    }
-    return split | {f"{blocks}.{n}": rest if n else first for n in range(len(model.get_submodule(blocks)))}
-
-
 @pytest.mark.parametrize("how", ["auto", "split"])
 @pytest.mark.parametrize("family", ["gpt2", "llama3"])
 def test_a_spread_model_is_surveyed_and_traced_as_on_the_cpu(family, how, checkpoint, device):
     """Oracle: float64 on the CPU, for weights by head too."""
     folder = checkpoint(family)
-    model = open_model(folder, device_map="auto" if how == "auto" else split_map(folder, device))
+    places = (0, "cpu") if device.type == "cuda" else ("cpu", "disk")
+    model = open_model(folder, device_map="auto" if how == "auto" else split_map(folder, *places))
     assert model.device == device
     offloaded = sum(parameter.is_meta for parameter in model.hf.parameters())
     assert (offloaded > 0) == (how == "split")

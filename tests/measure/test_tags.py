@@ -10,8 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from tests.accumulate.test_catches import random_catches, sums_of_squares
 from theodolite.accumulate.catches import Catches
@@ -58,34 +56,6 @@ def tables(tags: Tags, contexts: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     table, _ = traces(tags.state(), through, contexts, LENGTH, str)
     heads, _ = traced_heads(tags.state(), through, contexts)
     return table, heads
-
-
-def same(a: tuple[pd.DataFrame, pd.DataFrame], b: tuple[pd.DataFrame, pd.DataFrame]) -> None:
-    for one, other in zip(a, b, strict=True):
-        errors = [name for name in one if name.endswith("_se")]
-        pd.testing.assert_frame_equal(
-            one.drop(columns=errors), other.drop(columns=errors), rtol=1e-9, atol=1e-11
-        )
-        # Roots of differences: where contexts agree, rounding of 1e-16 is one of 1e-8.
-        pd.testing.assert_frame_equal(one[errors], other[errors], rtol=1e-9, atol=1e-7)
-
-
-@settings(deadline=None, max_examples=4)
-@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True), st.integers(1, 4))
-@example([32, 343, 644, 1549], 1)
-def test_order_halves_and_what_all_tokens_share_do_not_matter(seeds, cut):
-    contexts = [one_context(seed, signal=0.5) for seed in seeds]
-    whole = tables(summed(contexts), len(seeds))
-    places = range(len(contexts))
-    same(tables(summed(contexts[::-1], numbers=places[::-1]), len(seeds)), whole)
-    halves = summed(contexts[:cut])
-    halves.merge(summed(contexts[cut:], numbers=places[cut:]))
-    same(tables(halves, len(seeds)), whole)
-    resumed = Tags(1, WIDTH, 8)
-    resumed.restore(summed(contexts[:cut]).state())
-    same(tables(summed(contexts[cut:], resumed, places[cut:]), len(seeds)), whole)
-    moved = [(catches, o + 3.0, v, h + 100.0) for catches, o, v, h in contexts]
-    same(tables(summed(moved), len(seeds)), whole)
 
 
 def test_chance_is_the_mean_over_random_groupings():
@@ -151,22 +121,6 @@ def test_the_error_of_a_difference_is_its_scatter_over_samples():
     assert float(none.max()) < 1e-7
 
 
-def test_chance_and_shifts_of_one_sink_are_those_of_its_own_grouping():
-    """Oracle: a head with one sink has one grouping, that of its only sink; with several, by hand."""
-    contexts = [one_context(seed, signal=1.0) for seed in range(4)]
-    table, heads = tables(summed(contexts), 4)
-    by_head = heads.set_index("head")
-    many = 0
-    for head, rows in table.groupby("head"):
-        if len(rows) == 1:
-            for name in ("tag", "tag_chance", "tag_shifted", "gain"):
-                assert rows[name].iloc[0] == pytest.approx(by_head.loc[head, name], rel=1e-9), name
-        else:
-            many += 1
-            assert (rows["tag_chance"] < by_head.loc[head, "tag_chance"]).all()  # two groups, not more
-    assert many
-
-
 def test_a_ratio_of_one_context_or_of_nothing_has_no_error():
     b, t = torch.tensor(2.0), torch.tensor(4.0)
     value, error = ratio(torch.stack([b, t, b * b, b * t, t * t]))
@@ -224,10 +178,3 @@ def test_two_sinks_of_one_token_are_one_row_and_one_observation():
     assert len(later) == len(later["head"].unique())
     assert (later.contexts == 1).all()
     assert later.tag_se.isna().all()  # one context, however many sinks
-
-
-def test_tables_of_nothing_have_all_columns_in_their_types():
-    full, empty = tables(summed([one_context(6)]), 1), tables(Tags(1, WIDTH, 8), 1)
-    for one, other in zip(full, empty, strict=True):
-        assert len(other) == 0
-        assert one.dtypes.to_dict() == other.dtypes.to_dict()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -71,17 +69,6 @@ def errors(h: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, lis
     if (labels >= 0).any():
         found = labels.expand(len(h), -1)
     return standard_errors(means, sketches, outliers, sample, labels, found)
-
-
-def test_halves_are_balanced():
-    """Oracle: counting. Each group is in half of the halves, any two together as often as apart."""
-    halves = balanced_halves().numpy()
-    assert halves.shape == (14, 8)
-    assert (halves.sum(1) == 4).all()
-    assert (halves.sum(0) == 7).all()
-    for a, b in itertools.combinations(range(8), 2):
-        # Two units of 8 would be together in C(6, 2)/C(8, 4) = 3/7 of all their halves of 4: as here.
-        assert ((halves[:, a] == 1) & (halves[:, b] == 1)).sum() == 3
 
 
 def test_of_a_mean_it_is_the_classic_standard_error():

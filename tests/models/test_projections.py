@@ -14,17 +14,12 @@ from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
 
 
-def sample(family: str) -> dict[str, torch.Tensor]:
-    if family == "vit":
-        return {"pixel_values": torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
-    return {"input_ids": torch.tensor([[7]]), "use_cache": False}
-
-
-def found(model: transformers.PreTrainedModel, inputs: dict[str, torch.Tensor], layers: list[int]):
+def found(model: transformers.PreTrainedModel, layers: list[int]):
+    inputs = {"input_ids": torch.tensor([[7]]), "use_cache": False}
     with torch.no_grad():
         structure = find_structure(Source.of_transformers(model))
         calls = capture_calls(model, structure, lambda: model.base_model(**inputs))
-        return structure, calls, find_projections(model, structure, calls, layers)
+        return find_projections(model, structure, calls, layers)
 
 
 class Swapping(Conv1D):
@@ -48,7 +43,7 @@ def test_layers_alike_are_found_by_the_first_and_others_by_themselves(monkeypatc
 
     def factors(layers):
         searched.clear()
-        return [w.detach() for layer in found(model, sample("gpt2"), layers)[2] for w in layer.factors()]
+        return [w.detach() for layer in found(model, layers) for w in layer.factors()]
 
     search = theodolite.models.projections._find
     monkeypatch.setattr(theodolite.models.projections, "_find", searching)
