@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, dense, dense_logits, make
+from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, dense, make
+from tests.attention.test_summary import dense_summary
 from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
 from theodolite.attention.inputs import AttentionInputs, attend
 
@@ -30,40 +31,32 @@ def pairs(paid, able):
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_and_statistics_equal_the_dense_ones(kind):
     inputs = make(kind)
-    weights, output, learned = dense(inputs)
+    (weights, _, learned), expected = dense(inputs), dense_summary(inputs)
     statistics, ours = measured(inputs)
     state = {name: value[0] for name, value in statistics.state().items() if name != "sink_tokens"}
-    close = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(ours, output, **close)
-    torch.testing.assert_close(attend(inputs), output, **close)
-    entropy = -(torch.special.xlogy(weights, weights).sum(-1) + torch.special.xlogy(learned, learned))
-    torch.testing.assert_close(state["entropy"], entropy.sum(0), **close)
-    torch.testing.assert_close(state["learned"], learned.sum((0, 2)), **close)
-    logits = dense_logits(inputs)
-    torch.testing.assert_close(state["largest_logit"], logits.amax((0, 2, 3)), **close)
-    if inputs.sink is not None:
-        column = inputs.sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, column], dim=-1)
-    log_sum_exp = logits.logsumexp(-1)
-    seeing = log_sum_exp.where(log_sum_exp.isfinite(), 0)
-    torch.testing.assert_close(state["log_sum_exp"], seeing.sum((0, 2)), **close)
-    seen = (weights > 0).sum(-2).clamp_min(1)
-    received = weights.sum(-2) / seen
-    torch.testing.assert_close(state["received"], received.sum(0), **close)
-    previous = weights.diagonal(offset=-1, dim1=-2, dim2=-1).sum(2)
-    torch.testing.assert_close(state["previous"], pairs(previous, LENGTH - 1), **close)
     ids = tokens()
     equal = (ids[:, :, None] == ids[:, None, :]) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1)
+    previous = weights.diagonal(offset=-1, dim1=-2, dim2=-1).sum(2)
     same = (weights * equal[:, None]).sum((2, 3))
-    torch.testing.assert_close(state["same"], pairs(same, equal.any(-1).sum(-1)[:, None]), **close)
-    least = 16
-    eligible = (weights > 0).sum(-2) - 1 >= least
-    sinks = (received > 0.3) & eligible
-    assert torch.equal(state["sink"], sinks.sum(0).double())
-    assert torch.equal(state["sink_later"], sinks[..., 1:].any(-1).sum(0).double())
-    assert torch.equal(state["visible_keys"], (weights[0, 0] > 0).sum(-1).double())
-    example = (received[:2] * eligible[:2]).max(dim=1)
-    torch.testing.assert_close(state["example_received"], example.values, **close)
+    lse = expected["log_sum_exp"]
+    eligible = (weights > 0).sum(-2) - 1 >= 16
+    sums = {
+        "entropy": expected["entropy"].sum(0),
+        "learned": learned.sum((0, 2)),
+        "largest_logit": expected["largest"].amax((0, 2)),
+        "log_sum_exp": lse.where(lse.isfinite(), 0).sum((0, 2)),
+        "received": expected["received"].sum(0),
+        "previous": pairs(previous, LENGTH - 1),
+        "same": pairs(same, equal.any(-1).sum(-1)[:, None]),
+        "sink": expected["sinks"].sum(0).double(),
+        "sink_later": expected["sinks"][..., 1:].any(-1).sum(0).double(),
+        "visible_keys": (weights[0, 0] > 0).sum(-1).double(),
+        "example_received": (expected["received"][:2] * eligible[:2]).max(dim=1).values,
+    }
+    for output in (ours, attend(inputs)):
+        torch.testing.assert_close(output, expected["output"], rtol=1e-10, atol=1e-10)
+    for name, value in sums.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
 def test_some_of_these_heads_have_sinks():

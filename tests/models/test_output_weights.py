@@ -48,38 +48,31 @@ def test_weights_are_kept_until_the_parameters_change(tmp_path):
     torch.testing.assert_close(model.output_weights(1), 6 * first, rtol=1e-6, atol=0)
 
 
-class _Gated(torch.nn.Module):
-    """An output projection behind a gate that reads the heads' outputs."""
-
-    def __init__(self, projection: torch.nn.Linear) -> None:
-        super().__init__()
-        self.projection = projection
-
+class _Gated(torch.nn.Sequential):
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        return self.projection(heads * torch.sigmoid(heads))
+        return super().forward(heads * torch.sigmoid(heads))
 
 
-def test_a_gate_that_reads_the_heads_is_refused_by_name(tmp_path):
-    model = open_model(checkpoints.write("llama2", tmp_path))
-    attention = model.hf.model.layers[1].self_attn
+def _gate_of_the_heads(attention: torch.nn.Module) -> None:
     attention.o_proj = _Gated(attention.o_proj)
-    model.output_weights(0)
-    with pytest.raises(
-        WorkError, match=r"layer 1: what leaves model\.layers\.1\.self_attn is no fixed affine"
-    ):
-        model.output_weights(1)
 
 
-def test_a_gate_that_reads_the_hidden_states_is_refused_by_name(tmp_path):
-    """Affine in the heads for each hidden state, but with another matrix for each: no fixed W_O."""
-    model = open_model(checkpoints.write("llama2", tmp_path))
-    attention = model.hf.model.layers[2].self_attn
+def _gate_of_the_hidden_states(attention: torch.nn.Module) -> None:
+    """Affine in the heads for each hidden state, but with another matrix for each."""
     attention.register_forward_hook(
         lambda module, args, kwargs, output: (output[0] * (1 + kwargs["hidden_states"].tanh()), output[1]),
         with_kwargs=True,
     )
-    with pytest.raises(WorkError, match=r"layer 2: what leaves .* no fixed affine .*a gate or a norm"):
-        model.output_weights(2)
+
+
+@pytest.mark.parametrize("gated", [_gate_of_the_heads, _gate_of_the_hidden_states])
+def test_a_gate_is_refused_by_name(gated):
+    model = open_model(checkpoints.build("llama2"))
+    gated(model.hf.model.layers[1].self_attn)
+    model.output_weights(0)
+    said = r"layer 1: what leaves model\.layers\.1\.self_attn is no fixed affine .*a gate or a norm"
+    with pytest.raises(WorkError, match=said):
+        model.output_weights(1)
 
 
 def test_a_model_whose_heads_are_the_output_has_the_identity(tmp_path):

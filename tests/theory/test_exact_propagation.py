@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -60,32 +59,6 @@ def test_short_contexts_against_simulated_walks(name: str, length: int) -> None:
     exact = propagation_exact(values, length, 0.8)
     assert exact.shape == (length,)
     assert deviations(measured, exact, draws).abs().max() < 3
-
-
-@pytest.mark.parametrize(("scale", "length"), [(1e-6, 12), (0.1, 200), (1.0, 12), (1e6, 200)])
-def test_one_eigenvalue_against_an_integral_over_the_query(scale: float, length: int) -> None:
-    """d = 1. Given x_T = √T z, s_i is normal, so ρ_i is one integral over z; oracle: quad with scipy's normal."""
-    got = propagation_exact(torch.tensor([scale], dtype=DOUBLE), length, 1.0)
-    index = np.arange(1, length + 1)
-    kernel = np.minimum(index[:, None], index)
-    for position in (1, length // 2):
-        a = -np.ones(length) / length**2
-        a[position - 1] += 1 / length
-        cross, own = a @ kernel[:, -1], a @ kernel @ a
-        rest = math.sqrt(own - cross**2 / length)
-
-        def given(z: float, cross: float = cross, rest: float = rest) -> float:
-            query = math.sqrt(length) * z
-            mean, spread = scale * query * cross / length * query, abs(scale * query) * rest
-            ends = ((-1 / length - mean) / spread, (1 - 1 / length - mean) / spread)
-            density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-            return 2 * density * (scipy.special.ndtr(ends[1]) - scipy.special.ndtr(ends[0]))
-
-        marks = [0.0, *np.geomspace(1e-5, 9, 24)]
-        expected = sum(
-            scipy.integrate.quad(given, low, high, epsabs=1e-13)[0] for low, high in itertools.pairwise(marks)
-        )
-        assert got[position - 1].item() == pytest.approx(expected, abs=1e-8)
 
 
 def direct(values: Tensor, length: int, positions: list[int]) -> Tensor:
