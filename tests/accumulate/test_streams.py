@@ -30,11 +30,10 @@ def sample(contexts: int = CONTEXTS) -> Sample:
     return Sample(slot, torch.tensor([0, 3, 6]), torch.tensor([1, 8, 4]))
 
 
-def hidden(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(5)
-    h = torch.randn(2, CONTEXTS, LENGTH, WIDTH, generator=generator)
+def hidden() -> torch.Tensor:
+    h = torch.randn(2, CONTEXTS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(5))
     h[..., 2] += 3000.0  # an outlier dimension beside small ones
-    return h.to(dtype)
+    return h
 
 
 def filled(h: torch.Tensor, sizes: list[int]) -> Means:

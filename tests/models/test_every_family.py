@@ -100,12 +100,22 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 
 class Seen(Hooks):
-    """Keeps what enters each attention module, what the tap gets, and what the heads answer."""
+    """Keeps streams, what enters each attention module, what the tap gets, and what the heads answer."""
 
     def __init__(self) -> None:
+        self.streams: list[Tensor] = []
         self.entered: list[Tensor] = []
         self.inputs: list[AttentionInputs] = []
         self.answers: list[Tensor] = []
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """By a dense softmax."""
+        return [softmax(inputs.logits(), inputs.sink) for inputs in self.inputs]
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        assert layer == len(self.streams)
+        self.streams.append(hidden.clone())
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         self.entered.append(hidden.double())
@@ -150,9 +160,8 @@ def check_passes(family: str, model: OpenModel) -> None:
         assert torch.equal(model.logits(inputs["input_ids"]), own.logits)
         assert not model.logits(inputs["input_ids"]).requires_grad
     assert len(seen.inputs) == len(matrices) == 3
-    for layer, expected in enumerate(matrices):
-        given = seen.inputs[layer]
-        torch.testing.assert_close(softmax(given.logits(), given.sink), expected, rtol=1e-5, atol=2e-6)
+    for layer, (weights, expected) in enumerate(zip(seen.weights, matrices, strict=True)):
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=2e-6)
         outputs = torch.einsum("bthw,hwd->btd", seen.answers[layer].double(), model.output_weights(layer))
         torch.testing.assert_close(outputs, left[layer].double(), rtol=1e-5, atol=1e-5)
 

@@ -99,9 +99,7 @@ def in_a_row(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def in_a_batch_of_one(model: nn.Module, ids: Tensor) -> Tensor:
-    """The same row as a batch of one."""
-    positions = torch.arange(ids.shape[1]).repeat(len(ids))
-    return model(ids.view(1, -1), positions, block_mask(positions))
+    return in_a_row(lambda row, *where: model(row[None], *where), ids)
 
 
 def _both(way, forward):

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests import checkpoints
+from tests.models.test_every_family import Seen
 from tests.slow import slow_but
-from theodolite.attention.inputs import attend, softmax
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import OpenModel, open_model, open_weights, verification
-from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.hooks import hooked
 from theodolite.models.structure import NoAttention
 from theodolite.system.choices import check_attention
 from tools import measured_families, small_models
@@ -231,22 +231,6 @@ def test_hidden_states_and_attention_wherever_they_are(kind, tmp_path):
     assert len(seen.weights) == opened.layers - opened.heads_of.count(0)
     for got, expected in zip(seen.weights, weights, strict=True):
         torch.testing.assert_close(got, torch.from_numpy(expected), rtol=close, atol=close / 10)
-
-
-class Seen(Hooks):
-    """Keeps streams, and attention weights by a dense softmax."""
-
-    def __init__(self):
-        self.streams, self.weights = [], []
-
-    def stream(self, layer, hidden):
-        assert layer == len(self.streams)
-        self.streams.append(hidden.clone())
-
-    def attention(self, layer, inputs):
-        assert layer >= len(self.weights)
-        self.weights.append(softmax(inputs.logits(), inputs.sink))
-        return attend(inputs)
 
 
 def _small(name, folder):

@@ -37,14 +37,6 @@ def test_rank_and_threshold_are_those_of_the_reference(rows: int, columns: int, 
         assert got.threshold.item() == pytest.approx(threshold, abs=1.1e-5)
 
 
-def test_white_noise_threshold_is_the_known_constant() -> None:
-    """For square white noise of unit variance per column the optimal threshold is 4/√3 (Gavish & Donoho)."""
-    matrix = np.random.default_rng(0).normal(size=(300, 300)) / np.sqrt(300)
-    got = screenot(torch.from_numpy(matrix))
-    assert got.threshold.item() == pytest.approx(4 / np.sqrt(3), rel=0.02)
-    assert got.rank.item() == 0
-
-
 def test_batches_give_what_single_matrices_give() -> None:
     batch = torch.stack([torch.from_numpy(noisy(50, 70, 3, 0.5, seed)) for seed in range(4)]).reshape(
         2, 2, 50, 70
