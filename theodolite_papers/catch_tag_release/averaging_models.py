@@ -109,8 +109,7 @@ def random_directions(
 
     Of all directions of the stream, most would take nothing: at width 16 the models write along three.
 
-    Args:
-        count: of directions. seed: the same one gives the same directions.
+    count: of directions. seed: the same one gives the same directions.
     """
     _, sizes, spanned = torch.linalg.svd(written.double().flatten(1, 2), full_matrices=False)
     generator = torch.Generator().manual_seed(seed)

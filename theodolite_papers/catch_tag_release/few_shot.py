@@ -50,10 +50,9 @@ def accuracy_by_shots(
 ) -> go.Figure:
     """Accuracy of several models after k examples, with intervals.
 
-    Args:
-        means: `model shots accuracy low high`, one line per model (at most seven), in the order of the table.
-        by_seed: `model seed shots accuracy accuracy_se`, one small marker per row; None: no markers.
-        chance: accuracy of guessing, a dotted line; best: the best possible after 0, 1, … examples, a dashed one.
+    means: `model shots accuracy low high`, one line per model (at most seven), in the order of the table. by_seed:
+    `model seed shots accuracy accuracy_se`, one small marker per row; None: no markers. chance: accuracy of
+    guessing, a dotted line; best: the best possible after 0, 1, … examples, a dashed one.
     """
     models = list(dict.fromkeys(means["model"]))
     lines: list[Any] = []

@@ -63,8 +63,7 @@ RELEASED = "The clusters remain in the residual stream of deeper layers (Fig. 2d
 def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> None:
     """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain.
 
-    Args:
-        trace: of the head. tokens: as they are shown. chosen: by `trace_prompt`, not named.
+    trace: of the head. tokens: as they are shown. chosen: by `trace_prompt`, not named.
     """
     sinks = [int(position) for position in trace.sinks if position >= 0]
     grouped = trace.group != LEFT_OUT

@@ -75,9 +75,8 @@ def against_published(
 def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
     """Table 1 as dots: one panel per quantity, one line per row, a bar of one standard deviation over layers.
 
-    Args:
-        rows: row name → quantity → (mean, standard deviation); the first row is this run's.
-        quantities: the panels, in order.
+    rows: row name → quantity → (mean, standard deviation); the first row is this run's. quantities: the panels, in
+    order.
     """
     names = [for_plotly(name) for name in rows]
     shown: list[Panel] = []

@@ -94,16 +94,10 @@ def decouple(
 
     Costs one d³ product and one of d²·d_h for each head and basis, on the device of `w_q`.
 
-    Args:
-        w_q, w_k: factors of W, (H, d, d_h), logit = x W_q W_kᵀ yᵀ · scaling.
-        v: orthogonal (d, d), its columns the right singular vectors of P, in order, completed to a basis where P has
-            fewer rows than columns: `torch.linalg.svd(p, full_matrices=True).Vh.mT`.
-        scaling: of the logit; 1/√d_h in the paper. Every share is free of it.
-        corners: K; a corner beyond the width is everything.
-        rotations: how many random bases, at least 2.
-
-    Raises:
-        UsageError: the shapes do not fit, V is not orthogonal, no corner or one below 1, or too few rotations.
+    w_q, w_k: factors of W, (H, d, d_h), logit = x W_q W_kᵀ yᵀ · scaling. v: orthogonal (d, d), its columns the
+    right singular vectors of P, in order, completed to a basis where P has fewer rows than columns:
+    `torch.linalg.svd(p, full_matrices=True).Vh.mT`. scaling: of the logit; 1/√d_h in the paper. Every share is free
+    of it. corners: K; a corner beyond the width is everything. rotations: how many random bases, at least 2.
     """
     w_q, w_k, v = w_q.double(), w_k.double(), v.to(w_q.device).double()
     _check(w_q, w_k, v, corners, rotations)

@@ -72,9 +72,6 @@ def kernel_factorisation(
     With noise, the theorem's O(incoh) asks for incoh ≥ 1/√d: it adds to the logarithm of the ratio a term of mean 0
     and variance about 12/d (twelve mismatched products of unit vectors), whatever the incoherence. At a fixed width
     the error is flat below some incoherence, which says nothing of an upper bound: see `error_growth`.
-
-    Raises:
-        UsageError: no incoherence or one outside [0, 1], fewer than 2 draws, or an impossible setting.
     """
     if not len(incoherences):
         raise UsageError("no incoherence is given: give one or more numbers from 0 to 1")
@@ -149,9 +146,6 @@ def incoherent_bases(
 
     The c are random directions of the first ⌊d/2⌋ coordinates; t_j leaves the other coordinates by the angle
     arcsin(incoherence) towards c_{j mod n_1}.
-
-    Raises:
-        UsageError: the incoherence is outside [0, 1], the width below 2, or a basis empty.
     """
     _check_bases(vectors, width, incoherence)
     half = width // 2

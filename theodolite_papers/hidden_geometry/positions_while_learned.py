@@ -73,9 +73,8 @@ PAPER_ACCURACY = {
 class _Checkpoint:
     """A checkpoint of the series, surveyed.
 
-    Attributes:
-        errors: of the columns of `shape_of`.
-        norms: relative norms less what sampling noise alone has; with it, where the contexts are too few to tell.
+    errors: of the columns of `shape_of`. norms: relative norms less what sampling noise alone has; with it, where
+    the contexts are too few to tell.
     """
 
     step: int
@@ -85,11 +84,7 @@ class _Checkpoint:
 
 
 def series_of(model: OpenModel) -> dict[int, Path]:
-    """Training step → checkpoint, of the folder that the model was opened from, or next to it in its series.
-
-    Raises:
-        UsageError: there is no series.
-    """
+    """Training step → checkpoint, of the folder that the model was opened from, or next to it in its series."""
     folder = Path(model.id)
     series_folder = folder.parent if folder.parent.name == SERIES else folder / SERIES
     paths = sorted(series_folder.iterdir()) if series_folder.is_dir() else []

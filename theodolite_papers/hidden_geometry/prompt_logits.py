@@ -213,11 +213,7 @@ def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
 
 
 def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
-    """The logits of a layer on the prompt.
-
-    Raises:
-        UsageError: no such layer or head, a prompt longer than the run's contexts, or a layer that cannot be split.
-    """
+    """The logits of a layer on the prompt."""
     model = study.require_model()
     model.check_place(layer, head)
     try:

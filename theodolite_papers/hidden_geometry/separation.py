@@ -53,10 +53,8 @@ LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its n
 def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[int] = ()) -> Sketch:
     """Cosines between positions, if any, then between contexts in blocks of one label, with lines between the blocks.
 
-    Args:
-        cosines: (n + m, n + m), n positions before m contexts.
-        labels: the label of each of the m contexts, equal ones together.
-        positions: the n positions.
+    cosines: (n + m, n + m), n positions before m contexts. labels: the label of each of the m contexts, equal ones
+    together. positions: the n positions.
     """
     first, size = len(positions), len(positions) + len(labels)
     starts = [first + i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]

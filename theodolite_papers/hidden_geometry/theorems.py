@@ -189,8 +189,7 @@ def _read_moderate(
 ) -> None:
     """What the bounds say of few frequencies.
 
-    Args:
-        best, ratio: at k = `MODERATE`, the lowest bound and the attained error over that of no approximation, by layer.
+    best, ratio: at k = `MODERATE`, the lowest bound and the attained error over that of no approximation, by layer.
     """
     moderate = min(MODERATE, cutoffs[-1])
     useful = [k for k in _first_useful(bounds, trivial, cutoffs) if k is not None]

@@ -53,10 +53,8 @@ LENGTH = 64
 class Setting:
     """What is simulated; the sizes are ours.
 
-    Attributes:
-        width: d. length: T tokens, independent N(0, I), each attending to all.
-        layers: of attention alone; after a fourth, rounding is what is left.
-        draws: W_QK, as many for each tr W and scale. scales: √(tr W²)/λ, λ = √d.
+    width: d. length: T tokens, independent N(0, I), each attending to all. layers: of attention alone; after a
+    fourth, rounding is what is left. draws: W_QK, as many for each tr W and scale. scales: √(tr W²)/λ, λ = √d.
     """
 
     width: int = 64
@@ -100,10 +98,8 @@ def left_by_layer(
 class Collapse:
     """Simulated heads, S scales, P values of tr W, D draws.
 
-    Attributes:
-        left: (S, P, D, layers), as `left_by_layer`.
-        entry_sum: (S, P, D), ‖W_QK‖₁.
-        links: chain and link → share of all heads for which it holds.
+    left: (S, P, D, layers), as `left_by_layer`. entry_sum: (S, P, D), ‖W_QK‖₁. links: chain and link → share of all
+    heads for which it holds.
     """
 
     left: Tensor

@@ -43,12 +43,9 @@ def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estima
 
     Heads of one layer are not independent: they read one stream, and what is predicted from it may miss them alike.
 
-    Args:
-        statistic: indices of some of the heads → the number of these.
-        layers: the layer of each head, (heads,).
+    statistic: indices of some of the heads → the number of these. layers: the layer of each head, (heads,).
 
-    Returns:
-        No error below `LEAST_HEADS`.
+    Returns no error below `LEAST_HEADS`.
     """
     heads, of = np.arange(len(layers)), np.unique(layers)
     value = statistic(heads) if len(heads) else math.nan
@@ -88,8 +85,7 @@ def _correlation(of: Callable[..., Floats], columns: tuple[Floats, ...], layers:
 def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[Estimate, float]:
     """Cohen's κ of two namings of the same heads (Cohen 1960), and the share of heads in which they agree.
 
-    Args:
-        first, second: names, (heads,); heads that are `UNDEFINED` in either are left out.
+    first, second: names, (heads,); heads that are `UNDEFINED` in either are left out.
     """
     known = (first != UNDEFINED) & (second != UNDEFINED)
     names = np.unique(np.concatenate([first[known], second[known]]))
@@ -256,8 +252,7 @@ def judge_curves(
 ) -> dict[str, Estimate]:
     """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head.
 
-    Returns:
-        The error of each source's curves, and of that baseline (`others`).
+    Returns the error of each source's curves, and of that baseline (`others`).
     """
     baseline = curve_errors(others_median(measured), measured).numpy()
     errors = {"others": mean_over_heads(baseline, layers)}
@@ -297,9 +292,8 @@ def judge_entropy(
 ) -> None:
     """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed.
 
-    Args:
-        numbers: `eta` of W_QK Σ̂, and `width`, the measured share of positions that propagate; (heads,), as the others.
-        trace: |tr W|.
+    numbers: `eta` of W_QK Σ̂, and `width`, the measured share of positions that propagate; (heads,), as the others.
+    trace: |tr W|.
     """
     for claim, name, what in (
         (

@@ -156,8 +156,7 @@ def distinct(
 ) -> list[list[Setting]]:
     """Settings in groups of rising `name`; within one, no setting is decided to differ from the group's first.
 
-    Args:
-        apart: of the difference of logarithms, paired by seed.
+    apart: of the difference of logarithms, paired by seed.
     """
     means = rows.groupby("setting", sort=False)[name].mean()
     groups: list[list[Setting]] = []
@@ -205,12 +204,10 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
 class Comparable:
     """The training runs of one depth and width, all at one step.
 
-    Attributes:
-        published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss
-            that κ weighs against: the readings of what the paper did.
-        others: other ways of LocAteR, in words → settings by rising κ₂.
-        decays: settings without LocAteR by rising weight decay.
-        plain: the one of them with the published decay, None where it was not trained.
+    published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss that
+    κ weighs against: the readings of what the paper did. others: other ways of LocAteR, in words → settings by
+    rising κ₂. decays: settings without LocAteR by rising weight decay. plain: the one of them with the published
+    decay, None where it was not trained.
     """
 
     runs: list[GridRun]
@@ -283,8 +280,7 @@ def in_both_readings(
 
     It does not fail before the published number of steps: an effect may come later.
 
-    Args:
-        estimates: of the readings that were trained.
+    estimates: of the readings that were trained.
     """
     parts = [
         judge(claim, f"{what}, {READINGS[reduction]}", estimate, criterion)

@@ -75,11 +75,7 @@ Sums = dict[str, tuple[WalkSums, State]]
 
 
 def text_walk(study: Study) -> TextWalk:
-    """The pass over the text of the run, made once for all experiments.
-
-    Raises:
-        UsageError: the text is not at hand, or its contexts are too short.
-    """
+    """The pass over the text of the run, made once for all experiments."""
     corpus = study.require_corpus()
     seed = int(study.provenance["seed"])
     return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))

@@ -115,10 +115,6 @@ def train_embedded_model(
     """Train a tokenizer and a model on `sources` (default: `python_sources()`), and write the folder `out`.
 
     A training run that was killed resumes when it is called again with the same arguments.
-
-    Raises:
-        UsageError: there is too little text, or as `check_training` and `train_into`.
-        WorkError, KeyboardInterrupt: as `train_into`.
     """
     out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
     check_training(out, config, threads)

@@ -107,10 +107,8 @@ def gpt2(
 ) -> GPT2LMHeadModel:
     """An untrained model, its weights drawn from torch's global generator.
 
-    Args:
-        vocabulary, length: tokens and learned positions.
-        dropout: on embeddings, attention and what each sublayer adds.
-        options: further ones of `GPT2Config`.
+    vocabulary, length: tokens and learned positions. dropout: on embeddings, attention and what each sublayer adds.
+    options: further ones of `GPT2Config`.
     """
     return GPT2LMHeadModel(
         GPT2Config(

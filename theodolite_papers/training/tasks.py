@@ -100,11 +100,7 @@ Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """A UTF-8 file; `what` names the option or thing to replace in the error.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """A UTF-8 file; `what` names the option or thing to replace in the error."""
     path = Path(path)
     if not path.is_file():  # a pipe or a device may have no end
         raise UsageError(f"{path} cannot be read as UTF-8 text (there is no such file); give another {what}.")
@@ -155,11 +151,7 @@ class Characters:
 
     @classmethod
     def of_file(cls, path: str | Path, length: int = 128) -> Characters:
-        """The characters of a UTF-8 text.
-
-        Raises:
-            UsageError: it cannot be read, or is shorter than 20 contexts.
-        """
+        """The characters of a UTF-8 text."""
         text = read_text(path, "--text")
         if len(text) < 20 * (length + 1):
             raise UsageError(f"{path} has {len(text)} characters; give at least {20 * (length + 1)}.")
