@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from dataclasses import replace
@@ -56,10 +55,6 @@ def quiet() -> Console:
     return Console(file=io.StringIO())
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-
-
 @pytest.fixture(scope="module")
 def config() -> EmbeddedConfig:
     return WITH_TASKS
@@ -99,35 +94,6 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(
         assert count == result.validation_tokens[source.name]
         assert result.validation_loss[source.name] == pytest.approx(total / count, rel=1e-5)
     assert not list(out.parent.glob("*.partial"))
-
-
-def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
-    trained: tuple[Path, embedded_training.EmbeddedResult],
-    config: EmbeddedConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    at = LearningRate.at
-
-    def killed(self: LearningRate, step: int) -> float:
-        if step == 5:
-            raise KeyboardInterrupt
-        return at(self, step)
-
-    def train(out: Path, config: EmbeddedConfig = config) -> None:
-        train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
-
-    monkeypatch.setattr(LearningRate, "at", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-    steps: list[int] = []
-    monkeypatch.setattr(LearningRate, "at", lambda self, step: steps.append(step) or at(self, step))
-    with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
-        train(tmp_path / "model", replace(config, steps=7))
-    train(tmp_path / "model")
-    assert steps == [4, 5]  # from the checkpoint of step 4, not from the start
-    assert hashes(tmp_path / "model") == hashes(trained[0])
 
 
 def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
@@ -206,29 +172,6 @@ def test_the_card_states_data_steps_losses_and_the_call(
     )
     assert "In 30% of the contexts" in text
     assert "In 30%, the token before" in text
-
-
-@pytest.mark.parametrize(
-    ("settings", "python_text", "call"),
-    [
-        (EmbeddedConfig(steps=9, seed=4), True, "embedded --out model --steps 9 --seed 4 --threads 1"),
-        (
-            EmbeddedConfig(width=320, repeats=0.0),
-            True,
-            "config=EmbeddedConfig(width=320, repeats=0.0), threads=1",
-        ),
-        (EmbeddedConfig(), False, "sources=…, config=EmbeddedConfig(), threads=1"),
-    ],
-)
-def test_the_card_gives_the_command_where_it_has_the_options_and_else_the_call(
-    trained: tuple[Path, embedded_training.EmbeddedResult],
-    settings: EmbeddedConfig,
-    python_text: bool,
-    call: str,
-) -> None:
-    text = embedded_training.card(trained[1], settings, python_text)
-    assert call in text
-    assert ("psfl" in text) == python_text
 
 
 def test_options_that_are_not_given_are_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
