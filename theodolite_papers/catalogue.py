@@ -1,7 +1,4 @@
-"""Every experiment by name, the published figures that are one of them elsewhere, and the look-up.
-
-Nothing heavy is imported: an experiment's module is when the experiment is asked for.
-"""
+"""Every experiment by name, the published figures that are one of them elsewhere, and the look-up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an experiment is, and what it works on: the run, and on demand the model, its text, and surveys of other texts.
-
-An experiment that needs only the run leaves the model alone. Every outcome and every further survey is made once.
-"""
+"""What an experiment is, and what it works on: the run, and on demand the model, its text, further surveys."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Figure 6 of Zhang et al. 2025 and Theorem 4.1: the construction that averages, and how fast it converges.
-
-It needs no model and no text, and is the same for every model: what the theorem says is asserted by the tests, and
-nothing is judged here. Trained models are in `averaging_models`.
-"""
+"""Figure 6 of Zhang et al. 2025 and Theorem 4.1: the construction that averages, and how fast it converges."""
 
 from __future__ import annotations
 

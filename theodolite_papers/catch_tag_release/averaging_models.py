@@ -1,8 +1,4 @@
-"""Averaging learned from scratch: does it require the sink, the outlier dimension, the low-rank weights of Theorem 4.1?
-
-Claims of Zhang et al. 2025. The training runs are in `averaging_training`, the construction in
-`averaging_construction`. They need no model and no text.
-"""
+"""Averaging learned from scratch: does it require a sink, an outlier dimension, low-rank weights (Theorem 4.1)?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Fig. 3 of Zhang et al. 2025: accuracy against the number of examples, dense and pruned, on the offline task.
-
-The models come from `theodolite train few-shot`, one per seed, in the folders of one folder. All that are pruned from
-one model answer the same prompts; intervals are over models.
-"""
+"""Fig. 3 of Zhang et al. 2025: accuracy against the number of examples, dense and pruned, on the offline task."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and the role of the low-rank term.
-
-The model is pruned in memory. `theodolite compare` does the same for existing checkpoints.
-"""
+"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and the role of the low-rank term."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The figures that only experiments need: a run's numbers over the published ones, and comparisons of two bases.
-
-They take plain arrays or a run and return Plotly figures. Nothing here computes a statistic.
-"""
+"""The figures that only experiments need: a run's numbers over the published ones, and comparisons of two bases."""
 
 from __future__ import annotations
 

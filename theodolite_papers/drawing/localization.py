@@ -1,7 +1,4 @@
-"""Figures of signal propagation: curves of theory against each other and a simulation, maps, heads.
-
-They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
-"""
+"""Figures of signal propagation: curves of theory against each other and a simulation, maps, heads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Figures of what theory predicts: split weights, the bounds of both theorems, heads on two measures, context groups.
-
-They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
-"""
+"""Figures of what theory predicts: split weights, the bounds of both theorems, heads on two measures."""
 
 from __future__ import annotations
 

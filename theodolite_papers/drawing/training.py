@@ -1,7 +1,4 @@
-"""Figures over training steps: layer measures, the curve of positions at every step and layer, accuracies.
-
-They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
-"""
+"""Figures over training steps: layer measures, the curve of positions at every step and layer, accuracies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which constituent makes a head what it is (section 5.2), and which carries most logits (eq. 10, section 4.2).
-
-Reads a run's own tables; nothing is measured here.
-"""
+"""Which constituent makes a head what it is (section 5.2), and which carries most logits (eq. 10, section 4.2)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Models that are trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of
-addition (section 4.3, appendix D.3).
-
-A series of checkpoints is surveyed one by one on the same contexts. Nothing is trained.
-"""
+addition (section 4.3, appendix D.3)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Logits of a prompt by constituent (Figs. 6 and 30 to 34), and what the global mean does to them.
-
-Splits the model's logits with the run's mean and positional basis.
-"""
+"""Logits of a prompt by constituent (Figs. 6 and 30 to 34), and what the global mean does to them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Contexts apart from one another and from positions: clusters by label, incoherence against random directions.
-
-Tables of their own (`geometry/clusters`, `geometry/incoherence`), beside Table 1 and Fig. 2.
-"""
+"""Contexts apart from one another and from positions: clusters by label, incoherence against random directions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Trained weights as a positional part plus a diagonal plus noise: eq. (9) for every head (Figs. 4 and 26 to 29).
-
-Reads the model's weights and the run's positional basis; the split itself is in `decoupling`.
-"""
+"""Trained weights as a positional part plus a diagonal plus noise: eq. (9) for every head (Figs. 4 and 26 to 29)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The text of the LocAteR experiment: one file to train on, one to judge on, cut as fairseq cuts them.
-
-Both are read whole, line ends included. `kept_text` keeps the tokens in the grid's folder, where every process of the
-grid finds the same ones. Nothing here knows the model.
-"""
+"""The text of the LocAteR experiment: one file to train on, one to judge on, cut as fairseq cuts them."""
 
 from __future__ import annotations
 

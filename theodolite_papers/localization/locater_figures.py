@@ -1,7 +1,4 @@
-"""Figures 6 to 12 of Bao et al. 2024: language models trained with LocAteR, read from the folder of a grid.
-
-No model is opened and nothing is surveyed. The numbers come from `paired_effects`, the verdicts from `locater_claims`.
-"""
+"""Figures 6 to 12 of Bao et al. 2024: language models trained with LocAteR, read from the folder of a grid."""
 
 from __future__ import annotations
 

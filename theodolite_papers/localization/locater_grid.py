@@ -1,9 +1,4 @@
-"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, resumable.
-
-All training runs advance in rounds of the same number of steps, so that a grid which is stopped at any time compares
-equals; rerunning the command resumes, and one that asks for more steps, seeds, layers or settings adds them to the
-folder. Every process trains on one core. How one run is trained is not known here.
-"""
+"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, resumable."""
 
 from __future__ import annotations
 

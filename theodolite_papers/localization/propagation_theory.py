@@ -1,8 +1,4 @@
-"""Figures 1 to 3 of Bao et al. 2024: the piecewise linear softmax, ρ(θ) as published and as corrected, and its limit.
-
-Figures of theory come out the same for every model: they show, and what they assert is tested. What does not hold as
-printed is in docs/errata.md.
-"""
+"""Figures 1 to 4 of Bao et al. 2024: the piecewise linear softmax, ρ(θ) and its limit, the bound of the entropy."""
 
 from __future__ import annotations
 

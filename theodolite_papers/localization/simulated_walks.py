@@ -1,7 +1,4 @@
-"""Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, against four predictions of ρ.
-
-It needs no model and no text. The simulation is `theory.simulate_walks`.
-"""
+"""Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, against four predictions of ρ."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from theodolite_papers.hidden_geometry.kernel_factorisation import (
     KernelSetting,
+    _directions,
+    _tilted,
     factorisation_bound,
     factorisation_log_ratio,
-    incoherent_bases,
     kernel_factorisation,
 )
 
@@ -38,7 +39,7 @@ def test_logarithm_of_the_ratio_is_that_of_the_kernels() -> None:
 def test_bound_is_attained() -> None:
     """One vector in each basis, every a_k = 1: s = 3 equal terms in each W_αβ give the bound exactly."""
     rho = 0.2
-    first, second = incoherent_bases((1, 1), 8, rho, generator())
+    first, second = _tilted(*(_directions(1, 4, generator(seed)) for seed in (0, 1)), rho)
     bases = (first, second)
     weights = torch.stack([torch.stack([3 * u.mT @ v for v in bases]) for u in bases])
     tokens = torch.stack(bases)
