@@ -153,24 +153,24 @@ def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) 
         seed = json.loads((model_folder / "training.json").read_text(encoding="utf-8"))["seed"]
         answers = few_shot_answers(dense, prompts=PROMPTS, seed=PROMPT_SEED)
         for sparsity in SPARSITIES:
-            rows += _rows(DENSE, model_folder.name, seed, sparsity, answers)
+            of = {"folder": model_folder.name, "seed": seed, "sparsity": sparsity}
+            rows += rows_by_shots(answers, model=DENSE, **of)
             what = f"{model_folder.name}: pruning {percent(sparsity)}"
             for method, name in shown([*METHODS.items()], what, show):
                 model = copy.deepcopy(dense)
                 prune_model(model, calibration, method, sparsity)
                 pruned_answers = few_shot_answers(model, prompts=PROMPTS, seed=PROMPT_SEED)
-                rows += _rows(name, model_folder.name, seed, sparsity, pruned_answers)
+                rows += rows_by_shots(pruned_answers, model=name, **of)
     return pd.DataFrame(rows)
 
 
-def _rows(name: str, folder: str, seed: int, sparsity: float, correct: np.ndarray) -> list[dict[str, Any]]:
+def rows_by_shots(correct: np.ndarray, **of: Any) -> list[dict[str, Any]]:
+    """A row for every number of examples, of right answers (prompts, numbers of examples); `of`: what they are of."""
     rows = []
     for shots, answers in enumerate(correct.astype(np.float64).T):
         accuracy, error = mean_and_error(answers)
-        rows.append(
-            {"model": name, "folder": folder, "seed": seed, "sparsity": sparsity, "shots": shots}
-            | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(correct)}
-        )
+        row = {"shots": shots, "accuracy": accuracy, "accuracy_se": error, "prompts": len(correct)}
+        rows.append(of | row)
     return rows
 
 

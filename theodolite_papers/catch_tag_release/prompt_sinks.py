@@ -89,9 +89,8 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
     )
     head = head_name(trace.layer, trace.head)
     if chosen:
-        outcome.read(
-            "head", f"{head}, chosen because its sinks divide the prompt most evenly, by its attention alone"
-        )
+        why = "chosen because its sinks divide the prompt most evenly, by its attention alone"
+        outcome.read("head", f"{head}, {why}")
     outcome.read(f"sinks of {head}", _listed_sinks(trace, tokens))
     for row in places.itertuples():
         judged = f"{DETRENDED} {number(row.beyond_position)}, shifted {number(row.shifted)}"
@@ -114,15 +113,9 @@ def _places(trace: PromptTrace) -> dict[str, Tensor]:
 
 
 def _names(trace: PromptTrace, tokens: list[str]) -> list[str]:
-    names = []
-    for group in trace.group.tolist():
-        if group == LEFT_OUT:
-            names.append("position 0, or a sink")
-        elif group == UNCAUGHT:
-            names.append("not caught")
-        else:
-            names.append(f"caught by {_sink(int(trace.sinks[group]), tokens)}")
-    return names
+    names = {place: f"caught by {_sink(int(sink), tokens)}" for place, sink in enumerate(trace.sinks)}
+    names |= {LEFT_OUT: "position 0, or a sink", UNCAUGHT: "not caught"}
+    return [names[group] for group in trace.group.tolist()]
 
 
 def _sink(position: int, tokens: list[str]) -> str:
@@ -220,9 +213,8 @@ def _figures(
 ) -> None:
     head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
     grouped = (trace.group != LEFT_OUT).numpy()
-    names = sorted({group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped})
-    shown = [token for token, is_grouped in zip(tokens, grouped, strict=True) if is_grouped]
-    of_shown = [group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped]
+    shown, of_shown = ([values[place] for place in np.flatnonzero(grouped)] for values in (tokens, groups))
+    names = sorted(set(of_shown))
     outcome.figure(
         "attention",
         f"Catch: attention of {head}",

@@ -62,11 +62,8 @@ def _table(dense: ModelSinks, measured: Mapping[str, ModelSinks], layer: int | N
     columns = ("sinks_kept", "sinks_kept_se", "sinks_new", "sinks_new_se", "loss_more", "loss_more_se")
     rows = []
     for name, model in measured.items():
-        numbers = (
-            *kept_sinks(dense, model, layer),
-            *new_sinks(dense, model),
-            *loss_difference(dense, model),
-        )
+        kept, new = kept_sinks(dense, model, layer), new_sinks(dense, model)
+        numbers = *kept, *new, *loss_difference(dense, model)
         rows.append({"model": name} | dict(zip(columns, numbers, strict=True)))
     return pd.DataFrame(rows)
 
@@ -86,9 +83,10 @@ def _maps(
     outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, source: str
 ) -> None:
     tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
-    figures = {}
-    for name, trace, sinks in _on_prompt(measured):
-        figures[name] = figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
+    figures = {
+        name: figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
+        for name, trace, sinks in _on_prompt(measured)
+    }
     outcome.figure(
         "maps",
         f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
@@ -151,9 +149,8 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.tables["methods"] = table = _table(dense, measured)
     _read(outcome, table, "the dense model's sinks")
     if not dense.sinks.any():
-        outcome.cannot_test(
-            "Only OATS retains the sinks (Fig. 5)", "the dense model has no sink in this text"
-        )
+        why = "the dense model has no sink in this text"
+        outcome.cannot_test("Only OATS retains the sinks (Fig. 5)", why)
     else:
         _judge_oats(outcome, dense, measured["OATS"])
         for name in ("Wanda", "SparseGPT", "magnitude"):

@@ -38,47 +38,36 @@ REFUSALS_SHOWN = 2
 
 @dataclass(frozen=True)
 class PatternClaims:
-    """What is claimed of one of `ATTENTION_PATTERNS`: its name there, the paper's, the claims, their constituents.
+    """What is claimed of attention to the tokens of one of `ATTENTION_PATTERNS`, in the paper's words and in ours.
 
     `strict` is the paper's constituent, which takes the mean for zero; `group` the same with the pairs of a mean or a
-    bias on the other side, which `ours` claims. Both are judged, each by its own words.
+    bias on the other side, which `ours` claims. Both are judged, each by its own words. `side`: of Fig. 6.
     """
 
     name: str
     title: str
-    claim: str
+    tokens: str
+    side: str
     strict: str
-    ours: str
     group: str
+
+    @property
+    def claim(self) -> str:
+        """The paper's."""
+        place = f"section 5.2, Fig. 6, {self.side}"
+        return f"Attention to {self.tokens} is determined by the {self.strict} constituent ({place})"
+
+    @property
+    def ours(self) -> str:
+        """With the pairs of a mean or a bias."""
+        return f"Attention to {self.tokens} is determined by {self.group}, mean and bias included (ours)"
 
 
 CLAIMS = [
-    PatternClaims(
-        "same",
-        "identical tokens",
-        "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
-        "cvec-cvec",
-        "Attention to identical tokens is determined by context, mean and bias included (ours)",
-        "context",
-    ),
-    PatternClaims(
-        "previous",
-        "the previous token",
-        "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
-        "pos-pos",
-        "Attention to neighbouring tokens is determined by position, mean and bias included (ours)",
-        "position",
-    ),
-    PatternClaims(
-        "induction",
-        "shifted tokens",
-        "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
-        "cvec-cvec",
-        "Attention to shifted tokens is determined by context, mean and bias included (ours)",
-        "context",
-    ),
+    PatternClaims("same", "identical tokens", "identical tokens", "left", "cvec-cvec", "context"),
+    PatternClaims("previous", "the previous token", "neighbouring tokens", "middle", "pos-pos", "position"),
+    PatternClaims("induction", "shifted tokens", "shifted tokens", "right", "cvec-cvec", "context"),
 ]
-"""In the order of Fig. 6."""
 
 
 @dataclass(frozen=True)
@@ -269,24 +258,12 @@ def constituents(study: Study, outcome: Outcome) -> None:
         outcome.read(named, shown, "“important, often dominant”" if group == "pos-pos" else "")
     read_refusals(outcome, run)
     what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
-    for claim, group, of, wins in (
-        (
-            "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
-            "pos-pos",
-            len(strict),
-            largest_strict["pos-pos"],
-        ),
-        (
-            "Position is often dominant, mean and bias included (ours)",
-            "position",
-            len(apart),
-            largest["position"],
-        ),
-    ):
-        often = criteria.above_chance(of)
-        outcome.claim(
-            claim, what.format(group, of, percent(means[group])), share_of_heads(wins, often), often
-        )
+    dominant = "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)"
+    ours = "Position is often dominant, mean and bias included (ours)"
+    for claim, group, wins in ((dominant, "pos-pos", largest_strict), (ours, "position", largest)):
+        often = criteria.above_chance(len(wins))
+        shown = what.format(group, len(wins), percent(means[group]))
+        outcome.claim(claim, shown, share_of_heads(wins[group], often), often)
     outcome.tables["shares"] = pd.DataFrame(
         {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
         for layer in range(blocks(run))

@@ -179,17 +179,9 @@ def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator
     bases = _tilted(first, second, incoherence)
     query, key = (torch.stack([_tokens(basis, generator) for basis in bases]) for _ in range(2))
     of_queries, of_keys = (torch.linalg.qr(tokens.flatten(0, 1).mT).Q for tokens in (query, key))
-    weights = torch.stack(
-        [
-            torch.stack(
-                [
-                    sparse_weight(left @ of_queries, right @ of_keys, setting.sparsity, generator)
-                    for right in bases
-                ]
-            )
-            for left in bases
-        ]
-    )
+    pairs = [(left @ of_queries, right @ of_keys) for left in bases for right in bases]
+    weights = torch.stack([sparse_weight(*pair, setting.sparsity, generator) for pair in pairs])
+    weights = weights.unflatten(0, (2, 2))
     if setting.noise:
         noise = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
         weights = weights + noise / setting.width**0.5

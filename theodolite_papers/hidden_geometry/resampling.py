@@ -69,7 +69,7 @@ def shares(rows: Quarters, columns: Quarters, cutoffs: Sequence[int]) -> Float64
 
     rows, columns: what each quarter of the contexts gives. cutoffs: K, of the K × K lowest.
 
-    Returns naN where no energy is left.
+    Returns NaN where no energy is left.
     """
     whole = rows[0].new_zeros(rows[0].shape[:-2])
     lowest = whole[..., None].repeat_interleave(len(cutoffs), -1)

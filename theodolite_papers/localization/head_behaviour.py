@@ -93,10 +93,8 @@ def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[E
 
     def kappa(heads: Indices) -> float:
         one, two = first_codes[heads], second_codes[heads]
-        same, chance = (
-            (one == two).mean(),
-            sum((one == name).mean() * (two == name).mean() for name in range(len(names))),
-        )
+        same = (one == two).mean()
+        chance = sum((one == name).mean() * (two == name).mean() for name in range(len(names)))
         # Where both have one name throughout, chance alone agrees fully: no agreement beyond it can be seen.
         return float((same - chance) / (1 - chance)) if chance < 1 else math.nan
 
@@ -193,24 +191,18 @@ def behaviour(study: Study, outcome: Outcome) -> None:
         "width": curve_width(measured).numpy(),
         "entropy": need_column(run.heads, "entropy"),
     }
+    predicted_numbers = {name: _numbers(prediction) for name, prediction in predictions.items()}
     correlation_of: Correlations = {
-        (name, predicted, shown): rank_correlation_of_heads(
-            _numbers(prediction)[predicted], numbers[shown], layers
-        )
-        for name, prediction in predictions.items()
+        (name, predicted, shown): rank_correlation_of_heads(of[predicted], numbers[shown], layers)
+        for name, of in predicted_numbers.items()
         for predicted, shown, _, _ in COMPARED
     }
     _judge_order(outcome, correlation_of)
     errors = judge_curves(outcome, predictions, measured, layers)
     shares = _judge_regimes(outcome, predictions, regime_of_curve(measured), layers)
     trace = np.abs(need_column(run.heads, f"trace{SUFFIX['text']}"))
-    judge_entropy(
-        outcome,
-        {"eta": predictions["text"].eta.numpy(), "width": numbers["width"]},
-        numbers["entropy"],
-        trace,
-        layers,
-    )
+    spectra = {"eta": predictions["text"].eta.numpy(), "width": numbers["width"]}
+    judge_entropy(outcome, spectra, numbers["entropy"], trace, layers)
     for name, label in SOURCES.items():
         mean, entropy = correlation_of[name, "mean", "ρ"], correlation_of[name, "eta", "entropy"]
         outcome.read(
@@ -295,12 +287,9 @@ def judge_entropy(
     numbers: `eta` of W_QK Σ̂, and `width`, the measured share of positions that propagate; (heads,), as the others.
     trace: |tr W|.
     """
+    smaller = "Heads whose spectrum has a smaller scale have a higher entropy"
     for claim, name, what in (
-        (
-            "Heads whose spectrum has a smaller scale have a higher entropy",
-            "eta",
-            f"η, from {SOURCES['text']},",
-        ),
+        (smaller, "eta", f"η, from {SOURCES['text']},"),
         ("Localized heads have a higher entropy", "width", "the measured share of positions that propagate"),
     ):
         plain = rank_correlation_of_heads(numbers[name], entropy, layers)
