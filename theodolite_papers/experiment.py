@@ -20,7 +20,6 @@ from theodolite.passes.run import SCHEMA_VERSION
 from theodolite.report.data import array, column
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.progress import ShowStage
-from theodolite.system.wording import counted
 from theodolite_papers.catalogue import find, need_no_model, on_prompts
 
 
@@ -284,18 +283,6 @@ def of_model(model: OpenModel, seed: int = 0) -> dict[str, Any]:
 def of_nothing(seed: int = 0) -> dict[str, Any]:
     """The provenance of experiments that read no model and no text."""
     return of_trainings("no model", "no model", seed=seed)
-
-
-def of_models(
-    folder: str | Path, models: Sequence[Path], architecture: str, kind: str, **read: Any
-) -> dict[str, Any]:
-    """The provenance of experiments that read small models in the folders of a folder.
-
-    kind: name of the entry that says which. read: what else it says, such as how many prompts.
-    """
-    entry = {"folder": str(folder), "models": [place.name for place in models], **read}
-    name = f"{counted(len(models), 'model')} in {Path(folder).name}"
-    return of_trainings(name, architecture) | {kind: entry}
 
 
 def of_trainings(

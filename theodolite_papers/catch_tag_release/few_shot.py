@@ -29,7 +29,7 @@ from theodolite.report.outcome import Outcome
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, for_plotly, number, percent, with_error
 from theodolite_papers.catch_tag_release.pruned_models import METHODS
-from theodolite_papers.experiment import Study, experiment, of_models
+from theodolite_papers.experiment import Study, experiment, of_trainings
 from theodolite_papers.training.task_models import models_of
 
 FIGURE_HEIGHT = 380
@@ -259,4 +259,6 @@ def is_few_shot(folder: str | Path) -> bool:
 
 def few_shot_provenance(folder: str | Path) -> dict[str, Any]:
     """The provenance of `sinks/figure3`."""
-    return of_models(folder, models_in(folder), "GPT-NeoX", "few_shot", prompts=PROMPTS)
+    models = [place.name for place in models_in(folder)]
+    entry = {"folder": str(folder), "models": models, "prompts": PROMPTS}
+    return of_trainings(f"{counted(len(models), 'model')} in {Path(folder).name}", "GPT-NeoX", few_shot=entry)

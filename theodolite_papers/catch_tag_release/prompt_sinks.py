@@ -219,9 +219,8 @@ def _figures(
         "attention",
         f"Catch: attention of {head}",
         drawing.attention(trace.attention.numpy(), tokens, sinks),
-        "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than "
-        f"{SINK_THRESHOLD} of the attention of the queries that see them, or, for local sinks, most of the "
-        "attention of a contiguous span.",
+        f"Queries down, keys across. ▼: sinks of this head, which receive more than {SINK_THRESHOLD} of the attention "
+        "of the queries that see them, or, local sinks, most of that of a contiguous span.",
         "strong columns: later tokens attend mostly to that token.",
         source,
         wide=True,
@@ -249,9 +248,8 @@ def _figures(
         "colours",
         "Release: tokens coloured by principal components",
         drawing.coloured(colours, list(scores), tokens, sinks),
-        "Three principal components of the tokens' vectors as red, green and blue, at each place from its least to "
-        "its largest value; every place turned to the colours of the head's output (orthogonal Procrustes), so "
-        "that a colour means the same in all rows. Position 0 and the sinks are left out of the components.",
+        "Three principal components of the tokens' vectors as red, green and blue, every place turned to the colours "
+        "of the head's output (orthogonal Procrustes). Position 0 and the sinks are left out of the components.",
         "runs of one colour after each ▼ in the head's output, and again in the rows below it.",
         f"{ZHANG}, Figs. 2c and 2d",
         wide=True,

@@ -208,9 +208,8 @@ def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
         "left",
         "The layer's sinks that are left",
         figures_ablations.shares_left(left, (REMOVED.limit, SPARED.limit)),
-        "Share of the pruned model's sinks in the layer, context by context and key by key, with its 95 % interval. "
-        "Dotted: at most this much is left where the low-rank term carries the sinks, and at least this much without a "
-        "random part of the same singular values.",
+        "Share of the pruned model's sinks in the layer, by context and key, with its 95 % interval. Dotted: the most "
+        "that is left where the low-rank term carries the sinks, and the least without a random part as large.",
         "the first one left of the left line, and the control right of the right one.",
         f"{ZHANG}, section 3.2; the control is ours",
     )

@@ -189,9 +189,8 @@ def attribution(study: Study, outcome: Outcome) -> None:
                 pattern.name,
                 f"Attention to {pattern.title}: one constituent alone, and ablated",
                 figures_constituents.attribution(run, pattern.name),
-                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}, on a repeated random sequence, of the "
-                "heads that pay most: as measured (solid line), recomputed from the logits of one group of "
-                "constituents alone and with that group ablated, and uniform attention (dotted line).",
+                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target} on repeated random tokens: as measured "
+                "(solid), from one group of constituents alone, with it ablated, and uniform (dotted).",
                 f"{pattern.group} alone near the solid line, and ablated near the dotted one. {pattern.strict} is its "
                 "part without mean and bias.",
                 f"{SONG}, section 5.2; the recomputation is ours",
@@ -277,9 +276,8 @@ def constituents(study: Study, outcome: Outcome) -> None:
         "shares",
         "Share of logit variance of every head",
         by_name("group", list(grids), draw, grid=True),
-        "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
-        "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
-        "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
+        "One cell per head: a group's share of the variance that the softmax sees (rows of logits less their means). "
+        "Position, context, cross, constant and additive sum to 1; one below 0 is drawn as 0.",
         "heads dominated by one group: strong in one map, pale in the others.",
         f"{SONG}, eq. 10; the shares are ours",
         wide=True,

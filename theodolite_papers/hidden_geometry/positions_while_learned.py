@@ -322,9 +322,8 @@ def addition(study: Study, outcome: Outcome) -> None:
         "accuracy",
         "Exact-match accuracy by number of digits",
         drawing.accuracies(names, (values, errors), paper),
-        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors. "
-        "Answers are written from their last digit to their first, as in the published code. Whether the positions are "
-        "smooth is judged by geometry/figure5.",
+        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors; "
+        "answers are written from their last digit to their first, as in the published code.",
         "a drop at the lengths that training never saw.",
         f"{SONG}, appendix D.3",
         wide=True,

@@ -185,11 +185,8 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
         if not all(setting in table.index for group in groups for setting in group):
             continue
         x, y = ([table.loc[list(group), one].mean() for group in groups] for one in (against, name))
-        values.append(
-            y[1] - y[0]
-            if len(groups) == 2
-            else float(np.nan_to_num(rank_correlation(np.array(x), np.array(y))))
-        )
+        order = np.nan_to_num(rank_correlation(np.array(x), np.array(y)))
+        values.append(y[1] - y[0] if len(groups) == 2 else float(order))
     if not values:
         return Estimate(math.nan)
     known = Estimate.mean(values, "seeds")

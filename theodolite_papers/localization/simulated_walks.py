@@ -165,8 +165,7 @@ def _draw_curves(outcome: Outcome, name: str, sim: Simulation, predicted: dict[s
         by_name("mean ± scale", [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs], draw, grid=True),
         f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in "
         f"which token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
-        "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and, with these W_QK, over walks "
-        "(thick). Lines: predictions from the eigenvalues of Σ^½ W_QK Σ^½.",
+        "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and over walks (thick).",
         "points on the exact line for every pair; the dashed published one is far from them in the middle of the "
         "context wherever η is not small.",
         f"{BAO}, Fig. 5 left; the pairs of mean and scale are ours",
