@@ -266,11 +266,11 @@ def width(study: Study, outcome: Outcome) -> None:
     lines = [
         Line(f"tr W/λ = {ratio:g}", colour) for ratio, colour in zip(RATIOS, style.CATEGORIES, strict=False)
     ]
-    d, titles = np.array(WIDTHS, dtype=np.float64), ("d", "effective share")
+    across, titles = np.array(WIDTHS, dtype=np.float64), ("d", "effective share")
     outcome.figure(
         "widths",
         "Effective share of positions by width",
-        drawing.curves(d, lines, list(shares.numpy()), titles, xaxis={"type": "log"}),
+        drawing.curves(across, lines, list(shares.numpy()), titles, xaxis={"type": "log"}),
         "Of the exact ρ of random walks whose d eigenvalues are all equal, so that ξ = √d, its largest value.",
         "lines that fall.",
         f"{BAO}, section 4",
