@@ -116,8 +116,3 @@ def command(*words: Any) -> None:
     main()
 
 
-def command_without(module: str, *words: Any) -> None:
-    """The same where a module cannot be imported."""
-    assert module not in sys.modules
-    sys.modules[module] = None  # type: ignore[assignment]
-    command(*words)
