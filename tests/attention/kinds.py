@@ -48,11 +48,15 @@ def make(kind: str, dtype: torch.dtype = torch.float64, strength: float = 2.0) -
     )
 
 
-def dense_logits(inputs: AttentionInputs) -> torch.Tensor:
-    """(B, H, T, T) in float64, −∞ where a query does not see the key."""
-    groups = inputs.query.shape[1] // inputs.key.shape[1]
-    key = inputs.key.double().repeat_interleave(groups, dim=1)
-    logits = inputs.query.double() @ key.transpose(-1, -2) * inputs.scaling
+def _repeated(inputs: AttentionInputs, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double().repeat_interleave(inputs.query.shape[1] // tensor.shape[1], dim=1)
+
+
+def dense_logits(inputs: AttentionInputs, products: torch.Tensor | None = None) -> torch.Tensor:
+    """(B, H, T, T) in float64, −∞ where a query does not see the key; of other `products` of queries with keys."""
+    logits = products
+    if logits is None:
+        logits = inputs.query.double() @ _repeated(inputs, inputs.key).mT * inputs.scaling
     if inputs.softcap:
         logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
     if inputs.bias is not None:
@@ -65,17 +69,22 @@ def dense_logits(inputs: AttentionInputs) -> torch.Tensor:
     return logits
 
 
-def dense(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights (B, H, T, T), output (B, T, H, w) and weight of the learned column, by definition."""
-    groups = inputs.query.shape[1] // inputs.key.shape[1]
-    value = inputs.value.double().repeat_interleave(groups, dim=1)
-    logits = dense_logits(inputs)
+def dense_weights(inputs: AttentionInputs, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (B, H, T, T) of such logits, and weight of the learned column."""
     if inputs.sink is not None:
         column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         full = torch.cat([logits, column], dim=-1).softmax(-1)
-        return full[..., :-1], (full[..., :-1] @ value).transpose(1, 2), full[..., -1]
+        return full[..., :-1], full[..., -1]
     weights = logits.softmax(-1).nan_to_num(0.0)  # a fully hidden row has no softmax, and pays nothing
-    return weights, (weights @ value).transpose(1, 2), torch.zeros_like(weights[..., 0])
+    return weights, torch.zeros_like(weights[..., 0])
+
+
+def dense(
+    inputs: AttentionInputs, extra: torch.Tensor | float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights, output (B, T, H, w) and weight of the learned column; `extra` is added to the logits."""
+    weights, learned = dense_weights(inputs, dense_logits(inputs) + extra)
+    return weights, (weights @ _repeated(inputs, inputs.value)).transpose(1, 2), learned
 
 
 def masked_by_bias(inputs: AttentionInputs, lowest: float) -> AttentionInputs:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import checkpoints
+from tests.attention.kinds import dense
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.models.calls import capture_calls
@@ -172,25 +173,6 @@ def _inputs(**options) -> AttentionInputs:
     return AttentionInputs(query=query, key=key, value=value, **(defaults | options))
 
 
-def _dense(inputs: AttentionInputs, extra: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention outputs by hand, (batch, heads, queries, value_width); `extra` is added to the logits."""
-    key, value = (t.repeat_interleave(2, dim=1).double() for t in (inputs.key, inputs.value))
-    logits = inputs.query.double() @ key.mT * inputs.scaling
-    if inputs.softcap is not None:
-        logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
-    if inputs.bias is not None:
-        logits = logits + inputs.bias
-    if inputs.mask is not None:
-        logits = logits.masked_fill(~inputs.mask, -torch.inf)
-    elif inputs.causal:
-        logits = logits.masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf)
-    logits = logits if extra is None else logits + extra
-    if inputs.sink is not None:
-        column = inputs.sink.double().view(1, -1, 1, 1).expand(2, 4, 20, 1)
-        return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1] @ value
-    return logits.softmax(-1) @ value
-
-
 WINDOW = torch.ones(20, 20, dtype=torch.bool).tril().triu(-3)[None, None]
 CASES = {
     "causal": {},
@@ -222,7 +204,7 @@ def test_hidden_keys_get_no_weight_and_queries_without_a_key_keep_what_they_had(
     elif inputs.causal:
         visible = visible.tril()
     blind = ~(visible & ~hidden[:, None]).any(-1)
-    expected = torch.where(blind[:, None, :, None], _dense(inputs), _dense(inputs, extra)).transpose(1, 2)
+    expected = torch.where(blind[:, :, None, None], dense(inputs)[1], dense(inputs, extra)[1])
     assert bool(blind.any()) == (case != "both ways")
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=2e-4)
 

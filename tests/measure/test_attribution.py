@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.accumulate.test_attention import HEADS, KINDS, LENGTH, dense, make
+from tests.attention.kinds import HEADS, KINDS, LENGTH, dense, dense_logits, dense_weights, make
 from tests.measure.test_constituents import _split
 from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, pattern_scores
 from theodolite.measure.constituents import dense_attention
@@ -50,20 +50,10 @@ def _groups_of(query: str, key: str) -> set[str]:
     return strict | {"position" if "pos" in sides else "context" if "cvec" in sides else "constant"}
 
 
-def _dense_of(inputs, logits: torch.Tensor, bias: bool) -> torch.Tensor:
-    """Attention of whole logit matrices under the masks, cap and sink of `inputs`."""
-    if inputs.softcap:
-        logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
-    if bias and inputs.bias is not None:
-        logits = logits + inputs.bias
-    if inputs.mask is not None:
-        logits = logits.masked_fill(~inputs.mask, -torch.inf)
-    elif inputs.causal:
-        logits = logits.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
-    if inputs.sink is None:
-        return logits.softmax(-1)
-    column = inputs.sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+def _dense_of(inputs, products: torch.Tensor, bias: bool) -> torch.Tensor:
+    """Attention of whole products of queries with keys under the masks, cap and sink of `inputs`."""
+    inputs = inputs if bias else replace(inputs, bias=None)
+    return dense_weights(inputs, dense_logits(inputs, products))[0]
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "capped", "alibi", "sink"])

@@ -1,4 +1,4 @@
-"""From a layer's weights to its columns. Oracle: whole d×d matrices in numpy, from the formulas of the paper."""
+"""From a layer's weights to its columns."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.linalg import sqrtm
 
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_spectra, localization_tables
 from theodolite.models.head_weights import BEFORE_NORM, EXACT, HeadWeights
+from theodolite.theory import qk_eigenvalues, qk_moments, qk_spectral_norm
 
 HEADS, WIDTH, HEAD_WIDTH, SCALING = 3, 12, 4, 0.4
 
@@ -30,35 +30,19 @@ def covariance() -> torch.Tensor:
 
 
 def test_spectra_are_those_of_the_whole_matrix(covariance):
+    """Oracle: `qk_moments` and its like, which have tests of their own against whole matrices."""
     weights = weights_of()
     spectra = layer_spectra(weights, covariance, HEADS, HEAD_WIDTH)
-    root = np.real(sqrtm(covariance.numpy()))
-    for head in range(HEADS):
-        w_qk = (weights.w_q[head] @ weights.w_k[head].mT).numpy()
-        assert spectra["spectral_norm"][head] == pytest.approx(np.linalg.norm(w_qk, 2) * SCALING)
-        for suffix, sigma, half in (("", np.eye(WIDTH), np.eye(WIDTH)), ("_data", covariance.numpy(), root)):
-            w = w_qk @ sigma
-            trace, square = np.trace(w), np.trace(w @ w)
-            symmetric = half @ (w_qk + w_qk.T) / 2 @ half
-            symmetric_square = np.trace(symmetric @ symmetric)
-            expected = {
-                "trace": trace,
-                "trace_of_square": square,
-                "frobenius_squared": (w**2).sum(),
-                "mean": trace / WIDTH,
-                "variance": square / WIDTH - (trace / WIDTH) ** 2,
-                "xi": trace / math.sqrt(square),
-                "eta": math.sqrt(square) * SCALING,
-                "xi_symmetric": trace / math.sqrt(symmetric_square),
-                "eta_symmetric": math.sqrt(symmetric_square) * SCALING,
-                "r": trace * SCALING,
-            }
-            assert expected.keys() == set(MOMENTS)
-            for name, value in expected.items():
-                assert spectra[name + suffix][head] == pytest.approx(value, rel=1e-8), name + suffix
-            ours = np.sort_complex(torch.view_as_complex(spectra["spectrum" + suffix])[head].numpy())
-            largest = sorted(np.linalg.eigvals(w), key=abs)[-HEAD_WIDTH:]
-            np.testing.assert_allclose(ours, np.sort_complex(largest), atol=1e-8)
+    torch.testing.assert_close(
+        spectra["spectral_norm"], qk_spectral_norm(weights.w_q, weights.w_k) * SCALING, rtol=1e-8, atol=0
+    )
+    for suffix, sigma in (("", None), ("_data", covariance)):
+        moments = qk_moments(weights.w_q, weights.w_k, sigma, temperature=1 / SCALING)
+        for name in MOMENTS:
+            torch.testing.assert_close(spectra[name + suffix], getattr(moments, name), rtol=1e-8, atol=0)
+        ours = torch.view_as_complex(spectra["spectrum" + suffix]).numpy()
+        expected = qk_eigenvalues(weights.w_q, weights.w_k, sigma).numpy()
+        np.testing.assert_allclose(np.sort_complex(ours), np.sort_complex(expected), atol=1e-8)
 
 
 def test_without_weights_all_is_nan_and_of_the_same_shape(covariance):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-from tests import checkpoints
 from theodolite.attention.inputs import attend
 from theodolite.models.taps import tapped
 
@@ -28,22 +25,3 @@ def test_each_part_of_a_model_gets_its_own_implementation_back():
     assert config.vision_config._attn_implementation == "eager"
     layers = model.model.vision_tower.modules()
     assert {m.config._attn_implementation for m in layers if hasattr(m, "config")} == {"eager"}
-
-
-def test_two_models_can_be_tapped_one_inside_the_other():
-    outer, inner = checkpoints.build("gpt2"), checkpoints.build("llama2")
-    ids = torch.zeros(1, 5, dtype=torch.int64)
-    seen: list[str] = []
-
-    def note(name):
-        def tap(module, inputs):
-            seen.append(name)
-            return attend(inputs)
-
-        return tap
-
-    with torch.no_grad(), tapped(outer, note("outer")):
-        with tapped(inner, note("inner")):
-            inner(input_ids=ids)
-        outer(input_ids=ids)
-    assert seen == ["inner"] * 3 + ["outer"] * 3

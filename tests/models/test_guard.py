@@ -5,6 +5,7 @@ The oracle of every number is the same call in a state that nobody has touched, 
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Iterator
@@ -92,39 +93,26 @@ def test_what_a_model_sees(opened):
     assert [inside[name] for name in DECIDING] == [at_start[name] for name in DECIDING]
 
 
-def test_the_other_way_to_round_products_is_kept_too():
+@pytest.mark.parametrize(
+    ("backend", "said", "given", "inside", "after"),
+    [
+        (torch.backends.mkldnn, "matmul.fp32_precision", "bf16", "ieee", "bf16"),
+        (torch.backends.cudnn, "allow_tf32", True, False, True),
+        (torch.backends.cudnn, "allow_tf32", False, False, False),
+        (torch.backends.cudnn, "rnn.fp32_precision", "ieee", "ieee", "ieee"),
+    ],
+)
+def test_rounding_is_kept_in_whichever_of_two_ways_it_was_said(backend, said, given, inside, after):
     """PyTorch refuses to answer in one of its two ways what was said in the other."""
-    matmul = torch.backends.mkldnn.matmul
-    if not hasattr(matmul, "fp32_precision"):
-        pytest.skip("this PyTorch has one way")
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
+    *path, name = said.split(".")
     try:
-        with guarded(torch.nn.Linear(2, 2)):
-            assert matmul.fp32_precision == "ieee"
-        assert matmul.fp32_precision == "bf16"
-    finally:
-        matmul.fp32_precision = before
-
-
-def test_convolutions_are_not_rounded():
-    """Said in either of PyTorch's two ways, of which the newer one keeps the older one from answering."""
-    backend = torch.backends.cudnn
-    for allowed in (True, False):
-        with set_to(lambda: backend.allow_tf32, lambda value: setattr(backend, "allow_tf32", value), allowed):
-            with guarded(torch.nn.Linear(2, 2)):
-                assert not backend.allow_tf32
-            assert backend.allow_tf32 is allowed
-    if not hasattr(backend, "conv"):
+        holder = operator.attrgetter(*path)(backend) if path else backend
+    except AttributeError:
         pytest.skip("this PyTorch has one way")
-    before = backend.rnn.fp32_precision
-    backend.rnn.fp32_precision = "ieee"
-    try:
+    with set_to(lambda: getattr(holder, name), lambda value: setattr(holder, name, value), given):
         with guarded(torch.nn.Linear(2, 2)):
-            assert backend.conv.fp32_precision == "ieee"
-        assert backend.conv.fp32_precision == "tf32"
-    finally:
-        backend.rnn.fp32_precision = before
+            assert getattr(holder, name) == inside
+        assert getattr(holder, name) == after
 
 
 def test_states_are_as_they_were_after_an_error(opened):

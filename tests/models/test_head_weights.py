@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers import XGLMConfig, XGLMForCausalLM
 
-from theodolite.attention.inputs import attend
 from theodolite.models import open_model, open_module
-from theodolite.models.taps import tapped
-
-
-def test_scaling_is_that_of_the_family(opened):
-    expected = {"gpt2": 8**-0.5, "opt": 8**-0.5, "gemma2": 20**-0.5, "qwen3": 12**-0.5, "bloom": 8**-0.5}
-    for family, scaling in expected.items():
-        assert opened(family).head_weights(0).scaling == pytest.approx(scaling, rel=1e-12)
-
-
-def test_tapped_scaling_of_opt_is_not_folded_into_the_query(opened):
-    """OPT scales its queries before the interface; the tap undoes it, so that λ is λ in every family."""
-    model = opened("opt")
-    scalings = []
-
-    def tap(module, inputs):
-        scalings.append(inputs.scaling)
-        return attend(inputs)
-
-    with torch.no_grad(), tapped(model.hf, tap):
-        model.hf.base_model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
-    assert scalings == [8**-0.5] * 3
 
 
 class _Grouped(nn.Module):

@@ -18,16 +18,15 @@ from typer.testing import CliRunner
 
 from benchmarks.shards import write_layout
 from tests import checkpoints, vision
+from tests.models.test_every_family import check_read_by_layers, same_run
 from theodolite.cli.app import app
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import lazy_weights as reading
 from theodolite.models import open_model, open_streamed, open_weights
 from theodolite.models.loading import on_meta
 from theodolite.models.skeleton import build_skeleton, filled_with_rows
-from theodolite.passes.run import Run
 from theodolite.passes.survey import spectra, survey
 
-PARTS = ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
 SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
 OTHERS = {
@@ -47,23 +46,8 @@ def _opened(folder: Path):
     return open_weights(folder, say=_refused)
 
 
-def _assert_same(got: Run, expected: Run) -> None:
-    assert got.provenance == expected.provenance
-    assert got.heads.equals(expected.heads)
-    assert got.arrays.keys() == expected.arrays.keys()
-    for name, tensor in expected.arrays.items():
-        torch.testing.assert_close(got.arrays[name], tensor, rtol=0, atol=0, equal_nan=True)
-
-
 def _assert_the_models_own(folder: Path) -> None:
-    weights, model = _opened(folder), open_model(folder, device="cpu")
-    assert all(p.is_meta for p in weights.hf.parameters())
-    for layer in range(model.layers):
-        got, expected = weights.head_weights(layer), model.head_weights(layer)
-        assert all(torch.equal(getattr(got, part), getattr(expected, part)) for part in PARTS)
-        assert (got.scaling, got.projection) == (expected.scaling, expected.projection)
-    assert all(p.is_meta for p in weights.hf.parameters())
-    _assert_same(spectra(weights), spectra(model))
+    check_read_by_layers(open_model(folder, device="cpu"), folder)
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -146,7 +130,7 @@ def test_a_model_opened_for_its_weights_reads_no_text(checkpoint, opened):
 def _whole(folder: Path) -> str:
     said: list[str] = []
     got = open_weights(folder, say=said.append)
-    _assert_same(spectra(got), spectra(open_model(folder, device="cpu")))
+    same_run(spectra(got), spectra(open_model(folder, device="cpu")))
     (line,) = said
     assert "\n" not in line
     return line
@@ -206,7 +190,7 @@ def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
         model.model.layers[1].self_attn.q_proj.weight.zero_()
     model.save_pretrained(tmp_path)
     run = spectra(_opened(tmp_path))
-    _assert_same(run, spectra(open_model(tmp_path, device="cpu")))
+    same_run(run, spectra(open_model(tmp_path, device="cpu")))
     zeros = run.heads[run.heads.layer == 1]
     assert (zeros.frobenius_squared == 0).all()
     assert (run.arrays["spectrum"][1] == 0).all()

@@ -20,18 +20,10 @@ from tests.slow import slow_but
 from theodolite.attention.inputs import attend, softmax
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import OpenModel, open_model, open_weights, verification
-from theodolite.models.calls import _to_dtype
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.structure import NoAttention
 from theodolite.system.choices import check_attention
 from tools import measured_families, small_models
-
-
-def test_dtype_and_device_map_are_options(checkpoint):
-    assert open_model(checkpoint("gpt2"), dtype="bfloat16").hf.dtype == torch.bfloat16
-    assert open_model(checkpoint("gpt2"), dtype=torch.float64).hf.dtype == torch.float64
-    model = open_model(checkpoint("llama3"), device_map="auto")
-    assert torch.equal(model.head_weights(0).w_q, open_model(checkpoint("llama3")).head_weights(0).w_q)
 
 
 def _refused(source, error: type[TheodoliteError], words: str, opening=open_model, **options) -> None:
@@ -436,16 +428,6 @@ def test_no_depth_and_no_dtype_makes_a_wrong_attention_pass(wrong):
 def test_two_places_are_refused(checkpoint):
     with pytest.raises(UsageError, match="--device and --device-map both say where the model goes: give one"):
         open_model(checkpoint("gpt2"), device="cpu", device_map="auto")
-
-
-def test_what_a_layer_is_called_with_goes_to_its_device():
-    """Integers and masks, too. Oracle: the device without memory, which needs no GPU."""
-    like = torch.empty(2, device="meta")
-    given = (torch.arange(2), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.float64), 3)
-    *moved, number = _to_dtype(given, like)
-    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
-    assert [tensor.dtype for tensor in moved] == [torch.int64, torch.bool, torch.float32]
-    assert number == 3
 
 
 def test_a_device_without_numbers_is_refused(checkpoint):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import transformers
 from transformers.pytorch_utils import Conv1D
 
 import theodolite.models.projections
 from tests import checkpoints
-from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
 from theodolite.models.projections import find_projections
 from theodolite.models.source import Source
@@ -27,26 +25,6 @@ def found(model: transformers.PreTrainedModel, inputs: dict[str, torch.Tensor], 
         structure = find_structure(Source.of_transformers(model))
         calls = capture_calls(model, structure, lambda: model.base_model(**inputs))
         return structure, calls, find_projections(model, structure, calls, layers)
-
-
-def test_quantised_weights_are_refused_by_name():
-    model = checkpoints.build("llama2")
-    model.is_quantized = True
-    with pytest.raises(UsageError, match="is quantised"):
-        found(model, sample("llama2"), [0])
-
-
-def test_a_projection_that_is_no_single_matrix_is_refused():
-    """W_q = A B, as in low-rank projections: linear, but no selection of a matrix's entries."""
-    model = checkpoints.build("llama2")
-    attention = model.model.layers[0].self_attn
-    attention.q_proj = torch.nn.Sequential(
-        torch.nn.Linear(32, 4, bias=False), torch.nn.Linear(4, 32, bias=False)
-    )
-    with pytest.raises(
-        UsageError, match=r"layer 0: .*not its input times one weight matrix each, so LocAteR"
-    ):
-        found(model, sample("llama2"), [0])
 
 
 class Swapping(Conv1D):

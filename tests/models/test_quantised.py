@@ -88,17 +88,6 @@ def test_a_pruned_model_s_own_names_are_no_exception(checkpoint, tmp_path):
         open_model(written(checkpoint("gpt2"), tmp_path / "wrong", wrong))
 
 
-def test_a_config_that_names_its_quantiser_is_left_to_it(checkpoint, tmp_path):
-    folder = written(checkpoint("gpt_oss"), tmp_path / "experts", lambda weights: None)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.0.mlp.experts.gate_up_proj_blocks"] = torch.ones(2, 2, dtype=torch.uint8)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    assert len(spectra(open_weights(folder)).heads) == 12
-
-
 def test_eight_bits_with_blocks_of_scales_are_read_by_transformers(checkpoint, tmp_path):
     """DeepSeek's FP8. Oracle: each block of the stored numbers times its scale."""
     blocks, stored = {}, torch.float8_e4m3fn

@@ -21,18 +21,6 @@ def ids() -> torch.Tensor:
     return torch.randint(checkpoints.VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module")
-def opened64(checkpoint):
-    cache = {}
-
-    def model(family):
-        if family not in cache:
-            cache[family] = open_model(checkpoint(family), dtype="float64")
-        return cache[family]
-
-    return model
-
-
 @pytest.mark.parametrize("kind", ["olmo2", "deepseek", "gemma3", "cohere_norm"])
 def test_norms_inside_attention_are_frozen(kind, tmp_path, monkeypatch):
     """Oracle: the softmax's arguments. Norms over the whole width, between projections, a head, one gain a head."""
@@ -87,9 +75,9 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama2", "qwen3"])
-def test_each_part_of_rotary_families(family, opened64, ids):
+def test_each_part_of_rotary_families(family, checkpoint, ids):
     """Oracle: RMSNorm, projection, (Qwen 3) the norm of each head, and rotation, written out."""
-    model = opened64(family)
+    model = open_model(checkpoint(family), dtype="float64")
     layer = 2
     with torch.no_grad():
         hidden = model.hf(input_ids=ids, output_hidden_states=True).hidden_states[layer]
@@ -124,7 +112,8 @@ def test_each_part_of_rotary_families(family, opened64, ids):
 def test_one_context_leads_with_heads(opened, ids):
     model = opened("llama3")
     whole = constituents(model, ids, 1)
-    given = Decomposition(*(getattr(decompose(torch.zeros(2, LENGTH, 32)), n) for n in _FIELDS))
+    zeros = decompose(torch.zeros(2, LENGTH, 32))
+    given = Decomposition(zeros.mean, zeros.pos, zeros.ctx, zeros.resid)
     one, also = (constituents(model, x, 1, decomposition=given) for x in (ids[0], ids[:1]))
     assert whole.logits.shape == (3, 4, 5, 5, LENGTH, LENGTH)
     assert one.logits.shape == (4, 5, 5, LENGTH, LENGTH)
@@ -135,9 +124,6 @@ def test_one_context_leads_with_heads(opened, ids):
     torch.testing.assert_close(one.logits_of(3), one.logits[3])
     with pytest.raises(UsageError, match="head 4 does not exist"):
         one.logits_of(4)
-
-
-_FIELDS = ("mean", "pos", "ctx", "resid")
 
 
 class _ByComplexNumbers(nn.Module):
@@ -205,22 +191,18 @@ def test_what_is_not_affine_is_refused_by_the_layers_name(checkpoint, ids):
 
 
 @pytest.mark.parametrize(
-    ("ids", "layer", "message"),
+    ("family", "ids", "layer", "message"),
     [
-        (torch.zeros(2, 5, dtype=torch.int64), 3, "layers 0 to 2"),
-        (torch.zeros(5, dtype=torch.int64), 0, "one context cannot be decomposed by itself"),
-        (torch.zeros(2, 2, 5, dtype=torch.int64), 0, "give token ids of one context"),
-        (torch.zeros(2, 0, dtype=torch.int64), 0, "give token ids of one context"),
-        (torch.zeros(2, 5), 0, "give token ids of one context"),
-        (torch.full((2, 5), 300), 0, "between 0 and 299"),
-        (torch.zeros(2, 200, dtype=torch.int64), 0, "more than the 128"),
+        ("vit", torch.zeros(2, 5, dtype=torch.int64), 0, "reads pixel_values"),
+        ("gpt2", torch.zeros(2, 5, dtype=torch.int64), 3, "layers 0 to 2"),
+        ("gpt2", torch.zeros(5, dtype=torch.int64), 0, "one context cannot be decomposed by itself"),
+        ("gpt2", torch.zeros(2, 2, 5, dtype=torch.int64), 0, "give token ids of one context"),
+        ("gpt2", torch.zeros(2, 0, dtype=torch.int64), 0, "give token ids of one context"),
+        ("gpt2", torch.zeros(2, 5), 0, "give token ids of one context"),
+        ("gpt2", torch.full((2, 5), 300), 0, "between 0 and 299"),
+        ("gpt2", torch.zeros(2, 200, dtype=torch.int64), 0, "more than the 128"),
     ],
 )
-def test_calls_that_cannot_be_answered(opened, ids, layer, message):
+def test_calls_that_cannot_be_answered(opened, family, ids, layer, message):
     with pytest.raises(UsageError, match=message):
-        constituents(opened("gpt2"), ids, layer)
-
-
-def test_models_without_tokens_are_refused(opened):
-    with pytest.raises(UsageError, match="reads pixel_values"):
-        constituents(opened("vit"), torch.zeros(2, 5, dtype=torch.int64), 0)
+        constituents(opened(family), ids, layer)

@@ -13,6 +13,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+from tests.theory.test_propagation import finite_moments, walk_values
 from theodolite.errors import UsageError
 from theodolite.theory import (
     probability_between,
@@ -26,17 +27,8 @@ DOUBLE = torch.float64
 
 def simulated(matrix: Tensor, root: Tensor, length: int, draws: int, temperature: float, seed: int) -> Tensor:
     """Frequency of s_i in [0, 1] for the last query of walks with steps of covariance root·rootᵀ, (T,)."""
-    generator = torch.Generator().manual_seed(seed)
-    hits, done = torch.zeros(length, dtype=DOUBLE), 0
-    while done < draws:
-        count = min(draws - done, max(1, 4_000_000 // (length * len(matrix))))
-        steps = torch.randn(count, length, len(matrix), generator=generator, dtype=DOUBLE) @ root.mT
-        tokens = steps.cumsum(1)
-        logits = torch.einsum("ntd,nd->nt", tokens, tokens[:, -1] @ matrix) / temperature
-        value = (logits - logits.mean(1, keepdim=True) + 1) / length
-        hits += ((value >= 0) & (value <= 1)).double().sum(0)
-        done += count
-    return hits / draws
+    value = walk_values(matrix, root, length, draws, temperature, seed)
+    return ((value >= 0) & (value <= 1)).double().mean(0)
 
 
 def deviations(measured: Tensor, exact: Tensor, draws: int) -> Tensor:
@@ -108,12 +100,8 @@ def test_one_eigenvalue_against_an_integral_over_the_query(scale: float, length:
 
 
 def direct(values: Tensor, length: int, positions: list[int]) -> Tensor:
-    """ρ_i from all 2d weights, with s_ab and s_aa s_bb by the explicit kernel min(s, t)."""
-    index = torch.arange(1, length + 1, dtype=DOUBLE)
-    kernel = torch.minimum(index[:, None], index)
-    a = -torch.ones(len(positions), length, dtype=DOUBLE) / length**2
-    a[torch.arange(len(positions)), torch.tensor(positions) - 1] += 1 / length
-    cross, own = a @ kernel[:, -1], ((a @ kernel) * a).sum(-1) * length
+    """ρ_i from all 2d weights, with s_ab and s_aa s_bb by the explicit kernel."""
+    cross, own = (moment[torch.tensor(positions) - 1] for moment in finite_moments(length))
     halves = torch.stack([cross + own.sqrt(), cross - own.sqrt()], dim=-1) / 2
     weights = (halves[..., None] * values).flatten(1)
     low = torch.full((len(positions),), -1 / length, dtype=DOUBLE)
@@ -138,14 +126,6 @@ def test_bins_and_interpolation_cost_no_accuracy(name: str) -> None:
     values, positions = spectra_of_many()[name], [1, 71, 140]
     got = propagation_exact(values, 140, 1.0)[torch.tensor(positions) - 1]
     torch.testing.assert_close(got, direct(values, 140, positions), rtol=0, atol=1e-9)
-
-
-def test_many_eigenvalues_approach_the_gaussian_form() -> None:
-    """d = 4096 of variance ~ 1/d: the central limit theorem makes the finite form right to 1e-3."""
-    values = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=DOUBLE) / 64
-    moments = values.sum(), values.square().sum(), values.square().sum()
-    difference = propagation_exact(values, 256, 1.0) - propagation_finite(*moments, 256, 1.0)
-    assert 1e-7 < difference.abs().max() < 1e-3
 
 
 def test_batches_zeros_and_nan() -> None:
@@ -187,10 +167,7 @@ def test_characteristic_function_is_the_determinant_of_the_docstring() -> None:
     w_k = 0.4 * torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=DOUBLE)
     length = 9
     got = propagation_exact_head(w_q, w_k, length, 1.0)
-    index = torch.arange(1, length + 1, dtype=DOUBLE)
-    kernel = torch.minimum(index[:, None], index)
-    a = torch.eye(length, dtype=DOUBLE) / length - 1 / length**2
-    own, cross = ((a @ kernel) * a).sum(-1) * length, a @ kernel[:, -1]
+    cross, own = finite_moments(length)
     scale = 0.4 * (own - cross**2).sqrt().numpy()
     law = scipy.stats.laplace(scale=scale)
     expected = law.cdf(1 - 1 / length) - law.cdf(-1 / length)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import mpmath
 import numpy as np
 import pytest
 import scipy.integrate
@@ -53,39 +52,6 @@ def test_two_pairs_of_weights_are_a_laplace_variable(low: float, high: float) ->
     law = scipy.stats.laplace(scale=2)
     expected = law.cdf(high) - law.cdf(low)
     assert probability([1, -1], low, high, [2, 2]) == pytest.approx(expected, abs=1e-13)
-
-
-def inverted(weights: list[float], counts: list[float], low: float, high: float) -> float:
-    """P(low ≤ Q ≤ high) by mpmath: each end on a straight vertical line through a real point of the strip of
-    convergence, P(Q > x) = (1/π) ∫ Re[e^(K(s) − sx)/s] dy at s = c + iy, at 20 digits."""
-    mpmath.mp.dps = 20
-
-    def above(x: float) -> mpmath.mpf:
-        c = mpmath.mpf(1) / (4 * max(weights))
-
-        def integrand(y: mpmath.mpf) -> mpmath.mpf:
-            s = mpmath.mpc(c, y)
-            value = mpmath.exp(-s * x) / s
-            for weight, count in zip(weights, counts, strict=True):
-                value *= (1 - 2 * s * weight) ** (mpmath.mpf(-count) / 2)
-            return value.real
-
-        # Periods of e^(−iyx) for some way, then what is left of an algebraic tail.
-        marks = [*range(11), 14, 20, 40, 100, 1000]
-        return mpmath.quad(integrand, marks) / mpmath.pi
-
-    return float(above(low) - above(high))
-
-
-@pytest.mark.parametrize(
-    ("weights", "counts"),
-    [
-        ([0.9, -0.4, 0.05, -0.03], [3.0, 2.0, 6.0, 5.0]),
-    ],
-)
-def test_mixed_weights_against_mpmath(weights: list[float], counts: list[float]) -> None:
-    expected = inverted(weights, counts, -0.02, 0.98)
-    assert probability(weights, -0.02, 0.98, counts) == pytest.approx(expected, abs=1e-9)
 
 
 def midpoint(weights: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
