@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import resource
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -144,24 +143,3 @@ def test_four_threads_change_last_digits_only(checkpoint, tmp_path: Path) -> Non
         for column, values in getattr(one, name).select_dtypes("float").items():
             got = getattr(four, name)[column]
             pd.testing.assert_series_equal(got, values, rtol=0, atol=1e-6 * values.abs().max())
-
-
-DAMAGE = {
-    "run.json": lambda path: path.unlink(),
-    "arrays.safetensors": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "layers.parquet": lambda path: (path.unlink(), path.mkdir()),
-}
-
-
-def test_a_run_that_is_not_whole(checkpoint, words: list[object], tmp_path: Path) -> None:
-    """Of each kind of file one; `make chaos` has all of them and every kind of damage."""
-    run, folder = tmp_path / "run", tmp_path / "damaged"
-    assert call("survey", *words, "--out", run)[0] == 0
-    for name, damage in DAMAGE.items():
-        shutil.copytree(run, folder)
-        damage(folder / name)
-        for command in (("report", folder), ("compare", run, folder, "--out", tmp_path / "page")):
-            status, stderr = call(*command)
-            assert status == 2
-            assert str(folder) in one_error(stderr)
-        shutil.rmtree(folder)

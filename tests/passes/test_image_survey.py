@@ -173,14 +173,6 @@ def test_the_same_survey_whatever_the_batch_and_wherever_the_images_are(measured
     close(lazily.heads["entropy"], measured.run.heads["entropy"], rtol=1e-6)
 
 
-def test_a_run_of_images_is_written_and_read(measured, tmp_path):
-    run = survey(measured.model, measured.corpus, tmp_path / "run")
-    loaded = Run.load(tmp_path / "run")
-    assert torch.equal(loaded.arrays["example_picture"], run.arrays["example_picture"])
-    assert loaded.provenance["corpus"]["grid"]["rows"] == 4
-    assert survey(measured.model, measured.corpus, tmp_path / "run").provenance == loaded.provenance
-
-
 def test_text_and_images_are_not_confused(measured, opened, corpus):
     with pytest.raises(UsageError, match="reads pixel_values, not text: give it images"):
         survey(measured.model, corpus)

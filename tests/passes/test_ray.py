@@ -36,7 +36,6 @@ from theodolite.passes.ray_survey import shards, survey_on_ray
 from theodolite.passes.run import TABLES, Run
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
-from theodolite.system.locks import locked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -321,15 +320,6 @@ def test_a_node_with_another_checkpoint_is_refused(cluster, checkpoint, corpus, 
     )
     with pytest.raises(UsageError, match=r"^node .* would measure something else: model is"):
         survey_on_ray(model, corpus, batch=BATCH, actors=1)
-
-
-@pytest.mark.slow
-def test_two_surveys_do_not_write_to_one_folder(cluster, opened, corpus, tmp_path):
-    with (
-        locked(tmp_path / "run"),
-        pytest.raises(UsageError, match="another process is writing to"),
-    ):
-        survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", actors=1)
 
 
 def test_a_finished_run_is_not_read_again(alone, opened, corpus, monkeypatch):

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, T5Config, T5ForConditionalGeneration
 
 from tests import checkpoints
-from tests.models.test_open_module import GPT
+from tests.models.modules import GPT
 from tests.processes import ranks
 from tests.slow import slow_but
 from tests.train.test_locater import trained as in_trainer

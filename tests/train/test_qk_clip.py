@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PreTrainedModel
 
 from tests import checkpoints
-from tests.models.test_open_module import GPT, HEADS, VOCABULARY
+from tests.models.modules import GPT, HEADS, VOCABULARY
 from tests.processes import ranks
 from tests.slow import slow_but
 from tests.train.test_geometry import IDS, eager_logits

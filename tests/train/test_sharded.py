@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 
 from tests import checkpoints
-from tests.models.test_open_module import GPT, LONGEST, VOCABULARY
+from tests.models.modules import GPT, LONGEST, VOCABULARY
 from tests.processes import ranks
 from tests.train.test_adapters import adapted
 from tests.train.test_locater import MEAN, SCALE, dense_penalty
