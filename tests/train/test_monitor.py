@@ -85,25 +85,27 @@ def test_losses_are_recorded_between_looks_and_go_on_when_resumed(tmp_path):
     A new training moves the old files aside, under the next free number; one that counts from 1 begins anew, too.
     """
 
-    def run(steps: range) -> None:
-        monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=3, folder=tmp_path)
+    def run(folder: Path, steps: range) -> None:
+        monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=3, folder=folder)
         for step in steps:
             monitor(step, torch.tensor(float(step), requires_grad=True) if step % 2 else math.nan)
 
-    run(range(7))
-    run(range(4, 9))
+    zero, one = tmp_path / "from 0", tmp_path / "from 1"
+    run(zero, range(7))
+    run(zero, range(4, 9))
     given = [{"step": step, "loss": float(step) if step % 2 else None} for step in (*range(5), *range(4, 9))]
-    assert rows(tmp_path / "losses.jsonl") == given
-    for number, steps in ((1, range(1)), (2, range(1, 4))):
-        old = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in ("heads", "losses")}
+    assert rows(zero / "losses.jsonl") == given
+    run(one, range(1, 4))
+    for folder, number, first in ((zero, 1, 0), (zero, 2, 0), (one, 1, 1)):
+        old = {name: (folder / f"{name}.jsonl").read_bytes() for name in ("heads", "losses")}
         words = rf"earlier record: moved to heads\.{number}\.jsonl"
         with pytest.warns(RecordWarning, match=words) as caught:
-            run(steps)
+            run(folder, range(first, first + 1))
         assert len(caught) == 1
         assert caught[0].filename == __file__
         for name, data in old.items():
-            assert (tmp_path / f"{name}.{number}.jsonl").read_bytes() == data
-    assert [row["step"] for row in rows(tmp_path / "heads.jsonl")] == [3] * 12
+            assert (folder / f"{name}.{number}.jsonl").read_bytes() == data
+    assert [row["step"] for row in rows(zero / "heads.jsonl")] == [0] * 12
 
 
 @pytest.mark.slow
