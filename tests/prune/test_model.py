@@ -24,7 +24,6 @@ from theodolite.models.block_matrices import block_matrices
 from theodolite.models.factored import read_matrices, write_matrices
 from theodolite.prune import Pruned, oats, prune_model
 from theodolite.report.content import text_line
-from theodolite.sinks import interventions
 
 METHODS = ("magnitude", "wanda", "sparsegpt", "oats")
 ITERATIONS = 6
@@ -209,6 +208,9 @@ def test_factored_and_merged_are_the_same_model(family, tmp_path):
     assert again.low_rank.keys() == pruned.low_rank.keys()
     for at, factors in pruned.low_rank.items():
         assert all(map(torch.equal, again.low_rank[at], factors))
+    with pytest.raises(UsageError, match="W_Q, W_K and W_V of block 7 have no low-rank part"):
+        again.factors(7)
+    assert "oats" in repr(again)
     told, table = pruned.provenance["pruning"], pruned.table
     lost = (table["dense_bytes"] - table["compact_bytes"]).sum()
     assert 0 <= told["bytes"] - (told["dense_bytes"] - lost) <= 80_000  # of headers
@@ -239,25 +241,6 @@ def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path):
     (out / "block-001.safetensors").unlink()
     with pytest.raises(WorkError, match=r"lacks 4 of the model's tensors \(first: transformer\.h\.1\.attn"):
         open_model(out)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama3"])
-def test_the_factors_are_what_interventions_take_out(family, tmp_path):
-    """Oracle: the sparse parts in the factored checkpoint, which are all that is left."""
-    out, options = tmp_path / "factored", {"iterations": 4, "form": "factored"}
-    prune_model(opened_anew(family, tmp_path), corpus_of(), "oats", 0.5, out=out, **options)
-    model, pruned = open_model(out), Pruned.load(out)
-    pieces, _ = read_matrices(tmp_path / "factored" / "block-001.safetensors")
-    sparse = {piece.key: piece.sparse for piece in pieces}
-    with interventions.without_low_rank(model, 1, factors=pruned.factors(1)) as shares:
-        assert set(shares) == {"q", "k", "v"}
-        assert min(shares.values()) > 0.01
-        for matrix in block_matrices(model)[1]:
-            if matrix.name in "qkv":
-                torch.testing.assert_close(matrix.read(), sparse[matrix.name], rtol=0, atol=1e-6)
-    with pytest.raises(UsageError, match="W_Q, W_K and W_V of block 7 have no low-rank part"):
-        pruned.factors(7)
-    assert "oats" in repr(pruned)
 
 
 def test_rank_goes_where_it_is_asked_for(tmp_path):

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
 
 from tests import checkpoints
 from tests.processes import ranks
-from tests.train.test_locater import MEAN, SCALE, dense_penalty
+from tests.train.test_locater import MEAN, SCALE, dense_penalty, trained
 from tests.train.test_sharded import compare
 from theodolite.errors import UsageError
 from theodolite.train import GeometryCallback, Locater, LocaterCallback
@@ -92,31 +91,20 @@ def in_the_trainer(rank: int, folder: str) -> list[dict[str, Any]]:
     began()
     rows, results = [{"input_ids": row, "labels": row} for row in IDS], []
     for stage in (1, 3):
-        arguments = TrainingArguments(
+        micro_batches = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+        watch, model = GeometryCallback(IDS, every=1), checkpoints.build("llama3").train()
+        trainer = trained(
+            model,
+            rows,
             folder,
+            [LocaterCallback(SCALE, MEAN), watch],
             max_steps=STEPS,
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
             learning_rate=RATE,
-            lr_scheduler_type="constant",
-            optim="sgd",
             max_grad_norm=CLIP,
-            save_strategy="no",
-            report_to=[],
-            logging_steps=1,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            deepspeed=CONFIG
-            | {
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": "auto",
-                "zero_optimization": {"stage": stage},
-            },
+            deepspeed=CONFIG | micro_batches | {"zero_optimization": {"stage": stage}},
         )
-        locater, watch = LocaterCallback(SCALE, MEAN), GeometryCallback(IDS, every=1)
-        model = checkpoints.build("llama3").train()
-        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[locater, watch])
-        trainer.train()
         penalties = [logs["locater"] for logs in trainer.state.log_history if "locater" in logs]
         look = of_heads(watch.monitor.last)
         results.append({"penalties": penalties, "look": look, "state": whole_weights(model)})

@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
-from transformers import AttentionInterface, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+from transformers import AttentionInterface, T5Config, T5ForConditionalGeneration
 
 from tests import checkpoints
 from tests.models.modules import GPT
 from tests.processes import ranks
 from tests.slow import slow_but
+from tests.train.test_locater import trained as in_trainer
 from theodolite import open_module
 from theodolite.errors import UsageError
 from theodolite.train import GeometryCallback, GeometryMonitor
@@ -291,19 +292,13 @@ def test_the_trainer_logs_looks_at_its_own_passes(tmp_path):
     """At the end of the fourth step a look is waited for."""
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS.repeat(4, 1)]
 
-    def final(callback: GeometryCallback | None) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    def final(*callbacks: GeometryCallback) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         model = dropping(model_of("gpt2"))
-        arguments = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=3, max_steps=4, report_to=[], use_cpu=True, seed=1
-        )
-        trainer = Trainer(model, arguments, train_dataset=rows)
-        if callback is not None:
-            callback.attach(trainer)
-        trainer.train()
+        trainer = in_trainer(model, rows, tmp_path, callbacks, max_steps=4, per_device_train_batch_size=3)
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
         return trainer.state.log_history, model.state_dict()
 
-    plain = final(None)[1]
+    plain = final()[1]
     logs, weights = final(GeometryCallback(every=2, inline=True))
     assert [log["step"] for log in logs if "geometry/entropy_mean" in log] == [0, 2]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in plain.items())

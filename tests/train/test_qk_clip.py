@@ -116,14 +116,6 @@ def clip_layer_one(model: PreTrainedModel, layers: int) -> None:
     assert clipped["head"].tolist() == [0, 2]
 
 
-def expected_llama(state: dict[str, Tensor]) -> None:
-    """Two key heads for four query heads: queries alone, with their biases."""
-    for name in ("weight", "bias"):
-        state[f"model.layers.1.self_attn.q_proj.{name}"].unflatten(0, (4, 8)).mul_(
-            GAMMA.view(4, 1, 1) if name == "weight" else GAMMA.view(4, 1)
-        )
-
-
 def expected_gpt2(state: dict[str, Tensor]) -> None:
     """Queries, keys and values side by side in the columns of one matrix."""
     for name in ("weight", "bias"):
@@ -144,7 +136,6 @@ def expected_deepseek(state: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("family", "layers", "expect", "dtype"),
     [
-        ("llama3", 3, expected_llama, torch.float64),
         ("gpt2", 3, expected_gpt2, torch.bfloat16),
         ("deepseek3", 2, expected_deepseek, torch.float64),
     ],
