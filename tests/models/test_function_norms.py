@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models.test_open_module import (
+from tests.models.modules import (
     GPT,
     HEADS,
     LAYERS,
@@ -15,8 +15,10 @@ from tests.models.test_open_module import (
     WIDTH,
     Attention,
     Block,
-    _ids,
-    _seeded,
+    gpt_of,
+    named_weights,
+    seeded,
+    token_ids,
 )
 from theodolite import Corpus, constituents, open_module, survey
 
@@ -27,28 +29,24 @@ class RMS(nn.Module):
     """As a module, by hand."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """To norm √width."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 class NormalisedAttention(Attention):
     """Whose queries and keys are normalised and then rotated."""
 
-    def __init__(self, by_module: bool) -> None:
-        super().__init__(by_hand=True)
+    def __init__(self, by_module: bool = False) -> None:
+        super().__init__()
         self.by_module = by_module
         self.query_norm, self.key_norm = RMS(), nn.RMSNorm(HEAD_WIDTH, 1e-6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.by_module:
             q, k = self.query_norm(q), self.key_norm(k)
         else:
             q = functional.rms_norm(q, (HEAD_WIDTH,), eps=1e-6)
             k = functional.rms_norm(k, (HEAD_WIDTH,), self.key_norm.weight, 1e-6)
-        y = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return super().attend(rotated(q), rotated(k), v)
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -63,13 +61,12 @@ class NormalisedBlock(Block):
     """With norms of the stream in the same way."""
 
     def __init__(self, by_module: bool) -> None:
-        super().__init__(by_hand=True)
+        super().__init__()
         self.attention = NormalisedAttention(by_module)
         self.norm = RMS() if by_module else nn.Identity()
         self.by_module = by_module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add both to the stream."""
         entering = self.norm(x) if self.by_module else functional.rms_norm(x, (WIDTH,), eps=1e-6)
         x = x + self.attention(entering)
         return x + self.mlp(x)
@@ -78,22 +75,21 @@ class NormalisedBlock(Block):
 def _gpt(by_module: bool) -> nn.Module:
     gpt = GPT()
     gpt.transformer["h"] = nn.ModuleList(NormalisedBlock(by_module) for _ in range(LAYERS))
-    return _seeded(gpt)
+    return seeded(gpt)
 
 
 def test_norms_that_are_functions_are_norms():
     functions, modules = (open_module(_gpt(by_module), vocabulary=VOCABULARY) for by_module in (False, True))
     functions.root.load_state_dict(modules.root.state_dict())
-    runs = [survey(model, Corpus.from_ids(_ids())) for model in (functions, modules)]
+    runs = [survey(model, Corpus.from_ids(token_ids())) for model in (functions, modules)]
     assert runs[0].provenance["constituents_refused"] == {}
     assert set(runs[0].heads["spectrum_of"]) == {"projection before norm"}
     for column in runs[1].heads.select_dtypes("number"):
         own, other = (torch.tensor(run.heads[column].to_numpy(float)) for run in runs)
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5, equal_nan=True, msg=column)
     weights, attention = functions.head_weights(1), functions.root.transformer["h"][1].attention
-    own = attention.qkv.weight.detach().double().chunk(3)
-    torch.testing.assert_close(weights.w_q, own[0].unflatten(0, (HEADS, -1)).mT)
-    parts = [constituents(model, _ids(), 1) for model in (functions, modules)]
+    torch.testing.assert_close(weights.w_q, named_weights(attention)[0])
+    parts = [constituents(model, token_ids(), 1) for model in (functions, modules)]
     torch.testing.assert_close(parts[0].logits, parts[1].logits, rtol=1e-4, atol=1e-4)
     assert not any("function_norm" in name for name, _ in functions.root.named_modules())
 
@@ -103,23 +99,22 @@ def test_other_functions(function):
     """Oracle: the weights by name; and W_q of a weight that is normalised by such a function is the normalised one."""
 
     class Other(NormalisedAttention):
-        def forward(self, x):
+        def split(self, x):
             qkv = functional.linear(x, functional.normalize(self.qkv.weight, dim=0), self.qkv.bias)
-            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in qkv.chunk(3, -1))
+            return [t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in qkv.chunk(3, -1)]
+
+        def attend(self, q, k, v):
             if function == "normalize":
                 q, k = 3.0 * functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
             else:
                 q, k = (functional.layer_norm(t, (HEAD_WIDTH,), self.key_norm.weight) for t in (q, k))
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return self.out(y.transpose(1, 2).flatten(2))
+            return Attention.attend(self, q, k, v)
 
-    gpt = GPT()
-    for block in gpt.transformer["h"]:
-        block.attention = Other(False)
-    model = open_module(_seeded(gpt), vocabulary=VOCABULARY)
+    gpt = gpt_of(Other)
+    model = open_module(gpt, vocabulary=VOCABULARY)
     attention = gpt.transformer["h"][0].attention
     weights, own = model.head_weights(0), functional.normalize(attention.qkv.weight.detach().double(), dim=0)
     assert weights.projection == "projection before norm"
     torch.testing.assert_close(weights.w_k, own.chunk(3)[1].unflatten(0, (HEADS, -1)).mT)
-    parts = constituents(model, _ids(), 0)
+    parts = constituents(model, token_ids(), 0)
     torch.testing.assert_close(parts.logits.sum((2, 3)), parts.total, rtol=1e-4, atol=1e-4)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models.test_open_module import GPT, HEADS, VOCABULARY, WIDTH, Attention
+from tests.models.modules import HEADS, VOCABULARY, WIDTH, Attention, gpt_of
 from theodolite import open_module
 from theodolite.errors import UsageError
 from theodolite.train.locater import Locater
@@ -31,7 +30,6 @@ class ByHead(nn.Module):
         self.w_v, self.low_rank = nn.Linear(WIDTH, WIDTH), low_rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
         q, k = torch.einsum("btd,hdw->bhtw", x, self.w_q), torch.einsum("btd,hwd->bhtw", x, self.w_k)
         v = self.w_v(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         q = q @ self.w_k[0, :, :HEAD_WIDTH] if self.low_rank else q
@@ -40,17 +38,9 @@ class ByHead(nn.Module):
 
 
 def _normed() -> nn.Module:
-    attention = Attention(False)
+    attention = Attention()
     nn.utils.parametrizations.weight_norm(attention.qkv)
     return attention
-
-
-def _gpt(attention: Callable[[], nn.Module]) -> GPT:
-    torch.manual_seed(0)
-    gpt = GPT()
-    for block in gpt.transformer["h"]:
-        block.attention = attention()
-    return gpt
 
 
 def _penalty(factors: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -76,7 +66,7 @@ def _of_normed(module: Attention) -> tuple[Tensor, Tensor]:
     [(ByHead, ["w_q", "w_k"], _of_head), (_normed, "qkv.weight", _of_normed)],
 )
 def test_named_weights_are_penalised(attention, names, factors):
-    gpt = _gpt(attention)
+    gpt = gpt_of(attention)
     model = open_module(gpt, vocabulary=VOCABULARY)
     with pytest.raises(UsageError, match=r"or name what holds them, qkv=\[…\]"):
         Locater(model, SCALE, MEAN)
@@ -109,14 +99,14 @@ def test_wrong_names_are_refused_by_name():
             r"its queries are not its input times entries of w_q",
         ),
     ):
-        model = open_module(_gpt(attention), vocabulary=VOCABULARY)
+        model = open_module(gpt_of(attention), vocabulary=VOCABULARY)
         with pytest.raises(UsageError, match=line) as raised:
             Locater(model, SCALE, MEAN, qkv=names)
         assert "\n" not in str(raised.value)
 
 
 def test_what_is_replaced_is_no_longer_held():
-    gpt = _gpt(_normed)
+    gpt = gpt_of(_normed)
     locater = Locater(open_module(gpt, vocabulary=VOCABULARY), SCALE, MEAN, qkv="qkv.weight")
     gpt.transformer["h"][1].attention.qkv = nn.Linear(WIDTH, 3 * WIDTH)
     with pytest.raises(UsageError, match=r"h\.1\.attention\.qkv\.weight is no longer the weight"):

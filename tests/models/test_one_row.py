@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from tests.models.test_open_module import (
+from tests.models.modules import (
     GPT,
     HEADS,
     LAYERS,
@@ -18,9 +18,11 @@ from tests.models.test_open_module import (
     WIDTH,
     Attention,
     Block,
-    _check_heads,
-    _ids,
-    _seeded,
+    check_heads,
+    entropy,
+    named_weights,
+    seeded,
+    token_ids,
 )
 from theodolite import Corpus, constituents, open_module, survey, trace_sinks
 from theodolite.errors import UsageError
@@ -50,7 +52,6 @@ class InRow(Attention):
         self.way = way
 
     def forward(self, x: Tensor, positions: Tensor, masks: dict[str, BlockMask]) -> Tensor:
-        """Attend within texts."""
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(-2, -3) for t in self.qkv(x).chunk(3, -1))
         texts = (positions == 0).cumsum(0)
         seen = (texts[:, None] == texts) & (positions[:, None] >= positions)
@@ -73,7 +74,6 @@ class RowBlock(Block):
         self.attention = InRow(way)
 
     def forward(self, x: Tensor, positions: Tensor, masks: dict[str, BlockMask]) -> Tensor:  # type: ignore[override]
-        """Add both to the stream."""
         x = x + self.attention(self.norm(x), positions, masks)
         return x + self.mlp(x)
 
@@ -86,7 +86,6 @@ class Rows(GPT):
         self.transformer["h"] = nn.ModuleList(RowBlock(way) for _ in range(LAYERS))
 
     def forward(self, ids: Tensor, positions: Tensor, mask: BlockMask) -> Tensor:  # type: ignore[override]
-        """Logits of all tokens."""
         x = self.tokens(ids) + self.places(positions)
         for block in self.transformer["h"]:
             x = block(x, positions, {"texts": mask})
@@ -107,7 +106,7 @@ def in_a_batch_of_one(model: nn.Module, ids: Tensor) -> Tensor:
 
 def _both(way, forward):
     """A module of rows, and one of contexts with the same weights."""
-    rows, gpt = _seeded(Rows(way)), _seeded(GPT(by_hand=True))
+    rows, gpt = seeded(Rows(way)), seeded(GPT(by_hand=True))
     gpt.load_state_dict(rows.state_dict())
     return open_module(rows, vocabulary=VOCABULARY, longest=LONGEST, forward=forward), gpt
 
@@ -120,41 +119,42 @@ def test_contexts_in_one_row_are_read_as_contexts(way, forward):
     model, gpt = _both(way, forward)
     assert model.structure.layout.is_row
     assert (model.causal, model.positions) == (True, "absolute")
-    looked_at = GeometryMonitor(model, _ids())(0)
+    looked_at = GeometryMonitor(model, token_ids())(0)
     with torch.no_grad():
-        stream, entropies = gpt.embedded(_ids()), []
+        stream, entropies = gpt.embedded(token_ids()), []
         for block in gpt.transformer["h"]:
-            weights = block.attention.weights(block.norm(stream)).double()
-            entropies.append(-torch.special.xlogy(weights, weights).sum(-1).mean())
+            entropies.append(entropy(block.attention.weights(block.norm(stream))))
             stream = block(stream)
-        logits = gpt(_ids())[0]
+        logits = gpt(token_ids())[0]
     assert looked_at["entropy_mean"] == pytest.approx(float(torch.stack(entropies).mean()), rel=1e-5)
-    torch.testing.assert_close(model.logits(_ids()), logits)
-    for number, read in enumerate((model.head_weights(1).w_q, model.head_weights(1).w_k)):
-        own = gpt.transformer["h"][1].attention.qkv.weight.detach().double().chunk(3)[number]
-        torch.testing.assert_close(read, own.unflatten(0, (HEADS, -1)).mT)
+    torch.testing.assert_close(model.logits(token_ids()), logits)
+    weights = model.head_weights(1)
+    for read, own in zip(
+        (weights.w_q, weights.w_k), named_weights(gpt.transformer["h"][1].attention), strict=False
+    ):
+        torch.testing.assert_close(read, own)
 
 
 def test_all_that_reads_a_model_reads_one_of_rows():
     """Oracle: entropies and norms by the definition; else the same of contexts apart, which have tests of their own."""
     model, gpt = _both("flex", in_a_row)
-    corpus = Corpus.from_ids(_ids())
+    corpus = Corpus.from_ids(token_ids())
     run = survey(model, corpus, batch=4)
     with torch.no_grad():
-        _check_heads(run, gpt.transformer["h"], gpt.embedded(_ids()))
+        check_heads(run, gpt.transformer["h"], gpt.embedded(token_ids()))
     assert run.provenance["constituents_refused"] == {}
     assert set(run.heads["spectrum_of"]) == {"projection"}
     plain = open_module(gpt, vocabulary=VOCABULARY, longest=LONGEST)
     torch.testing.assert_close(model.output_weights(1), plain.output_weights(1))
-    own, other = (constituents(opened, _ids(), 1) for opened in (model, plain))
+    own, other = (constituents(opened, token_ids(), 1) for opened in (model, plain))
     torch.testing.assert_close(own.logits, other.logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(Locater(model, 0.5, 0.25)(), Locater(plain, 0.5, 0.25)())
     changed = []
     for opened in (model, plain):
         with attention_knockout(opened, 0, 1, [0, 3]):
-            changed.append(opened.logits(_ids()))
+            changed.append(opened.logits(token_ids()))
     torch.testing.assert_close(*changed)
-    assert (changed[0] - model.logits(_ids())).abs().max() > 1e-3
+    assert (changed[0] - model.logits(token_ids())).abs().max() > 1e-3
     sinks = [trace_sinks(opened, corpus).heads for opened in (model, plain)]
     np.testing.assert_allclose(sinks[0]["last"], sinks[1]["last"], rtol=1e-4)
     for opened in (model, plain):
@@ -163,7 +163,7 @@ def test_all_that_reads_a_model_reads_one_of_rows():
 
 
 def test_rows_that_cannot_be_told_apart_are_refused_in_a_line():
-    rows = _seeded(Rows("flex"))
+    rows = seeded(Rows("flex"))
 
     def first_only(model, ids):
         return in_a_row(model, ids[:1])

@@ -11,6 +11,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests import checkpoints
+from tests.models.modules import (
+    CONTEXTS,
+    GPT,
+    HEADS,
+    LAYERS,
+    LONGEST,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Block,
+    ViT,
+    check_heads,
+    gpt_of,
+    named_weights,
+    seeded,
+    token_ids,
+)
 from theodolite import Corpus, find_outliers, open_model, open_module, survey, trace_sinks
 from theodolite.corpus.transformed_images import TransformedImages
 from theodolite.errors import UsageError, WorkError
@@ -21,142 +38,39 @@ from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor
 from tools import small_models
 
-VOCABULARY, WIDTH, HEADS, LAYERS, LONGEST = 50, 24, 3, 2, 32
-CONTEXTS, LENGTH = 6, 20
 
+class Pair(nn.ModuleList):
+    """No module that runs: an attention, with its norm inside, and a linear map."""
 
-class Attention(nn.Module):
-    """Of a GPT, by PyTorch's function or by hand."""
+    norm = nn.Identity()
 
-    def __init__(self, by_hand: bool, causal: bool = True) -> None:
-        super().__init__()
-        self.qkv, self.out, self.by_hand, self.causal = (
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            by_hand,
-            causal,
-        )
+    @property
+    def attention(self) -> nn.Module:
+        return self[0]
 
-    def weights(self, x: Tensor) -> Tensor:
-        """The attention, by the definition."""
-        q, k, _ = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        logits = q @ k.mT / (WIDTH // HEADS) ** 0.5
-        if self.causal:
-            logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf)
-        return logits.softmax(-1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        if self.by_hand:
-            y = self.weights(x) @ v
-        else:
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """Norm, attention, norm, linear map."""
-
-    def __init__(self, by_hand: bool, causal: bool = True) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(by_hand, causal)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add both to the stream."""
-        x = x + self.attention(self.norm(x))
-        return x + self.mlp(x)
-
-
-class GPT(nn.Module):
-    """Logits of all positions, and a loss that is None, as many return."""
-
-    def __init__(self, by_hand: bool = False) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.transformer = nn.ModuleDict({"h": nn.ModuleList(Block(by_hand) for _ in range(LAYERS))})
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        """What enters the first block."""
-        return self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, None]:
-        """Logits."""
-        x = self.embedded(ids)
-        for block in self.transformer["h"]:
-            x = block(x)
-        return self.head(self.norm(x)), None
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x + self[0](x)
+        return x + self[1](x)
 
 
 class Pairs(nn.Module):
-    """Blocks that are no modules that run: pairs of an attention, with its norm inside, and a linear map."""
+    """Blocks that are pairs of modules."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.ModuleList([Attention(True), nn.Linear(WIDTH, WIDTH)]) for _ in range(LAYERS)
-        )
+        self.layers = nn.ModuleList(Pair([Attention(True), nn.Linear(WIDTH, WIDTH)]) for _ in range(LAYERS))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The last hidden states."""
         x = self.tokens(ids)
-        for attention, linear in self.layers:  # type: ignore[misc]
-            x = x + attention(x)
-            x = x + linear(x)
+        for pair in self.layers:
+            x = pair(x)
         return x
-
-
-class ViT(nn.Module):
-    """Patches behind a class token; returns logits of classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.first = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.places = nn.Parameter(torch.randn(1, 13, WIDTH))
-        self.blocks = nn.Sequential(*(Block(False, causal=False) for _ in range(LAYERS)))
-        self.head = nn.Linear(WIDTH, 7)
-
-    def embedded(self, pixels: Tensor) -> Tensor:
-        """What enters the first block."""
-        patches = self.patches(pixels).flatten(2).mT
-        return torch.cat([self.first.expand(len(pixels), -1, -1), patches], 1) + self.places
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Classes."""
-        return self.head(self.blocks(self.embedded(pixels))[:, 0])
-
-
-def _seeded(model: nn.Module) -> nn.Module:
-    """Weights large enough that attention is not uniform."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.4 if parameter.ndim >= 2 else 0.1, generator=generator)
-    return model
-
-
-def _ids() -> Tensor:
-    return torch.randint(VOCABULARY, (CONTEXTS, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
-def _check_heads(run, blocks, stream) -> None:
-    """Entropies and norms of the streams, by the definition."""
-    entropies, norms = [], [stream.norm(dim=-1)[:, 1:].mean()]
-    with torch.no_grad():
-        for block in blocks:
-            weights = block.attention.weights(block.norm(stream)).double()
-            entropies.append(-torch.special.xlogy(weights, weights).sum(-1).mean((0, 2)))
-            stream = block(stream)
-            norms.append(stream.norm(dim=-1)[:, 1:].mean())
-    np.testing.assert_allclose(run.heads["entropy"], torch.cat(entropies), rtol=1e-5)
-    np.testing.assert_allclose(run.layers["norm"], torch.stack(norms), rtol=1e-5)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_gpt_of_ones_own(by_hand):
-    gpt = _seeded(GPT(by_hand)).train()
+    gpt = seeded(GPT(by_hand)).train()
     model = open_module(gpt, vocabulary=VOCABULARY, longest=LONGEST)
     assert repr(model) == "OpenModel(GPT: GPT, 2 layers × 3 heads × width 24, float32 on cpu)"
     assert (model.causal, model.longest, model.vocabulary, model.tokenizer) == (
@@ -165,12 +79,12 @@ def test_a_gpt_of_ones_own(by_hand):
         VOCABULARY,
         None,
     )
-    corpus = Corpus.from_ids(_ids())
+    corpus = Corpus.from_ids(token_ids())
     run = survey(model, corpus)
     assert gpt.training
     assert not any(parameter.grad is not None for parameter in gpt.parameters())
     with torch.no_grad():
-        _check_heads(run, gpt.transformer["h"], gpt.embedded(_ids()))
+        check_heads(run, gpt.transformer["h"], gpt.embedded(token_ids()))
     described = run.provenance["model"]
     assert (described["weights"], described["architecture"], described["id"]) == ("in memory", "GPT", "GPT")
     with torch.no_grad():
@@ -181,24 +95,22 @@ def test_a_gpt_of_ones_own(by_hand):
         assert model.weights().sha256 == described["sha256"]
     assert set(run.heads["spectrum_of"]) == {"projection"}
     assert run.provenance["constituents_refused"] == {}
-    weights = model.head_weights(1)
-    attention = gpt.transformer["h"][1].attention
-    for number, read in enumerate((weights.w_q, weights.w_k, weights.w_v)):
-        own = attention.qkv.weight.detach().double().chunk(3)[number].unflatten(0, (HEADS, -1)).mT
+    weights, attention = model.head_weights(1), gpt.transformer["h"][1].attention
+    for read, own in zip((weights.w_q, weights.w_k, weights.w_v), named_weights(attention), strict=True):
         torch.testing.assert_close(read, own)
     torch.testing.assert_close(
         model.output_weights(1).flatten(0, 1), attention.out.weight.detach().double().T
     )
     with torch.no_grad():
-        own = next_token_losses(gpt(_ids())[0], _ids())
-    torch.testing.assert_close(next_token_losses(model.logits(_ids()), _ids()), own)
+        own = next_token_losses(gpt(token_ids())[0], token_ids())
+    torch.testing.assert_close(next_token_losses(model.logits(token_ids()), token_ids()), own)
     assert set(trace_sinks(model, corpus).heads["layer"]) <= set(range(LAYERS))
     assert len(find_outliers(model, corpus).layers) == LAYERS + 1
 
 
 def test_a_copy_of_an_opened_model_is_a_model_of_its_own(tmp_path):
     """Oracle: what each computes with its own weights."""
-    gpt = _seeded(GPT())
+    gpt = seeded(GPT())
     small_models.build(next(case for case in small_models.cases() if case.name == "bart")).save_pretrained(
         tmp_path
     )
@@ -207,14 +119,14 @@ def test_a_copy_of_an_opened_model_is_a_model_of_its_own(tmp_path):
         for parameter in copied.root.parameters():
             parameter.data.mul_(1.5)
         assert copied.source.attention == model.source.attention
-        ids = _ids() % model.vocabulary
+        ids = token_ids() % model.vocabulary
         runs = [survey(opened, Corpus.from_ids(ids)).heads["entropy"] for opened in (model, copied)]
         assert (runs[0] - runs[1]).abs().max() > 1e-3
 
 
 def test_training_a_module_of_ones_own(tmp_path):
     """Oracle: LocAteR's terms from the weights by name; the monitor's entropy is the survey's."""
-    gpt = _seeded(GPT())
+    gpt = seeded(GPT())
     model = open_module(gpt, vocabulary=VOCABULARY)
     locater = Locater(model, scale=0.5, mean=0.25)
     expected = 0.0
@@ -230,28 +142,18 @@ def test_training_a_module_of_ones_own(tmp_path):
         for loss in (locater(), expected)
     )
     torch.testing.assert_close(mine, own)
-    numbers = GeometryMonitor(model, _ids())(0)
-    entropy = survey(model, Corpus.from_ids(_ids())).heads["entropy"].mean()
+    numbers = GeometryMonitor(model, token_ids())(0)
+    entropy = survey(model, Corpus.from_ids(token_ids())).heads["entropy"].mean()
     assert numbers["entropy_mean"] == pytest.approx(entropy, rel=1e-5)
     with pytest.raises(UsageError, match=r"GPT holds no model of transformers: give open_module\(model"):
         Locater(gpt, 0.5, 0.25)
 
 
 def test_blocks_that_are_pairs_of_modules():
-    pairs = _seeded(Pairs())
+    pairs = seeded(Pairs())
     model = open_module(pairs, vocabulary=VOCABULARY)
-    run = survey(model, Corpus.from_ids(_ids()))
-    stream, entropies, norms = pairs.tokens(_ids()), [], []
-    with torch.no_grad():
-        for attention, linear in pairs.layers:
-            norms.append(stream.norm(dim=-1)[:, 1:].mean())
-            weights = attention.weights(stream).double()
-            entropies.append(-torch.special.xlogy(weights, weights).sum(-1).mean((0, 2)))
-            stream = stream + attention(stream)
-            stream = stream + linear(stream)
-    norms.append(stream.norm(dim=-1)[:, 1:].mean())
-    np.testing.assert_allclose(run.heads["entropy"], torch.cat(entropies), rtol=1e-5)
-    np.testing.assert_allclose(run.layers["norm"], torch.stack(norms).detach(), rtol=1e-5)
+    run = survey(model, Corpus.from_ids(token_ids()))
+    check_heads(run, pairs.layers, pairs.tokens(token_ids()).detach())
     with pytest.raises(UsageError, match="its blocks are no modules that run"):
         open_module(pairs, vocabulary=VOCABULARY, forward=lambda module, ids: module(ids).mean(-1))
 
@@ -263,13 +165,13 @@ def test_an_encoder_of_images_of_ones_own(tmp_path):
         Image.fromarray(generator.integers(0, 255, (12, 16, 3), dtype=np.uint8)).save(
             tmp_path / f"{number}.png"
         )
-    vit = _seeded(ViT())
+    vit = seeded(ViT())
     model = open_module(vit, image=(3, 12, 16))
     reader = TransformedImages(lambda image: torch.from_numpy(np.array(image)).movedim(-1, 0) / 255, (4, 4))
     corpus = Corpus.from_path(tmp_path, reader, None)
     run = survey(model, corpus)
     with torch.no_grad():
-        _check_heads(run, vit.blocks, vit.embedded(corpus.inputs(slice(0, CONTEXTS))))
+        check_heads(run, vit.blocks, vit.embedded(corpus.inputs(slice(0, CONTEXTS))))
     assert run.provenance["corpus"]["grid"] == {"rows": 3, "columns": 4, "before": ["[CLS]"]}
     with pytest.raises(
         UsageError, match=r"ViT is a module of its own, .*give TransformedImages\(transform, patch"
@@ -283,15 +185,15 @@ def test_an_encoder_of_images_of_ones_own(tmp_path):
 
 
 def test_blocks_and_a_forward_can_be_said():
-    gpt = _seeded(GPT())
+    gpt = seeded(GPT())
     named = open_module(gpt, vocabulary=VOCABULARY, blocks="transformer.h")
     assert named.structure.blocks == tuple(gpt.transformer["h"])
     one = open_module(gpt, vocabulary=VOCABULARY, blocks=["transformer.h.0", "transformer.h.1"])
     assert one.structure.blocks == named.structure.blocks
     by_forward = open_module(gpt, vocabulary=VOCABULARY, forward=lambda module, ids: module(ids)[0][:, -1:])
     with pytest.raises(UsageError, match="GPT gives no logits"):
-        by_forward.logits(_ids())
-    survey(by_forward, Corpus.from_ids(_ids()))
+        by_forward.logits(token_ids())
+    survey(by_forward, Corpus.from_ids(token_ids()))
 
 
 def test_what_cannot_be_opened_is_said_in_a_line():
@@ -334,10 +236,8 @@ def test_attention_that_changes_with_the_length_is_named():
             blocks = x.split(10, dim=1) if x.shape[1] > 16 else [x]
             return torch.cat([super(ByBlocks, self).forward(block) for block in blocks], dim=1)
 
-    gpt = _seeded(GPT())
+    gpt = gpt_of(lambda: ByBlocks(by_hand=True))
     gpt.places = nn.Embedding(64, WIDTH)
-    for block in gpt.transformer["h"]:
-        block.attention = ByBlocks(by_hand=True)
     model = open_module(gpt, vocabulary=VOCABULARY)
     survey(model, Corpus.random_tokens(VOCABULARY, 16, 4))
     for length in (20, 40):
@@ -358,15 +258,14 @@ def test_keys_of_another_tensor_have_no_weights_of_zero():
 
     class Memory(Attention):
         def forward(self, x, memory):
-            q = self.qkv(x).chunk(3, -1)[0].unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(memory).chunk(3, -1)[1:])
+            (q, _, _), (_, k, v) = self.split(x), self.split(memory)
             return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     gpt = GPT()
-    gpt.transformer["h"] = nn.ModuleList(BlockWithMemory(True) for _ in range(LAYERS))
+    gpt.transformer["h"] = nn.ModuleList(BlockWithMemory() for _ in range(LAYERS))
     for block in gpt.transformer["h"]:
-        block.attention = Memory(True)
-    model = open_module(_seeded(gpt), vocabulary=VOCABULARY)
+        block.attention = Memory()
+    model = open_module(seeded(gpt), vocabulary=VOCABULARY)
     with pytest.raises(NotAffine):
         model.head_weights(0)
 
@@ -387,7 +286,6 @@ class Core(nn.Module):
     """Attends with what it is given, and has no weights."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of contexts, positions and width, as it gets them."""
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (query, key, value))
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
@@ -396,11 +294,10 @@ class ByCore(Attention):
     """Projects, and lets another module attend."""
 
     def __init__(self) -> None:
-        super().__init__(False)
+        super().__init__()
         self.core = Core()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
         q, k, v = self.qkv(x).chunk(3, -1)
         return self.out(self.core(query=q, key=k, value=v))
 
@@ -409,27 +306,18 @@ class ItselfAttends(Block):
     """Has no module for its attention."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add both to the stream."""
-        q, k, v = (
-            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for t in self.attention.qkv(self.norm(x)).chunk(3, -1)
-        )
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        y = self.attention.attend(*self.attention.split(self.norm(x))).transpose(1, 2).flatten(2)
         x = x + functional.linear(y, self.attention.out.weight, self.attention.out.bias)
         return x + self.mlp(x)
 
 
 def _with_core() -> GPT:
-    model = GPT()
-    for block in model.transformer["h"]:
-        own, block.attention = block.attention, ByCore()
-        block.attention.load_state_dict(own.state_dict())
-    return model.eval()
+    return gpt_of(ByCore).eval()
 
 
 def _attending_itself() -> GPT:
     model = GPT()
-    model.transformer["h"] = nn.ModuleList(ItselfAttends(False) for _ in range(LAYERS))
+    model.transformer["h"] = nn.ModuleList(ItselfAttends() for _ in range(LAYERS))
     return model.eval()
 
 
@@ -448,8 +336,7 @@ def test_wherever_a_block_attends(made):
     model, plain = made(), GPT()
     names = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
     plain.load_state_dict(names)
-    ids = torch.randint(VOCABULARY, (CONTEXTS, LENGTH), generator=torch.Generator().manual_seed(2))
-    corpus = Corpus.from_ids(ids)
+    corpus = Corpus.from_ids(token_ids())
     run, expected = (survey(open_module(of, vocabulary=VOCABULARY), corpus) for of in (model, plain.eval()))
     for name in ("entropy", "sink_first", "previous_token"):
         np.testing.assert_allclose(run.heads[name], expected.heads[name], rtol=1e-6)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.test_open_module import (
+from tests.models.modules import (
     GPT,
     HEADS,
     LONGEST,
@@ -17,8 +16,11 @@ from tests.models.test_open_module import (
     WIDTH,
     Attention,
     ViT,
-    _ids,
-    _seeded,
+    entropy,
+    gpt_of,
+    seeded,
+    token_ids,
+    traces,
 )
 from theodolite import Corpus, open_module, survey
 from theodolite.errors import UsageError
@@ -35,22 +37,18 @@ class NamedBlocks(GPT):
         del self.transformer
 
     def forward(self, ids: Tensor) -> tuple[Tensor, None]:
-        """Logits."""
         return self.head(self.norm(self.second(self.first(self.embedded(ids))))), None
 
 
 def test_blocks_that_are_named_are_known_to_all():
     """Oracle of the penalty: tr W_q W_kᵀ and its norm from the parameters."""
-    gpt = _seeded(NamedBlocks())
+    gpt = seeded(NamedBlocks())
     model = open_module(gpt, vocabulary=VOCABULARY, blocks=["first", "second"])
-    monitored = GeometryMonitor(model, _ids(), every=1)(0)
-    run = survey(model, Corpus.from_ids(_ids()))
+    monitored = GeometryMonitor(model, token_ids(), every=1)(0)
+    run = survey(model, Corpus.from_ids(token_ids()))
     assert monitored["entropy_mean"] == pytest.approx(run.heads["entropy"].mean(), rel=1e-5)
-    traces = []
-    for block in (gpt.first, gpt.second):
-        w_q, w_k = (w.unflatten(0, (HEADS, -1)) for w in block.attention.qkv.weight.split(WIDTH)[:2])
-        traces += torch.einsum("hwi,hwi->h", w_q, w_k).tolist()
-    assert Locater(model, 1e-3, 1e-2).table()["trace"].tolist() == pytest.approx(traces, rel=1e-4)
+    expected = traces(gpt.first.attention) + traces(gpt.second.attention)
+    assert Locater(model, 1e-3, 1e-2).table()["trace"].tolist() == pytest.approx(expected, rel=1e-4)
 
 
 class Pooled(ViT):
@@ -61,14 +59,13 @@ class Pooled(ViT):
         self.pool = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Classes."""
         hidden = self.blocks(self.embedded(pixels))
         pooled, _ = self.pool(self.first.expand(len(hidden), -1, -1), hidden, hidden)
         return self.head(pooled[:, 0])
 
 
 def test_attention_outside_of_named_blocks_is_left_out():
-    vit = _seeded(Pooled())
+    vit = seeded(Pooled())
     model = open_module(vit, image=(3, 12, 16), blocks="blocks")
     assert model.structure.attention == tuple(block.attention for block in vit.blocks)
     pixels = torch.randn(4, 3, 12, 16, generator=torch.Generator().manual_seed(2))
@@ -91,7 +88,6 @@ class Decoder(nn.Module):
         self.decoder = nn.TransformerDecoder(layer, 2)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Hidden states."""
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
         return self.decoder(self.tokens(ids), self.tokens(ids.flip(1)), tgt_mask=mask, tgt_is_causal=True)
 
@@ -99,7 +95,7 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize("kind", ["self_attn", "multihead_attn"])
 def test_one_of_two_attentions_is_chosen(kind):
     """Oracle: the weights that PyTorch's own attention gives for what enters it."""
-    decoder = _seeded(Decoder()).eval()
+    decoder = seeded(Decoder()).eval()
     with pytest.raises(UsageError, match=r"attends twice \(decoder\.layers\.0\.self_attn, then .*multihead"):
         open_module(decoder, vocabulary=VOCABULARY)
     given = []
@@ -108,15 +104,16 @@ def test_one_of_two_attentions_is_chosen(kind):
         lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
     )
     with torch.no_grad():
-        decoder(_ids())
+        decoder(token_ids())
     hook.remove()
     ((args, kwargs),) = given
     with torch.no_grad():
-        weights = layer(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1].double()
-    entropy = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
+        weights = layer(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1]
     model = open_module(decoder, vocabulary=VOCABULARY, attention=kind)
-    heads = survey(model, Corpus.from_ids(_ids())).heads
-    assert heads[heads["layer"] == 0]["entropy"].tolist() == pytest.approx(entropy.tolist(), rel=1e-5)
+    heads = survey(model, Corpus.from_ids(token_ids())).heads
+    assert heads[heads["layer"] == 0]["entropy"].tolist() == pytest.approx(
+        entropy(weights).tolist(), rel=1e-5
+    )
     assert set(heads["spectrum_of"]) == {"projection" if kind == "self_attn" else "none"}
 
 
@@ -167,7 +164,7 @@ def test_an_error_of_what_measures_is_not_laid_on_the_module(monkeypatch):
     model = open_module(GPT(), vocabulary=VOCABULARY)
     monkeypatch.setattr(attention.AttentionStatistics, "update", fails)
     with pytest.raises(LookupError, match="a defect"):
-        survey(model, Corpus.from_ids(_ids()))
+        survey(model, Corpus.from_ids(token_ids()))
 
 
 class Head(nn.Module):
@@ -184,7 +181,6 @@ class Head(nn.Module):
         return logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf).softmax(-1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
         return self.weights(x) @ self.qkv(x).chunk(3, -1)[2]
 
 
@@ -196,80 +192,59 @@ class ByHeads(nn.Module):
         self.heads, self.out = nn.ModuleList(Head() for _ in range(HEADS)), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
         return self.out(torch.cat([head(x) for head in self.heads], -1))
 
 
 def test_heads_that_are_modules_are_looked_at_one_by_one():
     """Oracle: each head's own attention."""
-    gpt = GPT()
-    for block in gpt.transformer["h"]:
-        block.attention = ByHeads()
+    gpt = gpt_of(ByHeads)
     gpt.transformer["h"] = nn.Sequential(*gpt.transformer["h"])
-    _seeded(gpt)
     with pytest.raises(UsageError, match=r"heads are modules of their own, side by side .* attention=\"0\""):
         open_module(gpt, vocabulary=VOCABULARY)
     for head in ("0", "heads.2"):
-        run = survey(open_module(gpt, vocabulary=VOCABULARY, attention=head), Corpus.from_ids(_ids()))
-        stream, entropies = gpt.embedded(_ids()), []
+        run = survey(open_module(gpt, vocabulary=VOCABULARY, attention=head), Corpus.from_ids(token_ids()))
+        stream, entropies = gpt.embedded(token_ids()), []
         with torch.no_grad():
             for block in gpt.transformer["h"]:
-                weights = block.attention.heads[int(head[-1])].weights(block.norm(stream)).double()
-                entropies.append(-torch.special.xlogy(weights, weights).sum(-1).mean())
+                weights = block.attention.heads[int(head[-1])].weights(block.norm(stream))
+                entropies.append(float(entropy(weights[:, None])))
                 stream = block(stream)
-        assert list(run.heads["entropy"]) == pytest.approx([float(of) for of in entropies], rel=1e-5)
+        assert list(run.heads["entropy"]) == pytest.approx(entropies, rel=1e-5)
 
 
 class Told(Attention):
     """Beside its weights, what has the names or types of a quantiser's."""
 
-    def __init__(self, by_hand: bool) -> None:
-        super().__init__(by_hand)
+    def __init__(self) -> None:
+        super().__init__()
         self.register_buffer("attn_weight_mask", torch.ones(LONGEST, LONGEST).tril().bool())
         self.steps = nn.Parameter(torch.tensor([[3]]), requires_grad=False)
         self.weight, self.weight_scale = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend, and scale."""
         return super().forward(x) @ (self.weight * self.weight_scale)
 
 
-def _with_attention(attention: Callable[[], nn.Module]) -> nn.Module:
-    gpt = GPT()
-    for block in gpt.transformer["h"]:
-        block.attention = attention()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in gpt.parameters():
-        if parameter.is_floating_point():
-            nn.init.normal_(parameter, std=0.3, generator=generator)
-    return gpt.eval()
-
-
 def _spectral() -> nn.Module:
-    attention = Attention(False)
+    attention = Attention()
     nn.utils.parametrizations.spectral_norm(attention.qkv)
     return attention
 
 
-@pytest.mark.parametrize("kind", [lambda: Told(False), _spectral])
+@pytest.mark.parametrize("kind", [Told, _spectral])
 def test_weights_are_read_whatever_stands_beside_them(kind):
     """Oracle: tr W_q W_kᵀ from the layer's own matrix."""
-    gpt = _with_attention(kind)
-    run = survey(open_module(gpt, vocabulary=VOCABULARY), Corpus.from_ids(_ids()))
-    w_q, w_k = (
-        w.detach().double().unflatten(0, (HEADS, -1))
-        for w in gpt.transformer["h"][0].attention.qkv.weight.split(WIDTH)[:2]
-    )
+    gpt = gpt_of(kind).eval()
+    run = survey(open_module(gpt, vocabulary=VOCABULARY), Corpus.from_ids(token_ids()))
     heads = run.heads[run.heads["layer"] == 0]
-    assert heads["trace"].tolist() == pytest.approx(
-        torch.einsum("hwi,hwi->h", w_q, w_k).tolist(), rel=1e-4, abs=1e-5
-    )
+    expected = traces(gpt.transformer["h"][0].attention)
+    assert heads["trace"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert heads.filter(like="share_").notna().all(axis=None)
 
 
 def test_a_penalty_is_computed_under_another_default_device():
     """Oracle: the same under the CPU."""
-    penalty = Locater(open_module(_seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)
+    penalty = Locater(open_module(seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)
     with torch.device("meta"):
         value = penalty()
-    assert value.item() == Locater(open_module(_seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)().item()
+    assert value.item() == Locater(open_module(seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)().item()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import checkpoints
-from tests.models.test_open_module import GPT
+from tests.models.modules import GPT
 from theodolite import open_module
 from theodolite.train import GeometryMonitor, Locater
 
