@@ -114,5 +114,3 @@ def command(*words: Any) -> None:
 
     sys.argv = ["theodolite", *map(str, words)]
     main()
-
-
