@@ -170,9 +170,9 @@ def called(command: Command, root: Path) -> tuple[int, str, str]:
 
 
 def is_refusal(status: int, stderr: str) -> bool:
-    """Whether it ended as commands do that refuse something: one line that somebody has written for the case."""
+    """Whether it ended as commands do that refuse something: in one line."""
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    return status > 0 and len(errors) == 1 and "Traceback" not in stderr and "--debug" not in stderr
+    return status > 0 and len(errors) == 1 and "Traceback" not in stderr
 
 
 TIME = re.compile(rb"(wall_seconds\W[^0-9]{1,60}?)[0-9.e+-]+")

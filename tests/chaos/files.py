@@ -191,7 +191,7 @@ def _answer(command: Command, root: Path, tampered: Path, right: dict[str, bytes
             if wrong and not _is_left_out(tampered, stderr, root)
             else (RIGHT, "")
         )
-    if not is_refusal(status, stderr):
+    if not is_refusal(status, stderr) or "--debug" in stderr:  # nobody has written that line for the case
         return UNFORESEEN, stderr[-500:]
     after = contents(root)
     lost = [name for name in before if after.get(name) != before[name]]

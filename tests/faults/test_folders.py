@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,39 +78,6 @@ def test_a_disk_that_takes_no_more(command: str, size: int, words: list[object],
     assert call(command, *words, *more, "--out", tmp_path / "run")[0] == 0
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "run", "whole"}
-
-
-@contextmanager
-def without_overriding() -> Iterator[None]:
-    """Root may write anywhere by a capability of its own (CAP_DAC_OVERRIDE); this thread is without it for a while."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    own = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low and high half
-    assert libc.capget(header, own) == 0
-    less = (ctypes.c_uint32 * 6)(*own)
-    less[0] &= ~(1 << 1)
-    assert libc.capset(header, less) == 0
-    try:
-        yield
-    finally:
-        assert libc.capset(header, own) == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are of Linux")
-@pytest.mark.parametrize("command", chaos_but(["survey"], ["survey", "trace", "prune"]))
-def test_a_place_that_takes_nothing(command: str, words: list[object], tmp_path: Path) -> None:
-    place = tmp_path / "locked"
-    place.mkdir(mode=0o555)
-    with without_overriding():
-        with pytest.raises(PermissionError):
-            (place / "file").touch()
-        status, stderr = call(command, *words, "--out", place / "run")
-    assert status == 1
-    assert "cannot write" in one_error(stderr)
-    assert list(place.iterdir()) == []
-    status, stderr = call(command, *words, "--out", tmp_path / "text.txt" / "run")
-    assert status in (1, 2)
-    assert "text.txt" in one_error(stderr)
 
 
 def _measured(model: Path, text: Path, out: Path) -> dict[str, bytes]:
