@@ -1,7 +1,7 @@
-"""Corpora, tables, configs and command lines that nobody thought of.
+"""Corpora, tables and command lines that nobody thought of.
 
-Oracles: the definition of a corpus; the table that was saved; for configs and command lines, a status of 0, 1 or 2, and
-one line where it is not 0.
+Oracles: the definition of a corpus; the table that was saved; for command lines, a status of 0, 1 or 2, and one line
+where it is not 0.
 """
 
 from __future__ import annotations
@@ -97,31 +97,14 @@ def expect_one_line(words: list[str]) -> None:
 VALUES = st.sampled_from(
     ["", "0", "-1", "1", "2", "8", "1e3", "nan", "inf", "99999999999999999999", "é\x07", "a,b", "--"]
 )
+READING = ["--length", "--contexts", "--seed", "--json"]
 OPTIONS = {
-    "survey": [
-        "--length",
-        "--contexts",
-        "--seed",
-        "--batch",
-        "--dtype",
-        "--text-column",
-        "--device",
-        "--json",
-    ],
-    "trace": ["--length", "--contexts", "--seed", "--batch", "--stretches", "--json"],
-    "prune": [
-        "--method",
-        "--sparsity",
-        "--pattern",
-        "--rank-ratio",
-        "--damping",
-        "--format",
-        "--length",
-        "--contexts",
-    ],
+    "survey": [*READING, "--batch", "--dtype", "--text-column", "--device"],
+    "trace": [*READING, "--batch", "--stretches"],
+    "prune": [*READING[:2], "--method", "--sparsity", "--pattern", "--rank-ratio", "--damping", "--format"],
     "spectra": ["--dtype", "--device", "--json", "--revision"],
-    "evaluate": ["--task", "--length", "--contexts", "--seed", "--json"],
-    "reproduce": ["--layer", "--head", "--prompt", "--length", "--contexts", "--seed"],
+    "evaluate": [*READING, "--task"],
+    "reproduce": [*READING[:3], "--layer", "--head", "--prompt"],
     "exclude": ["--least-share"],
     "compare": ["--length", "--json"],
 }
