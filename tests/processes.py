@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -30,9 +35,44 @@ SERVER.set_forkserver_preload(
 )
 
 
-def together(work: Callable[..., Any], args: tuple[Any, ...], processes: int) -> None:
+def together(work: Callable[..., Any], args: tuple[Any, ...], processes: int, seconds: float = 240) -> None:
     """Run work(rank, *args) in several processes, until all have ended; what one raises is raised."""
-    torch.multiprocessing.start_processes(work, args, processes, start_method="forkserver")
+    started = torch.multiprocessing.start_processes(
+        work, args, processes, join=False, start_method="forkserver"
+    )
+    end = time.monotonic() + seconds
+    while not started.join(1):
+        if time.monotonic() > end:
+            for process in started.processes:
+                process.kill()
+            raise TimeoutError(f"processes still ran after {seconds} s, and were ended")
+
+
+def ranks(work: Callable[..., Any], *args: Any, processes: int = 2) -> list[Any]:
+    """What work(rank, *args) returns in each of several processes of one group (gloo).
+
+    They meet over a file: a free port that was looked up may be taken by the time it is used.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        together(_rank, (Path(folder), processes, work, args), processes)
+        return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(processes)]
+
+
+def _rank(rank: int, folder: Path, processes: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(seconds=120),
+    )
+    torch.save(work(rank, *args), folder / str(rank))
+    gc.collect()  # DDP, which a Trainer's cycles keep, waits for ever for a group that is gone
+    distributed.destroy_process_group()
 
 
 class Started:
@@ -74,10 +114,3 @@ def command(*words: Any) -> None:
 
     sys.argv = ["theodolite", *map(str, words)]
     main()
-
-
-def command_without(module: str, *words: Any) -> None:
-    """The same where a module cannot be imported."""
-    assert module not in sys.modules
-    sys.modules[module] = None  # type: ignore[assignment]
-    command(*words)

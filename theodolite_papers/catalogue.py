@@ -1,7 +1,4 @@
-"""Every experiment by name, the published figures that are one of them elsewhere, and the look-up.
-
-Nothing heavy is imported: an experiment's module is when the experiment is asked for.
-"""
+"""Every experiment by name, the published figures that are one of them elsewhere, and the look-up."""
 
 from __future__ import annotations
 
@@ -156,9 +153,6 @@ def find(name: str) -> list[Experiment]:
     """The experiments that are meant by a name (`names_of`).
 
     A published figure that is another one on another model or text is that experiment, under its own name.
-
-    Raises:
-        UsageError: no such name; the error suggests the nearest ones.
     """
     return [_named(each) for each in names_of(name)]
 
@@ -175,9 +169,6 @@ def names_of(name: str) -> list[str]:
     """The names that are meant by one, by several joined by commas, or by a group such as `geometry`.
 
     `fig5` is `figure5`.
-
-    Raises:
-        UsageError: there is no such name; the error suggests the nearest ones.
     """
     meant: list[str] = []
     for pattern in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
@@ -229,11 +220,7 @@ def _from_folder(experiment: Experiment) -> bool:
 
 
 def check_options(experiments: list[Experiment], given: list[str]) -> None:
-    """Refuse an option that none of the experiments takes, rather than ignore it.
-
-    Raises:
-        UsageError: such an option; the error names the experiments that take it.
-    """
+    """Refuse an option that none of the experiments takes, rather than ignore it."""
     known = {option for experiment in experiments for option in experiment.options}
     for option in given:
         if option not in known:

@@ -81,11 +81,6 @@ def run_experiments(
 
     In a group, one that cannot be made is passed over with its reason, on `console` (which must not be where the
     JSON goes); alone, its reason is the error.
-
-    Raises:
-        UsageError: none of them could be made.
-        WorkError: the pages cannot be written.
-        KeyboardInterrupt: the bars said so.
     """
     results: list[dict[str, Any]] = []
     shown_verdicts: set[Verdict] = set()

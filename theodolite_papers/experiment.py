@@ -1,7 +1,4 @@
-"""What an experiment is, and what it works on: the run, and on demand the model, its text, and surveys of other texts.
-
-An experiment that needs only the run leaves the model alone. Every outcome and every further survey is made once.
-"""
+"""What an experiment is, and what it works on: the run, and on demand the model, its text, further surveys."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from theodolite.passes.run import SCHEMA_VERSION
 from theodolite.report.data import array, column
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.progress import ShowStage
-from theodolite.system.wording import counted
 from theodolite_papers.catalogue import find, need_no_model, on_prompts
 
 
@@ -64,8 +60,7 @@ def reproduce(
 def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
     """The experiment that collects the verdicts of `experiments`.
 
-    Args:
-        group: their name before the slash. paper: what the paper claims, in a sentence.
+    group: their name before the slash. paper: what the paper claims, in a sentence.
     """
 
     @experiment(
@@ -100,12 +95,10 @@ Result = TypeVar("Result")
 class Experiment(Heading):
     """A published table or figure.
 
-    Attributes:
-        needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text;
-            `nothing`: no model and no text; a command such as `theodolite train locater`: a folder that it wrote.
-        fill: the work: it fills an outcome.
-        options: what it takes besides a run and a text: `other`, `prompt`, `layer`, `head`.
-        scaled_down: what is smaller than in the paper, whatever the model.
+    needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text;
+    `nothing`: no model and no text; a command such as `theodolite train locater`: a folder that it wrote. fill: the
+    work: it fills an outcome. options: what it takes besides a run and a text: `other`, `prompt`, `layer`, `head`.
+    scaled_down: what is smaller than in the paper, whatever the model.
     """
 
     needs: tuple[str, ...]
@@ -142,17 +135,11 @@ class Study:
     ) -> None:
         """Hold a run against a paper.
 
-        Args:
-            run: the survey that the experiments are about; of those that read none, the provenance of what they read.
-            model: the model of the run, where it is at hand.
-            corpus: the text of the run, where it is at hand.
-            other: a second text, for robustness; None: random tokens.
-            folder: where surveys of other texts are kept and looked for; None: in memory.
-            focus: the prompt and the head of the experiments that have one.
-            show: told how far the work is; it may raise to stop.
-
-        Raises:
-            UsageError: the model is not that of the run.
+        run: the survey that the experiments are about; of those that read none, the provenance of what they
+        read. model: the model of the run, where it is at hand. corpus: the text of the run, where it is at
+        hand. other: a second text, for robustness; None: random tokens. folder: where surveys of other texts
+        are kept and looked for; None: in memory. focus: the prompt and the head of the experiments that have
+        one. show: told how far the work is; it may raise to stop.
         """
         self._run = run if isinstance(run, Run) else None
         self.provenance: dict[str, Any] = run.provenance if isinstance(run, Run) else run
@@ -167,21 +154,13 @@ class Study:
 
     @property
     def run(self) -> Run:
-        """The survey.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """The survey."""
         if self._run is None:
             raise UsageError("this experiment needs a run: survey a model, or load a run folder")
         return self._run
 
     def outcome(self, experiment: Experiment) -> Outcome:
-        """The experiment's outcome; made once.
-
-        Raises:
-            UsageError: something that it needs is not there.
-        """
+        """The experiment's outcome; made once."""
         if experiment.name not in self._outcomes:
             for need in experiment.needs:
                 self._require(need, experiment.name)
@@ -204,11 +183,7 @@ class Study:
         return result
 
     def require_model(self) -> OpenModel:
-        """The model.
-
-        Raises:
-            UsageError: it was not given.
-        """
+        """The model."""
         if self.model is None:
             raise UsageError("this experiment needs the model as well as the run: pass it too")
         return self.model
@@ -216,21 +191,13 @@ class Study:
     def require_corpus(
         self, why: str = "this experiment reads the text of the run again: pass it as well"
     ) -> Corpus:
-        """The text of the run.
-
-        Raises:
-            UsageError: it was not given; the message is `why`.
-        """
+        """The text of the run."""
         if self.corpus is None:
             raise UsageError(why)
         return self.corpus
 
     def training_folder(self, key: str, purpose: str, command: str, outcome: Outcome | None = None) -> Path:
-        """The folder of training runs that the run's provenance describes under `key`, and then the outcome's, too.
-
-        Raises:
-            UsageError: it describes none; the message begins with `purpose` and names the `command` that writes one.
-        """
+        """The folder of training runs that the run's provenance describes under `key`, and then the outcome's, too."""
         training: dict[str, Any] | None = self.provenance.get(key)
         if training is None:
             raise UsageError(f"{purpose}: pass the folder that `{command}` wrote")
@@ -301,9 +268,6 @@ def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:
     """Two halves of a corpus: one on which heads, layers or settings are chosen, one on which they are judged.
 
     `corpus.groups.halves` gives the same halves as indices, of anything that was measured by context.
-
-    Raises:
-        UsageError: it has a single context.
     """
     if len(corpus.contexts) < 2:
         raise UsageError("heads are chosen on half of the contexts and judged on the other: give 2 or more")
@@ -321,26 +285,12 @@ def of_nothing(seed: int = 0) -> dict[str, Any]:
     return of_trainings("no model", "no model", seed=seed)
 
 
-def of_models(
-    folder: str | Path, models: Sequence[Path], architecture: str, kind: str, **read: Any
-) -> dict[str, Any]:
-    """The provenance of experiments that read small models in the folders of a folder.
-
-    Args:
-        kind: name of the entry that says which. read: what else it says, such as how many prompts.
-    """
-    entry = {"folder": str(folder), "models": [place.name for place in models], **read}
-    name = f"{counted(len(models), 'model')} in {Path(folder).name}"
-    return of_trainings(name, architecture) | {kind: entry}
-
-
 def of_trainings(
     model: str, architecture: str, *, layers: int = 0, heads: int = 0, seed: int = 0, **provenance: Any
 ) -> dict[str, Any]:
     """The provenance of experiments that survey no model.
 
-    Args:
-        model, architecture, layers, heads: as pages name the model. provenance: further entries.
+    model, architecture, layers, heads: as pages name the model. provenance: further entries.
     """
     described = {"id": model, "sha256": None, "architecture": architecture, "layers": layers, "heads": heads}
     entries = {"schema_version": SCHEMA_VERSION, "versions": versions(), "model": described, "seed": seed}

@@ -1,7 +1,4 @@
-"""`theodolite reproduce`: parsing, and what the experiments read. Nothing is measured here.
-
-Heavy imports happen inside the functions.
-"""
+"""`theodolite reproduce`: parsing, and what the experiments read. Nothing is measured here."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,57 +148,53 @@ if importlib.util.find_spec("lm_eval"):
     ENTRIES["harness"] = lambda model: harness(model, ["sums"], [1], folder=tasks(), batch=2)
 
 
-def same(ours: Any, expected: Any) -> bool:
-    """Whether two results have the same numbers, bit for bit."""
-    return not difference(ours, expected)
-
-
 def difference(ours: Any, expected: Any, tolerance: float = 0.0) -> str:
     """Where two results have other numbers, "" if nowhere: bit for bit, or in terms of an array's largest number."""
+    # Where other numbers are expected, how rounded they are is another number, too.
+    left_out = ("seconds", "rounding") if tolerance else ("seconds",)
+    mine, theirs = (dict(_parts(each, left_out)) for each in (ours, expected))
+    if mine.keys() != theirs.keys():
+        return f" has or lacks {', '.join(sorted(mine.keys() ^ theirs.keys()))}"
+    said = ((name, _other(mine[name], part, tolerance)) for name, part in theirs.items())
+    return next((name + other for name, other in said if other), "")
+
+
+def _parts(value: Any, left_out: tuple[str, ...], at: str = "") -> Iterator[tuple[str, Any]]:
+    """All numbers and words of a result, by where they are."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    elif isinstance(value, pd.DataFrame):
+        value = dict(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, WHOLE):
+        value = vars(value)
+    if not isinstance(value, dict):
+        yield at, value
+    else:
+        for key, part in value.items():
+            if not any(word in str(key) for word in left_out):
+                yield from _parts(part, left_out, f"{at}/{key}")
+
+
+WHOLE = (torch.Tensor, pd.Series, np.ndarray, torch.nn.Module, OpenModel)
+
+
+def _other(ours: Any, expected: Any, tolerance: float) -> str:
     if isinstance(expected, torch.Tensor):
         if ours.dtype != expected.dtype:
             return f" is of {ours.dtype}"
         ours, expected = ours.detach().numpy(), expected.detach().numpy()
-    if isinstance(expected, pd.Series):
-        ours, expected = ours.to_numpy(), expected.to_numpy()
-    if isinstance(expected, np.ndarray):
-        return _other_numbers(ours, expected, tolerance)
-    if isinstance(expected, pd.DataFrame):
-        expected, ours = dict(expected), dict(ours)
-    elif hasattr(expected, "__dict__") and not isinstance(expected, torch.nn.Module | OpenModel):
-        expected, ours = vars(expected), vars(ours)
-    if isinstance(expected, dict):
-        if ours.keys() != expected.keys():
-            return f" has {', '.join(map(str, ours))}"
-        # Where other numbers are expected, how rounded they are is another number, too.
-        left_out = ("seconds", "rounding") if tolerance else ("seconds",)
-        pairs = [
-            (key, ours[key], value)
-            for key, value in expected.items()
-            if not any(word in str(key) for word in left_out)
-        ]
-    elif isinstance(expected, list | tuple):
-        if len(ours) != len(expected):
-            return f" has {len(ours)} parts"
-        pairs = [(number, ours[number], value) for number, value in enumerate(expected)]
-    elif isinstance(expected, float):
-        return _other_numbers(np.array([ours]), np.array([expected]), tolerance)
-    else:
+    if isinstance(expected, pd.Series | float):
+        ours, expected = np.asarray(ours), np.asarray(expected)
+    if not isinstance(expected, np.ndarray):
         alike = ours is expected or isinstance(expected, torch.nn.Module) or bool(ours == expected)
         return "" if alike else f" is {str(ours)[:60]}, not {str(expected)[:60]}"
-    parts = ((key, difference(mine, other, tolerance)) for key, mine, other in pairs)
-    return next((f"/{key}{said}" for key, said in parts if said), "")
-
-
-def _other_numbers(ours: np.ndarray, expected: np.ndarray, tolerance: float) -> str:
     if ours.shape != expected.shape or ours.dtype != expected.dtype:
         return f" has shape {ours.shape} and {ours.dtype}, not {expected.shape} and {expected.dtype}"
-    if expected.dtype.kind != "f":
-        return "" if np.array_equal(ours, expected) else f" is {ours.ravel()[:9]}, not {expected.ravel()[:9]}"
-    if np.array_equal(ours, expected, equal_nan=True):
+    if np.array_equal(ours, expected, equal_nan=expected.dtype.kind == "f"):
         return ""
-    finite = expected[np.isfinite(expected)]
-    scale = float(np.abs(finite).max(initial=0.0))
+    if expected.dtype.kind != "f":
+        return f" is {ours.ravel()[:9]}, not {expected.ravel()[:9]}"
+    scale = float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
     if np.allclose(ours, expected, rtol=0, atol=tolerance * scale, equal_nan=True):
         return ""
     with np.errstate(all="ignore"):

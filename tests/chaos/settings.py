@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import io
-import locale
 import logging
 import os
 import random
-import shutil
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +46,7 @@ def set_to(read: Callable[[], Any], write: Callable[[Any], object], value: Any) 
 
 
 @contextmanager
-def default_device() -> Iterator[None]:
+def default_device(model: OpenModel) -> Iterator[None]:
     torch.set_default_device("meta")
     try:
         yield
@@ -59,40 +55,7 @@ def default_device() -> Iterator[None]:
 
 
 @contextmanager
-def elsewhere(removed: bool) -> Iterator[None]:
-    """In another folder, which is perhaps no more."""
-    before, folder = os.open(".", os.O_RDONLY), Path(tempfile.mkdtemp())  # a name may be none any more
-    os.chdir(folder)
-    if removed:
-        folder.rmdir()
-    try:
-        yield
-    finally:
-        os.fchdir(before)
-        os.close(before)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def streams(broken: bool) -> Iterator[None]:
-    """Standard output is closed, or nobody reads it."""
-    if broken:
-        read, write = os.pipe()
-        os.close(read)
-        stream: Any = os.fdopen(write, "w", buffering=1)
-    else:
-        stream = io.StringIO()
-        stream.close()
-    before, sys.stdout = sys.stdout, stream
-    try:
-        yield
-    finally:
-        sys.stdout = before
-        stream.close()
-
-
-@contextmanager
-def event_loop() -> Iterator[None]:
+def event_loop(model: OpenModel) -> Iterator[None]:
     """As in a notebook, whose cells run while an event loop does."""
     loop = asyncio.new_event_loop()
     asyncio.events._set_running_loop(loop)
@@ -104,14 +67,7 @@ def event_loop() -> Iterator[None]:
 
 
 @contextmanager
-def strict_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
-@contextmanager
-def little_stack() -> Iterator[None]:
+def little_stack(model: OpenModel) -> Iterator[None]:
     """Room for some hundred calls above those that are open, which is enough for the libraries underneath."""
     limit = len(inspect.stack(0)) + 300
     with set_to(sys.getrecursionlimit, sys.setrecursionlimit, limit):
@@ -128,77 +84,71 @@ class _PassingFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _seeded(value: int) -> Callable[[OpenModel], AbstractContextManager[Any]]:
+@contextmanager
+def seeds(model: OpenModel) -> Iterator[None]:
     """Generators of random numbers elsewhere than where they began; `seen` says whether they have been used."""
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(7)
+    yield
 
-    @contextmanager
-    def state(model: OpenModel) -> Iterator[None]:
-        torch.manual_seed(value)
-        np.random.seed(value)
-        random.seed(value)
-        yield
 
-    return state
+def _to(read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> State:
+    return lambda model: set_to(read, write, value)
 
 
 def _attribute(owner: Any, name: str, value: Any) -> State:
-    return lambda model: set_to(lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value)
+    return _to(lambda: getattr(owner, name), partial(setattr, owner, name), value)
+
+
+def _umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+def _flushes() -> bool:
+    return bool((torch.tensor([1e-310], dtype=torch.float64, device="cpu") * 1.0 == 0).item())
 
 
 STATES: dict[str, State] = {
     "autocast": lambda model: torch.autocast("cpu", torch.bfloat16),
     "training": training,
-    "bfloat16": lambda model: set_to(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
-    "float64": lambda model: set_to(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "meta": lambda model: default_device(),
+    "bfloat16": _to(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
+    "float64": _to(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "meta": default_device,
     "with meta": lambda model: torch.device("meta"),
     "inference": lambda model: torch.inference_mode(),
     "no gradients": lambda model: torch.no_grad(),
     "gradients": lambda model: torch.enable_grad(),
-    "rounded products": lambda model: set_to(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
-    ),
-    "numpy": lambda model: set_to(
-        np.geterr, lambda value: np.seterr(**value), dict.fromkeys(np.geterr(), "raise")
-    ),
+    "rounded products": _to(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "numpy": _to(np.geterr, lambda value: np.seterr(**value), dict.fromkeys(np.geterr(), "raise")),
     "plain attention": lambda model: sdpa_kernel(SDPBackend.MATH),
     "no attention": lambda model: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
 }
 """What the tests of the guard set, too."""
 
+# Folders, streams, umask, locale and warnings are set for a whole command, in states.py.
 OTHERS: dict[str, State] = {
-    "deterministic": lambda model: set_to(
+    "deterministic": _to(
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
     ),
     "anomalies": lambda model: torch.autograd.set_detect_anomaly(True),
-    "threads": lambda model: set_to(torch.get_num_threads, torch.set_num_threads, 3),
-    "no denormals": lambda model: set_to(_flushes, torch.set_flush_denormal, True),
-    "seeds": _seeded(7),
-    "locale": lambda model: set_to(
-        lambda: locale.setlocale(locale.LC_ALL), lambda value: locale.setlocale(locale.LC_ALL, value), "C"
-    ),
-    "another folder": lambda model: elsewhere(removed=False),
-    "a folder that is gone": lambda model: elsewhere(removed=True),
-    "umask": lambda model: set_to(_umask, os.umask, 0o077),
-    "no collection": lambda model: set_to(
-        gc.isenabled, lambda on: gc.enable() if on else gc.disable(), False
-    ),
-    "strict warnings": lambda model: strict_warnings(),
-    "little stack": lambda model: little_stack(),
-    "a hook for errors": _attribute(sys, "excepthook", lambda *_: None),
-    "closed output": lambda model: streams(broken=False),
-    "broken output": lambda model: streams(broken=True),
+    "threads": _to(torch.get_num_threads, torch.set_num_threads, 3),
+    "no denormals": _to(_flushes, torch.set_flush_denormal, True),
+    "seeds": seeds,
+    "no collection": _to(gc.isenabled, lambda on: gc.enable() if on else gc.disable(), False),
+    "little stack": little_stack,
     "dispatch": lambda model: _Passing(),
     "functions": lambda model: _PassingFunctions(),
-    "event loop": lambda model: event_loop(),
+    "event loop": event_loop,
     "reduced bfloat16": _attribute(
         torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
     ),
     "cudnn": lambda model: torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True),
-    "no oneDNN": lambda model: set_to(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "no oneDNN": _to(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
     "pandas": lambda model: pd.option_context("display.max_rows", 1, "display.precision", 1),
     "printing": lambda model: np.printoptions(precision=1, threshold=1),
-    "logging": lambda model: set_to(lambda: logging.root.level, logging.root.setLevel, logging.DEBUG),
+    "logging": _to(lambda: logging.root.level, logging.root.setLevel, logging.DEBUG),
     "hooks for gradients": lambda model: torch.autograd.graph.save_on_cpu(),
 }
 
@@ -213,16 +163,6 @@ TOLERANCES = {
     "dispatch": 1e-6,
 }
 """States that may change digits, by how much of the largest number of a column; all others may change no bit."""
-
-
-def _umask() -> int:
-    now = os.umask(0)
-    os.umask(now)
-    return now
-
-
-def _flushes() -> bool:
-    return bool((torch.tensor([1e-310], dtype=torch.float64, device="cpu") * 1.0 == 0).item())
 
 
 def seen(model: OpenModel | None = None) -> dict[str, Any]:
@@ -241,8 +181,6 @@ def seen(model: OpenModel | None = None) -> dict[str, Any]:
         "numpy's generator": repr(np.random.get_state()),
         # beartype, where it checks types, draws from it which items of a list it looks at.
         "python's generator": None if "beartype" in sys.modules else hash(random.getstate()),
-        "locale": locale.setlocale(locale.LC_ALL),
-        "umask": _umask(),
         "collection": gc.isenabled(),
         "recursion": sys.getrecursionlimit(),
         "excepthook": sys.excepthook,

@@ -1,9 +1,7 @@
 """What a program may have set elsewhere, drawn together: no number may change, and all stays as it was.
 
-In this process one to four states at a time, entered in any order, around one of `ENTRIES` on a tiny model; a survey in
-processes of its own, under what the environment says of a process. Threads measure at the same time.
-
-The oracle is the same call in a process that nobody has touched.
+In this process one to four states at a time, entered in any order, around one of `ENTRIES` on a tiny model, or several
+in threads; a survey in processes of its own, in other environments. Oracle: the same where nobody has touched anything.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,19 @@ import numpy as np
 import torch
 
 from tests import checkpoints
+from tests.chaos.commands import (
+    REFUSED,
+    RIGHT,
+    TEXT,
+    UNFORESEEN,
+    WRONG,
+    Trial,
+    contents,
+    is_refusal,
+    other_bytes,
+)
 from tests.chaos.entries import ENTRIES, difference
-from tests.chaos.kills import contents
 from tests.chaos.settings import OTHERS, STATES, TOLERANCES, seen
-from tests.chaos.stages import TEXT
-from tests.chaos.trials import REFUSED, RIGHT, UNFORESEEN, WRONG, Trial
 from theodolite.errors import TheodoliteError
 from theodolite.models import OpenModel, open_model
 
@@ -86,35 +93,53 @@ def trials(seed: int, share: float) -> Iterator[Trial]:
         models = Models(Path(place))
         for _ in range(round(TRIALS * share)):
             states = drawn([*STATES, *OTHERS], rng)
-            yield of_states(models, str(rng.choice(list(ENTRIES))), str(rng.choice(FAMILIES)), states)
-        names = rng.permutation(list(ENVIRONMENTS))[: round(share * len(ENVIRONMENTS))]
-        yield from of_environments(Path(place), [str(name) for name in names])
+            call = str(rng.choice(list(ENTRIES))), str(rng.choice(FAMILIES))
+            yield of_calls(models, [call], states)
+        if names := rng.permutation(list(ENVIRONMENTS))[: round(share * len(ENVIRONMENTS))].tolist():
+            yield from of_environments(Path(place) / "environments", names)
 
 
-def of_states(models: Models, entry: str, family: str, names: list[str]) -> Trial:
-    """One call while some states are set."""
-    model, expected = models.opened(family), models.untouched(family, entry)
-    tolerance = max(TOLERANCES.get(name, 0.0) for name in names)
-    trial = ("states", " in ".join(reversed(names)), f"{entry}, {family}")
+def of_calls(models: Models, calls: list[tuple[str, str]], names: list[str]) -> Trial:
+    """A call of an entry on a family, or several that begin at once in threads, while some states are set."""
+    threads = len(calls) > 1
+    model = models.opened(calls[0][1])
+    expected = [models.untouched(family, entry) for entry, family in calls]
+    tolerance = max((TOLERANCES.get(name, 0.0) for name in names), default=0.0)
+    what = " beside ".join(f"{entry} of {family}" for entry, family in calls)
+    trial = ("threads" if threads else "states", " in ".join(reversed(names)), what)
+    works = [partial(outcome, entry, models.opened(family)) for entry, family in calls]
     try:
         with ExitStack() as states:
             for name in names:
                 states.enter_context((STATES | OTHERS)[name](model))
-            before = seen(model)
-            ours = outcome(entry, model)
-            changed = [name for name, value in seen(model).items() if before.get(name) != value]
+            before = seen(None if threads else model)
+            results = in_threads(*works) if threads else [works[0]()]
+            now = seen(None if threads else model)
     except Exception as error:
         return Trial(*trial, UNFORESEEN, f"{type(error).__name__}: {error}")
-    if changed:
+    # One who puts the process's generator back may do so while another thread draws from it.
+    left_out = {"torch's generator"} if threads else set()
+    if changed := [name for name in now.keys() - left_out if before.get(name) != now[name]]:
         return Trial(*trial, WRONG, f"left changed: {', '.join(changed)}")
-    if isinstance(ours, TheodoliteError):
-        one_line = len(str(ours).splitlines()) == 1
-        return Trial(*trial, REFUSED if one_line else UNFORESEEN, str(ours))
-    if isinstance(expected, TheodoliteError):
-        return Trial(*trial, WRONG, f"not refused: {expected}")
+    for ours, alone in zip(results, expected, strict=True):
+        answer, said = judged(ours, alone, tolerance)
+        if answer != RIGHT:
+            return Trial(*trial, WRONG if threads and answer == REFUSED else answer, said)
+    return Trial(*trial, RIGHT)
+
+
+def judged(ours: Any, alone: Any, tolerance: float) -> tuple[str, str]:
+    """A result beside that of the same call alone, where either may be a refusal."""
+    if isinstance(ours, Exception) and str(ours) == str(alone):
+        return RIGHT, ""
+    if isinstance(ours, Exception):
+        one_line = isinstance(ours, TheodoliteError) and len(str(ours).splitlines()) == 1
+        return REFUSED if one_line else UNFORESEEN, f"{type(ours).__name__}: {ours}"
+    if isinstance(alone, TheodoliteError):
+        return WRONG, f"not refused: {alone}"
     with torch.inference_mode():  # what was made there may not be compared elsewhere
-        other = difference(ours, expected, tolerance)
-    return Trial(*trial, WRONG if other else RIGHT, other)
+        other = difference(ours, alone, tolerance)
+    return (WRONG, other) if other else (RIGHT, "")
 
 
 ENVIRONMENTS: dict[str, tuple[dict[str, str], str]] = {
@@ -147,42 +172,30 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str]] = {
 
 def of_environments(folder: Path, names: Sequence[str]) -> Iterator[Trial]:
     """A survey in a process of its own, against one where nobody has set anything."""
-    if not names:
-        return
-    model = folder / "gpt2"
-    if not model.exists():
-        checkpoints.write("gpt2", model)
+    checkpoints.write("gpt2", folder / "model")
     (folder / "text.txt").write_text(TEXT)
-    status, said, expected = surveyed(folder, {}, "")
+    status, said = surveyed(folder, {}, "")
     assert not status, said
+    expected = contents(folder)
     for name in names:
-        status, said, files = surveyed(folder, *ENVIRONMENTS[name])
-        trial = ("states", name, "theodolite survey")
-        errors = [line for line in said.splitlines() if line.startswith("error: ")]
-        if status:
-            foreseen = status > 0 and len(errors) == 1 and "Traceback" not in said
-            yield Trial(*trial, REFUSED if foreseen else UNFORESEEN, f"status {status}: {said[-600:]}")
-            continue
-        files |= {path.name: b"" for path in folder.glob("run.*")}  # nothing is left beside
-        other = sorted(key for key in expected.keys() | files.keys() if expected.get(key) != files.get(key))
-        yield Trial(*trial, WRONG if other else RIGHT, f"other bytes in {', '.join(other)}" if other else "")
+        status, said = surveyed(folder, *ENVIRONMENTS[name])
+        other = "" if status else other_bytes(contents(folder), expected)  # nothing is left beside
+        answer = (REFUSED if is_refusal(status, said) else UNFORESEEN) if status else RIGHT
+        said = f"other bytes in {other}" if other else f"status {status}: {said[-600:]}"
+        yield Trial("states", name, "theodolite survey", WRONG if other else answer, said)
 
 
-def surveyed(folder: Path, variables: dict[str, str], before: str) -> tuple[int, str, dict[str, bytes]]:
-    """Status, errors and files of a survey under these variables, after these words of a shell."""
+def surveyed(folder: Path, variables: dict[str, str], before: str) -> tuple[int, str]:
+    """Status and errors of a survey under these variables, after these words of a shell."""
     shutil.rmtree(folder / "run", ignore_errors=True)
-    words = '"$PYTHON" -m theodolite survey "$D/gpt2" --corpus "$D/text.txt" --length 16 --contexts 4 --out "$D/run"'
-    own = {
-        "D": str(folder),
-        "PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
+    words = '"$PYTHON" -m theodolite survey "$D/model" --corpus "$D/text.txt" --length 16 --contexts 4 --out "$D/run"'
+    root = str(Path(__file__).parents[2])
+    own = {"D": str(folder), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     done = subprocess.run(
         ["bash", "-c", before + words], env=os.environ | own | variables, capture_output=True, text=True,
         errors="replace", timeout=300, check=False,
     )  # fmt: skip
-    return done.returncode, done.stderr, contents(folder / "run")
+    return done.returncode, done.stderr
 
 
 IN_THREADS = [entry for entry in ENTRIES if entry != "edited"]
@@ -202,36 +215,7 @@ def thread_trials(seed: int, share: float) -> Iterator[Trial]:
                 for number in range(count)
             ]
             states = [str(rng.choice(OF_THE_PROCESS))] if rng.random() < 0.5 else []
-            yield of_threads(models, calls, states)
-
-
-def of_threads(models: Models, calls: list[tuple[str, str]], names: list[str]) -> Trial:
-    """Calls that begin at once while some states are set."""
-    expected = [models.untouched(family, entry) for entry, family in calls]
-    works = [
-        lambda entry=entry, family=family: outcome(entry, models.opened(family)) for entry, family in calls
-    ]
-    what = " beside ".join(f"{entry} of {family}" for entry, family in calls)
-    trial = ("threads", " in ".join([what, *names]), "calls")
-    with ExitStack() as states:
-        for name in names:
-            states.enter_context((STATES | OTHERS)[name](models.opened(calls[0][1])))
-        before = seen()
-        results = in_threads(*works)
-        # One who puts the process's generator back may do so while another draws from it.
-        changed = [
-            name for name, value in seen().items() if before[name] != value and name != "torch's generator"
-        ]
-    if changed:
-        return Trial(*trial, WRONG, f"left changed: {', '.join(changed)}")
-    for (entry, family), ours, alone in zip(calls, results, expected, strict=True):
-        if isinstance(ours, Exception) and not isinstance(ours, TheodoliteError):
-            return Trial(*trial, UNFORESEEN, f"{entry} of {family}: {type(ours).__name__}: {ours}")
-        if isinstance(ours, TheodoliteError) and str(ours) == str(alone):
-            continue
-        if other := str(ours) if isinstance(ours, Exception) else difference(ours, alone):
-            return Trial(*trial, WRONG, f"{entry} of {family}: {other}")
-    return Trial(*trial, RIGHT)
+            yield of_calls(models, calls, states)
 
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:

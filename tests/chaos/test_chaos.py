@@ -1,6 +1,6 @@
 """Two kills and a handful of the other trials of the chaos suite; `make chaos` runs them all, some thousand.
 
-Oracle: the same command or call undisturbed, and the rule of `trials`.
+Oracle: the same command or call undisturbed, and the rule of `commands`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.chaos import files, kills, states
+from tests.chaos.commands import BAD, COMMANDS, WRONG, Command, Trial
 from tests.chaos.entries import ENTRIES
-from tests.chaos.trials import BAD, WRONG, Trial
 from tests.processes import Started
 
 
@@ -24,8 +24,9 @@ def bad(trials: Iterable[Trial]) -> list[Trial]:
     return [trial for trial in tried if trial.answer in BAD]
 
 
-def careless(out: Path) -> None:
+def careless(root: Path) -> None:
     """Write a file under its own name, and take what is there for all of it."""
+    out = root / "out"
     out.mkdir(exist_ok=True)
     if not (out / "numbers").exists():
         (out / "numbers.writing").write_text("0123456789" * 9)
@@ -38,25 +39,25 @@ def careless(out: Path) -> None:
             file.write("56789")
 
 
-def killed(folder: Path) -> None:
+def killed() -> None:
     """Print what is wrong after kills of two commands and of `careless`; where nothing has been computed, to fork."""
     torch.set_num_threads(1)
-    random, stages = np.random.default_rng(0), {stage.name: stage for stage in kills.made(folder)}
-    for name in ("survey", "prune, merged"):
-        print(name, bad(kills.of_stage(stages[name], folder / "try", random, 1)))
-    for trial in bad(kills.of_stage(kills.Stage("careless", careless), folder / "try", random, 16)):
+    random = np.random.default_rng(0)
+    for name in ("survey", "prune"):
+        print(name, bad(kills.of_command(name, random, 1)))
+    COMMANDS["careless"] = Command(careless)
+    for trial in bad(kills.of_command("careless", random, 16)):
         print(f"{trial.what}: {trial.said}")
 
 
 def test_what_was_killed_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     """And a command that would not is found."""
-    (tmp_path / "kills").mkdir()
-    status, stdout, stderr = Started(killed, tmp_path / "kills", folder=tmp_path).end()
+    status, stdout, stderr = Started(killed, folder=tmp_path).end()
     assert status == 0, stderr
     survey, prune, *wrong = stdout.splitlines()
-    assert (survey, prune) == ("survey []", "prune, merged []")
+    assert (survey, prune) == ("survey []", "prune []")
     for when in ("before open out/between", "after open out/between", "after open out/more"):
-        assert any(line.startswith(f"{when}: run 2: other bytes in out/") for line in wrong)
+        assert any(line.startswith(f"{when}: other bytes in out/") for line in wrong)
     assert "numbers.writing" not in stdout
 
 
@@ -87,6 +88,6 @@ def test_a_state_that_is_taken_or_left_is_found(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(ENTRIES, "careless", lambda model: torch.ones(3))
     monkeypatch.setitem(ENTRIES, "seeding", lambda model: torch.manual_seed(5) and torch.ones(3))
     for entry, says in (("careless", "is of torch.bfloat16"), ("seeding", "left changed: torch's generator")):
-        trial = states.of_states(models, entry, "gpt2", ["bfloat16", "seeds"])
+        trial = states.of_calls(models, [(entry, "gpt2")], ["bfloat16", "seeds"])
         assert trial.answer == WRONG
         assert says in trial.said

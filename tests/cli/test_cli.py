@@ -255,6 +255,9 @@ def test_a_grid_is_trained_and_its_figures_are_drawn(tmp_path):
     assert [each["name"] for each in json.loads(stdout)] == ["localization/figure7"]
 
 
+EMPTY = ("--means", "", "--decays", "")
+
+
 def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:
     def file(name: str, data: bytes) -> Path:
         (tmp_path / name).write_bytes(data)
@@ -263,39 +266,12 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
     out = tmp_path / "run"
     survey = ["survey", model, "--out", out, "--corpus"]
     return {
-        "missing text": ([*survey, tmp_path / "no.txt"], "no file or folder"),
-        "empty text": ([*survey, file("empty.txt", b"")], "empty"),
-        "binary text": ([*survey, file("binary.txt", b"\x00\x01\x02" * 50)], "binary.txt"),
-        "not UTF-8": ([*survey, file("latin.txt", "déjà vu ".encode("latin-1") * 50)], "UTF-8"),
         "short text": (
             [*survey, file("short.txt", b"too short"), "--length", 64],
             "shorter than one context",
         ),
-        "unknown suffix": ([*survey, file("text.pdf", b"%PDF")], "text.pdf"),
-        "no such column": (
-            [*survey, file("rows.jsonl", b'{"body": "x"}\n'), "--text-column", "text"],
-            "body",
-        ),
-        "malformed rows": ([*survey, file("bad.jsonl", b'{"text": "x"}\n{"text"\n')], "2"),
         "context beyond positions": ([*survey, text, "--length", 500], "longer than the 128"),
         "length 1": ([*survey, text, "--length", 1], "length"),
-        "length 0": ([*survey, text, "--length", 0], "length"),
-        "batch 0": ([*survey, text, "--length", 32, "--batch", 0], "--batch 1 or more"),
-        "negative seed": ([*survey, text, "--seed", -1], "--seed 0 or more"),
-        "out is no run": ([*survey, text, "--length", 32, "--out", text], "is no run: choose another --out"),
-        "no contexts": ([*survey, text, "--contexts", 0], "contexts"),
-        "missing model": (["survey", tmp_path / "nowhere"], "no checkpoint at"),
-        "model without config": (["survey", tmp_path], "config.json"),
-        "not a run": (["report", tmp_path], "no run at"),
-        "unknown experiment": (["reproduce", "geometry/tabel1", model], "did you mean geometry/table1"),
-        "experiment on no model": (
-            ["reproduce", "geometry/table1", tmp_path / "nowhere"],
-            "no checkpoint at",
-        ),
-        "experiment into a file": (
-            ["reproduce", "geometry/table1", model, "--corpus", text, "--length", 32, "--out", text],
-            "is no run: choose another --out",
-        ),
         "option of others": (
             ["reproduce", "geometry/table1", model, "--prompt", "so"],
             "--prompt is not for geometry/table1: only geometry/figure6",
@@ -310,24 +286,10 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         ),
         "theory with a model": (["reproduce", "localization/figure1", model], "leave out MODEL"),
         "a grid of nothing": (
-            [
-                "train",
-                "locater",
-                "--text",
-                text,
-                "--held-out",
-                text,
-                "--means",
-                "",
-                "--decays",
-                "",
-                "--out",
-                out,
-            ],
+            ["train", "locater", *("--text", text), *("--held-out", text), *EMPTY, "--out", out],
             "at least one",
         ),
         "a place for no files": ([*survey, text, "--length", 32, "--out", "/proc/run"], "cannot write"),
-        "bad dtype": (["survey", model, "--dtype", "float7"], "float7"),
         "bad device": (["survey", model, "--device", "abacus"], "abacus"),
         "unwritable": (
             [*survey, text, "--length", 32, "--out", text / "run"],
@@ -337,6 +299,7 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
 
 
 def test_bad_calls_get_one_line_and_leave_nothing(checkpoint, text, tmp_path):
+    """What needs no model is in test_before_imports.py, texts that are none in tests/corpus and tests/inputs."""
     for name, (arguments, words) in _bad_calls(tmp_path, checkpoint("gpt2"), text).items():
         before = sorted(tmp_path.rglob("*"))
         status, stdout, stderr = call(*arguments)

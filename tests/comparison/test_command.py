@@ -41,21 +41,25 @@ def folders(pair, tmp_path_factory):
     root = tmp_path_factory.mktemp("folders")
     for how in ("", "destroyed"):
         for run, ending in zip(pair(how), ("", "-sinks", "-outputs"), strict=True):
-            shutil.copytree(run.folder, root / f"{how or 'dense'}{ending}")
+            (root / f"{how or 'dense'}{ending}").symlink_to(run.folder)
+    shutil.copytree(pair("destroyed").run.folder, root / "alone")
     return root
 
 
-def test_run_folders(folders, tmp_path):
+def test_run_folders(folders, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    status, stdout, _ = call("compare", folders / "dense", folders / "destroyed", "--out", out)
-    assert status == 0
-    assert "Hit hardest: L0H2" in stdout
-    assert "tags  3 of 5 tags survive" in stdout
-    assert "◐ dense → destroyed" in stdout
-    assert "◐ in part" in stdout
-    assert "Next-token loss: " in stdout
-    assert "destroyed, heads write nearly the same: " in stdout
-    assert "destroyed predicts the text as well: " in stdout
+    status, stdout, stderr = call("compare", folders / "dense", folders / "destroyed", "--out", out)
+    assert status == 0, stderr
+    for said in (
+        "Hit hardest: L0H2",
+        "tags  3 of 5 tags survive",
+        "◐ dense → destroyed",
+        "◐ in part",
+        "Next-token loss: ",
+        "destroyed, heads write nearly the same: ",
+        "destroyed predicts the text as well: ",
+    ):
+        assert said in stdout
     page = out / "sinks-compare"
     assert stdout.rstrip().endswith(f"Report: {page}/index.html")
     told = json.loads((out / "comparison.json").read_text())
@@ -65,19 +69,18 @@ def test_run_folders(folders, tmp_path):
     sinks = pd.read_parquet(page / "table-sinks.parquet")
     assert (sinks["status"] == "lost").sum() == 2
     assert [row["status"] for row in told["tables"]["sinks"]] == sinks["status"].tolist()
-    status, stdout, _ = call("compare", folders / "dense", folders / "destroyed", "--json", "--out", out)
-    assert status == 0
-    assert json.loads(stdout) == told
 
 
-def test_without_a_trace_beside_each_tags_are_left_out(folders, tmp_path):
-    alone = tmp_path / "alone"
-    shutil.copytree(folders / "destroyed", alone)
-    status, stdout, _ = call("compare", folders / "dense", alone, "--out", tmp_path / "out")
+def test_without_a_trace_beside_each_tags_are_left_out_and_json_is_what_is_written(folders, tmp_path):
+    command = ("compare", folders / "dense", folders / "alone", "--out", tmp_path)
+    status, stdout, _ = call(*command)
     assert status == 0
     assert "tags  Not compared: not every survey has a run FOLDER-sinks" in stdout
     assert "head outputs  Not compared: not every survey has a run FOLDER-outputs" in stdout
     assert "Head outputs were not compared." in stdout
+    status, stdout, _ = call(*command, "--json")
+    assert status == 0
+    assert json.loads(stdout) == json.loads((tmp_path / "comparison.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -121,26 +124,19 @@ def test_models_are_surveyed_and_looked_at_side_by_side(two, text, tmp_path):
 
 def test_what_cannot_be_compared_is_said_in_one_line(two, folders, text, tmp_path):
     first, second = two
-    for folder, change in (("shallow", {"n_layer": 2}), ("short", {"n_positions": 24})):
-        config = transformers.GPT2Config.from_pretrained(first, **change)
-        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / folder)
-        checkpoints.byte_tokenizer().save_pretrained(tmp_path / folder)
+    folders_of = (folders / "dense", folders / "destroyed")
     out = ("--out", tmp_path / "out", "--corpus", text, "--length", 32, "--contexts", 4)
-    cases = [
+    for arguments, words in (
         ((first,), "give two or more"),
         ((first, folders / "dense"), "give run folders or models, not both"),
-        ((folders / "dense", folders / "destroyed", "--layer", 1), "leave out --layer"),
-        ((folders / "dense", folders / "destroyed", "--rank", 1), "leave out --rank"),
+        ((*folders_of, "--layer", 1), "leave out --layer"),
+        ((*folders_of, "--rank", 1), "leave out --rank"),
         ((first, second, "--layer", 1, *out), "give both --layer and --head"),
         ((first, second, "--rank", 2, *out), "give both"),
-        (
-            (first, second, "--without-low-rank", 1, *out),
-            "was not pruned to sparse + low-rank: give the --rank",
-        ),
+        ((first, second, "--without-low-rank", 1, *out), "not pruned to sparse + low-rank: give the --rank"),
         ((folders / "dense", folders / "dense-sinks"), "this is a trace of sinks"),
         ((first, tmp_path / "nowhere", *out), "no checkpoint at"),
-    ]
-    for arguments, words in cases:
+    ):
         status, _, stderr = call("compare", *arguments)
         assert status == 2, (arguments, stderr)
         (line,) = (line for line in stderr.splitlines() if line.startswith("error:"))
@@ -148,9 +144,10 @@ def test_what_cannot_be_compared_is_said_in_one_line(two, folders, text, tmp_pat
 
 
 class Work:
-    """Surveys in memory, on half of the planted text."""
+    """Surveys in memory, on half of the planted text; or none, where nothing is to be read."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: bool = True) -> None:
+        self.reads = reads
         self.opened_sources: list[str] = []
 
     def opened(self, source):
@@ -161,32 +158,25 @@ class Work:
         return replace(CORPUS, contexts=IDS[:8], labels=CORPUS.labels[:8])
 
     def measured(self, candidate, model, corpus):
+        assert self.reads, "a pass was made"
         return survey(model, corpus), trace_sinks(model, corpus), read_outputs(model, corpus)
-
-
-class Untouched(Work):
-    """Fails where a model is read before everything is known to be possible."""
-
-    def measured(self, candidate, model, corpus):
-        raise AssertionError("a pass was made")
 
 
 def test_what_cannot_be_done_is_said_before_any_pass(damaged, tmp_path, monkeypatch):
     monkeypatch.setattr(PROMPT_IDS, lambda model, prompt, shipped: IDS[0])
     config = transformers.GPT2Config.from_pretrained(damaged(), n_layer=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "shallow")
-    models = [str(damaged()), str(damaged("noisy"))]
-    cases = [
-        ((models, Untouched(), Focus("x", 9, 0)), {}, "layer 9 does not exist"),
-        ((models, Untouched(), Focus("x", 0, 9)), {}, "head 9 does not exist"),
-        ((models, Untouched(), Focus()), {"layer": 9, "rank": 2}, "layer 9 does not exist"),
-        ((models, Untouched(), Focus()), {"layer": 0, "rank": 900}, "900"),
-        (([models[0], str(tmp_path / "shallow")], Untouched(), Focus("x")), {}, "no head in common"),
-        (([models[0], str(tmp_path / "none")], Untouched(), Focus()), {}, "no checkpoint at"),
-    ]
-    for arguments, options, words in cases:
+    first, second = str(damaged()), str(damaged("noisy"))
+    for other, focus, options, words in (
+        (second, Focus("x", 9, 0), {}, "layer 9 does not exist"),
+        (second, Focus("x", 0, 9), {}, "head 9 does not exist"),
+        (second, Focus(), {"layer": 9, "rank": 2}, "layer 9 does not exist"),
+        (second, Focus(), {"layer": 0, "rank": 900}, "900"),
+        (str(tmp_path / "shallow"), Focus("x"), {}, "no head in common"),
+        (str(tmp_path / "none"), Focus(), {}, "no checkpoint at"),
+    ):
         with pytest.raises(UsageError, match=words):
-            compare_models(*arguments, **options)
+            compare_models([first, other], Work(reads=False), focus, **options)
 
 
 @pytest.mark.slow
@@ -251,19 +241,15 @@ def test_the_head_that_is_shown_has_a_sink_and_each_model_is_seen_by_itself(dama
     seen = trace_head(candidates, open_model, None, [(0, 0), (0, 2), (0, 1)])
     assert (seen.layer, seen.head) == (0, 2)
     assert seen.prompt == "".join(seen.tokens)
-    expected = planted.attention(IDS[0].numpy(), 2)
-    torch.testing.assert_close(
-        seen.traces["planted"].attention, torch.from_numpy(expected), atol=1e-6, rtol=0
-    )
     even = torch.tril(torch.ones(60, 60, dtype=torch.float64))
     even /= even.sum(dim=1, keepdim=True)
-    torch.testing.assert_close(seen.traces["destroyed"].attention, even, atol=1e-9, rtol=0)
-    assert len(seen.traces["planted"].sinks) == 2
-    assert len(seen.traces["destroyed"].sinks) == 0
-
-
-def test_candidates_that_are_called_alike_are_numbered():
-    found = candidates_of(["a/model", "b/model", "model", "other"])
+    for name, expected, sinks in (
+        ("planted", torch.from_numpy(planted.attention(IDS[0].numpy(), 2)), 2),
+        ("destroyed", even, 0),
+    ):
+        torch.testing.assert_close(seen.traces[name].attention, expected, atol=1e-6, rtol=0)
+        assert len(seen.traces[name].sinks) == sinks
+    found = candidates_of(["a/model", "b/model", "model", "other"])  # called alike, they are numbered
     assert [candidate.name for candidate in found] == ["model", "model-2", "model-3", "other"]
     with pytest.raises(UsageError, match="give the --rank"):
         without_term(0, found[0], 1, None)

@@ -49,14 +49,12 @@ def answers(cosine: float, noise: float, shared: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("noise", "shared"), [(0.05, 1.0), (0.2, 0.0), (0.5, 0.7), (1.0, 0.0)])
 def test_a_tag_just_below_the_limit_is_hardly_ever_kept_nor_one_just_above_turned(noise, shared):
+    """And one that is clearly kept or turned, where the noise lets it be seen, is said to be."""
     assert answers(0.69, noise, shared)[0] <= 0.05
     assert answers(0.72, noise, shared)[1] <= 0.05
-
-
-@pytest.mark.parametrize("shared", [0.0, 1.0])
-def test_a_tag_that_is_clearly_kept_or_turned_is_said_to_be(shared):
-    assert answers(0.95, 0.2, shared)[0] > 0.95
-    assert answers(0.4, 0.2, shared)[1] > 0.95
+    if noise <= 0.2:
+        assert answers(0.95, 0.2, shared)[0] > 0.95
+        assert answers(0.4, 0.2, shared)[1] > 0.95
 
 
 @pytest.mark.parametrize(
@@ -134,8 +132,6 @@ def kept(true: float, noise: float, shared: float, trials: int = 20) -> tuple[fl
 def test_a_basis_just_below_the_limit_is_hardly_ever_kept_nor_one_just_above_lost(noise, shared):
     assert kept(0.45, noise, shared)[0] <= 0.05
     assert kept(0.55, noise, shared)[1] <= 0.05
-
-
-def test_a_basis_that_is_clearly_kept_or_lost_is_said_to_be():
-    assert kept(0.9, 0.02, 0.9)[0] > 0.95
-    assert kept(0.1, 0.02, 0.9)[1] > 0.95
+    if shared == 0.9:
+        assert kept(0.9, 0.02, shared)[0] > 0.95
+        assert kept(0.1, 0.02, shared)[1] > 0.95

@@ -71,7 +71,7 @@ def test_a_head_without_a_partner_is_lost(pair):
     assert "2 heads of the other model without a partner" in back.sentence
 
 
-def test_a_head_whose_entropy_is_not_known_does_not_survive(pair):
+def test_a_head_whose_entropy_or_its_error_is_not_known_does_not_survive(pair):
     """Nor is it taken for a collapsed one, whose entropy is 0."""
     run = pair().run
     unknown = run.heads.assign(entropy=run.heads["entropy"].where(run.heads.index > 0))
@@ -79,6 +79,10 @@ def test_a_head_whose_entropy_is_not_known_does_not_survive(pair):
     assert part.table.loc[0, "status"] == "undecided"
     assert np.isnan(part.table.loc[0, "entropy_share_before"])
     assert (part.table.loc[1:, "status"] == SURVIVED).sum() >= len(run.heads) - 2
+    older = replace(run, heads=run.heads.assign(entropy_se=np.nan))
+    part = matched_heads(older, older)
+    assert part.answer == UNDECIDED
+    assert part.count("undecided") == len(run.heads)
 
 
 def test_a_role_that_is_gone_is_lost(pair):
@@ -98,64 +102,41 @@ def test_a_role_that_is_gone_is_lost(pair):
 
 
 def test_models_of_different_shapes_are_matched(tmp_path):
+    """Without --length each would read as many tokens as it has positions for: refused before any is read."""
     first, second = checkpoints.write("gpt2", tmp_path / "first"), tmp_path / "second"
-    config = transformers.GPT2Config.from_pretrained(first, n_layer=2, n_head=8)
+    config = transformers.GPT2Config.from_pretrained(first, n_layer=2, n_head=8, n_positions=32)
     transformers.GPT2LMHeadModel(config).save_pretrained(second)
     checkpoints.byte_tokenizer().save_pretrained(second)
-    text = tmp_path / "text.txt"
+    text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(TEXT)
-    out = tmp_path / "out"
-    options = ("--corpus", text, "--length", 32, "--contexts", 8, "--out", out)
-    shown = CliRunner().invoke(app, [str(a) for a in ("compare", first, second, *options)])
+
+    def call(*options):
+        own = ("compare", first, second, "--corpus", text, "--contexts", 8, "--out", out, *options)
+        return CliRunner().invoke(app, [str(word) for word in own])
+
+    for options, said in (
+        ((), "first 128 and second 32"),
+        (("--length", 32, "--prompt", "a b c d"), "leave out --prompt, --layer and --head"),
+    ):
+        refused = call(*options)
+        assert refused.exit_code == 2
+        assert said in refused.stderr.replace("\n", " ")
+        assert not list(out.glob("*/run.json"))
+    shown = call("--length", 32)
     assert shown.exit_code == 0, shown.stderr
     assert "matched heads" in shown.stdout
     assert "only their heads are matched" in shown.stdout
     table = pd.read_parquet(out / "sinks-compare" / "table-matched_heads.parquet")
     assert table["match"].str.fullmatch(r"L\d+H\d+|").all()
-    refused = CliRunner().invoke(
-        app, [str(a) for a in ("compare", first, second, *options, "--prompt", "a b c d")]
-    )
-    assert refused.exit_code == 2
-    assert "leave out --prompt, --layer and --head" in refused.stderr
 
 
-def test_runs_of_different_widths_are_matched(pair):
+def test_runs_of_different_widths_are_matched_if_contexts_are_as_long(pair):
+    """Sinks, roles and entropies depend on it, and no hash of tokens tells models of two shapes apart by it."""
     run = pair().run
     other = replace(run, provenance=run.provenance | {"model": run.provenance["model"] | {"width": 7}})
     audit = compare(run, other)
     assert [part.name for part in audit.parts] == ["matched heads"]
     assert audit.answer == HOLDS
-
-
-def test_heads_without_known_errors_are_not_decided(pair):
-    run = pair().run
-    older = replace(run, heads=run.heads.assign(entropy_se=np.nan))
-    part = matched_heads(older, older)
-    assert part.answer == UNDECIDED
-    assert part.count("undecided") == len(run.heads)
-
-
-def test_contexts_of_another_length_are_refused(pair):
-    """Sinks, roles and entropies depend on it, and no hash of tokens tells models of two shapes apart by it."""
-    run = pair().run
-    provenance = run.provenance | {
-        "model": run.provenance["model"] | {"width": 7},
-        "corpus": run.provenance["corpus"] | {"length": 2 * run.provenance["corpus"]["length"]},
-    }
+    corpus = run.provenance["corpus"] | {"length": 2 * run.provenance["corpus"]["length"]}
     with pytest.raises(UsageError, match="give all the same --length"):
-        compare(run, replace(run, provenance=provenance), names=("one", "other"))
-
-
-def test_models_that_would_read_contexts_of_two_lengths_are_refused_before_they_are_read(tmp_path):
-    """Without --length each would read as many tokens as it has positions for."""
-    first, second = checkpoints.write("gpt2", tmp_path / "first"), tmp_path / "second"
-    config = transformers.GPT2Config.from_pretrained(first, n_layer=2, n_positions=32)
-    transformers.GPT2LMHeadModel(config).save_pretrained(second)
-    checkpoints.byte_tokenizer().save_pretrained(second)
-    text, out = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text(TEXT)
-    options = ("--corpus", text, "--contexts", 8, "--out", out)
-    shown = CliRunner().invoke(app, [str(a) for a in ("compare", first, second, *options)])
-    assert shown.exit_code == 2
-    assert "first 128 and second 32" in shown.stderr.replace("\n", " ")
-    assert not list(out.glob("*/run.json"))
+        compare(run, replace(run, provenance=other.provenance | {"corpus": corpus}), names=("one", "other"))

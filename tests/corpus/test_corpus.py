@@ -63,6 +63,30 @@ def ids(tokenizer: Callable, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.fixture
+def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, Any]]], str]:
+    """data_set(rows) → a folder that `datasets` reads."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def write(rows: list[dict[str, Any]]) -> str:
+        (tmp_path / "data").mkdir(exist_ok=True)
+        pd.DataFrame(rows).to_parquet(tmp_path / "data" / "train.parquet")
+        return str(tmp_path / "data")
+
+    return write
+
+
+@pytest.fixture
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the rows that are read of a data set, one after the other."""
+    read: list[int] = []
+    document_of_row = hub_dataset.document_of_row
+    monkeypatch.setattr(
+        hub_dataset, "document_of_row", lambda *of: (read.append(of[-1]), document_of_row(*of))[1]
+    )
+    return read
+
+
 def test_documents_are_cut_without_overlap_and_remainders_dropped(plain: PreTrainedTokenizerFast) -> None:
     texts = ["abcdefghijk", "0123456789"]
     corpus = Corpus.from_texts(texts, plain, 4, labels=["letters", "digits"])
@@ -208,15 +232,6 @@ def test_the_hash_is_stable_and_sees_tokens_labels_and_length(plain: PreTrainedT
     assert len(others | {of("abcdefgh", "x", 4)}) == 4
 
 
-def test_from_path_reads_files_as_labels(tmp_path: Path, plain: PreTrainedTokenizerFast) -> None:
-    (tmp_path / "a.txt").write_text("abcdef")
-    (tmp_path / "b.md").write_text("ghijkl")
-    corpus = Corpus.from_path(tmp_path, plain, 6)
-    assert corpus.contexts.tolist() == [ids(plain, "abcdef"), ids(plain, "ghijkl")]
-    assert corpus.label_names == ["a.txt", "b.md"]
-    assert corpus.name == str(tmp_path)
-
-
 def test_half_a_surrogate_pair_becomes_a_question_mark(
     tmp_path: Path, plain: PreTrainedTokenizerFast
 ) -> None:
@@ -227,53 +242,29 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(
     assert corpus.label_names == ["?"]
 
 
-def test_a_dataset_of_wikitext_lines_has_articles_as_labels(
-    tmp_path: Path, plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_of_wikitext_lines_has_articles_as_labels(plain, data_set) -> None:
     """Oracle: the articles' bytes cut by hand; no context holds two of them."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     lines = ["", " = One = \n", "", "aaaaaaaa\n", "", " = Two = \n", "", "bbbb\n"]
-    (tmp_path / "data").mkdir()
-    pd.DataFrame({"text": lines}).to_parquet(tmp_path / "data" / "train.parquet")
-    corpus = Corpus.from_dataset(str(tmp_path / "data"), plain, 9, 10)
+    corpus = Corpus.from_dataset(data_set([{"text": line} for line in lines]), plain, 9, 10)
     expected = [" = One = ", "\n\naaaaaaa", " = Two = "]
     assert [plain.decode(row) for row in corpus.contexts] == expected
     assert [corpus.label_names[label] for label in corpus.labels] == ["One", "One", "Two"]
 
 
-def test_from_dataset_streams_a_local_folder_and_stops_early(
-    tmp_path: Path, plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [{"text": f"{number:04d}", "topic": f"t{number % 2}"} for number in range(500)]
-    (tmp_path / "data").mkdir()
-    pd.DataFrame(rows).to_parquet(tmp_path / "data" / "train.parquet")
-    read: list[str] = []
-    document_of_row = hub_dataset.document_of_row
-
-    def counted(row: dict, *rest: Any) -> object:
-        read.append(row["text"])
-        return document_of_row(row, *rest)
-
-    monkeypatch.setattr(hub_dataset, "document_of_row", counted)
-    corpora = [Corpus.from_dataset(str(tmp_path / "data"), plain, 4, 5, seed=seed) for seed in (0, 1)]
+def test_from_dataset_streams_a_local_folder_and_stops_early(plain, data_set, rows_read) -> None:
+    data = data_set([{"text": f"{number:04d}", "topic": f"t{number % 2}"} for number in range(500)])
+    corpora = [Corpus.from_dataset(data, plain, 4, 5, seed=seed) for seed in (0, 1)]
     texts = [[plain.decode(row) for row in corpus.contexts] for corpus in corpora]
     assert all(set(chosen) <= {f"{number:04d}" for number in range(20)} for chosen in texts)
     assert texts[0] == sorted(texts[0]) != texts[1]
     assert [f"t{int(text) % 2}" for text in texts[0]] == [
         corpora[0].label_names[i] for i in corpora[0].labels
     ]
-    assert len(read) == 40  # READ_AHEAD × 5, twice
+    assert len(rows_read) == 40  # READ_AHEAD × 5, twice
     with pytest.raises(UsageError, match=r"no column 'body' \(it has: text, topic\)"):
-        Corpus.from_dataset(str(tmp_path / "data"), plain, 4, 5, text_column="body")
+        Corpus.from_dataset(data, plain, 4, 5, text_column="body")
     with pytest.raises(UsageError, match=r"cannot be read .*; check its name, config and split"):
-        Corpus.from_dataset(str(tmp_path / "data"), plain, 4, 5, split="nowhere")
-
-
-def test_a_dataset_out_of_reach_is_one_line(plain: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UsageError, match="without a network, give a folder") as error:
-        make_corpus("hf:nobody/nothing", plain, 8)
-    assert "\n" not in str(error.value)
+        Corpus.from_dataset(data, plain, 4, 5, split="nowhere")
 
 
 def test_python_docs_are_the_topics(plain: PreTrainedTokenizerFast) -> None:
@@ -312,9 +303,7 @@ def test_random_tokens_are_uniform_and_never_special() -> None:
     assert set(bare.labels.tolist()) == {-1}
 
 
-def test_make_corpus_dispatches(
-    tmp_path: Path, plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple] = []
     monkeypatch.setattr(Corpus, "python_docs", lambda *arguments, pack: asked.append((*arguments, pack)))
     monkeypatch.setattr(
@@ -330,13 +319,6 @@ def test_make_corpus_dispatches(
         ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, False, None, True),
         ("user/set", plain, 8, 300, None, "train", "text", 0, "kind", False, 300, True),
     ]
-    (tmp_path / "docs").write_text("x")
-    with pytest.raises(
-        UsageError, match="There is no file or folder nowhere; give a path, or docs, held-out, code"
-    ):
-        make_corpus("nowhere", plain, 8)
-    with pytest.raises(UsageError, match="does not name a dataset"):
-        make_corpus("hf:", plain, 8)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +338,15 @@ def test_make_corpus_dispatches(
         (lambda t: Corpus.random_tokens(5, 4, 0), r"use a number \(--contexts\) above 0"),
         (lambda t: Corpus.from_texts(["a b c"], framed(["<s>"] * 3, ["</s>"]), 4), "use a larger --length"),
         (lambda t: Corpus.from_texts(["a b"], framed(["<s>"], []), 8), "longest text has 3;"),
+        (
+            lambda t: Corpus.from_texts(["abcdefgh"], t, 4, per_label=1),
+            "no labels: leave out --per-label, or",
+        ),
+        (lambda t: make_corpus("random", t, 8, per_label=2), "random has no labels: leave out --per-label"),
+        (lambda t: make_corpus(None, t, 8, columns=Columns(rows=True)), "no table: leave out --label-rows"),
+        (lambda t: make_corpus("hf:nobody/nothing", t, 8), "without a network, give a folder"),
+        (lambda t: make_corpus("hf:", t, 8), "does not name a dataset"),
+        (lambda t: make_corpus("nowhere", t, 8), "no file or folder nowhere; give a path, or docs, held-out"),
     ],
 )
 def test_impossible_calls_are_one_line(plain: PreTrainedTokenizerFast, call: Callable, says: str) -> None:
@@ -425,28 +416,14 @@ def test_a_sample_of_labels_and_of_their_contexts_is_uniform() -> None:
         assert scipy.stats.chisquare(counts).pvalue > 0.001
 
 
-def test_a_stream_is_read_until_enough_labels_are_complete(
-    tmp_path: Path, plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_is_read_until_enough_labels_are_complete(plain, data_set, rows_read) -> None:
     """Oracle: rows of two contexts, one label each: 4 labels a wanted one are complete after as many rows."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "data").mkdir()
-    rows = [{"text": f"{number:08d}"} for number in range(500)]
-    pd.DataFrame(rows).to_parquet(tmp_path / "data" / "train.parquet")
-    read: list[int] = []
-    document_of_row = hub_dataset.document_of_row
-
-    def counted(*of: Any) -> object:
-        read.append(of[-1])
-        return document_of_row(*of)
-
-    monkeypatch.setattr(hub_dataset, "document_of_row", counted)
-    corpus = Corpus.from_dataset(str(tmp_path / "data"), plain, 4, 6, label_rows=True, per_label=2)
+    data = data_set([{"text": f"{number:08d}"} for number in range(500)])
+    corpus = Corpus.from_dataset(data, plain, 4, 6, label_rows=True, per_label=2)
     assert corpus.labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert read == list(range(1, 13))
-    two = [{"text": f"{number:04d}", "topic": "x" if number < 300 else "y"} for number in range(500)]
-    pd.DataFrame(two).to_parquet(tmp_path / "data" / "train.parquet")
-    corpus = Corpus.from_dataset(str(tmp_path / "data"), plain, 4, 10, per_label=5)
+    assert rows_read == list(range(1, 13))
+    data_set([{"text": f"{number:04d}", "topic": "x" if number < 300 else "y"} for number in range(500)])
+    corpus = Corpus.from_dataset(data, plain, 4, 10, per_label=5)
     assert corpus.label_names == ["x", "y"]  # the second only begins after 30 times the contexts asked for
 
 
@@ -478,24 +455,14 @@ def test_labels_that_cannot_be_had_are_one_line(
         Corpus.from_path(tmp_path / "t.parquet", plain, 4, **options)
 
 
-def test_what_has_no_labels_is_not_balanced(tmp_path: Path, plain: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UsageError, match="has no labels: leave out --per-label, or give"):
-        Corpus.from_texts(["abcdefgh"], plain, 4, per_label=1)
-    with pytest.raises(UsageError, match="random has no labels: leave out --per-label"):
-        make_corpus("random", plain, 8, per_label=2)
-    with pytest.raises(UsageError, match="docs is no table: leave out --label-rows"):
-        make_corpus(None, plain, 8, columns=Columns(rows=True))
-    (tmp_path / "a.txt").write_text("abc")
-    with pytest.raises(UsageError, match=r"holds no table \(\.jsonl \.parquet\): leave out --label-column"):
-        make_corpus(tmp_path / "a.txt", plain, 8, columns=Columns(label="x"))
-
-
 @pytest.mark.parametrize("read", [lambda *args: make_corpus(*args[:2], 8, columns=args[2]), make_stream])
 def test_a_text_column_of_what_is_no_table_is_refused(tmp_path: Path, plain, read) -> None:
     column = Columns("body")
     (tmp_path / "a.txt").write_text("some text that is long enough")
     with pytest.raises(UsageError, match=r"holds no table \(\.jsonl \.parquet\): leave out --text-column"):
         read(tmp_path / "a.txt", plain, column)
+    with pytest.raises(UsageError, match=r"holds no table \(\.jsonl \.parquet\): leave out --label-column"):
+        make_corpus(tmp_path / "a.txt", plain, 8, columns=Columns(label="x"))
     for name in ("docs", "held-out", "code"):
         with pytest.raises(UsageError, match=f"{name} is no table: leave out --text-column"):
             read(name, plain, column)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,14 +106,6 @@ def test_a_reader_that_knows_the_family_is_right_as_often_as_it_says():
     assert np.all(np.abs(right / count - best) < 4 * np.sqrt(best * (1 - best) / count))
     assert np.all(np.diff(best) > 0.03)  # it grows with every example
     assert best[0] > 1 / 3 + 0.1  # and is above chance before any
-
-
-def test_the_first_answer_of_the_best_reader_is_known_in_closed_form():
-    """Without examples: the usual label of the likelier attribute, or a guess where it does not decide."""
-    usual = RULES.usual + (1 - RULES.usual) / RULES.values
-    wanted = RULES.attributes[0] * usual + RULES.attributes[1] / RULES.values
-    assert RULES.best_accuracy()[0] == pytest.approx(wanted)
-    assert replace(RULES, usual=0.0).best_accuracy()[0] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("tokenizer", [character_tokenizer(RULES.characters, RULES.length), byte_tokenizer()])

@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.checkpoints import byte_tokenizer
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
 from theodolite.corpus.named import make_corpus
 from theodolite.errors import UsageError
@@ -67,29 +69,17 @@ def test_calibration_prompts_are_none_of_those_tested(opened):
         make_corpus("few-shot", tokenizer, 37, 2)
 
 
-@pytest.mark.parametrize(
-    ("family", "more", "says"),
-    [
+def test_what_cannot_be_asked_is_said(opened, tmp_path):
+    for family, more, says in (
         ("bert", {}, "sees later tokens too"),
         ("vit", {}, "predicts no tokens"),
         ("gpt2", {"prompts": 1}, "1 prompts with seed 0: ask for 2 or more"),
         ("gpt2", {"seed": -1}, "4000 prompts with seed -1"),
         ("gpt2", {"batch": 0}, "a batch of 0 prompts reads nothing"),
-    ],
-)
-def test_what_cannot_be_asked_is_said(opened, family, more, says):
-    with pytest.raises(UsageError, match=says):
-        few_shot_answers(opened(family), **more)
-
-
-def test_a_model_of_few_positions_is_refused(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from tests.checkpoints import byte_tokenizer
-
-    config = GPT2Config(
-        vocab_size=300, n_embd=32, n_layer=1, n_head=4, n_positions=20, bos_token_id=None, eos_token_id=None
-    )
+    ):
+        with pytest.raises(UsageError, match=says):
+            few_shot_answers(opened(family), **more)
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=4, n_positions=20, bos_token_id=None)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="has positions for 20 tokens; few-shot needs 36"):

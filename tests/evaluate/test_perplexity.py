@@ -45,6 +45,13 @@ def test_losses_are_the_models_own(opened, family):
     assert found.perplexity == pytest.approx(math.exp(np.mean(wanted)), rel=1e-5)
     assert found.tokens.tolist() == 7 * [11]
     assert found.batch == 3
+    told = []
+    one, again = (
+        perplexity(model, corpus, batch=1, show_progress=lambda *at: told.append(at)) for _ in range(2)
+    )
+    np.testing.assert_allclose(one.losses, found.losses, rtol=1e-5)
+    assert np.array_equal(one.losses, again.losses)
+    assert told == 2 * [(done, 7) for done in range(8)]
 
 
 def test_a_model_of_nothing_has_the_perplexity_of_its_vocabulary(checkpoint):
@@ -55,49 +62,7 @@ def test_a_model_of_nothing_has_the_perplexity_of_its_vocabulary(checkpoint):
     found = perplexity(model, corpus_of(model))
     assert found.perplexity == pytest.approx(300, rel=1e-6)
     assert found.loss_se == pytest.approx(0, abs=1e-7)
-
-
-def test_batches_change_nothing_and_progress_is_told(opened):
-    model = opened("llama3")
-    corpus, told = corpus_of(model), []
-    one = perplexity(model, corpus, batch=1, show_progress=lambda done, total: told.append((done, total)))
-    all_at_once = perplexity(model, corpus, batch=64)
-    np.testing.assert_allclose(one.losses, all_at_once.losses, rtol=1e-5)
-    assert told == [(done, 7) for done in range(8)]
-    again = perplexity(model, corpus, batch=1)
-    assert np.array_equal(one.losses, again.losses)
-
-
-def test_scores_carry_value_error_and_text(opened):
-    model = opened("gpt2")
-    corpus = corpus_of(model)
-    found = perplexity(model, corpus)
-    loss, perplex, _ = perplexity_scores("name", corpus, found)
-    assert (loss.metric, loss.value, loss.error, loss.count) == ("loss", found.loss, found.loss_se, 7)
-    assert (perplex.metric, perplex.value) == ("perplexity", found.perplexity)
-    assert perplex.error == pytest.approx(found.perplexity * found.loss_se)
-    assert loss.questions == corpus.sha256
-    assert np.array_equal(loss.each, found.losses)
-    assert perplex.each is None
-
-
-def test_a_loss_too_large_for_a_number_is_an_infinite_perplexity():
-    """Closed form: exp(800) is beyond float64."""
-    assert Perplexity(np.array([800.0, 800.0]), np.array([2, 2]), 1).perplexity == math.inf
-
-
-@pytest.mark.parametrize(
-    ("family", "says"),
-    [("bert", "sees later tokens too"), ("vit", "predicts no tokens: evaluate a decoder")],
-)
-def test_what_predicts_no_next_token_is_refused(opened, family, says):
-    model = opened(family)
-    with pytest.raises(UsageError, match=says):
-        perplexity(model, Corpus.random_tokens(300, 8, 2))
-
-
-def test_numbers_that_are_none_are_said(checkpoint):
-    model = open_model(checkpoint("gpt2"))
+    assert Perplexity(np.array([800.0, 800.0]), np.array([2, 2]), 1).perplexity == math.inf  # beyond float64
     with torch.no_grad():
         model.hf.get_output_embeddings().weight[5] = math.nan
     with pytest.raises(WorkError, match="is NaN or infinite: try --dtype float64"):
@@ -118,11 +83,14 @@ def test_bits_per_byte_are_of_the_text_that_is_predicted(opened):
     left_out = np.array([np.delete(bits, i).sum() / np.delete(sizes, i).sum() for i in range(n)])
     jackknife = math.sqrt((n - 1) / n * np.square(left_out - left_out.mean()).sum())
     assert found.bits_per_byte_se == pytest.approx(jackknife, rel=0.1)
-    assert [score.metric for score in perplexity_scores("m", corpus, found)] == [
-        "loss",
-        "perplexity",
-        "bits per byte",
-    ]
+    loss, perplex, per_byte = perplexity_scores("name", corpus, found)
+    assert (loss.metric, loss.value, loss.error, loss.count) == ("loss", found.loss, found.loss_se, n)
+    assert (perplex.metric, perplex.value) == ("perplexity", found.perplexity)
+    assert perplex.error == pytest.approx(found.perplexity * found.loss_se)
+    assert loss.questions == corpus.sha256
+    assert np.array_equal(loss.each, found.losses)
+    assert perplex.each is None
+    assert (per_byte.metric, per_byte.value) == ("bits per byte", found.bits_per_byte)
 
 
 @pytest.mark.parametrize("tokenizer", [word_piece, sentence_piece], ids=["WordPiece", "SentencePiece"])
@@ -182,32 +150,33 @@ def test_strided_windows_are_those_of_the_guide(tokens, window, stride, opened):
         if count == tokens - 1:
             sizes = map(token_bytes(model), corpus.contexts[0, 1:].tolist())
             assert found.text_bytes.sum() == sum(sizes)
-
-
-def test_windows_are_as_long_as_the_model_where_it_is_shorter_than_2048(opened):
-    model = opened("gpt2")  # of 128 positions
-    corpus = corpus_of(model, 1, 300)
-    found = perplexity(model, corpus, stride=128)
+    short = opened("gpt2")  # of 128 positions, of which a window has no more
+    corpus = corpus_of(short, 1, 300)
+    found = perplexity(short, corpus, stride=128)
     assert found.tokens.tolist() == [127, 127, 43]
-    assert found.loss == pytest.approx(guide(model, corpus.contexts, 128, 128)[0], rel=1e-5)
+    assert found.loss == pytest.approx(guide(short, corpus.contexts, 128, 128)[0], rel=1e-5)
 
 
-def test_windows_that_cannot_be_are_refused(opened):
+def test_models_and_windows_that_cannot_be_are_refused(opened):
+    for family, says in (
+        ("bert", "sees later tokens too"),
+        ("vit", "predicts no tokens: evaluate a decoder"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            perplexity(opened(family), Corpus.random_tokens(300, 8, 2))
     model = opened("gpt2")
-    stream = corpus_of(model, 1, 40)
-    for given, message in (
-        ({"stride": 0}, "leaves tokens out"),
-        ({"stride": 13, "length": 12}, "give 1 to 12"),
-        ({"stride": 64, "length": 129}, "longer than the 128"),
-        ({"stride": 2, "length": 3}, "too short"),
-        ({"stride": 2, "length": 0}, "0 tokens are too short"),
-        ({"stride": 2, "length": 1}, "1 tokens are too short"),
-        ({"stride": 64.0}, "stride is 64.0: give a whole number"),
-        ({"stride": True}, "stride is True"),
-        ({"stride": 2, "length": "12"}, "length is '12'"),
-        ({"length": 12}, "give a stride"),
+    stream, long = corpus_of(model, 1, 40), corpus_of(model, 1, 300)
+    for corpus, given, message in (
+        (stream, {"stride": 0}, "leaves tokens out"),
+        (stream, {"stride": 13, "length": 12}, "give 1 to 12"),
+        (long, {"stride": 64, "length": 129}, "longer than the 128"),
+        (stream, {"stride": 2, "length": 3}, "too short"),
+        (stream, {"stride": 2, "length": 0}, "0 tokens are too short"),
+        (stream, {"stride": 64.0}, "stride is 64.0: give a whole number"),
+        (stream, {"stride": True}, "stride is True"),
+        (stream, {"stride": 2, "length": "12"}, "length is '12'"),
+        (stream, {"length": 12}, "give a stride"),
+        (corpus_of(model, 2, 40), {"stride": 4, "length": 12}, "one stream"),
     ):
         with pytest.raises(UsageError, match=message):
-            perplexity(model, corpus_of(model, 1, 300) if given.get("length") == 129 else stream, **given)
-    with pytest.raises(UsageError, match="one stream"):
-        perplexity(model, corpus_of(model, 2, 40), stride=4, length=12)
+            perplexity(model, corpus, **given)

@@ -151,15 +151,11 @@ def test_type_click_switch_and_follow_the_link(chromium, serving, sharp):
 
 
 @pytest.mark.browser
-def test_an_address_that_names_no_head(chromium, serving, sharp):
+def test_two_models_side_by_side_and_an_address_that_names_no_head(chromium, serving, subject, sharp):
     opened = Opened(chromium, f"{serving(sharp)}/?layer=9&head=<b>1</b>")
     assert "is not a head" in opened.page.inner_text("#message")
     assert opened.page.locator("#message b b").count() == 0
     opened.close()
-
-
-@pytest.mark.browser
-def test_two_models_side_by_side(chromium, serving, subject):
     opened = Opened(chromium, serving(subject("gpt2"), subject("llama3")))
     page = opened.page
     assert page.locator("h2").all_inner_texts() == ["gpt2", "llama3"]

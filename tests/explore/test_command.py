@@ -52,7 +52,7 @@ def test_it_serves_this_machine_alone_and_ends_with_ctrl_c(sharp_folder, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken_and_a_page_without_gradio(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -61,9 +61,6 @@ def test_a_port_that_is_taken():
     assert status == 2
     assert f"port {port} cannot be used (Address already in use)" in stderr
     assert call("explore", "--no-browser", "--port", 70000)[0] == 2
-
-
-def test_without_gradio_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     status, _, stderr = call("explore")
     assert status == 2

@@ -53,6 +53,13 @@ def test_the_attention_map_and_its_switches(sharp):
     np.testing.assert_allclose(trace.z[:, others], view.attention[:, others], atol=1e-7)
     assert trace.zmax == pytest.approx(np.nanmax(view.attention[:, others]), rel=1e-5)
 
+    # Without a sink the first token is hidden; where all are, the map is empty, and there is one.
+    assert figures.hidden_keys(replace(view, sinks=())) == [0]
+    drawn = figures.attention_map(
+        replace(view, attention=np.full((4, 4), np.nan), tokens=tuple("abcd"), sinks=())
+    )
+    assert np.isnan(drawn.data[0].z).all()
+
 
 def test_labels_of_the_attention_map_do_not_touch(sharp):
     """Oracle: a line of 9 pixels is 12 high; the map of a column of 380 pixels is 380 − 92 wide and high."""
@@ -67,14 +74,6 @@ def test_labels_of_the_attention_map_do_not_touch(sharp):
         assert min(np.diff(ticks)) * (380 - 92) / count >= 12
         marked = [tick for tick, text in zip(ticks, axis.ticktext, strict=True) if "▼" in text]
         assert marked == ([100, 110, 120, 130] if sinks else [])
-
-
-def test_without_a_sink_the_first_token_is_hidden(sharp):
-    view = sharp.view(prompt_ids([sharp], PROMPT), 0, 0)
-    assert figures.hidden_keys(replace(view, sinks=())) == [0]
-    # Nothing is left of a prompt whose every token is hidden: the map is empty, and there is one.
-    drawn = figures.attention_map(replace(view, attention=np.full((4, 4), np.nan), tokens=tuple("abcd")))
-    assert np.isnan(drawn.data[0].z).all()
 
 
 def test_the_map_frames_the_head_and_names_what_can_be_shown(subject, sharp):
@@ -136,7 +135,7 @@ def test_lines_on_spectrum_and_shares(subject):
     )
 
 
-def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp):
+def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp, subject):
     ids = prompt_ids([sharp], SINKS_PROMPT)
     views = [sharp.view(ids, layer, head) for layer in range(2) for head in range(2)]
     view = next(view for view in views if any(sink.caught for sink in view.sinks))
@@ -157,16 +156,10 @@ def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp):
     assert panel_html.refusal(UsageError("a <b>")) == "<p><b>a &lt;b&gt;</b></p>"
     no_sink = replace(view, sinks=(), group=np.full(len(ids), -1))
     assert "No sink" in panel_html.sinks_html(no_sink, 1.0)
-
-
-def test_a_learned_sink_is_told(subject):
     own = subject("gpt_oss")
-    ids = prompt_ids([own], PROMPT)
-    view = own.view(ids, 0, 0)
-    assert (
-        f"{view.learned.mean():.2f} of the attention goes to a learned sink column"
-        in panel_html.sinks_html(view, 1.0)
-    )
+    view = own.view(prompt_ids([own], PROMPT), 0, 0)
+    learned = f"{view.learned.mean():.2f} of the attention goes to a learned sink column"
+    assert learned in panel_html.sinks_html(view, 1.0)
 
 
 def test_constituents_are_drawn_or_refused_with_the_reason(subject):
@@ -184,7 +177,7 @@ def test_constituents_are_drawn_or_refused_with_the_reason(subject):
     ]
 
 
-def test_names_of_heads(sharp):
+def test_heads_and_prompts_that_cannot_be_shown(subject, sharp):
     assert panels.heads_of([sharp]) == ["L0H0", "L0H1", "L1H0", "L1H1"]
     assert panels.parse_head(" l3h12 ") == (3, 12)
     for wrong in ("", "3,5", "L3", "LxHy", "L-1H0", "L1H²"):
@@ -192,9 +185,6 @@ def test_names_of_heads(sharp):
             panels.parse_head(wrong)
     with pytest.raises(UsageError, match="layer 9 does not exist"):
         sharp.view(prompt_ids([sharp], PROMPT), 9, 0)
-
-
-def test_prompts_that_cannot_be_shown(subject, sharp):
     gpt2, bloom = subject("gpt2"), subject("bloom")
     for prompt, said in (
         ("", "the prompt is empty"),
@@ -267,6 +257,9 @@ def test_two_models_share_their_scales(subject):
     assert [trace.zmax for trace in drawn] == pytest.approx([max(most)] * 2, rel=1e-5)
     assert abs(most[0] - most[1]) > 1e-3
 
+    for own, figure in zip(both, panels.spectrum(at), strict=True):
+        drawn = np.stack([figure.data[0].x, figure.data[0].y], axis=1)
+        np.testing.assert_allclose(drawn, own.run.arrays["spectrum_data"][1, 0], rtol=1e-6)
     for ends in (
         [figure.layout[axis].range for figure in panels.spectrum(at)] for axis in ("xaxis", "yaxis")
     ):

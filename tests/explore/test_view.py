@@ -7,17 +7,14 @@ import pytest
 import torch
 import transformers
 
-from tests import checkpoints, dense
 from tests.explore.conftest import PROMPT, SINKS_PROMPT, SURVEYED
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
-from theodolite.explore import panels
-from theodolite.explore.panels import Shown
 from theodolite.explore.subject import prompt_ids
 from theodolite.explore.view import head_tags, read_prompt, tag_colours
 from theodolite.models import open_model
 from theodolite.passes.survey import survey, survey_heads
-from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
+from theodolite.sinks.prompt import LEFT_OUT, trace_prompt
 
 FAMILIES = ["gpt2", "llama3", "gpt_oss", "bloom", "gemma2", "bert", "qwen3"]
 
@@ -71,106 +68,45 @@ def test_what_a_prompt_measures(subject, checkpoint):
             assert row["same_token"] == pytest.approx(same, abs=1e-5)
 
 
-def test_sinks_and_whom_they_catch(sharp, sharp_folder):
+def test_sinks_tags_and_their_colours(sharp):
+    """Oracles: `trace_prompt`, which is held against eager attention by hand; numpy on what its head writes."""
     ids = prompt_ids([sharp], SINKS_PROMPT)
-    length, least, found = len(ids), min(16, len(ids) / 4), 0
-    for layer, expected in enumerate(eager_attention(sharp_folder, ids)):
-        for head, weights in enumerate(expected):
-            view = sharp.view(ids, layer, head)
-            received = weights.sum(0) / (length - np.arange(length))
-            enough = length - 1 - np.arange(length) >= least
-            np.testing.assert_allclose(view.received[enough], received[enough], atol=1e-5)
-            assert np.isnan(view.received[~enough]).all()
-            whole = set(np.flatnonzero((received > 0.3) & enough))
-            best = weights.argmax(1)
-            catching = [q for q in range(length) if weights[q].max() > 0.3 and best[q] != q]
-            stretch = {k for k in range(length) if sum(best[q] == k for q in catching) >= least}
-            sinks = sorted(whole | stretch)
-            assert [sink.position for sink in view.sinks] == sinks
-            found += len(sinks)
-            caught = {k: 0 for k in sinks}
-            for query in range(length):
-                if query == 0 or query in sinks:
-                    assert view.group[query] == LEFT_OUT
-                    continue
-                most = max(sinks, key=lambda k: weights[query, k], default=None)
-                if most is not None and weights[query, most] > 0.3:
-                    caught[most] += 1
-                    assert view.group[query] == sinks.index(most)
-                else:
-                    assert view.group[query] == UNCAUGHT
-            for sink in view.sinks:
-                assert sink.caught == caught[sink.position]
-                assert sink.received == pytest.approx(received[sink.position], abs=1e-5)
-                assert sink.stretch == (sink.position not in whole)
+    found, tested = 0, 0
+    for layer, head in np.ndindex(2, 2):
+        trace = trace_prompt(sharp.model, torch.tensor(ids), layer, head)
+        view, tags = sharp.view(ids, layer, head), sharp.constituents_and_tags(ids, layer, head).tags
+        assert [sink.position for sink in view.sinks] == trace.sinks.tolist()
+        np.testing.assert_array_equal(view.group, trace.group)
+        later = len(ids) - 1 - np.arange(len(ids))
+        enough = later >= min(16, len(ids) / 4)
+        received = trace.attention.numpy().sum(0) / (later + 1)
+        np.testing.assert_allclose(view.received[enough], received[enough], atol=1e-5)
+        assert np.isnan(view.received[~enough]).all()
+        for number, sink in enumerate(view.sinks):
+            assert sink.caught == (view.group == number).sum()
+            assert sink.received == pytest.approx(received[sink.position], abs=1e-5)
+            assert sink.stretch == (not (enough & (received > 0.3))[sink.position])
+            found += 1
+        assert tags is not None
+        kept = view.group != LEFT_OUT
+        x, names = trace.output.double().numpy()[kept], view.group[kept]
+        groups = [x[names == name] for name in np.unique(names)]
+        if len(groups) < 2:
+            assert np.isnan(tags.explained)
+            continue
+        between = sum(len(g) * np.square(g.mean(0) - x.mean(0)).sum() for g in groups)
+        assert tags.explained == pytest.approx(between / np.square(x - x.mean(0)).sum(), abs=1e-4)
+        assert tags.chance == pytest.approx((len(groups) - 1) / (len(x) - 1))
+        # A channel is a component, stretched to 0 … 255.
+        scores = np.linalg.svd(x - x.mean(0), full_matrices=False)[0]
+        colours = tag_colours([tags])[0][kept].astype(float)
+        for channel in range(3):
+            assert abs(np.corrcoef(colours[:, channel], scores[:, channel])[0, 1]) > 0.999
+        assert (colours.min(0) == 0).all()
+        assert (colours.max(0) == 255).all()
+        tested += 1
     assert found
-
-
-def test_tags_by_hand(sharp, sharp_folder):
-    ids = prompt_ids([sharp], SINKS_PROMPT)
-    reference = transformers.GPT2Model.from_pretrained(sharp_folder, attn_implementation="eager").eval()
-    with torch.no_grad():
-        out = reference(torch.tensor([ids]), output_attentions=True, output_hidden_states=True)
-        tested = 0
-        for layer, block in enumerate(reference.h):
-            value = block.attn.c_attn(block.ln_1(out.hidden_states[layer]))[0, :, 32:].double()
-            for head in range(2):
-                part = slice(8 * head, 8 * head + 8)
-                written = out.attentions[layer][0, head].double() @ value[:, part]
-                written = (written @ block.attn.c_proj.weight[part].double()).numpy()
-                view, tags = sharp.view(ids, layer, head), sharp.constituents_and_tags(ids, layer, head).tags
-                assert tags is not None
-                kept = view.group != LEFT_OUT
-                x, names = written[kept], view.group[kept]
-                groups = [x[names == name] for name in np.unique(names)]
-                if len(groups) < 2:
-                    assert np.isnan(tags.explained)
-                    continue
-                between = sum(len(g) * np.square(g.mean(0) - x.mean(0)).sum() for g in groups)
-                assert tags.explained == pytest.approx(between / np.square(x - x.mean(0)).sum(), abs=1e-4)
-                assert tags.chance == pytest.approx((len(groups) - 1) / (len(x) - 1))
-                # A channel is a component, stretched to 0 … 255.
-                scores = np.linalg.svd(x - x.mean(0), full_matrices=False)[0]
-                colours = tag_colours([tags])[0][kept].astype(float)
-                for channel in range(3):
-                    assert abs(np.corrcoef(colours[:, channel], scores[:, channel])[0, 1]) > 0.999
-                    assert colours[:, channel].min() == 0
-                    assert colours[:, channel].max() == 255
-                tested += 1
     assert tested
-
-
-def _sorted(values: np.ndarray) -> np.ndarray:
-    return values[np.lexsort((values.imag.round(4), values.real.round(4)))]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama3"])
-def test_the_spectrum_is_that_of_the_whole_matrix(family, subject, checkpoint):
-    own = subject(family)
-    model = checkpoints.build(family)
-    corpus = Corpus.random_tokens(own.model.tokenizer, SURVEYED, 6, 0)
-    base = model.transformer if family == "gpt2" else model.model
-    blocks = base.h if family == "gpt2" else base.layers
-    attention = [block.attn if family == "gpt2" else block.self_attn for block in blocks]
-    if family == "gpt2":
-        kept = [module.c_attn.weight.double().detach().numpy() for module in attention]
-        weights = [(w[:, :32], w[:, 32:64]) for w in kept]
-    else:
-        weights = [
-            (m.q_proj.weight.double().detach().numpy().T, m.k_proj.weight.double().detach().numpy().T)
-            for m in attention
-        ]
-    inputs = dense.run(model, corpus.contexts, attention, list(blocks)).inputs
-    for layer, (w_q, w_k) in enumerate(weights):
-        covariance = np.cov(inputs[layer][:, 1:].reshape(-1, 32).T, bias=True)
-        for head in range(4):
-            group = head * (w_k.shape[1] // 8) // 4
-            q, k = w_q[:, 8 * head : 8 * head + 8], w_k[:, 8 * group : 8 * group + 8]
-            whole = np.linalg.eigvals(q @ k.T @ covariance)
-            expected = whole[np.argsort(-np.abs(whole))[:8]]  # the others are zero
-            points = panels.spectrum(Shown([own], (), layer, head))[0].data[0]
-            got = points.x + 1j * points.y.astype(np.float64)
-            np.testing.assert_allclose(_sorted(got), _sorted(expected), atol=1e-3 * np.abs(expected).max())
 
 
 def test_the_survey_of_heads_is_part_of_the_whole_one(opened):

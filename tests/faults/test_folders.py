@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
-import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,39 +80,6 @@ def test_a_disk_that_takes_no_more(command: str, size: int, words: list[object],
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "run", "whole"}
 
 
-@contextmanager
-def without_overriding() -> Iterator[None]:
-    """Root may write anywhere by a capability of its own (CAP_DAC_OVERRIDE); this thread is without it for a while."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    own = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low and high half
-    assert libc.capget(header, own) == 0
-    less = (ctypes.c_uint32 * 6)(*own)
-    less[0] &= ~(1 << 1)
-    assert libc.capset(header, less) == 0
-    try:
-        yield
-    finally:
-        assert libc.capset(header, own) == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are of Linux")
-@pytest.mark.parametrize("command", chaos_but(["survey"], ["survey", "trace", "prune"]))
-def test_a_place_that_takes_nothing(command: str, words: list[object], tmp_path: Path) -> None:
-    place = tmp_path / "locked"
-    place.mkdir(mode=0o555)
-    with without_overriding():
-        with pytest.raises(PermissionError):
-            (place / "file").touch()
-        status, stderr = call(command, *words, "--out", place / "run")
-    assert status == 1
-    assert "cannot write" in one_error(stderr)
-    assert list(place.iterdir()) == []
-    status, stderr = call(command, *words, "--out", tmp_path / "text.txt" / "run")
-    assert status in (1, 2)
-    assert "text.txt" in one_error(stderr)
-
-
 def _measured(model: Path, text: Path, out: Path) -> dict[str, bytes]:
     reading = ["--corpus", text, "--length", 32, "--contexts", 4]
     assert call("survey", model, *reading, "--out", out / "survey")[0] == 0
@@ -144,24 +108,3 @@ def test_four_threads_change_last_digits_only(checkpoint, tmp_path: Path) -> Non
         for column, values in getattr(one, name).select_dtypes("float").items():
             got = getattr(four, name)[column]
             pd.testing.assert_series_equal(got, values, rtol=0, atol=1e-6 * values.abs().max())
-
-
-DAMAGE = {
-    "run.json": lambda path: path.unlink(),
-    "arrays.safetensors": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "layers.parquet": lambda path: (path.unlink(), path.mkdir()),
-}
-
-
-def test_a_run_that_is_not_whole(checkpoint, words: list[object], tmp_path: Path) -> None:
-    """Of each kind of file one; `make chaos` has all of them and every kind of damage."""
-    run, folder = tmp_path / "run", tmp_path / "damaged"
-    assert call("survey", *words, "--out", run)[0] == 0
-    for name, damage in DAMAGE.items():
-        shutil.copytree(run, folder)
-        damage(folder / name)
-        for command in (("report", folder), ("compare", run, folder, "--out", tmp_path / "page")):
-            status, stderr = call(*command)
-            assert status == 2
-            assert str(folder) in one_error(stderr)
-        shutil.rmtree(folder)

@@ -67,11 +67,6 @@ def test_what_to_do_about_numbers_that_are_none_fits_their_dtype(dtype, says):
         refuse_nonfinite_stream(1, torch.full((1, 2, 3), torch.inf, dtype=dtype))
 
 
-def test_vision_models_are_refused_by_a_survey(opened, corpus):
-    with pytest.raises(UsageError, match="reads pixel_values, not text"):
-        survey(opened("vit"), corpus)
-
-
 class Sums(CorpusPass):
     """Sums the streams by layer, and keeps which contexts it was given."""
 

@@ -15,7 +15,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, image_reader, open_model
 from theodolite.passes.run import Run
-from theodolite.passes.survey import survey, survey_heads
+from theodolite.passes.survey import survey
 
 CUTOFFS = (1, 3, 5, 10)
 SINK = 0.3
@@ -162,23 +162,6 @@ def test_constituents_add_up_over_patches(measured):
     assert measured.run.provenance["constituents_refused"] == {}
     total = measured.run.constituents.groupby(["layer", "head"])["share"].sum()
     close(total, 1, atol=1e-4)
-
-
-def test_the_same_survey_whatever_the_batch_and_wherever_the_images_are(measured, monkeypatch):
-    again = survey(measured.model, measured.corpus, batch=12)
-    for name in ("norm", "low_frequency_3", "relative_norm"):
-        close(again.layers[name], measured.run.layers[name], rtol=1e-9)
-    measured.corpus.images._kept.clear()
-    lazily = survey_heads(measured.model, measured.corpus)
-    close(lazily.heads["entropy"], measured.run.heads["entropy"], rtol=1e-6)
-
-
-def test_a_run_of_images_is_written_and_read(measured, tmp_path):
-    run = survey(measured.model, measured.corpus, tmp_path / "run")
-    loaded = Run.load(tmp_path / "run")
-    assert torch.equal(loaded.arrays["example_picture"], run.arrays["example_picture"])
-    assert loaded.provenance["corpus"]["grid"]["rows"] == 4
-    assert survey(measured.model, measured.corpus, tmp_path / "run").provenance == loaded.provenance
 
 
 def test_text_and_images_are_not_confused(measured, opened, corpus):

@@ -175,31 +175,6 @@ def test_columns_of_layers_are_over_all_tokens(run, alone):
         np.testing.assert_allclose(run.arrays["context_basis"][layer], ctx, rtol=1e-4, atol=1e-5)
 
 
-def test_a_corpus_of_equal_parts_of_two_lengths_is_the_sum_of_both(model, rows):
-    """What two surveys say of each length, weighted by tokens, is what one says of both."""
-    long, short = (
-        [row for row in rows if len(row) == 40],
-        [row[:12] for row in rows if 12 <= len(row) < 40][:7],
-    )
-    both = survey(model, padded(long + short, left=True))
-    apart = [survey(model, Corpus.from_ids(torch.stack(some))) for some in (long, short)]
-    weights = np.array([40 * len(long), 12 * len(short)])
-    for name in ("entropy", "sink_learned"):
-        expected = np.average([run.heads[name] for run in apart], axis=0, weights=weights)
-        np.testing.assert_allclose(both.heads[name], expected, rtol=1e-6, atol=1e-12)
-    np.testing.assert_allclose(
-        both.layers["norm"],
-        np.average([run.layers["norm"] for run in apart], axis=0, weights=weights - [len(long), len(short)]),
-        rtol=1e-6,
-    )
-    received = np.average(
-        [apart[0].arrays["received_by_position"][..., :12], apart[1].arrays["received_by_position"]],
-        axis=0,
-        weights=[len(long), len(short)],
-    )
-    np.testing.assert_allclose(both.arrays["received_by_position"][..., :12], received, rtol=1e-5, atol=1e-7)
-
-
 def test_sinks_are_traced_context_by_context(model, corpus):
     traced = trace_sinks(model, corpus)
     by_one = [trace_sinks(model, own[own != NO_TOKEN]) for own in corpus.contexts]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError
 from theodolite.passes.run import TABLES, Run, Workspace
 from theodolite.system.locks import locked
 
@@ -44,13 +43,9 @@ def test_what_is_saved_is_loaded(tmp_path):
         [*(f"{name}.parquet" for name in TABLES), "arrays.safetensors", "run.json"]
     )
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
-
-
-def test_the_same_run_gives_the_same_bytes(tmp_path):
-    small_run().save(tmp_path / "a")
-    small_run().save(tmp_path / "b")
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    assert repr(saved) == "Run of m (1 layers × 1 heads)"
+    with pytest.raises(UsageError, match="exists already"):
+        small_run().save(tmp_path / "run")
 
 
 def test_missing_damaged_and_newer_runs(tmp_path):
@@ -97,14 +92,6 @@ def test_an_edited_run_json_is_refused(edit, tmp_path):
         Run.load(folder)
 
 
-def test_arrays_of_another_run_are_refused(tmp_path):
-    folder = small_run().save(tmp_path / "run").folder
-    other = replace(small_run(), arrays={"x": torch.zeros(3, 2)}).save(tmp_path / "other").folder
-    (folder / "arrays.safetensors").write_bytes((other / "arrays.safetensors").read_bytes())
-    with pytest.raises(UsageError, match=r"arrays\.safetensors: its bytes are not those that were written"):
-        Run.load(folder)
-
-
 def test_a_run_of_schema_1_has_no_constituents(tmp_path):
     """Runs of version 0.1 stay readable: the tables that they lack are empty."""
     folder = small_run().save(tmp_path / "run").folder
@@ -117,38 +104,8 @@ def test_a_run_of_schema_1_has_no_constituents(tmp_path):
     assert loaded.constituents.empty
     assert loaded.attribution.empty
     assert loaded.heads.equals(small_run().heads)
-
-
-def test_a_run_of_schema_1_is_not_made_anew_without_a_word(tmp_path):
-    folder = small_run().save(tmp_path / "run").folder
-    older(folder, "sha256", schema_version=1)
     with pytest.raises(UsageError, match="of an older theodolite \\(schema 1, now 5\\)"):
         Workspace(folder, {"a": 1}).finished()
-
-
-def test_saving_over_something_is_refused(tmp_path):
-    small_run().save(tmp_path / "run")
-    with pytest.raises(UsageError, match="exists already"):
-        small_run().save(tmp_path / "run")
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
-    with pytest.raises(WorkError, match=r"cannot write .*run: No space left on device"):
-        small_run().save(tmp_path / "run")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(
-    os.geteuid() == 0 and not Path("/dev/full").exists(), reason="no way to a refusing target"
-)
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WorkError, match="cannot write"):
-        small_run().save(tmp_path / "file" / "run")
 
 
 def test_progress_is_kept_and_bound_to_its_survey(tmp_path):
@@ -190,13 +147,14 @@ def test_two_surveys_into_one_folder(tmp_path):
     assert third.stdout == "in\n"
 
 
-def test_a_run_describes_itself_in_a_line():
-    assert repr(small_run()) == "Run of m (1 layers × 1 heads)"
-
-
 def test_a_table_that_was_written_over_is_named(tmp_path):
     """By its checksum; without one, as in older runs, by layers that the model does not have."""
     folder = small_run().save(tmp_path / "run").folder
+    (folder / "arrays.safetensors").write_bytes((folder / "arrays.safetensors").read_bytes()[:-1] + b"x")
+    with pytest.raises(UsageError, match=r"arrays\.safetensors: its bytes are not those that were written"):
+        Run.load(folder)
+    small_run().save(tmp_path / "other")
+    (folder / "arrays.safetensors").write_bytes((tmp_path / "other" / "arrays.safetensors").read_bytes())
     other = pd.DataFrame({"layer": [0, 1], "value": [2.5, 3.5], "head": [0, 0]})
     other.to_parquet(folder / "heads.parquet")
     with pytest.raises(UsageError, match=r"heads\.parquet: its bytes are not those that were written"):

@@ -18,11 +18,9 @@ from tests import checkpoints, dense
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
-from theodolite.passes.run import Run
 from theodolite.passes.stages import TABLES_TITLE
 from theodolite.passes.survey import TITLES, survey
 from theodolite.passes.survey_pass import SurveyPass
-from theodolite.system.checksums import read_checked, write_checked
 
 LENGTH = 40
 
@@ -251,13 +249,6 @@ def test_a_changed_config_is_another_model(checkpoint, corpus, tmp_path):
         survey(open_model(folder), corpus, tmp_path / "run")
 
 
-def test_result_does_not_depend_on_how_contexts_are_batched(opened, corpus):
-    one, many = (survey(opened("llama2"), corpus, batch=batch) for batch in (1, 12))
-    for table in ("layers", "heads"):
-        numbers = getattr(one, table).select_dtypes("number")
-        np.testing.assert_allclose(numbers, getattr(many, table)[numbers.columns], rtol=1e-4, atol=1e-7)
-
-
 def test_the_same_call_gives_the_same_bytes_and_is_not_run_twice(tmp_path, opened, corpus):
     model = opened("gpt2")
     first = survey(model, corpus, tmp_path / "a", batch=5)
@@ -277,31 +268,6 @@ def test_the_same_call_gives_the_same_bytes_and_is_not_run_twice(tmp_path, opene
     assert not calls
     assert again.heads.equals(first.heads)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
-
-
-def test_an_interrupted_survey_goes_on_to_the_same_bytes(tmp_path, opened, corpus):
-    model = opened("gpt2")
-
-    def stop_at(contexts: int):
-        def show(what: str, done: int, total: int) -> None:
-            if done >= contexts:
-                raise KeyboardInterrupt
-
-        return show
-
-    survey(model, corpus, tmp_path / "whole", batch=2)
-    for contexts in (0, 10):
-        with pytest.raises(KeyboardInterrupt):
-            survey(model, corpus, tmp_path / "parts", batch=2, show_progress=stop_at(contexts))
-        assert not (tmp_path / "parts").exists()
-    seen: list[int] = []
-    survey(
-        model, corpus, tmp_path / "parts", batch=2, show_progress=lambda what, done, total: seen.append(done)
-    )
-    assert seen[0] == 10
-    for name in ("layers.parquet", "heads.parquet", "sinks.parquet", "arrays.safetensors"):
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
-    assert not (tmp_path / "parts.partial").exists()
 
 
 def test_every_pass_can_be_interrupted_and_resumed(tmp_path, opened, corpus):
@@ -325,49 +291,6 @@ def test_every_pass_can_be_interrupted_and_resumed(tmp_path, opened, corpus):
     survey(model, corpus, tmp_path / "parts")
     for path in (tmp_path / "whole").glob("[!r]*.*"):  # but for run.json, which says how long it took
         assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes(), path.name
-
-
-def test_progress_without_sums_that_came_later_is_refused_in_a_line(tmp_path, opened, corpus):
-    """As a version left it that did not keep them yet."""
-
-    def stop(what, done, total):
-        if done:
-            raise KeyboardInterrupt
-
-    model = opened("gpt2")
-    with pytest.raises(KeyboardInterrupt):
-        survey(model, corpus, tmp_path / "run", batch=1, show_progress=stop)
-    path = tmp_path / "run.partial" / "progress.safetensors"
-    tensors, notes = read_checked(path)
-    del tensors["corpus.attention.entropy"]
-    write_checked(path, tensors, notes)
-    words = (
-        r"run.partial holds what another version of theodolite left unfinished, .*: remove it to start afresh"
-    )
-    with pytest.raises(UsageError, match=words):
-        survey(model, corpus, tmp_path / "run", batch=1)
-
-
-def test_progress_of_another_survey_is_refused(tmp_path, opened, corpus):
-    def stop(what: str, done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        survey(opened("gpt2"), corpus, tmp_path / "run", show_progress=stop)
-    with pytest.raises(UsageError, match="unfinished survey of another model"):
-        survey(opened("llama2"), corpus, tmp_path / "run")
-    survey(opened("gpt2"), corpus, tmp_path / "run")
-    with pytest.raises(UsageError, match="holds a run of another model"):
-        survey(opened("gpt2"), corpus, tmp_path / "run", seed=1)
-
-
-def test_run_on_disk_is_the_run_in_memory(tmp_path, opened, corpus):
-    run = survey(opened("bloom"), corpus, tmp_path / "run")
-    loaded = Run.load(tmp_path / "run")
-    for table in ("layers", "heads", "sinks", "outliers", "examples"):
-        assert getattr(run, table).equals(getattr(loaded, table)), table
-    assert all(torch.equal(run.arrays[name], loaded.arrays[name]) for name in run.arrays)
-    assert loaded.provenance == run.provenance
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])

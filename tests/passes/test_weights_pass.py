@@ -8,6 +8,7 @@ import torch
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import NO_MATRIX, HeadWeights, NotAffine
+from theodolite.passes.run import TABLES
 from theodolite.passes.survey import spectra
 from theodolite.passes.weights_pass import WeightsPass
 from theodolite.system.progress import Progress
@@ -68,3 +69,11 @@ def test_a_layer_that_is_not_affine_has_no_spectrum(opened, monkeypatch):
     assert running.notes["spectrum_of"][1] == NO_MATRIX
     assert running.state()["trace"][1].isnan().all()
     assert running.state()["trace"][[0, 2]].isfinite().all()
+
+
+def test_states_of_weights_alone_leave_every_other_table_empty(opened):
+    run = spectra(opened("gpt2"))
+    assert len(run.heads) == 12
+    for table in set(TABLES) - {"heads"}:
+        assert getattr(run, table).empty, table
+    assert not {"mean", "positional_basis", "gram"} & run.arrays.keys()

@@ -93,6 +93,9 @@ def test_an_adapter_that_was_trained_on_counts(tmp_path):
     after = open_model(folder)
     assert after.sha256 != before.sha256
     assert torch.equal(after.hf.get_submodule(name).weight, by_hand.float())
+    (folder / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"adapter lacks its low-rank parts"):
+        open_model(folder)
 
 
 def test_what_cannot_be_an_adapter_is_refused_at_once(tmp_path, monkeypatch):
@@ -103,10 +106,3 @@ def test_what_cannot_be_an_adapter_is_refused_at_once(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="pip install peft"):
         prune_model(model, CORPUS, "oats", 0.5, out=tmp_path / "out", form="adapter")
     assert model.interventions == ()
-
-
-def test_without_its_low_rank_parts_it_is_refused(tmp_path):
-    pruned("gpt2", tmp_path, "adapter")
-    (tmp_path / "adapter" / "adapter" / "adapter_model.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"adapter lacks its low-rank parts"):
-        open_model(tmp_path / "adapter")

@@ -46,60 +46,29 @@ def contents(folder: Path) -> dict[str, bytes]:
     return files | {"pruning.json": json.dumps(told).encode()}
 
 
-def test_a_link_to_an_empty_folder_is_followed(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "disk")
-    pruned("gpt2", tmp_path, tmp_path / "out", "magnitude")
-    assert (tmp_path / "out").is_symlink()
-    assert (tmp_path / "disk" / "pruning.json").is_file()
-
-
 @pytest.mark.parametrize(
     ("family", "method", "form"),
     [("gpt2", "oats", "merged"), ("gpt_oss", "oats", "factored"), ("llama3", "sparsegpt", "merged")],
 )
-def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form, tmp_path):
-    """Oracle: the files of a pruning that was not stopped."""
+def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form, tmp_path, monkeypatch):
+    """Oracle: the files of a pruning that was not stopped. The form decides how it is written, not what it is."""
     whole, parts, unfinished = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.partial"
     matrices = len(pruned(family, tmp_path, whole, method, form=form).table) // 3
     for block in range(3):
         with pytest.raises(KeyboardInterrupt):  # in the middle of each block
-            pruned(family, tmp_path, parts, method, form=form, show_progress=stop_after(matrices * block + 2))
+            pruned(family, tmp_path, parts, method, show_progress=stop_after(matrices * block + 2))
         assert not parts.exists()
         blocks = sorted(path.name for path in unfinished.glob("block-*"))
         assert blocks == [f"block-{number:03d}.safetensors" for number in range(block)]
-    pruned(family, tmp_path, parts, method, form=form)
-    assert contents(parts) == contents(whole)
-    assert not unfinished.exists()
-    assert not list(tmp_path.glob("*.lock")) + list(tmp_path.glob("*.writing"))
-
-
-def test_blocks_that_are_done_are_not_pruned_again(tmp_path, monkeypatch):
-    """Oracle: how often a matrix is pruned."""
-    out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        pruned("gpt2", tmp_path, out, show_progress=stop_after(13))
     own, layers = PruningSettings.prune, []
     monkeypatch.setattr(
         PruningSettings, "prune", lambda s, matrix, m: layers.append(matrix.layer) or own(s, matrix, m)
     )
-    table = pruned("gpt2", tmp_path, out).table
-    assert layers == [2] * 6
-    assert len(table) == 18
-
-
-def test_killed_while_it_writes_the_end_it_goes_on(tmp_path, monkeypatch):
-    """Oracle: the files of a pruning that was not killed."""
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    pruned("gpt2", tmp_path, whole)
-    monkeypatch.setattr(checkpoint, "_by_name", lambda *_: (_ for _ in ()).throw(SystemExit))
-    with pytest.raises(SystemExit):
-        pruned("gpt2", tmp_path, out)
-    monkeypatch.undo()
-    assert not out.exists()
-    assert not (tmp_path / "out.writing").exists()
-    pruned("gpt2", tmp_path, out)
-    assert contents(out) == contents(whole)
+    pruned(family, tmp_path, parts, method, form=form)
+    assert layers == [2] * matrices  # what is done is not pruned again
+    assert contents(parts) == contents(whole)
+    assert not unfinished.exists()
+    assert not list(tmp_path.glob("*.lock")) + list(tmp_path.glob("*.writing"))
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +92,6 @@ def test_another_pruning_is_refused_where_one_is_unfinished(tmp_path):
     assert model.interventions == ()
     with pytest.raises(UsageError, match="unfinished pruning of another model"):
         pruned("llama2", tmp_path, tmp_path / "out")
-
-
-def test_the_format_may_change_in_between(tmp_path):
-    """It decides how the result is written, not what it is. Oracle: files of one that was not stopped."""
-    pruned("gpt2", tmp_path, tmp_path / "whole", form="factored")
-    with pytest.raises(KeyboardInterrupt):
-        pruned("gpt2", tmp_path, tmp_path / "out", form="merged", show_progress=stop_after(7))
-    pruned("gpt2", tmp_path, tmp_path / "out", form="factored")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
@@ -177,14 +137,17 @@ def test_another_pruning_is_refused_where_one_is_finished(options, differs, fini
     assert contents(finished / "out") == before
 
 
-def test_a_folder_that_exists_is_refused(tmp_path):
-    (tmp_path / "out").mkdir()
+def test_a_folder_that_exists_is_refused_but_for_an_empty_one_or_a_link_to_one(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="out exists already: choose another --out or remove it"):
-        pruned("gpt2", tmp_path, tmp_path / "out")
+    with pytest.raises(UsageError, match="disk exists already: choose another --out or remove it"):
+        pruned("gpt2", tmp_path, tmp_path / "out", "magnitude")
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     (tmp_path / "out" / "notes.txt").unlink()
-    pruned("gpt2", tmp_path, tmp_path / "out")  # an empty one will do
+    pruned("gpt2", tmp_path, tmp_path / "out", "magnitude")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "pruning.json").is_file()
 
 
 def test_a_damaged_block_is_refused(tmp_path):
@@ -196,25 +159,26 @@ def test_a_damaged_block_is_refused(tmp_path):
         pruned("gpt2", tmp_path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("what", ["blocks", "checkpoint"])
-def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(what, tmp_path, monkeypatch):
-    """A disk that is full from a moment on; what was kept before is still there."""
+@pytest.mark.parametrize(("what", "kept"), [("write_matrices", 0), ("_with_bytes", 4)])
+def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(what, kept, finished, tmp_path, monkeypatch):
+    """A disk that is full from a moment on; what was kept before is still there, and is gone on with."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    if what == "blocks":
-        monkeypatch.setattr(checkpoint, "write_matrices", full)
-    else:
-        monkeypatch.setattr(checkpoint, "_with_bytes", full)
+    monkeypatch.setattr(checkpoint, what, full)
     with pytest.raises(
         WorkError, match=r"cannot write .*: No space left on device: free space there and rerun"
     ):
         pruned("gpt2", tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.writing").exists()
-    blocks = list((tmp_path / "out.partial").iterdir())
-    assert len(blocks) == (0 if what == "blocks" else 4)
+    assert len(list((tmp_path / "out.partial").iterdir())) == kept
+    monkeypatch.undo()
+    pruned("gpt2", tmp_path, tmp_path / "out")
+    table = "pruning.parquet"
+    for name in ("model.safetensors", table):
+        assert (tmp_path / "out" / name).read_bytes() == (finished / "out" / name).read_bytes(), name
 
 
 def test_everybody_may_read_what_was_written(finished):

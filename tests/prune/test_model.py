@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests import checkpoints
 from tests.prune.families import DECODERS, FAMILIES, MORE, opened_anew
+from tests.prune.test_methods import slow_sparsegpt
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
@@ -23,7 +24,6 @@ from theodolite.models.block_matrices import block_matrices
 from theodolite.models.factored import read_matrices, write_matrices
 from theodolite.prune import Pruned, oats, prune_model
 from theodolite.report.content import text_line
-from theodolite.sinks import interventions
 
 METHODS = ("magnitude", "wanda", "sparsegpt", "oats")
 ITERATIONS = 6
@@ -87,19 +87,7 @@ def slow_matrix(weight: np.ndarray, inputs: np.ndarray, method: str, sparsity: f
         np.put_along_axis(pruned, np.argsort(score, axis=1)[:, : int(sparsity * width)], 0, axis=1)
         return pruned
     if method == "sparsegpt":
-        hessian = inputs.T @ inputs
-        hessian += 0.1 * np.diag(hessian).mean() * np.eye(width)
-        upper = np.linalg.cholesky(np.linalg.inv(hessian)).T
-        left = weight.copy()
-        score = left**2 / np.diag(upper) ** 2  # of the first 128 columns at once: there are no more
-        gone = np.zeros(weight.size, dtype=bool)
-        gone[np.argsort(score, axis=None)[: int(sparsity * weight.size)]] = True
-        gone = gone.reshape(weight.shape)
-        for column in range(width):
-            error = np.where(gone[:, column], left[:, column] / upper[column, column], 0)
-            left[:, column:] -= np.outer(error, upper[column, column:])
-            left[gone[:, column], column] = 0
-        return left
+        return slow_sparsegpt(weight, inputs.T @ inputs, sparsity)
     second_moment = torch.from_numpy((inputs**2).mean(axis=0))
     found = oats(torch.from_numpy(weight).float(), second_moment, sparsity, iterations=ITERATIONS)
     return found.dense().double().numpy()
@@ -220,6 +208,9 @@ def test_factored_and_merged_are_the_same_model(family, tmp_path):
     assert again.low_rank.keys() == pruned.low_rank.keys()
     for at, factors in pruned.low_rank.items():
         assert all(map(torch.equal, again.low_rank[at], factors))
+    with pytest.raises(UsageError, match="W_Q, W_K and W_V of block 7 have no low-rank part"):
+        again.factors(7)
+    assert "oats" in repr(again)
     told, table = pruned.provenance["pruning"], pruned.table
     lost = (table["dense_bytes"] - table["compact_bytes"]).sum()
     assert 0 <= told["bytes"] - (told["dense_bytes"] - lost) <= 80_000  # of headers
@@ -250,25 +241,6 @@ def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path):
     (out / "block-001.safetensors").unlink()
     with pytest.raises(WorkError, match=r"lacks 4 of the model's tensors \(first: transformer\.h\.1\.attn"):
         open_model(out)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama3"])
-def test_the_factors_are_what_interventions_take_out(family, tmp_path):
-    """Oracle: the sparse parts in the factored checkpoint, which are all that is left."""
-    out, options = tmp_path / "factored", {"iterations": 4, "form": "factored"}
-    prune_model(opened_anew(family, tmp_path), corpus_of(), "oats", 0.5, out=out, **options)
-    model, pruned = open_model(out), Pruned.load(out)
-    pieces, _ = read_matrices(tmp_path / "factored" / "block-001.safetensors")
-    sparse = {piece.key: piece.sparse for piece in pieces}
-    with interventions.without_low_rank(model, 1, factors=pruned.factors(1)) as shares:
-        assert set(shares) == {"q", "k", "v"}
-        assert min(shares.values()) > 0.01
-        for matrix in block_matrices(model)[1]:
-            if matrix.name in "qkv":
-                torch.testing.assert_close(matrix.read(), sparse[matrix.name], rtol=0, atol=1e-6)
-    with pytest.raises(UsageError, match="W_Q, W_K and W_V of block 7 have no low-rank part"):
-        pruned.factors(7)
-    assert "oats" in repr(pruned)
 
 
 def test_rank_goes_where_it_is_asked_for(tmp_path):
@@ -332,12 +304,12 @@ def test_an_expert_that_no_token_reaches_is_pruned_all_the_same(tmp_path):
 
 
 def test_a_method_that_weighs_no_inputs_runs_no_block(tmp_path, monkeypatch):
-    """Oracles: the same with the text; norms of the weights."""
+    """Oracles: the same with the text; norms of the weights. The text decides nothing: on another it is the same."""
     read, unread = opened_anew("gpt2", tmp_path), opened_anew("gpt2", tmp_path)
     dense = read.hf.transformer.h[0].mlp.c_fc.weight.detach().double().clone()
     with_errors = prune_model(read, corpus_of(), "magnitude", 0.5, errors=True)
     monkeypatch.setattr("theodolite.prune.model.BlockByBlock", None)
-    pruned = prune_model(unread, corpus_of(), "magnitude", 0.5)
+    pruned = prune_model(unread, corpus_of(), "magnitude", 0.5, out=tmp_path / "out")
     assert all(map(torch.equal, unread.hf.state_dict().values(), read.hf.state_dict().values()))
     assert with_errors.provenance["fingerprint"] != pruned.provenance["fingerprint"]
     assert text_line(with_errors.provenance).startswith("on 10 contexts of 24 tokens")
@@ -347,28 +319,21 @@ def test_a_method_that_weighs_no_inputs_runs_no_block(tmp_path, monkeypatch):
     assert math.isclose(row["error_scaled"], float(lost.norm() / dense.norm()), rel_tol=1e-6)
     assert not pruned.table["tokens"].any()
     assert (pruned.table["fallback"] == "").all()
-
-
-def test_a_text_that_is_not_read_decides_nothing(tmp_path):
-    """The pruning on another text is the same one, and is read; with errors it is another one."""
-    texts = [Corpus.random_tokens(300, length, 10, 0) for length in (24, 12)]
-    for text in texts:
-        prune_model(opened_anew("gpt2", tmp_path), text, "magnitude", 0.5, out=tmp_path / "out")
+    options = {"method": "magnitude", "sparsity": 0.5, "out": tmp_path / "out"}
+    prune_model(opened_anew("gpt2", tmp_path), corpus_of(length=12), **options)
     with pytest.raises(UsageError, match="--errors"):
-        prune_model(
-            opened_anew("gpt2", tmp_path), texts[0], "magnitude", 0.5, out=tmp_path / "out", errors=True
-        )
+        prune_model(opened_anew("gpt2", tmp_path), corpus_of(), **options, errors=True)
 
 
 def test_a_matrix_that_nothing_enters_is_an_error_that_names_it(tmp_path):
     """Of magnitude alone it is not, which weighs no inputs. Oracle: a layer that no forward pass calls."""
-    model = opened_anew("gpt2", tmp_path)
-    model.structure.blocks[1].mlp.unused = torch.nn.Linear(8, 8)
-    with pytest.raises(WorkError, match=r"nothing was seen to enter transformer\.h\.1\.mlp\.unused\.weight"):
-        prune_model(model, corpus_of(), "wanda", 0.5)
-    model = opened_anew("gpt2", tmp_path)
-    model.structure.blocks[1].mlp.unused = torch.nn.Linear(8, 8)
-    table = prune_model(model, corpus_of(), "magnitude", 0.5).table
+    for method in ("wanda", "magnitude"):
+        model = opened_anew("gpt2", tmp_path)
+        model.structure.blocks[1].mlp.unused = torch.nn.Linear(8, 8)
+        if method == "wanda":
+            with pytest.raises(WorkError, match=r"was seen to enter transformer\.h\.1\.mlp\.unused\.weight"):
+                prune_model(model, corpus_of(), method, 0.5)
+    table = prune_model(model, corpus_of(), method, 0.5).table
     assert (table[table["matrix"] == "mlp.unused"]["sparsity"] == 0.5).all()
 
 

@@ -66,11 +66,16 @@ def test_matrices_that_take_on_the_same_vectors_share_their_sum(tmp_path):
     assert not torch.equal(by_name["q"], by_name["self_attn.o_proj"])
 
 
+def alone() -> tuple[nn.Linear, Matrix]:
+    """A layer of two inputs, and its matrix."""
+    module = nn.Linear(2, 3, bias=False).requires_grad_(False)
+    return module, Matrix(0, "fc", None, "fc.weight", module, "weight", 0)
+
+
 def test_a_large_common_offset_costs_no_digits():
     """Oracle: the closed form. Inputs 1000 + ±1 in float32: E x xᵀ = 10⁶ + C, and C = identity to 1e-6 of 1."""
     signs = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]])
-    module = nn.Linear(2, 3, bias=False).requires_grad_(False)
-    matrix = Matrix(0, "fc", None, "fc.weight", module, "weight", 0)
+    module, matrix = alone()
     moments = InputMoments([matrix], damping=0.1)
     with moments.collecting():
         for _ in range(50):
@@ -118,23 +123,17 @@ def test_squared_norms():
     assert math.isnan(Moments(50, full.diagonal(), None).squared_norms(matrix)[0])
 
 
-def test_numbers_that_are_none_are_refused():
-    module = nn.Linear(2, 3, bias=False).requires_grad_(False)
-    matrix = Matrix(0, "fc", None, "fc.weight", module, "weight", 0)
-    moments = InputMoments([matrix])
-    with moments.collecting():
-        module(torch.tensor([[1.0, math.inf]]))
-    with pytest.raises(WorkError, match=r"the input of fc\.weight is NaN, infinite or too large"):
-        moments.of(matrix)
-
-
 @pytest.mark.parametrize("damping", [None, 0.1], ids=["diagonal", "full"])
-def test_a_matrix_that_is_multiplied_by_no_vectors_has_seen_none(damping):
-    module = nn.Linear(2, 3, bias=False).requires_grad_(False)
-    matrix = Matrix(0, "experts.0.fc", None, "experts.0.fc.weight", module, "weight", 0)
+def test_no_vectors_are_none_and_numbers_that_are_none_are_refused(damping):
+    module, matrix = alone()
     moments = InputMoments([matrix], damping)
     with moments.collecting():
         module(torch.empty(0, 2))
     found = moments.of(matrix)
     assert found.count == 0
     assert torch.equal(found.diagonal, torch.ones(2, dtype=torch.float64))
+    moments = InputMoments([matrix], damping)
+    with moments.collecting():
+        module(torch.tensor([[1.0, math.inf]]))
+    with pytest.raises(WorkError, match=r"the input of fc\.weight is NaN, infinite or too large"):
+        moments.of(matrix)

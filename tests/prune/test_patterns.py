@@ -33,23 +33,28 @@ def largest_by_sorting(scores: np.ndarray, count: int) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 6),
-    columns=st.integers(1, 40),
+    groups=st.integers(1, 5),
+    of=st.integers(2, 17),
     share=st.floats(0, 1),
     values=st.integers(1, 50),
     seed=st.integers(0, 99),
 )
-def test_the_largest_of_each_row(threads, rows, columns, share, values, seed):
+def test_the_largest_of_each_row_and_of_each_group(threads, rows, groups, of, share, values, seed):
     """Few different values make ties. One thread: numpy's partition; many: torch's kthvalue."""
-    scores = torch.from_numpy(np.random.default_rng(seed).integers(values, size=(rows, columns)) / 7)
-    count = round(share * columns)
-    expected = largest_by_sorting(scores.numpy(), count)
+    drawn = np.random.default_rng(seed).integers(values, size=(rows, groups * of)) / 7
+    scores, count = torch.from_numpy(drawn), round(share * groups * of)
+    kept = min(max(round(share * of), 1), of - 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: threads)
         got = largest(scores, count)
         numbers = largest(scores, count, out=torch.full_like(scores, 9.0))
+        in_groups = Pattern(kept, of).largest(scores)
     assert got.dtype == torch.bool
+    expected = largest_by_sorting(drawn, count)
     assert np.array_equal(got.numpy(), expected)
     assert np.array_equal(numbers.numpy(), expected.astype(float))
+    expected = largest_by_sorting(drawn.reshape(-1, of), kept)
+    assert np.array_equal(in_groups.numpy(), expected.reshape(drawn.shape))
 
 
 @settings(max_examples=40, deadline=None)
@@ -72,30 +77,19 @@ def test_the_largest_again_as_the_scores_change(columns, share, change, dead, se
         scores = np.abs(scores * (1 + change * generator.normal(size=scores.shape)))
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    of=st.integers(2, 17),
-    kept=st.integers(1, 16),
-    groups=st.integers(1, 5),
-    values=st.integers(1, 50),
-    seed=st.integers(0, 99),
-)
-def test_the_largest_of_each_group(of, kept, groups, values, seed):
-    kept = min(kept, of - 1)
-    scores = np.random.default_rng(seed).integers(values, size=(3, groups * of)) / 7
-    expected = largest_by_sorting(scores.reshape(-1, of), kept)
-    got = Pattern(kept, of).largest(torch.from_numpy(scores))
-    assert np.array_equal(got.numpy(), expected.reshape(scores.shape))
-
-
-@pytest.mark.parametrize("given_", ["2:4", (2, 4)])
-def test_patterns_as_they_are_given(given_):
-    pattern = pattern_of(given_, 8)
-    assert (pattern.kept, pattern.of, pattern.density, str(pattern)) == (2, 4, 0.5, "2:4")
+def test_patterns_as_they_are_given():
+    for given_ in ("2:4", (2, 4)):
+        pattern = pattern_of(given_, 8)
+        assert (pattern.kept, pattern.of, pattern.density, str(pattern)) == (2, 4, 0.5, "2:4")
     assert pattern_of(None, 7) is None
+    for wrong in NO_PATTERNS:
+        with pytest.raises(UsageError, match="give N:M with 0 < N < M"):
+            pattern_of(wrong, 16)
+    with pytest.raises(UsageError, match="pattern 2:4 needs a multiple of 4 inputs; the matrix has 10"):
+        pattern_of("2:4", 10)
 
 
-NO_PATTERNS = [
+NO_PATTERNS = (
     "",
     "24",
     "2/4",
@@ -110,27 +104,13 @@ NO_PATTERNS = [
     (2.0, 4),
     24,
     True,
-]
-
-
-@pytest.mark.parametrize("wrong", NO_PATTERNS)
-def test_what_is_no_pattern(wrong):
-    with pytest.raises(UsageError, match="give N:M with 0 < N < M"):
-        pattern_of(wrong, 16)
-
-
-def test_groups_must_divide_the_inputs():
-    with pytest.raises(UsageError, match="pattern 2:4 needs a multiple of 4 inputs; the matrix has 10"):
-        pattern_of("2:4", 10)
-
-
-@pytest.mark.parametrize("wrong", [0, 1, 0.0, 1.0, -0.1, 1.5, float("nan"), float("inf"), True, "0.5"])
-def test_what_is_no_sparsity(wrong):
-    with pytest.raises(UsageError, match="give the share to remove, between 0 and 1, both excluded"):
-        check_sparsity(wrong)
+)
 
 
 def test_a_pattern_fixes_the_sparsity():
+    for wrong in (0, 1, 0.0, 1.0, -0.1, 1.5, float("nan"), float("inf"), True, "0.5"):
+        with pytest.raises(UsageError, match="give the share to remove, between 0 and 1, both excluded"):
+            check_sparsity(wrong)
     assert sparsity_of(0.3, None) == 0.3
     assert sparsity_of(None, Pattern(2, 8)) == sparsity_of(0.75, Pattern(2, 8)) == 0.75
     assert sparsity_of(0.333, Pattern(2, 3)) == pytest.approx(1 / 3, abs=1e-15)
@@ -142,30 +122,29 @@ def test_a_pattern_fixes_the_sparsity():
         sparsity_of(None, None)
 
 
-def test_what_is_no_weight():
-    for wrong in (
-        np.ones((2, 2)),
-        torch.ones(2, 2, dtype=torch.int64),
-        torch.ones(2, 2, dtype=torch.complex64),
+def test_what_is_no_weight_and_not_one_number_for_each_input():
+    for wrong, words in (
+        (np.ones((2, 2)), "floating-point numbers"),
+        (torch.ones(2, 2, dtype=torch.int64), "floating-point numbers"),
+        (torch.ones(2, 2, dtype=torch.complex64), "floating-point numbers"),
+        (torch.ones(3), r"give a matrix \(outputs, inputs\)"),
+        (torch.ones(1, 2, 3), r"give a matrix \(outputs, inputs\)"),
+        (torch.ones(0, 4), r"give a matrix \(outputs, inputs\)"),
+        (torch.tensor([[1.0, torch.nan]]), "weight holds NaN or infinity"),
+        (torch.tensor([[1.0, -torch.inf]]), "weight holds NaN or infinity"),
     ):
-        with pytest.raises(UsageError, match="floating-point numbers"):
+        with pytest.raises(UsageError, match=words):
             checked_weight(wrong)
-    for wrong in (torch.ones(3), torch.ones(1, 2, 3), torch.ones(0, 4)):
-        with pytest.raises(UsageError, match=r"give a matrix \(outputs, inputs\)"):
-            checked_weight(wrong)
-    for wrong in (float("nan"), float("-inf")):
-        with pytest.raises(UsageError, match="weight holds NaN or infinity"):
-            checked_weight(torch.tensor([[1.0, wrong]]))
-
-
-def test_one_number_for_each_input():
-    weight = torch.ones(3, 2)
-    for wrong in (torch.ones(3), torch.ones(1, 2), [1.0, 1.0], torch.ones(2, dtype=torch.complex64)):
-        with pytest.raises(UsageError, match="norms must be one number for each of 2 inputs"):
+    weight, for_each = torch.ones(3, 2), "norms must be one number for each of 2 inputs"
+    for wrong, words in (
+        (torch.ones(3), for_each),
+        (torch.ones(1, 2), for_each),
+        ([1.0, 1.0], for_each),
+        (torch.ones(2, dtype=torch.complex64), for_each),
+        (torch.tensor([1.0, torch.nan]), "norms holds NaN or infinity"),
+        (torch.tensor([1.0, -1.0]), "norms holds negative numbers"),
+    ):
+        with pytest.raises(UsageError, match=words):
             checked_inputs("norms", wrong, weight)
-    with pytest.raises(UsageError, match="norms holds NaN or infinity"):
-        checked_inputs("norms", torch.tensor([1.0, float("nan")]), weight)
-    with pytest.raises(UsageError, match="norms holds negative numbers"):
-        checked_inputs("norms", torch.tensor([1.0, -1.0]), weight)
     assert checked_inputs("norms", torch.tensor([0.0, 3.0]), weight).tolist() == [0, 3]
     assert checked_inputs("norms", torch.zeros(2), weight).tolist() == [1, 1]

@@ -54,22 +54,16 @@ def test_each_block_gets_what_the_changed_ones_before_it_give(family, tmp_path):
         stream.verify_end()
 
 
-def test_every_batch_is_followed_by_a_word(tmp_path):
-    """Oracle: batches by count: one pass over 3 batches, then two blocks over each."""
-    model, told = opened_anew("gpt2", tmp_path), []
+def test_every_batch_is_followed_by_a_word_and_no_more_is_read_than_needed(tmp_path):
+    """Oracle: by count: one pass over 3 batches, then two blocks over each; how blocks are called, a witness shows."""
+    model, told, read = opened_anew("gpt2", tmp_path), [], []
+    model.structure.blocks[1].mlp.register_forward_hook(lambda _, args, output: read.append(len(output)))
     stream = BlockByBlock(model, corpus_of(), 2, lambda: told.append(1))
     assert len(told) == 3
+    assert read == [1, 1]
     stream.read(0)
     stream.advance(0)
     assert len(told) == 9
-
-
-def test_contexts_are_not_read_by_every_block_to_see_how_it_is_called(tmp_path):
-    """Oracle: calls by count: the witness in a whole pass and block by block, and no batch."""
-    model, read = opened_anew("gpt2", tmp_path), []
-    model.structure.blocks[1].mlp.register_forward_hook(lambda _, args, output: read.append(len(output)))
-    BlockByBlock(model, corpus_of(), 2, lambda: None)
-    assert read == [1, 1]
 
 
 def test_blocks_that_are_called_by_what_others_give_get_whole_passes(tmp_path):
@@ -116,16 +110,9 @@ def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(tmp_
         BlockByBlock(model, corpus_of(), 2, lambda: None)
 
 
-def test_numbers_that_are_none_stop_the_work(tmp_path):
-    model = opened_anew("gpt2", tmp_path)
-    stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
-    with torch.no_grad():
-        model.hf.transformer.h[0].mlp.c_proj.bias[0] = float("nan")
-    with pytest.raises(WorkError, match="hidden states of layer 1 hold NaN or infinite values"):
-        stream.advance(0)
-
-
-def test_a_block_that_was_changed_behind_its_back_is_noticed_at_the_end(tmp_path):
+def test_a_block_that_was_changed_behind_its_back_is_noticed_and_numbers_that_are_none_stop_the_work(
+    tmp_path,
+):
     model = opened_anew("gpt2", tmp_path)
     stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
     stream.advance(0)
@@ -134,6 +121,11 @@ def test_a_block_that_was_changed_behind_its_back_is_noticed_at_the_end(tmp_path
         model.hf.transformer.h[0].mlp.c_proj.weight *= 0
     with pytest.raises(WorkError, match="differs from the model's own pass"):
         stream.verify_end()
+    stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
+    with torch.no_grad():
+        model.hf.transformer.h[0].mlp.c_proj.bias[0] = float("nan")
+    with pytest.raises(WorkError, match="hidden states of layer 1 hold NaN or infinite values"):
+        stream.advance(0)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "gemma2", "mixtral"])

@@ -142,16 +142,6 @@ def test_stopped_it_goes_on_to_the_same_bytes(tmp_path):
     assert again.folder == parts
 
 
-def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
-    def full(tensor, folder):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("theodolite.prune.sequential.in_file", full)
-    model = open_streamed(write("llama3", tmp_path / "llama3"))
-    with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
-        prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
-
-
 @pytest.mark.parametrize(("family", "method"), [("llama3", "oats"), ("gpt2", "sparsegpt")])
 def test_offloaded_blocks_are_pruned_from_their_files(family, method, tmp_path):
     """Oracle: the same pruning of the model in memory. The offloaded model stays as it is."""
@@ -185,20 +175,26 @@ def test_offloaded_blocks_whose_files_do_not_do_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_called_as_a_model_of_the_hub_is_not_that_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
-    write("gpt2", tmp_path / "gpt2")
-    with pytest.raises(UsageError, match="lies in the folder of the model"):
-        refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
-
-
-def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path):
+def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, monkeypatch):
     model = open_streamed(write("llama3", tmp_path / "llama3"))
     with pytest.raises(UsageError, match="read from its files and not kept: give out, a folder"):
         prune_model(model, corpus_of(), "wanda", 0.5)
     with pytest.raises(UsageError, match="lies in the folder of the model that it is made of"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "llama3" / "out")
+    monkeypatch.chdir(tmp_path)
+    refuse_inside(
+        tmp_path / "gpt2" / "out", "gpt2"
+    )  # a folder called as a model of the hub is not that model
+    write("gpt2", tmp_path / "gpt2")
+    with pytest.raises(UsageError, match="lies in the folder of the model"):
+        refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
+
+    def full(tensor, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("theodolite.prune.sequential.in_file", full)
+    with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
+        prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
 
 
 def test_what_cannot_be_streamed_is_opened_whole_and_says_so(tmp_path):

@@ -18,7 +18,6 @@ from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import figures, published, style
 from theodolite.report.content import first_head
-from theodolite.report.data import evenly
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.measures import HEAD_MEASURES, OTHER_TITLES
@@ -38,20 +37,14 @@ def drawn_values(figure: go.Figure) -> int:
 
 
 @pytest.mark.parametrize("name", SIMPLE)
-def test_every_figure_is_drawn_with_data(run: Run, name: str) -> None:
-    figure = getattr(figures, name)(run)
-    assert isinstance(figure, go.Figure)
-    assert drawn_values(figure) > 0
-
-
-@pytest.mark.parametrize("name", SIMPLE)
-def test_every_figure_is_drawn_or_refused_in_words_without_a_text(run: Run, name: str) -> None:
-    bare = weights_only(run)
+def test_every_figure_is_drawn_with_data_or_refused_in_words_without_a_text(run: Run, name: str) -> None:
+    draw, bare = getattr(figures, name), weights_only(run)
+    assert drawn_values(draw(run)) > 0
     if name in ("spectrum", "regime_plane"):
-        assert drawn_values(getattr(figures, name)(bare)) > 0
+        assert drawn_values(draw(bare)) > 0
     else:
         with pytest.raises(UsageError, match="this run has no"):
-            getattr(figures, name)(bare)
+            draw(bare)
 
 
 def test_the_map_of_every_measure_shows_the_column(run: Run) -> None:
@@ -59,32 +52,18 @@ def test_the_map_of_every_measure_shows_the_column(run: Run) -> None:
         heat = figures.head_map(run, measure.column).data[0]
         assert heat.z.shape == (3, 4)
         assert measure.title in heat.hovertemplate
-        if measure.scale == "decades":
-            expected = np.log10(run.heads[measure.column].to_numpy().reshape(3, 4))
-        elif measure.scale == "kind":
-            continue
-        else:
-            expected = run.heads[measure.column].to_numpy().reshape(3, 4)
-        np.testing.assert_allclose(heat.z, expected, rtol=1e-6)
+        if measure.scale != "kind":
+            column = run.heads[measure.column].to_numpy().reshape(3, 4)
+            expected = np.log10(column) if measure.scale == "decades" else column
+            np.testing.assert_allclose(heat.z, expected, rtol=1e-6)
+        if measure.column.startswith("share_"):  # around zero on one scale
+            assert (heat.zmin, heat.zmax) == (-1, 1)
+            assert heat.colorscale[len(heat.colorscale) // 2][1] == style.NEUTRAL
 
 
 def test_every_head_column_of_a_survey_has_its_meaning(run: Run) -> None:
     told = {"layer", "head", "spectrum_of", *HEAD_MEASURES, *OTHER_TITLES}
     assert set(run.heads.columns) <= told
-
-
-def test_shares_are_coloured_around_zero_on_one_scale(run: Run) -> None:
-    for name in ("share_position", "share_constant"):
-        heat = figures.head_map(run, name).data[0]
-        assert (heat.zmin, heat.zmax) == (-1, 1)
-        assert heat.colorscale[len(heat.colorscale) // 2][1] == style.NEUTRAL
-
-
-def test_an_empty_learned_sink_column_is_not_offered(run: Run) -> None:
-    empty = replace(run, heads=run.heads.assign(sink_learned=0.0, share_additive=0.0))
-    assert not {"sink_learned", "share_additive"} & {measure.column for measure in head_measures(empty)}
-    biased = replace(run, heads=run.heads.assign(share_additive=[-0.1] + [0.0] * 11))
-    assert "share_additive" in {measure.column for measure in head_measures(biased)}
 
 
 def test_curves_are_the_layer_table(run: Run) -> None:
@@ -93,32 +72,42 @@ def test_curves_are_the_layer_table(run: Run) -> None:
     assert list(curve.x) == run.layers["layer"].tolist()
     assert list(curve.error_y.array) == run.layers["rank_se"].tolist()
     assert curve.customdata[0] == "14 ± 0.5"
-
-
-def test_without_standard_errors_there_are_no_whiskers(run: Run) -> None:
-    old = make_run()
-    for name in ("rank", "incoherence", "massive_activations"):
-        assert all(
-            trace.error_y.array is None for trace in getattr(figures, name)(old).data if "error_y" in trace
-        )
-    random = next(trace for trace in figures.incoherence(run).data if trace.name == "mean, random")
-    assert random.error_y.array is None
-
-
-def test_exhibits_of_schema_2_are_left_out_of_older_runs(run: Run) -> None:
-    new = {exhibit.key for exhibit in EXHIBITS if exhibit.available(run)}
-    old = {exhibit.key for exhibit in EXHIBITS if exhibit.available(make_run())}
-    later = {"head-shares", "constituents", "inherited-smoothness", "clusters"}
-    assert new - old == later | {f"attribution-{pattern}" for pattern in ("previous", "induction", "same")}
-
-
-def test_published_bands_are_stretched_over_depth_and_only_the_closest_shows(run: Run) -> None:
     bands = [trace for trace in figures.rank(run).data if trace.fill == "toself"]
     assert [band.name for band in bands] == list(published.MODELS)
     assert [band.visible for band in bands] == [True, "legendonly", "legendonly", "legendonly"]
-    assert max(bands[0].x) == run.layers["layer"].max()
-    assert min(bands[0].y) == 9
-    assert max(bands[0].y) == 15
+    assert (max(bands[0].x), min(bands[0].y), max(bands[0].y)) == (run.layers["layer"].max(), 9, 15)
+    keys = run.arrays["visible_keys"]
+    other = replace(run, arrays={**run.arrays, "visible_keys": keys * 0 + keys.shape[1]})
+    limit = figures.head_entropy(other).data[1]  # every query sees every key
+    np.testing.assert_allclose(limit.y, math.log(24), rtol=1e-6)
+
+
+def keys_of(run: Run) -> set[str]:
+    return {exhibit.key for exhibit in EXHIBITS if exhibit.available(run)}
+
+
+def test_what_a_run_lacks_is_left_out(run: Run) -> None:
+    old = make_run()
+    later = {"head-shares", "constituents", "inherited-smoothness", "clusters"}
+    later |= {f"attribution-{pattern}" for pattern in ("previous", "induction", "same")}
+    assert keys_of(run) - keys_of(old) == later
+    for name in ("rank", "incoherence", "massive_activations"):  # no standard errors, no whiskers
+        traces = [trace for trace in getattr(figures, name)(old).data if "error_y" in trace]
+        assert all(trace.error_y.array is None for trace in traces)
+    none = dict.fromkeys(("massive_activations", "massive_activations_first"), 0)
+    without = keys_of(replace(run, layers=run.layers.assign(**none)))
+    assert keys_of(run) - without == {"massive-activations"}
+    broken = replace(
+        run,
+        heads=run.heads.assign(trace=math.nan, sink_learned=0.0, share_additive=0.0),
+        layers=run.layers.assign(rank=math.nan),
+    )
+    offered = {measure.column for measure in head_measures(broken)}
+    assert not {"trace", "sink_learned", "share_additive"} & offered
+    assert "rank" not in keys_of(broken)
+    assert drawn_values(figures.singular_values(broken)) > 0
+    biased = replace(run, heads=run.heads.assign(share_additive=[-0.1] + [0.0] * 11))
+    assert "share_additive" in {measure.column for measure in head_measures(biased)}
 
 
 def test_published_averages_agree_with_the_layer_tables() -> None:
@@ -129,35 +118,25 @@ def test_published_averages_agree_with_the_layer_tables() -> None:
         assert math.isclose(np.mean(norms[:-1]), average.relative_norm[0], abs_tol=0.11)
 
 
-def test_spectrum_is_the_chosen_head_s(run: Run) -> None:
+def test_propagation_and_spectrum_are_the_chosen_head_s(run: Run) -> None:
     points = figures.spectrum(run, 2, 1).data[0]
     np.testing.assert_allclose(np.stack([points.x, points.y], 1), run.arrays["spectrum"][2, 1], rtol=1e-6)
+    measured, *predicted = figures.propagation(run, 1, 2).data
+    assert [trace.name for trace in predicted] == ["predicted from W_QK Σ̂", "predicted from W_QK"]
+    np.testing.assert_allclose(measured.x, np.arange(1, 25) / 24, rtol=1e-6)
+    np.testing.assert_allclose(measured.y, run.arrays["propagation_by_position"][1, 2], rtol=1e-6)
 
 
-def test_propagation_puts_the_first_position_at_one_over_t(run: Run) -> None:
-    figure = figures.propagation(run, 1, 2)
-    assert [trace.name for trace in figure.data] == [
-        "measured",
-        "predicted from W_QK Σ̂",
-        "predicted from W_QK",
-    ]
-    np.testing.assert_allclose(figure.data[0].x, np.arange(1, 25) / 24, rtol=1e-6)
-    np.testing.assert_allclose(figure.data[0].y, run.arrays["propagation_by_position"][1, 2], rtol=1e-6)
-
-
-def test_the_spiral_leaves_the_first_position_out(run: Run) -> None:
-    cvecs, positions = figures.spiral(run, 1).data
-    np.testing.assert_allclose(positions.x, run.arrays["positional_pca"][1, 1:, 0])
-    assert list(positions.customdata) == list(range(1, 24))
-    assert len(cvecs.x) == run.arrays["cvec_pca"].shape[1]
-
-
-def test_gram_rows_are_named_and_labels_are_escaped(run: Run) -> None:
+def test_the_spiral_leaves_the_first_position_out_and_rows_of_gram_are_named(run: Run) -> None:
     heat = figures.gram(run, 0).data[0]
     assert len(set(heat.y)) == len(heat.z) == 24 + 16
     assert heat.y[0] == "position 0"
     assert "&lt;b&gt;strings&lt;/b&gt;" in heat.y[24 + 4]
     assert not any("<" in name for name in heat.y)
+    cvecs, positions = figures.spiral(run, 1).data
+    np.testing.assert_allclose(positions.x, run.arrays["positional_pca"][1, 1:, 0])
+    assert list(positions.customdata) == list(range(1, 24))
+    assert len(cvecs.x) == run.arrays["cvec_pca"].shape[1]
 
 
 def test_sinks_keep_the_first_position_and_the_largest_of_each_bin() -> None:
@@ -169,33 +148,6 @@ def test_sinks_keep_the_first_position_and_the_largest_of_each_bin() -> None:
     assert heat.z[1, 0] == 0.5
     assert heat.z[2].max() == 0.75
     assert heat.z.sum() == 1.25
-
-
-def test_where_every_query_sees_every_key_the_entropy_limit_is_flat(run: Run) -> None:
-    keys = run.arrays["visible_keys"]
-    other = replace(run, arrays={**run.arrays, "visible_keys": keys * 0 + keys.shape[1]})
-    limit = figures.head_entropy(other).data[1]
-    np.testing.assert_allclose(limit.y, math.log(24), rtol=1e-6)
-
-
-def test_columns_of_nan_do_not_break_maps_or_curves(run: Run) -> None:
-    broken = replace(run, heads=run.heads.assign(trace=math.nan), layers=run.layers.assign(rank=math.nan))
-    assert "trace" not in {measure.column for measure in head_measures(broken)}
-    assert "rank" not in {exhibit.key for exhibit in EXHIBITS if exhibit.available(broken)}
-    assert drawn_values(figures.singular_values(broken)) > 0
-
-
-def test_evenly_keeps_both_ends() -> None:
-    assert evenly(5, 12) == [0, 1, 2, 3, 4]
-    assert evenly(33, 5) == [0, 8, 16, 24, 32]
-
-
-def test_colours_between_two_stops_are_mixed() -> None:
-    assert style.order_colour(0.0) == style.ORDER[0][1]
-    assert style.order_colour(1.0) == style.ORDER[-1][1]
-    middle = style.order_colour(0.5 / (len(style.ORDER) - 1))
-    first, second = (int(style.ORDER[i][1][1:3], 16) for i in (0, 1))
-    assert int(middle[1:3], 16) == round((first + second) / 2)
 
 
 def drawn_data(figure: go.Figure) -> str:
@@ -236,31 +188,16 @@ def test_the_figures_are_named_once_and_found(run: Run) -> None:
 
 
 def test_a_figure_alone_has_its_title_what_to_look_for_and_paper(run: Run) -> None:
+    """The page draws them without, whose captions say it."""
     for figure in every_figure(run).values():
         layout = figure.layout
         assert layout.title.text
         assert layout.title.subtitle.text.startswith("Look for ")
         assert layout.paper_bgcolor == style.NEUTRAL
         assert layout.height > layout.margin.t + 100 > 160
-    assert figures.spiral(run, layer=2).layout.title.text.endswith("every layer · layer 2")
     assert figures.spectrum(run, 2, 1, "spectrum_data").layout.title.text == "Eigenvalues of W_QK Σ̂ · L2H1"
     assert figures.head_map(run, "induction").layout.title.text.endswith("induction")
-
-
-def test_the_page_draws_them_without_what_its_captions_say(run: Run) -> None:
-    for exhibit in EXHIBITS:
-        assert not exhibit.available(run) or not exhibit.draw(run).layout.title.text
-
-
-def test_without_massive_activations_their_figure_is_left_out(run: Run) -> None:
-    none = dict.fromkeys(("massive_activations", "massive_activations_first"), 0)
-    keys = {
-        exhibit.key
-        for exhibit in EXHIBITS
-        if exhibit.available(replace(run, layers=run.layers.assign(**none)))
-    }
-    assert "massive-activations" not in keys
-    assert "outlier-dimensions" in keys
+    assert not any(exhibit.draw(run).layout.title.text for exhibit in EXHIBITS if exhibit.available(run))
 
 
 @pytest.mark.parametrize(
@@ -340,19 +277,3 @@ def test_the_page_opens_with_the_head_whose_role_is_clearest(run: Run) -> None:
     scores.loc[place, "previous_token"] = 0.44
     scores.loc[scores.index[0], "induction"] = 0.2
     assert first_head(replace(run, heads=scores)) == "1,2"
-
-
-def test_the_name_of_the_variance_says_that_it_may_be_negative() -> None:
-    """Oracle: a rotation, whose eigenvalues cos φ ± i sin φ have a variance of their real parts of 0."""
-    angle = 0.3
-    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    variance = np.trace(turn @ turn) / 2 - (np.trace(turn) / 2) ** 2
-    values = np.linalg.eigvals(turn)
-    assert variance == pytest.approx(values.real.var() - (values.imag**2).mean())
-    assert variance < 0
-    for name in ("variance", "variance_data"):
-        meaning = HEAD_MEASURES[name].meaning
-        assert (
-            "variance of the eigenvalues' real parts less the mean square of their imaginary parts" in meaning
-        )
-        assert "Negative where the imaginary parts outweigh" in meaning

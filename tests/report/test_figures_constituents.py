@@ -36,33 +36,18 @@ def with_bias(run: Run) -> Run:
 
 def test_bars_of_a_layer_are_its_rows_of_the_head_table_and_sum_to_one(run: Run) -> None:
     rows = run.heads[run.heads["layer"] == 2]
-    figure = figures.head_shares(run, 2)
-    assert [trace.name for trace in figure.data] == [
-        "position",
-        "context",
-        "position with context",
-        "constant",
-    ]
-    np.testing.assert_allclose(figure.data[0].y, rows["share_position"], rtol=1e-6)
-    np.testing.assert_allclose(figure.data[3].y, rows["share_constant"], rtol=1e-6)
-    np.testing.assert_allclose(sum(trace.y for trace in figure.data), 1, rtol=1e-6)
-
-
-def test_negative_shares_hang_below_zero_within_the_axis(run: Run) -> None:
-    heads = run.heads.assign(share_position=-0.25, share_context=0.0, share_cross=0.0, share_constant=1.25)
-    figure = figures.head_shares(replace(run, heads=heads))
-    assert figure.layout.barmode == "relative"
-    low, high = figure.layout.yaxis.range
-    assert low < -0.25
-    assert high > 1.25
-
-
-def test_a_head_without_shares_has_no_bar(run: Run) -> None:
-    heads = run.heads.copy()
-    heads.loc[heads["layer"] == 0, [name for name in heads if name.startswith("share_")]] = math.nan
-    bars = figures.head_shares(replace(run, heads=heads), 0).data
-    assert all(np.isnan(bar.y).all() for bar in bars)
-    assert len(bars) == 4
+    bars = figures.head_shares(run, 2).data
+    assert [trace.name for trace in bars] == ["position", "context", "position with context", "constant"]
+    np.testing.assert_allclose(bars[0].y, rows["share_position"], rtol=1e-6)
+    np.testing.assert_allclose(bars[3].y, rows["share_constant"], rtol=1e-6)
+    np.testing.assert_allclose(sum(trace.y for trace in bars), 1, rtol=1e-6)
+    negative = run.heads.assign(share_position=-0.25, share_context=0.0, share_cross=0.0, share_constant=1.25)
+    layout = figures.head_shares(replace(run, heads=negative)).layout
+    low, high = layout.yaxis.range
+    assert layout.barmode == "relative"
+    assert (low < -0.25, high > 1.25) == (True, True)
+    by_layer = drawing.shares_by_layer(np.arange(2.0), {"pos-pos": np.array([0.4, math.nan])}).data[0]
+    np.testing.assert_allclose(by_layer.y, [0.4, math.nan], rtol=1e-6)
 
 
 def test_cells_of_a_head_are_its_constituents_by_query_and_key(run: Run) -> None:
@@ -87,12 +72,6 @@ def test_a_bias_on_logits_has_its_own_cell(run: Run) -> None:
     assert (float(cell.z[0][0]), cell.text[0][0]) == (pytest.approx(0.1), "10")
     assert len(figures.constituents(biased, 0, 0).data) == 2
     assert figures.head_shares(biased, 1).data[-1].name == "additive bias"
-
-
-def test_a_layer_that_could_not_be_split_has_empty_cells(run: Run) -> None:
-    rest = run.constituents[run.constituents["layer"] != 1]
-    (cells,) = figures.constituents(replace(run, constituents=rest), 1, 0).data
-    assert np.isnan(cells.z).all()
 
 
 def test_panels_stand_in_the_order_of_their_scores_with_the_table_s_numbers(run: Run) -> None:
@@ -142,19 +121,28 @@ def test_more_heads_than_panels_leave_the_strongest(run: Run) -> None:
     assert titles[0].startswith(f"<b>L{PANELS + 2}H0")
 
 
-def test_what_a_run_lacks_is_refused_in_words(run: Run) -> None:
-    old = make_run()
-    with pytest.raises(UsageError, match="no attribution of 'induction'"):
-        figures.attribution(old, "induction")
-    with pytest.raises(UsageError, match="no 'share_position'"):
-        figures.head_shares(old)
-    with pytest.raises(UsageError, match="no 'silhouette'"):
-        figures.clusters(old)
-
-
-def test_a_pattern_without_heads_has_no_exhibit(run: Run) -> None:
+def test_what_a_run_lacks_is_empty_left_out_or_refused_in_words(run: Run) -> None:
+    heads = run.heads.copy()
+    heads.loc[heads["layer"] == 0, [name for name in heads if name.startswith("share_")]] = math.nan
+    bars = figures.head_shares(replace(run, heads=heads), 0).data
+    assert len(bars) == 4
+    assert all(np.isnan(bar.y).all() for bar in bars)
+    rest = run.constituents[run.constituents["layer"] != 1]
+    (cells,) = figures.constituents(replace(run, constituents=rest), 1, 0).data
+    assert np.isnan(cells.z).all()
+    heads = run.heads.drop(columns=[name for name in run.heads if name.startswith("qk_")])
+    traces = figures.inherited_smoothness(replace(run, heads=heads), 10).data
+    assert {trace.name for trace in traces} == {"PPᵀ", "PWPᵀ", "GPT-2"}
     rest = replace(run, attribution=run.attribution[run.attribution["pattern"] != "same"])
     assert not any(exhibit.key == "attribution-same" and exhibit.available(rest) for exhibit in EXHIBITS)
+    old = make_run()
+    for draw, words in (
+        (lambda: figures.attribution(old, "induction"), "no attribution of 'induction'"),
+        (lambda: figures.head_shares(old), "no 'share_position'"),
+        (lambda: figures.clusters(old), "no 'silhouette'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            draw()
 
 
 def test_smoothness_is_the_median_over_a_layer_s_heads(run: Run) -> None:
@@ -167,21 +155,6 @@ def test_smoothness_is_the_median_over_a_layer_s_heads(run: Run) -> None:
         expected = [float(np.median(rows[column])) for _, rows in run.heads.groupby("layer")]
         np.testing.assert_allclose(curves["QK matrix"].y, expected, rtol=1e-6)
         np.testing.assert_allclose(figure.data[-1].y, LOW_FREQUENCY_QK[cutoff], rtol=1e-6)
-
-
-def test_rows_of_smoothness_that_a_run_lacks_are_left_out(run: Run) -> None:
-    names = [name for name in run.heads if name.startswith("qk_")]
-    other = replace(run, heads=run.heads.drop(columns=names))
-    traces = figures.inherited_smoothness(other, 10).data
-    assert len(traces) == 4
-    assert {trace.name for trace in traces} == {"PPᵀ", "PWPᵀ", "GPT-2"}
-
-
-def test_captions_say_that_attribution_has_a_sample_of_its_own() -> None:
-    """A head's score there is not the one of the head map: the sequences are others."""
-    captions = [exhibit.shows for exhibit in EXHIBITS if exhibit.key.startswith("attribution-")]
-    assert len(captions) == 3
-    assert all("not those of the scores under Heads" in caption for caption in captions)
 
 
 def test_the_legend_stands_above_the_titles_of_the_panels(run: Run) -> None:
@@ -260,10 +233,3 @@ def test_tiles_are_centred_heads_beside_each_other():
     scale = np.percentile(np.abs(centred), 99.5)
     np.testing.assert_allclose(tile[inside], (centred / scale)[inside])
     assert np.nanmax(np.abs(picture)) == 1
-
-
-def test_shares_by_layer_are_the_numbers_given():
-    """Oracle: the arrays themselves."""
-    bars = drawing.shares_by_layer(np.arange(2.0), {"pos-pos": np.array([0.4, math.nan])})
-    assert bars.data[0].y[0] == pytest.approx(0.4)
-    assert math.isnan(bars.data[0].y[1])

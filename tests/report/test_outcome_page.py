@@ -62,21 +62,17 @@ def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
     assert len({script["nonce"] for script in scripts}) == 1
     assert (page.parent / scripts[0]["src"]).resolve() == (tmp_path / "plotly.min.js").resolve()
     assert (tmp_path / "plotly.min.js").is_file()
+    loaded = json.loads((page.parent / "result.json").read_text())
+    assert [Verdict(**verdict) for verdict in loaded["verdicts"]] == outcome.verdicts
+    assert loaded["provenance"] == run.provenance
+    if name == "geometry/table1":
+        rows = loaded["tables"]["averages"]
+        assert rows[0]["rank estimate"] == pytest.approx(run.layers["rank"].mean())
+        assert rows[1]["incoherence"] is None  # NaN: the paper prints a dash for NanoGPT
     for table, frame in outcome.tables.items():
         back = pd.read_parquet(page.parent / f"table-{table}.parquet")
         pd.testing.assert_frame_equal(back, frame, check_dtype=False)
     assert not list(tmp_path.glob("*.writing")) + list(tmp_path.glob("*.old"))
-
-
-def test_result_json_holds_verdicts_numbers_and_provenance(run, tmp_path):
-    outcome = outcome_of(run, "geometry/table1")
-    page = write_outcome(EXPERIMENTS["geometry/table1"], outcome, run.provenance, tmp_path)
-    loaded = json.loads((page.parent / "result.json").read_text())
-    assert [Verdict(**verdict) for verdict in loaded["verdicts"]] == outcome.verdicts
-    assert loaded["provenance"] == run.provenance
-    rows = loaded["tables"]["averages"]
-    assert rows[0]["rank estimate"] == pytest.approx(run.layers["rank"].mean())
-    assert rows[1]["incoherence"] is None  # NaN: the paper prints a dash for NanoGPT
 
 
 def test_hostile_text_stays_text(run, tmp_path):
@@ -140,23 +136,16 @@ def test_the_index_lists_what_is_there_and_passes_over_what_is_damaged(run, tmp_
         assert (tmp_path / str(link)).is_file()
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(run, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WorkError, match="cannot write"):
-        write_outcome(FIGURE_2, Outcome([], [], {}), run.provenance, tmp_path / "file")
-
-
-def test_marks_tell_the_answers_apart(run, tmp_path):
+def test_marks_tell_the_answers_apart_and_a_number_that_decides_several_claims_counts_once(run, tmp_path):
+    """Oracle: by hand; what is not testable has no number, and counts every time."""
     verdicts = [Verdict(answer, answer, "1") for answer in (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)]
-    page = write_outcome(FIGURE_2, Outcome([], verdicts, {}), run.provenance, tmp_path)
-    reader = Reader(page.read_text())
+    reader = Reader(write_outcome(FIGURE_2, Outcome([], verdicts, {}), run.provenance, tmp_path).read_text())
     marks = [element.get("class") for element in reader.named("li")]
     assert [mark for mark in marks if mark] == ["holds", "partly", "fails", "open", "open"]
     assert reader.texts["span"][::2] == ["✓", "◐", "✗", "–", "–"]
-
-
-def test_a_number_that_decides_several_claims_counts_once():
-    """Oracle: by hand; what is not testable has no number, and counts every time."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkError, match="cannot write"):
+        write_outcome(FIGURE_2, Outcome([], [], {}), run.provenance, tmp_path / "file")
     shared = [Verdict(f"claim {place}", HOLDS, "rank 8; criterion: at most 16") for place in range(3)]
     others = [Verdict("another", FAILS, "rank 20; criterion: at most 16")]
     missing = [Verdict(f"missing {place}", UNTESTABLE, "no model") for place in range(2)]

@@ -80,16 +80,13 @@ def reader(page: Path) -> Reader:
     return read(page)
 
 
-def test_the_page_and_its_script_are_written(page: Path) -> None:
-    assert page.name == "index.html"
+def test_the_page_is_well_formed_and_nothing_is_loaded_from_a_network(page: Path, reader: Reader) -> None:
     assert sorted(file.name for file in page.parent.iterdir()) == ["index.html", PLOTLY]
-
-
-def test_the_page_is_well_formed(reader: Reader) -> None:
     assert reader.open == []
-
-
-def test_nothing_is_loaded_from_a_network(reader: Reader) -> None:
+    targets = {attributes["id"] for _, attributes in reader.elements if "id" in attributes}
+    links = [str(link["href"])[1:] for link in reader.named("a")]
+    assert set(links) <= targets
+    assert len(links) >= 10
     sources = [
         value
         for _, attributes in reader.elements
@@ -117,8 +114,9 @@ def test_the_policy_admits_our_two_scripts_only(reader: Reader) -> None:
 
 def test_every_placeholder_has_its_figure_and_every_figure_a_placeholder(run: Run, reader: Reader) -> None:
     places = [str(div["data-figure"]) for div in reader.named("div") if "data-figure" in div]
-    embedded = {name.removeprefix("data-") for name in reader.data() if name.startswith("data-")}
-    assert set(places) == embedded == {exhibit.key for exhibit in EXHIBITS if exhibit.available(run)}
+    assert (
+        set(places) == figures_of(reader) == {exhibit.key for exhibit in EXHIBITS if exhibit.available(run)}
+    )
     for attributes in reader.named("div"):
         if "data-variant" in attributes:
             figure = reader.data()[f"data-{attributes['data-figure']}"]
@@ -133,13 +131,6 @@ def test_every_figure_is_named_for_those_who_do_not_see_it(reader: Reader) -> No
     headings = [tag for tag, _ in reader.elements if re.fullmatch(r"h[1-6]", tag)]
     assert headings.count("h1") == 1
     assert all(int(b[1]) <= int(a[1]) + 1 for a, b in pairwise(headings))
-
-
-def test_the_contents_lead_to_sections_that_exist(reader: Reader) -> None:
-    targets = {attributes["id"] for _, attributes in reader.elements if "id" in attributes}
-    links = [str(link["href"])[1:] for link in reader.named("a")]
-    assert set(links) <= targets
-    assert len(links) >= 10
 
 
 def test_hostile_tokens_are_shown_and_never_live(run: Run, reader: Reader) -> None:
@@ -171,26 +162,28 @@ def test_same_run_same_bytes(run: Run, page: Path, tmp_path: Path) -> None:
     assert other.read_bytes() != page.read_bytes()
 
 
-def test_a_report_is_replaced(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text("old")
-    assert "theodolite" in write_report(run, tmp_path).read_text(encoding="utf-8")
-
-
 def test_a_folder_that_cannot_be_written_is_one_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkError, match="cannot write"):
         write_report(run, tmp_path / "file" / "report")
 
 
-def test_weights_alone_make_a_page(run: Run, tmp_path: Path) -> None:
-    reader = read(write_report(weights_only(run), tmp_path))
-    assert reader.open == []
-    assert {name for name in reader.data() if name.startswith("data-")} == {
-        "data-head-map",
-        "data-regime-plane",
-        "data-spectrum",
-    }
-    assert "no text was read" in reader.rawdata_
+def figures_of(reader: Reader) -> set[str]:
+    return {name.removeprefix("data-") for name in reader.data() if name.startswith("data-")}
+
+
+def test_little_makes_a_page(run: Run, tmp_path: Path) -> None:
+    """Weights alone, a run of schema 1, and one of a layer and a head."""
+    bare = read(write_report(weights_only(run), tmp_path))
+    assert figures_of(bare) == {"head-map", "regime-plane", "spectrum"}
+    assert "no text was read" in bare.rawdata_
+    old = read(write_report(make_run(), tmp_path))
+    assert not any(name.startswith("attribution") for name in figures_of(old))
+    assert "standard error from resampling" not in old.texts["p"][0]
+    assert not any("±" in text for text in old.texts["strong"] + old.texts.get("i", []))
+    one = read(write_report(make_survey(blocks=1, heads=1, length=8, contexts=4), tmp_path))
+    assert "spectrum" in figures_of(one)
+    assert bare.open == old.open == one.open == []
 
 
 def test_columns_of_nan_make_a_page(run: Run, tmp_path: Path) -> None:
@@ -216,14 +209,6 @@ def test_columns_of_nan_make_a_page(run: Run, tmp_path: Path) -> None:
     )
 
 
-def test_a_run_of_schema_1_makes_a_page(run: Run, tmp_path: Path) -> None:
-    reader = read(write_report(make_run(), tmp_path))
-    assert reader.open == []
-    assert not any(name.startswith("data-attribution") for name in reader.data())
-    assert "standard error from resampling" not in reader.texts["p"][0]
-    assert not any("±" in text for text in reader.texts["strong"] + reader.texts.get("i", []))
-
-
 def test_a_layer_measure_and_its_error_share_a_cell_sorted_by_the_value(run: Run) -> None:
     table = layers_table(run)
     assert table is not None
@@ -237,21 +222,11 @@ def test_a_layer_measure_and_its_error_share_a_cell_sorted_by_the_value(run: Run
     assert random.shown == "0.0300"
     missing = table.rows[0][names.index("cosine to previous layer")]
     assert (missing.shown, missing.value) == ("–", None)
-
-
-def test_key_numbers_carry_the_mean_of_the_layers_errors(run: Run) -> None:
-    found = {tile.label: tile for tile in tiles(run)}
+    found = {tile.label: tile for tile in tiles(run)}  # the mean of the layers' errors
     assert found["positional rank"].error == "0.5"
     mean = run.layers["incoherence_mean"].mean()
-    assert found["incoherence"].value == f"{mean:.3f}"
-    assert found["incoherence"].error == f"{0.05 * mean:.3f}"
+    assert (found["incoherence"].value, found["incoherence"].error) == (f"{mean:.3f}", f"{0.05 * mean:.3f}")
     assert {tile.error for tile in tiles(make_run())} == {""}
-
-
-def test_one_layer_and_one_head_make_a_page(tmp_path: Path) -> None:
-    reader = read(write_report(make_survey(blocks=1, heads=1, length=8, contexts=4), tmp_path))
-    assert reader.open == []
-    assert "data-spectrum" in reader.data()
 
 
 def test_a_page_of_gpt_2_s_size_stays_small(tmp_path: Path) -> None:
@@ -259,13 +234,10 @@ def test_a_page_of_gpt_2_s_size_stays_small(tmp_path: Path) -> None:
     assert write_report(run, tmp_path).stat().st_size < 10e6
 
 
-def test_json_cannot_leave_its_element() -> None:
-    text = script_json({"a": "</script><!-- \u2028 &amp;", "b": "<script>"})
-    assert not set("<>&\u2028") & set(text)
-    assert json.loads(text) == {"a": "</script><!-- \u2028 &amp;", "b": "<script>"}
-
-
-def test_cosines_travel_in_hundredths_and_the_rest_as_float32() -> None:
+def test_json_cannot_leave_its_element_and_cosines_travel_in_hundredths() -> None:
+    hostile = {"a": "</script><!-- \u2028 &amp;", "b": "<script>"}
+    assert not set("<>&\u2028") & set(script_json(hostile))
+    assert json.loads(script_json(hostile)) == hostile
     cosines = np.array([[1.0, -0.333], [math.nan, 0.0]], dtype=np.float32)
     figure = go.Figure(
         [go.Heatmap(z=cosines, zmin=-1, zmax=1), go.Scatter(y=np.array([0.5, math.nan], np.float32))]

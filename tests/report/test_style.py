@@ -66,10 +66,22 @@ def test_the_oracles_know_black_and_white() -> None:
 
 @pytest.mark.parametrize("blindness", BLINDNESS)
 @pytest.mark.parametrize("swap", [str, dark], ids=["light", "dark"])
-def test_kinds_are_told_apart(blindness: str, swap) -> None:
+def test_kinds_are_told_apart_amounts_move_one_way_and_signs_part_at_zero(blindness: str, swap) -> None:
+    page = style.DARK_NEUTRAL if swap is dark else style.NEUTRAL
     colours = [swap(colour) for colour in (style.INK, *style.CATEGORIES)]
     for first, second in combinations(colours, 2):
         assert np.linalg.norm(lab(first, blindness) - lab(second, blindness)) >= APART, (first, second)
+    steps = np.diff([lab(swap(colour), blindness)[0] for _, colour in style.MAGNITUDE])
+    assert (steps < -5).all() or (steps > 5).all()
+    assert swap(style.MAGNITUDE[0][1]) == page
+    signs = [swap(colour) for _, colour in style.SIGNED]
+    assert signs[2] == page
+    for low, high in zip(signs[:2], signs[:2:-1], strict=True):
+        assert np.linalg.norm(lab(low, blindness) - lab(high, blindness)) >= APART
+    places = [lab(colour, blindness) for _, colour in style.ORDER]  # which never turns back
+    assert np.linalg.norm(places[-1] - places[0]) >= APART
+    for first, second in pairwise(places):
+        assert np.linalg.norm(second - places[-1]) < np.linalg.norm(first - places[-1]) + 3
 
 
 @pytest.mark.parametrize(
@@ -79,33 +91,6 @@ def test_kinds_are_seen_on_the_page(paper: str, swap) -> None:
     for colour in (style.INK, *style.CATEGORIES):
         assert contrast(swap(colour), paper) >= 3
     assert contrast(str(style.template(swap is dark).layout.font.color), paper) >= 4.5
-
-
-@pytest.mark.parametrize("blindness", BLINDNESS)
-@pytest.mark.parametrize("swap", [str, dark], ids=["light", "dark"])
-def test_amounts_move_one_way_from_the_page(blindness: str, swap) -> None:
-    lightness = [lab(swap(colour), blindness)[0] for _, colour in style.MAGNITUDE]
-    steps = np.diff(lightness)
-    assert (steps < -5).all() or (steps > 5).all()
-    assert swap(style.MAGNITUDE[0][1]) == (style.DARK_NEUTRAL if swap is dark else style.NEUTRAL)
-
-
-@pytest.mark.parametrize("blindness", BLINDNESS)
-@pytest.mark.parametrize("swap", [str, dark], ids=["light", "dark"])
-def test_signs_part_at_zero(blindness: str, swap) -> None:
-    colours = [swap(colour) for _, colour in style.SIGNED]
-    assert colours[2] == (style.DARK_NEUTRAL if swap is dark else style.NEUTRAL)
-    for low, high in zip(colours[:2], colours[:2:-1], strict=True):
-        assert np.linalg.norm(lab(low, blindness) - lab(high, blindness)) >= APART
-
-
-@pytest.mark.parametrize("blindness", BLINDNESS)
-def test_order_never_turns_back(blindness: str) -> None:
-    places = [lab(colour, blindness) for _, colour in style.ORDER]
-    ends = np.linalg.norm(places[-1] - places[0])
-    assert ends >= APART
-    for first, second in pairwise(places):
-        assert np.linalg.norm(second - places[-1]) < np.linalg.norm(first - places[-1]) + 3
 
 
 def test_a_colour_has_one_dark_counterpart_that_is_no_light_one() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import pytest
 
 from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.passes.run import Run
@@ -72,74 +73,89 @@ def test_standard_errors_follow_the_means_they_are_of(run: Run) -> None:
     assert "recovers the labels with an adjusted Rand index of 0.60 ± 0.04" in context
 
 
-def test_a_layer_without_an_error_does_not_hide_the_others(run: Run) -> None:
-    some = with_layers(run, relative_norm=0.5, relative_norm_se=[math.nan, 0.01, 0.02, 0.03])
-    assert "positional basis is 50 ± 2 %" in told(some, "Position")
+LIMIT = np.mean([math.log(keys) for keys in range(1, 25)])
+REGIMES = ["uniform"] * 7 + ["late-site"] * 5
+WEAK = dict.fromkeys(("induction", "same_token"), 0.1)
 
 
-def test_the_published_model_follows_the_family(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("topic", "layers", "heads", "words"),
+    [
+        # A layer without an error does not hide the others.
+        (
+            "Position",
+            {"relative_norm": 0.5, "relative_norm_se": [math.nan, 0.01, 0.02, 0.03]},
+            {},
+            "positional basis is 50 ± 2 %",
+        ),
+        (
+            "Context",
+            {"similarity_within": 0.4, "similarity_between": 0.1},
+            {},
+            "cluster clearly by label: the mean |cosine| of context vectors is 0.40 within labels",
+        ),
+        ("Context", {"similarity_within": 0.4, "similarity_between": 0.39}, {}, "cluster hardly by label"),
+        (
+            "Context",
+            dict.fromkeys(("similarity_within", "similarity_between"), math.nan),
+            {},
+            "The text has no labels",
+        ),
+        ("Context", {"incoherence_mean": 0.5}, {}, "Position and context are entangled: mean |cosine| 0.50"),
+        (
+            "Localization",
+            {},
+            {"regime": REGIMES, "regime_data": REGIMES[::-1]},
+            "Regimes predicted from W_QK Σ̂, of 12 heads: 7 uniform and 5 late-site.",
+        ),
+        (
+            "Localization",
+            {},
+            {"entropy": [0.5 * LIMIT] * 10 + [0.25 * LIMIT, 0.75 * LIMIT]},
+            "Mean attention entropy is 50 % of its maximum; the sharpest head is L2H2",
+        ),
+        (
+            "Sinks",
+            {},
+            {"sink_first": [0, 0.6, 0, 0, 0, 0, 0, 0.95, 0, 0, 0, 0], "sink_later": 0.0},
+            "2 of 12 heads have a first-token sink in at least 50 % of the contexts: L1H3 (0.95) and L0H1 (0.60). "
+            "No head has a later sink in at least 10 % of the contexts.",
+        ),
+        (
+            "Sinks",
+            {},
+            {"sink_later": [0.0] * 11 + [0.4]},
+            "1 head has a later sink in at least 10 % of the contexts: L2H3 (0.40); most often ‘.’",
+        ),
+        ("Heads", {}, WEAK | {"previous_token": [0.1] * 11 + [0.7]}, "Previous-token heads: L2H3 (0.70)."),
+        ("Heads", {}, WEAK, "No induction head stands out; the strongest is L0H0 (0.10)."),
+        (
+            "Outliers",
+            {"massive_activations": 0, "massive_activations_first": [0, 3, 9, 9]},
+            {},
+            "Massive activations occur at the first token in 3 layers (1–3), most in layer 2 (9).",
+        ),
+    ],
+)
+def test_what_is_told_of_a_topic(topic, layers, heads, words) -> None:
+    assert words in told(with_layers(with_heads(make_run(), **heads), **layers), topic)
+
+
+def test_what_is_told_of_models_and_texts(run: Run) -> None:
+    """The published model follows the family; older runs have no constituents; NaN columns give no NaN."""
     model = {**run.provenance["model"], "family": "qwen3", "positions": "rotary"}
     other = replace(run, provenance={**run.provenance, "model": model})
     assert "published for Llama 2" in told(other, "Position")
-
-
-def test_context_words_follow_the_ratio_of_similarities(run: Run) -> None:
-    run = make_run()
-    clear = with_layers(run, similarity_within=0.4, similarity_between=0.1)
-    hardly = with_layers(run, similarity_within=0.4, similarity_between=0.39)
-    assert "cluster clearly by label: the mean |cosine| of context vectors is 0.40 within labels" in told(
-        clear, "Context"
-    )
-    assert "cluster hardly by label" in told(hardly, "Context")
-    unlabelled = with_layers(run, similarity_within=math.nan, similarity_between=math.nan)
-    assert "The text has no labels" in told(unlabelled, "Context")
-    tangled = with_layers(run, incoherence_mean=0.5)
-    assert "Position and context are entangled: mean |cosine| 0.50" in told(tangled, "Context")
-
-
-def test_regimes_are_counted(run: Run) -> None:
-    names = ["uniform"] * 7 + ["late-site"] * 5
-    text = told(with_heads(run, regime=names, regime_data=names[::-1]), "Localization")
-    assert "Regimes predicted from W_QK Σ̂, of 12 heads: 7 uniform and 5 late-site." in text
-
-
-def test_entropy_is_a_share_of_the_mean_of_ln_t(run: Run) -> None:
-    limit = np.mean([math.log(keys) for keys in range(1, 25)])
-    shares = [0.5] * 10 + [0.25, 0.75]
-    text = told(with_heads(run, entropy=[share * limit for share in shares]), "Localization")
-    assert "Mean attention entropy is 50 % of its maximum; the sharpest head is L2H2" in text
-    assert "75 %)" in text
-
-
-def test_sinks_name_the_heads_strongest_first(run: Run) -> None:
-    first = [0.0] * 12
-    first[1], first[7] = 0.6, 0.95
-    text = told(with_heads(run, sink_first=first, sink_later=[0.0] * 12), "Sinks")
-    assert text == (
-        "2 of 12 heads have a first-token sink in at least 50 % of the contexts: L1H3 (0.95) and L0H1 (0.60). "
-        "No head has a later sink in at least 10 % of the contexts."
-    )
-
-
-def test_later_sinks_name_the_tokens_by_their_contexts(run: Run) -> None:
-    later = [0.0] * 11 + [0.4]
-    text = told(with_heads(run, sink_later=later), "Sinks")
-    assert "1 head has a later sink in at least 10 % of the contexts: L2H3 (0.40); most often ‘.’" in text
-
-
-def test_heads_are_named_or_the_strongest_is(run: Run) -> None:
-    weak = [0.1] * 12
-    strong = [0.1] * 11 + [0.7]
-    text = told(with_heads(run, previous_token=strong, induction=weak, same_token=weak), "Heads")
-    assert "Previous-token heads: L2H3 (0.70)." in text
-    assert "No induction head stands out; the strongest is L0H0 (0.10)." in text
-
-
-def test_outliers_give_the_layers_as_spans(run: Run) -> None:
-    text = told(
-        with_layers(run, massive_activations=[0, 0, 0, 0], massive_activations_first=[0, 3, 9, 9]), "Outliers"
-    )
-    assert "Massive activations occur at the first token in 3 layers (1–3), most in layer 2 (9)." in text
+    counts = {**run.provenance["counts"], "tokens": 1000, "unknown_tokens": 400}
+    other = replace(run, provenance={**run.provenance, "counts": counts})
+    assert "40 % of the tokens are unknown to the tokenizer" in told(other, "Health")
+    assert "unknown to the tokenizer" not in told(run, "Health")
+    assert told(make_run(), "Constituents") == ""
+    layers = run.layers.assign(**{name: math.nan for name in run.layers.columns if name != "layer"})
+    named = {"layer", "head", "spectrum_of"}
+    heads = run.heads.assign(**{name: math.nan for name in run.heads.columns if name not in named})
+    empty = replace(run, layers=layers, heads=heads, sinks=pd.DataFrame())
+    assert "nan" not in " ".join(finding.text for finding in summarise(empty)).lower()
 
 
 def health(run: Run) -> list[Finding]:
@@ -151,9 +167,8 @@ def test_a_healthy_run_passes_every_check() -> None:
 
 
 def test_each_trouble_is_found_by_its_check(run: Run) -> None:
-    limit = np.mean([math.log(keys) for keys in range(1, 25)])
-    entropy = [0.5 * limit] * 12
-    entropy[2] = 0.01 * limit
+    entropy = [0.5 * LIMIT] * 12
+    entropy[2] = 0.01 * LIMIT
     propagation = [0.5] * 11 + [0.001]
     size = [10.0] * 12
     size[0] = 0.0
@@ -205,38 +220,25 @@ def test_an_untrained_model_is_named(run: Run) -> None:
         assert next(f.status for f in health(clear) if "mean rank" in f.text) == status
 
 
-def test_a_resting_head_is_no_entropy_collapse(run: Run) -> None:
-    limit = np.mean([math.log(keys) for keys in range(1, 25)])
-    resting = with_heads(run, entropy=[0.01 * limit] + [0.5 * limit] * 11, sink_first=[0.99] + [0.0] * 11)
-    found = next(finding for finding in health(resting) if "maximum entropy" in finding.text)
-    assert found.status == "passed"
-    assert "All are first-token sink heads" in found.text
-
-
 def test_weights_alone_give_only_what_weights_tell(run: Run) -> None:
     assert {finding.topic for finding in summarise(weights_only(run))} == {"Localization", "Health"}
 
 
-def test_nan_columns_give_no_nan_in_the_text(run: Run) -> None:
-    layers = run.layers.assign(**{name: math.nan for name in run.layers.columns if name != "layer"})
-    named = {"layer", "head", "spectrum_of"}
-    heads = run.heads.assign(**{name: math.nan for name in run.heads.columns if name not in named})
-    empty = replace(run, layers=layers, heads=heads, sinks=pd.DataFrame())
-    assert "nan" not in " ".join(finding.text for finding in summarise(empty)).lower()
-
-
-def test_a_text_of_unknown_tokens_is_reported(run: Run) -> None:
-    counts = {**run.provenance["counts"], "tokens": 1000, "unknown_tokens": 400}
-    other = replace(run, provenance={**run.provenance, "counts": counts})
-    assert "40 % of the tokens are unknown to the tokenizer" in told(other, "Health")
-    assert "unknown to the tokenizer" not in told(run, "Health")
-
-
-def test_constant_logits_of_a_resting_head_are_common(run: Run) -> None:
-    resting = with_heads(run, share_constant=[0.99] + [0.4] * 11, sink_first=[0.95] + [0.0] * 11)
-    found = next(finding for finding in health(resting) if finding.text.startswith("Constant logits"))
-    assert found.status == "passed"
-    assert "All are first-token sink heads" in found.text
+def test_a_resting_head_is_no_entropy_collapse_and_its_constant_logits_are_common(run: Run) -> None:
+    resting = with_heads(
+        run,
+        entropy=[0.01 * LIMIT] + [0.5 * LIMIT] * 11,
+        share_constant=[0.99] + [0.4] * 11,
+        sink_first=[0.99] + [0.0] * 11,
+    )
+    for words in ("maximum entropy", "Constant logits"):
+        found = next(finding for finding in health(resting) if words in finding.text)
+        assert found.status == "passed"
+        assert "All are first-token sink heads" in found.text
+    made = with_heads(make_run(), share_constant=[1.0] + [0.4] * 11)
+    assert any(f.text.startswith("Constant logits") for f in health(made))
+    made.provenance["model"] |= {"positions": "rotary"}  # means that are turned are no constant
+    assert not any("onstant logits" in f.text for f in health(made))
 
 
 def test_layers_whose_logits_are_not_taken_apart_are_named_with_the_reason(run: Run) -> None:
@@ -287,10 +289,6 @@ def test_a_pattern_is_told_by_what_keeps_it_alone_and_what_is_left_without(run: 
     )
 
 
-def test_an_older_run_says_nothing_of_constituents(run: Run) -> None:
-    assert told(make_run(), "Constituents") == ""
-
-
 def test_smoothness_is_judged_where_the_text_s_noise_is_small() -> None:
     """Oracle: noise of 400 contexts of 128 tokens is a tenth at a relative norm of (9 · 128)^¼/20 = 0.291."""
     columns = {"low_frequency_10": [0.2, 0.3, 0.9, 0.2], "low_frequency_10_se": [0.01] * 4}
@@ -305,10 +303,3 @@ def test_smoothness_is_judged_where_the_text_s_noise_is_small() -> None:
     assert (found.status, "is not judged" in found.text) == ("passed", True)
     assert "Gram" not in told(none, "Position")
     assert not any("smoothness" in f.text for f in health(weights_only(some)))  # no basis to judge
-
-
-def test_means_turned_by_rotary_positions_are_no_constant() -> None:
-    made = with_heads(make_run(), share_constant=[1.0] + [0.4] * 11)
-    assert any(f.text.startswith("Constant logits") for f in health(made))
-    made.provenance["model"] |= {"positions": "rotary"}
-    assert not any("onstant logits" in f.text for f in health(made))

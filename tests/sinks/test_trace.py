@@ -17,8 +17,8 @@ from scipy.linalg import hadamard
 from tests import checkpoints, planted
 from tests.slow import slow_but
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError, WorkError
-from theodolite.models import OpenModel, open_model, output_weights
+from theodolite.errors import UsageError
+from theodolite.models import open_model
 from theodolite.passes.run import Run
 from theodolite.sinks.trace import trace_sinks
 
@@ -528,49 +528,6 @@ def test_planted_sinks_are_found_and_nothing_else(family, planted_run):
     assert (table["last"][1:] > 1.5 * table.before[1:]).all()
 
 
-@pytest.mark.parametrize("family", slow_but(["llama"], ["gpt2", "llama"]))
-def test_planted_shares_are_those_of_the_geometry(family, planted_run):
-    """Oracle: attention and values as planted, multiplied out in numpy; no model."""
-    ids = planted.contexts(8).numpy()
-    run = planted_run(family, torch.from_numpy(ids))
-    for head, sinks in ((1, [planted.S1]), (2, [planted.S1, planted.S2])):
-        found: dict[Any, list[tuple[float, float]]] = {name: [] for name in (*sinks, "all", "after")}
-        for context in ids:
-            p = planted.attention(context, head)
-            # Head (0, 2) reads the values of its own two sinks, head (0, 1) those of S1 only.
-            output = {h: planted.attention(context, h) @ planted.written(context, h) for h in (1, 2)}
-            counts = np.flatnonzero(~np.isin(context, sinks))[1:]
-            at = {sink: int(np.flatnonzero(context == sink)[0]) for sink in sinks}
-            paid = np.stack([p[counts, at[sink]] for sink in sinks])
-            group = np.where(paid.max(0) > 0.3, np.array(sinks)[paid.argmax(0)], -1)
-            for sink in sinks:
-                found[sink].append(sums_of_squares(output[head][counts], group == sink))
-            found["all"].append(sums_of_squares(output[head][counts], group))
-            stream = planted.embeddings().numpy()[context] + output[1] + output[2]
-            found["after"].append(sums_of_squares(stream[counts], group))
-        row = run.heads[(run.heads.layer == 0) & (run.heads["head"] == head)].iloc[0]
-        assert row.tag == pytest.approx(ratio(found["all"])[0], abs=1e-4)
-        assert row.after == pytest.approx(ratio(found["after"])[0], abs=1e-4)
-        assert row.tag_se == pytest.approx(ratio(found["all"])[1], rel=1e-2)
-        for sink in sinks:
-            chosen = run.traces[run.traces.token_id == sink]
-            row = chosen[(chosen.layer == 0) & (chosen["head"] == head)].iloc[0]
-            assert row.tag == pytest.approx(ratio(found[sink])[0], abs=1e-4)
-
-
-def test_a_token_that_stands_first_is_kept_apart_from_the_same_token_later(planted_run):
-    ids = planted.contexts(6)
-    first = ids[:2].clone()
-    first[first == planted.S1] = 2
-    first[:, 0] = planted.S1
-    run = planted_run("llama", torch.cat([ids[2:], first]))
-    own = run.traces[(run.traces.layer == 0) & (run.traces["head"] == 1)].set_index("kind")
-    assert own.share.to_dict() == {"later": pytest.approx(4 / 6), "first": pytest.approx(2 / 6)}
-    assert own.token_id.to_dict() == {"later": planted.S1, "first": -1}
-    assert (own.alignment > 0.999).all()
-    assert own.position["first"] == 0 < own.position["later"]
-
-
 def test_less_precision_changes_little(planted_run):
     """Oracle: the same planted model in float64."""
     ids = planted.contexts(8)
@@ -584,18 +541,6 @@ def test_less_precision_changes_little(planted_run):
 
 
 BYTES = ("traces.parquet", "heads.parquet", "arrays.safetensors")
-
-
-def test_the_order_and_the_batches_of_contexts_do_not_matter(strong):
-    model, ids = open_model(strong("llama3"), dtype="float64"), some_ids()
-    whole = trace_sinks(model, ids, batch=6)
-    for other in (trace_sinks(model, ids, batch=1), trace_sinks(model, ids.flip(0), batch=4)):
-        numbers = whole.traces.select_dtypes("number").columns
-        np.testing.assert_allclose(other.traces[numbers], whole.traces[numbers], rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(
-            other.heads.select_dtypes("number"), whole.heads.select_dtypes("number"), rtol=1e-9, atol=1e-12
-        )
-        assert other.traces.outlier_dimensions.equals(whole.traces.outlier_dimensions)
 
 
 def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):
@@ -624,18 +569,6 @@ def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):
     pd.testing.assert_frame_equal(loaded.heads, whole.heads)
 
 
-def test_one_thread_and_two_give_the_same_bytes(strong, tmp_path):
-    model, ids, threads = open_model(strong("gemma2")), some_ids(), torch.get_num_threads()
-    try:
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            trace_sinks(model, ids, tmp_path / str(number), batch=4)
-    finally:
-        torch.set_num_threads(threads)
-    for name in BYTES:
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), name
-
-
 def test_what_is_kept_grows_with_sinks_and_not_with_contexts(planted_run, tmp_path):
     """Oracle: the size of the progress on disk."""
     sizes = []
@@ -650,30 +583,6 @@ def test_what_is_kept_grows_with_sinks_and_not_with_contexts(planted_run, tmp_pa
             planted_run("gpt2", planted.contexts(9), out=out, batch=1, show_progress=stop)
         sizes.append((tmp_path / f"{count}.partial" / "progress.safetensors").stat().st_size)
     assert abs(sizes[1] - sizes[0]) < 16  # the notes' digits
-
-
-def test_output_weights_are_read_under_a_bar_and_once_more_where_there_are_sinks(strong, monkeypatch):
-    """Oracle: every read, with what was shown last; once the tables are made, the model is not asked for anything."""
-    reads: list[tuple[str, int]] = []
-    shown: list[str] = [""]
-    read = output_weights.read_output_weights
-
-    def counted(hf, structure, layer, *others):
-        reads.append((shown[-1], layer))
-        return read(hf, structure, layer, *others)
-
-    def show(what: str, done: int, total: int) -> None:
-        shown.append(what)
-        if what == "making tables" and not done:
-            monkeypatch.setattr(OpenModel, "__getattribute__", lambda *_: pytest.fail("the model was asked"))
-
-    monkeypatch.setattr("theodolite.models.opened.read_output_weights", counted)
-    model = open_model(strong("gpt2"))
-    layers = range(model.layers)
-    run = trace_sinks(model, some_ids(), show_progress=show)
-    monkeypatch.undo()
-    assert reads[: len(layers)] == [("reading output weights", layer) for layer in layers]
-    assert reads[len(layers) :] == [("projecting tags", layer) for layer in run.heads["layer"].unique()]
 
 
 def test_no_sink_gives_empty_tables_like_others(checkpoint, strong, tmp_path):
@@ -725,11 +634,3 @@ def test_other_misuse_is_refused_in_one_line(opened, tmp_path):
     trace_sinks(opened("gpt2"), some_ids(2), tmp_path / "run")
     with pytest.raises(UsageError, match="holds a run of another model, corpus or options"):
         trace_sinks(opened("gpt2"), some_ids(3), tmp_path / "run")
-
-
-def test_weights_that_became_nan_are_reported(strong):
-    model = open_model(strong("llama3"))
-    with torch.no_grad():
-        model.hf.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
-    with pytest.raises(WorkError, match="hidden states of layer 2 hold NaN or infinite values"):
-        trace_sinks(model, some_ids(2))

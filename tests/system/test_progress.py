@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from theodolite.system.progress import Progress, shown
@@ -19,32 +21,21 @@ def watched(stop_at: int | None = None) -> tuple[Progress, list[tuple[object, ..
     return Progress(4, 1, show, lambda done, must: calls.append(("save", done, must))), calls
 
 
-def test_a_report_is_shown_and_not_saved():
-    progress, calls = watched()
-    progress.report(2)
-    assert calls == [("show", 2, 4)]
+@pytest.mark.parametrize(
+    ("name", "stop_at", "expected"),
+    [
+        ("report", None, [("show", 2, 4)]),
+        ("report", 2, [("show", 2, 4)]),  # the state is half there between checkpoints
+        ("checkpoint", None, [("save", 2, False), ("show", 2, 4)]),
+        ("checkpoint", 2, [("save", 2, False), ("show", 2, 4), ("save", 2, True)]),
+    ],
+)
+def test_a_report_is_shown_and_a_checkpoint_saved_even_where_it_is_stopped(name, stop_at, expected):
+    progress, calls = watched(stop_at)
+    with pytest.raises(KeyboardInterrupt) if stop_at else nullcontext():
+        getattr(progress, name)(2)
+    assert calls == expected
     assert (progress.done, progress.total) == (1, 4)
-
-
-def test_a_checkpoint_may_be_saved_before_it_is_shown():
-    progress, calls = watched()
-    progress.checkpoint(2)
-    assert calls == [("save", 2, False), ("show", 2, 4)]
-
-
-def test_what_stops_a_checkpoint_comes_out_after_its_state_is_saved():
-    progress, calls = watched(stop_at=2)
-    with pytest.raises(KeyboardInterrupt):
-        progress.checkpoint(2)
-    assert calls == [("save", 2, False), ("show", 2, 4), ("save", 2, True)]
-
-
-def test_what_stops_a_report_saves_nothing():
-    """The state is half there between checkpoints."""
-    progress, calls = watched(stop_at=3)
-    with pytest.raises(KeyboardInterrupt):
-        progress.report(3)
-    assert calls == [("show", 3, 4)]
 
 
 def test_items_are_shown_as_they_are_done():

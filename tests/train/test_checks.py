@@ -33,39 +33,39 @@ def test_a_monitor_and_callbacks_refuse_at_once(options, words):
         GeometryMonitor(checkpoints.build("gpt2"), **{"ids": IDS} | options)
 
 
-def test_a_folder_that_is_no_path_is_refused():
+NAN = float("nan")
+STEP = "step is .*: give the optimizer steps done"
+
+
+def test_what_is_no_folder_step_loss_or_factor_is_refused_and_leaves_no_gradient():
     model = checkpoints.build("gpt2")
-    for folder in (3, b"bytes", ["a"]):
-        with pytest.raises(UsageError, match=r"folder is .*: give a path, or None"):
-            GeometryMonitor(model, IDS, folder=folder)
-
-
-def test_a_step_or_a_loss_that_is_no_number_is_refused():
-    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS)
-    for step in ("a", None, 1.5, float("nan"), -1):
-        with pytest.raises(
-            UsageError, match=r"^step is .*: give the optimizer steps done, a whole number of 0 or more$"
-        ):
-            monitor(step)
-    for loss in ("much", torch.ones(2), [1.0]):
-        with pytest.raises(UsageError, match=r"loss is .*: give one number, or a tensor of one"):
-            monitor(0, loss)
-
-
-def test_a_warm_up_needs_steps():
-    for steps in ("3", None, 0, True, float("nan")):
-        with pytest.raises(UsageError, match=r"steps is .*: a warm-up needs a number of steps, one or more"):
-            warm_up(1.0, steps)
-
-
-def test_a_factor_or_a_step_that_is_no_number_is_refused_and_leaves_no_gradient():
-    model = checkpoints.build("gpt2")
-    locater = Locater(model, warm_up(1.0, 3), 0.1)
-    for factor in ("a", None, -1.0, float("nan"), float("inf"), torch.ones(2)):
-        with pytest.raises(UsageError, match=r"factor is .*: give a number of 0 or more"):
-            locater.add_gradient(1, factor=factor)
-    for step in ("a", 1.5, -1):
-        for act in (locater, locater.add_gradient):
-            with pytest.raises(UsageError, match=r"step is .*: give the optimizer steps done"):
-                act(step)
+    monitor, locater = GeometryMonitor(model, IDS), Locater(model, warm_up(1.0, 3), 0.1)
+    for call, wrong, words in (
+        (
+            lambda x: GeometryMonitor(model, IDS, folder=x),
+            (3, b"a", ["a"]),
+            "folder is .*: give a path, or None",
+        ),
+        (monitor, ("a", None, 1.5, NAN, -1), f"^{STEP}, a whole number of 0 or more$"),
+        (
+            lambda x: monitor(0, x),
+            ("a", torch.ones(2), [1.0]),
+            "loss is .*: give one number, or a tensor of one",
+        ),
+        (
+            lambda x: warm_up(1.0, x),
+            ("3", None, 0, True, NAN),
+            "steps is .*: a warm-up needs a number of steps",
+        ),
+        (
+            lambda x: locater.add_gradient(1, factor=x),
+            ("a", None, -1.0, NAN, float("inf"), torch.ones(2)),
+            "factor is .*: give a number of 0 or more",
+        ),
+        (locater, ("a", 1.5, -1), STEP),
+        (locater.add_gradient, ("a", 1.5, -1), STEP),
+    ):
+        for each in wrong:
+            with pytest.raises(UsageError, match=words):
+                call(each)
     assert all(p.grad is None for p in model.parameters())

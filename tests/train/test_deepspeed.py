@@ -7,20 +7,15 @@ DeepSpeed knows no float64 (its `get_data_types`: float32, or the halves): 1e-6 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
 
 from tests import checkpoints
-from tests.processes import together
-from tests.train.test_locater import MEAN, SCALE, dense_penalty
+from tests.processes import ranks
+from tests.train.test_locater import MEAN, SCALE, dense_penalty, trained
 from tests.train.test_sharded import compare
 from theodolite.errors import UsageError
 from theodolite.train import GeometryCallback, Locater, LocaterCallback
@@ -40,18 +35,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def began(rank: int, port: int, world: int) -> Any:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
-    }
-    torch.set_num_threads(1)
+def began() -> Any:
     import deepspeed
+    from deepspeed.comm import torch as communication
 
+    communication.build_shm_op = lambda: None  # it would compile C++, to share memory in place of gloo
     deepspeed.init_distributed(dist_backend="gloo")
     return deepspeed
 
@@ -60,9 +48,9 @@ STAGES = {2: {1: "in the loss", 2: "after", 3: "after"}, 4: {1: "after", 2: "in 
 """Where the penalty's gradient is added, by the number of processes and the stage."""
 
 
-def in_a_loop(rank: int, port: int, folder: str, world: int) -> None:
+def in_a_loop(rank: int, world: int) -> list[dict[str, Any]]:
     """One of the processes: each stage in turn, the penalty in the loss where it may be, or added after it."""
-    deepspeed, results = began(rank, port, world), {}
+    deepspeed, results = began(), []
     for stage, added in STAGES[world].items():
         model = checkpoints.build("llama3").train()
         engine, *_ = deepspeed.initialize(
@@ -94,51 +82,33 @@ def in_a_loop(rank: int, port: int, folder: str, world: int) -> None:
             penalties.append(penalty.item())
         with pytest.raises(UsageError, match=r"between engine\.backward"):
             locater.add_gradient()  # as after accelerate's backward, which steps, too
-        results[str(stage)] = {"penalties": penalties, "look": seen(reader), "state": whole_weights(model)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
+        results.append({"penalties": penalties, "look": seen(reader), "state": whole_weights(model)})
+    return results
 
 
-def in_the_trainer(rank: int, port: int, folder: str) -> None:
+def in_the_trainer(rank: int, folder: str) -> list[dict[str, Any]]:
     """One process, each stage in turn; clipped with the penalty's gradient, two micro-batches a step."""
-    began(rank, port, 1)
-    rows = [{"input_ids": row, "labels": row} for row in IDS]
-    results = {}
+    began()
+    rows, results = [{"input_ids": row, "labels": row} for row in IDS], []
     for stage in (1, 3):
-        arguments = TrainingArguments(
+        micro_batches = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+        watch, model = GeometryCallback(IDS, every=1), checkpoints.build("llama3").train()
+        trainer = trained(
+            model,
+            rows,
             folder,
+            [LocaterCallback(SCALE, MEAN), watch],
             max_steps=STEPS,
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
             learning_rate=RATE,
-            lr_scheduler_type="constant",
-            optim="sgd",
             max_grad_norm=CLIP,
-            save_strategy="no",
-            report_to=[],
-            logging_steps=1,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            deepspeed=CONFIG
-            | {
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": "auto",
-                "zero_optimization": {"stage": stage},
-            },
+            deepspeed=CONFIG | micro_batches | {"zero_optimization": {"stage": stage}},
         )
-        locater, watch = LocaterCallback(SCALE, MEAN), GeometryCallback(IDS, every=1)
-        model = checkpoints.build("llama3").train()
-        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[locater, watch])
-        trainer.train()
-        assert watch.monitor is not None
-        assert watch.monitor.last is not None
-        results[str(stage)] = {
-            "penalties": [logs["locater"] for logs in trainer.state.log_history if "locater" in logs],
-            "look": of_heads(watch.monitor.last),
-            "state": whole_weights(model),
-        }
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
+        penalties = [logs["locater"] for logs in trainer.state.log_history if "locater" in logs]
+        look = of_heads(watch.monitor.last)
+        results.append({"penalties": penalties, "look": look, "state": whole_weights(model)})
+    return results
 
 
 def seen(reader: GeometryReader) -> dict[str, list[float]]:
@@ -154,7 +124,7 @@ def whole_weights(model: nn.Module) -> dict[str, list[Any]]:
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {name: p.tolist() for name, p in model.named_parameters()}
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def of_one_process(rolled: bool) -> dict[str, Any]:
@@ -168,30 +138,22 @@ def of_one_process(rolled: bool) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         penalties.append(penalty.item())
-    state = {name: p.tolist() for name, p in model.named_parameters()}
+    state = dict(model.named_parameters())
     return {"penalties": penalties, "look": seen(GeometryReader(model, IDS)), "state": state}
 
 
-def run(work: Any, arguments: tuple[Any, ...], folder: Path, processes: int) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    together(work, (port, str(folder), *arguments), processes)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
-
-
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.chaos)])
-def test_zero_trains_and_sees_what_one_process_does(world, tmp_path):
+def test_zero_trains_and_sees_what_one_process_does(world):
     expected = of_one_process(rolled=True)
-    for results in run(in_a_loop, (world,), tmp_path, world):
-        for got in results.values():
+    for results in ranks(in_a_loop, world, processes=world):
+        for got in results:
             check(got, expected)
 
 
 def test_the_trainer_with_zero_makes_the_steps_of_one_process(tmp_path):
     expected = of_one_process(rolled=False)
-    (results,) = run(in_the_trainer, (), tmp_path, 1)
-    for got in results.values():
+    (results,) = ranks(in_the_trainer, str(tmp_path), processes=1)
+    for got in results:
         check(got, expected)
 
 

@@ -3,27 +3,25 @@ the dense computation elsewhere; and the bytes of a training that nobody looked 
 
 from __future__ import annotations
 
-import gc
-import socket
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
-from transformers import AttentionInterface, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+from transformers import AttentionInterface, T5Config, T5ForConditionalGeneration
 
 from tests import checkpoints
 from tests.models.modules import GPT
-from tests.processes import together
+from tests.processes import ranks
 from tests.slow import slow_but
+from tests.train.test_locater import trained as in_trainer
 from theodolite import open_module
 from theodolite.errors import UsageError
 from theodolite.train import GeometryCallback, GeometryMonitor
@@ -79,8 +77,7 @@ def test_columns_are_those_of_a_look(family, attention):
 @pytest.mark.slow
 def test_a_module_of_one_s_own_that_attends_by_hand():
     module = GPT(by_hand=True).train()
-    opened = open_module(module, vocabulary=50)
-    ids = IDS[:, :20]
+    opened, ids = open_module(module, vocabulary=50), IDS[:, :20]
     expected = GeometryReader(opened, ids).look()
     assert_same(inline_look(opened, lambda: module(ids)), expected, rtol=1e-4, atol=1e-5)
 
@@ -116,15 +113,20 @@ def test_training_is_the_same_to_the_bit(change):
     assert all(torch.equal(tensor, looked_at[name]) for name, tensor in plain.items())
 
 
-def test_contexts_with_padding_are_left_out():
+def test_the_micro_batches_of_a_step_are_one_look_at_what_is_not_padded():
     model = model_of("gpt2")
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight[:, :32] *= 30  # logits far from 0
     mask = torch.ones_like(IDS)
     mask[1, -3:] = 0
     mask[4, :2] = 0
+
+    def forward() -> None:
+        for part in torch.arange(6).split([1, 3, 2]):
+            model(input_ids=IDS[part], attention_mask=mask[part])
+
     expected = GeometryReader(model, IDS[[0, 2, 3, 5]]).look()
-    assert_same(
-        inline_look(model, lambda: model(input_ids=IDS, attention_mask=mask)), expected, rtol=1e-4, atol=1e-5
-    )
+    assert_same(inline_look(model, forward), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_pass_of_padded_contexts_only_is_no_look():
@@ -143,15 +145,6 @@ def test_a_pass_of_padded_contexts_only_is_no_look():
     model(input_ids=IDS)
     assert monitor(3)
     assert monitor.last.step == 2
-
-
-def test_the_micro_batches_of_a_step_are_one_look():
-    model = model_of("gpt2")
-    with torch.no_grad():
-        model.transformer.h[0].attn.c_attn.weight[:, :32] *= 30  # logits far from 0
-    expected = GeometryReader(model, IDS).look()
-    found = inline_look(model, lambda: [model(input_ids=ids) for ids in IDS.split([1, 3, 2])])
-    assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -237,36 +230,19 @@ def test_what_cannot_be_overheard_is_refused_by_name():
             return Fused.apply(q, k, v).transpose(1, 2), None
 
     AttentionInterface.register("fused_for_a_test", fused)
-    with pytest.raises(UsageError, match=r"GPT2LMHeadModel cannot be overheard.*in place of inline=True"):
-        GeometryMonitor(model_of("gpt2", "fused_for_a_test"), inline=True)
-    with pytest.raises(
-        UsageError, match="GptOssForCausalLM cannot be overheard"
-    ):  # its sinks are columns of its own
-        GeometryMonitor(model_of("gpt_oss", "eager"), inline=True)
-    with pytest.raises(
-        UsageError, match="T5ForConditionalGeneration is an encoder-decoder, which reads two texts"
+    gpt2 = model_of("gpt2")
+    t5 = T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    for model, options, words in (
+        (model_of("gpt2", "fused_for_a_test"), {}, r"GPT2LMHeadModel cannot be overheard.*place of inline"),
+        (model_of("gpt_oss", "eager"), {}, "GptOssForCausalLM cannot be overheard"),  # sinks are columns
+        (T5ForConditionalGeneration(t5), {}, "T5.* is an encoder-decoder, which reads two texts"),
+        (torch.compile(gpt2, backend="eager"), {}, "is compiled"),
+        (gpt2, {"ids": IDS}, "and not both"),
+        (gpt2, {"inline": False}, r"a monitor batch, or inline=True$"),
+        (gpt2, {"look_dtype": torch.float32}, "look_dtype"),
     ):
-        GeometryMonitor(
-            T5ForConditionalGeneration(
-                T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-            ),
-            inline=True,
-        )
-    with pytest.raises(UsageError, match="is compiled"):
-        GeometryMonitor(torch.compile(model_of("gpt2"), backend="eager"), inline=True)
-    with pytest.raises(UsageError, match="and not both"):
-        GeometryMonitor(model_of("gpt2"), IDS, inline=True)
-    with pytest.raises(UsageError, match=r"a monitor batch, or inline=True$"):
-        GeometryMonitor(model_of("gpt2"))
-    with pytest.raises(UsageError, match="look_dtype"):
-        GeometryMonitor(model_of("gpt2"), inline=True, look_dtype=torch.float32)
-
-
-def of_a_rank(rank: int, port: int, folder: Path, kind: str) -> None:
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    looked_at_together(rank, folder, kind)
-    gc.collect()  # DDP waits for ever for a group that is gone
-    distributed.destroy_process_group()
+        with pytest.raises(UsageError, match=words):
+            GeometryMonitor(model, **{"inline": True} | options)
 
 
 def over_two(kind: str) -> nn.Module:
@@ -283,22 +259,21 @@ def over_two(kind: str) -> nn.Module:
     return fully_shard(model, mesh=mesh) if kind == "FSDP2" else model
 
 
-def looked_at_together(rank: int, folder: Path, kind: str) -> None:
+def looked_at_together(rank: int, kind: str) -> Any:
     model = over_two(kind)
     monitor = GeometryMonitor(model, inline=True, every=1, over_ranks=True)
     monitor(0)
     own = IDS[:4] if rank == 0 else IDS[4:]
     model(input_ids=IDS if kind == "heads" else own).logits.sum().backward()
     monitor(1)
-    monitor.last.heads.to_parquet(folder / f"heads{rank}")
-    monitor.last.layers.to_parquet(folder / f"layers{rank}")
-    if kind != "DDP":
-        return
-    model(input_ids=IDS[:, : 24 - rank]).logits.sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", GeometryWarning)
-        assert monitor(2) == {}
-    assert ["different lengths" in str(one.message) for one in caught] == [True] * (rank == 0)
+    look = monitor.last
+    if kind == "DDP":
+        model(input_ids=IDS[:, : 24 - rank]).logits.sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", GeometryWarning)
+            assert monitor(2) == {}
+        assert ["different lengths" in str(one.message) for one in caught] == [True] * (rank == 0)
+    return look
 
 
 @pytest.mark.slow
@@ -306,16 +281,10 @@ def looked_at_together(rank: int, folder: Path, kind: str) -> None:
     "kind",
     ["DDP", *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("FSDP2", "heads"))],
 )
-def test_the_micro_batches_of_two_processes_are_one_look(kind, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    together(of_a_rank, (port, tmp_path, kind), 2)
+def test_the_micro_batches_of_two_processes_are_one_look(kind):
     expected = GeometryReader(model_of("mistral"), IDS).look()
-    for name in ("heads", "layers"):
-        for rank in range(2):
-            found = pd.read_parquet(tmp_path / f"{name}{rank}")
-            pd.testing.assert_frame_equal(found, getattr(expected, name), rtol=1e-4, atol=1e-5)
+    for found in ranks(looked_at_together, kind):
+        assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -323,19 +292,13 @@ def test_the_trainer_logs_looks_at_its_own_passes(tmp_path):
     """At the end of the fourth step a look is waited for."""
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS.repeat(4, 1)]
 
-    def final(callback: GeometryCallback | None) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    def final(*callbacks: GeometryCallback) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         model = dropping(model_of("gpt2"))
-        arguments = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=3, max_steps=4, report_to=[], use_cpu=True, seed=1
-        )
-        trainer = Trainer(model, arguments, train_dataset=rows)
-        if callback is not None:
-            callback.attach(trainer)
-        trainer.train()
+        trainer = in_trainer(model, rows, tmp_path, callbacks, max_steps=4, per_device_train_batch_size=3)
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
         return trainer.state.log_history, model.state_dict()
 
-    plain = final(None)[1]
+    plain = final()[1]
     logs, weights = final(GeometryCallback(every=2, inline=True))
     assert [log["step"] for log in logs if "geometry/entropy_mean" in log] == [0, 2]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in plain.items())

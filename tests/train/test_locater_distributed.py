@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from safetensors.torch import load_file, save_file
-from torch import distributed
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import checkpoints
-from tests.processes import together
+from tests.processes import ranks
 from tests.train.test_locater import MEAN, RATE, SCALE, batch, dense_penalty, examples, trained
 from theodolite.train import GeometryCallback, Locater, LocaterCallback
 from theodolite.train.geometry import GeometryReader
@@ -26,20 +22,11 @@ CLIP = 0.5
 IDS = torch.stack([example["input_ids"] for example in examples(4)])
 
 
-def work(rank: int, port: int, folder: str) -> None:
-    """One of the processes: a step of a plain loop, then one of the Trainer; the first process writes weights."""
+def work(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
+    """One of the processes: the weights after a step of a plain loop, and after one of the Trainer."""
     warnings.filterwarnings(
         "error", message=".*strides.*"
     )  # gradients in another layout would cost DDP copies
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(PROCESSES),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
     plain = checkpoints.build("llama3").train()
     parallel = DistributedDataParallel(plain)
     locater = Locater(parallel, SCALE, MEAN)
@@ -60,19 +47,16 @@ def work(rank: int, port: int, folder: str) -> None:
         gradient_accumulation_steps=2,
         max_grad_norm=CLIP,
     )
-    for name, written in (("plain", plain), ("trainer", model)):
-        state = {key: value.detach().contiguous() for key, value in written.named_parameters()}
-        save_file(state, Path(folder, f"{name}{rank}.safetensors"))
-    distributed.destroy_process_group()
+    return {
+        name: {key: value.detach() for key, value in of.named_parameters()}
+        for name, of in (("plain", plain), ("trainer", model))
+    }
 
 
 def test_two_processes_make_the_step_of_one(tmp_path):
     """Oracle: in one process, the whole batch and the d×d penalty once; clipped in the Trainer's case."""
     start, data = checkpoints.build("llama3"), examples(8)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    together(work, (port, str(tmp_path)), PROCESSES)
+    results = ranks(work, str(tmp_path), processes=PROCESSES)
     for name in ("plain", "trainer"):
         expected, whole = copy.deepcopy(start).train(), batch(data)
         if name == "plain":
@@ -81,12 +65,8 @@ def test_two_processes_make_the_step_of_one(tmp_path):
         if name == "trainer":
             torch.nn.utils.clip_grad_norm_(expected.parameters(), CLIP)
         torch.optim.SGD(expected.parameters(), RATE).step()
-        for rank in range(PROCESSES):
-            got = load_file(tmp_path / f"{name}{rank}.safetensors")
-            for key, parameter in expected.named_parameters():
-                if key in got:
-                    torch.testing.assert_close(got[key], parameter.detach(), rtol=0, atol=1e-6)
-            assert got.keys() == dict(expected.named_parameters()).keys()
+        for got in results:
+            torch.testing.assert_close(got[name], dict(expected.named_parameters()), rtol=0, atol=1e-6)
     heads = pd.read_json(tmp_path / "geometry" / "heads.jsonl", lines=True)
     assert heads.groupby("step").size().to_dict() == {0: 12, 1: 12}  # the first process alone writes
     for step, model in ((0, start), (1, expected)):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,20 +9,19 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from torch import distributed
 from transformers import GPT2LMHeadModel
 
 from tests import checkpoints
-from tests.processes import together
+from tests.processes import ranks
 from theodolite.errors import UsageError
-from theodolite.train.geometry import Geometry
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning
 from theodolite.train.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 PROCESSES = 3
 IDS = torch.randint(1, checkpoints.VOCABULARY, (5, 24), generator=torch.Generator().manual_seed(1))
-FEW = IDS[:2]  # fewer contexts than processes
+CASES = {"whole": IDS, "few": IDS[:2]}
+"""Two contexts among three processes leave one without any."""
 
 
 def model() -> GPT2LMHeadModel:
@@ -65,96 +61,50 @@ def broken_training(over_ranks: bool) -> tuple[dict[str, float], list[str]]:
     return numbers, [str(warning.message) for warning in caught]
 
 
-def as_data(look: Geometry) -> dict[str, Any]:
-    return {"heads": look.heads.to_dict("list"), "layers": look.layers.to_dict("list")}
-
-
-def work(rank: int, port: int, folder: str) -> None:
+def work(rank: int, folder: Path) -> dict[str, Any]:
     """One of the processes. What it was given as batch differs; that of the first one counts."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(PROCESSES),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
     results: dict[str, Any] = {}
-    for name, ids in (("whole", IDS), ("few", FEW)):
+    for name, ids in CASES.items():
         mine = ids if rank == 0 else ids[:1].flip(1)
-        monitor, lines = watched_training(mine, Path(folder, name), over_ranks=True)
-        assert monitor.last is not None
-        results[name] = as_data(monitor.last) | {
-            "alarms": [alarm.as_dict() for alarm in monitor.alarms],
-            "lines": lines,
-        }
-    results["broken"] = broken_training(over_ranks=True)
+        monitor, lines = watched_training(mine, folder / name, over_ranks=True)
+        results[name] = (monitor.last, monitor.alarms, lines)
 
     def refuse() -> None:
         raise UsageError("no batch")
 
     with pytest.raises(UsageError, match="no batch"):  # though only the first one looks for it
         Ranks.current().from_first(refuse)
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    distributed.destroy_process_group()
+    return results | {"broken": broken_training(over_ranks=True)}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    together(work, (port, str(folder)), PROCESSES)
-    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+def test_looks_are_those_of_one_process_at_the_whole_batch(tmp_path):
+    """All see the very same, and the first one alone warns and writes.
 
-
-@pytest.mark.parametrize(("name", "ids"), [("whole", IDS), ("few", FEW)])
-def test_looks_are_those_of_one_process_at_the_whole_batch(name, ids, ranks, tmp_path):
-    """Two contexts among three processes leave one without any."""
-    alone, lines = watched_training(ids, tmp_path / "alone", over_ranks=False)
-    assert alone.last is not None
-    assert lines
-    for rank, results in enumerate(ranks[1]):
-        ours = results[name]
-        for table in ("heads", "layers"):
-            expected = getattr(alone.last, table)
-            pd.testing.assert_frame_equal(
-                pd.DataFrame(ours[table])[list(expected.columns)],
-                expected,
-                rtol=1e-9,
-                atol=1e-12,
-                check_dtype=False,
-            )
-        assert [(a["step"], a["kind"], a["layer"], a["head"]) for a in ours["alarms"]] == [
-            (a.step, a.kind, a.layer, a.head) for a in alone.alarms
-        ]
-        assert ours["lines"] == (lines if rank == 0 else [])
-
-
-def test_all_processes_see_the_very_same(ranks):
-    first, *others = ranks[1]
-    for other in others:
-        for name in ("whole", "few"):
-            for table in ("heads", "layers", "alarms"):
-                assert json.dumps(other[name][table]) == json.dumps(first[name][table])
-
-
-def test_only_the_first_process_writes(ranks, tmp_path):
-    """Oracle: the record of one process has as many lines, each look once."""
-    watched_training(IDS, tmp_path / "alone", over_ranks=False)
-    for name in ("heads", "layers", "alarms"):
-        ours = (ranks[0] / "whole" / f"{name}.jsonl").read_text().splitlines()
-        assert len(ours) == len((tmp_path / "alone" / f"{name}.jsonl").read_text().splitlines())
-
-
-def test_bad_numbers_on_one_process_end_the_looks_on_all(ranks):
-    """Oracle: the warning of one process that reads all contexts. Without agreement the others would wait for ever."""
+    Numbers that are none on one process end the looks on all: else the others would wait for ever.
+    """
+    results = ranks(work, tmp_path, processes=PROCESSES)
+    for name, ids in CASES.items():
+        alone, lines = watched_training(ids, tmp_path / "alone" / name, over_ranks=False)
+        assert lines
+        for rank, got in enumerate(results):
+            look, alarms, said = got[name]
+            for table in ("heads", "layers"):
+                ours, expected = getattr(look, table), getattr(alone.last, table)
+                pd.testing.assert_frame_equal(
+                    ours[list(expected.columns)], expected, rtol=1e-9, atol=1e-12, check_dtype=False
+                )
+                pd.testing.assert_frame_equal(ours, getattr(results[0][name][0], table), check_exact=True)
+            assert [(a.step, a.kind, a.layer, a.head) for a in alarms] == [
+                (a.step, a.kind, a.layer, a.head) for a in alone.alarms
+            ]
+            assert alarms == results[0][name][1]
+            assert said == (lines if rank == 0 else [])
+        for file in ("heads.jsonl", "layers.jsonl", "alarms.jsonl"):
+            written = [(tmp_path / of / name / file).read_text().count("\n") for of in ("", "alone")]
+            assert written[0] == written[1]
     numbers, lines = broken_training(over_ranks=False)
-    assert numbers == {}
-    assert len(lines) == 1
-    for rank, results in enumerate(ranks[1]):
-        assert results["broken"] == [{}, lines if rank == 0 else []]
+    assert (numbers, len(lines)) == ({}, 1)
+    assert [got["broken"] for got in results] == [({}, lines), ({}, []), ({}, [])]
 
 
 def test_one_process_needs_no_group():

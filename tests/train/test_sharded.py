@@ -5,10 +5,6 @@ Oracle: the same model in one process, with the d×d penalty in its loss and the
 
 from __future__ import annotations
 
-import copy
-import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import checkpoints
 from tests.models.modules import GPT, LONGEST, VOCABULARY
-from tests.processes import together
+from tests.processes import ranks
 from tests.train.test_adapters import adapted
 from tests.train.test_locater import MEAN, SCALE, dense_penalty
 from theodolite import OpenModel, open_module
@@ -54,7 +50,9 @@ def fsdp2(model: nn.Module, mesh: Any = None, **options: Any) -> nn.Module:
 
 
 def spread(how: str, model: nn.Module) -> tuple[nn.Module, slice]:
-    """The model as a kind of training has it, and this rank's rows of a batch."""
+    """The model as a kind of training has it, and this rank's rows of a batch; "": all in one process."""
+    if not how:
+        return model, slice(None)
     rank, world = distributed.get_rank(), distributed.get_world_size()
     mine = slice(rank, None, world)
     if how == "tensor parallel":
@@ -68,9 +66,7 @@ def spread(how: str, model: nn.Module) -> tuple[nn.Module, slice]:
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: getattr(p, "full_tensor", p.detach)().detach().clone() for name, p in model.named_parameters()
-    }
+    return {name: getattr(p, "full_tensor", p.clone)().detach() for name, p in model.named_parameters()}
 
 
 def numbers(look: Geometry) -> dict[str, list[float]]:
@@ -78,34 +74,9 @@ def numbers(look: Geometry) -> dict[str, list[float]]:
     return {name: column.tolist() for table in tables for name, column in table.items()}
 
 
-def begin(rank: int, port: int, world: int) -> None:
-    """Become one of the processes."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    distributed.init_process_group("gloo")
-
-
-def run_together(work: Any, folder: Path, *more: Any, world: int = 2) -> None:
-    """`work(rank, port, folder, *more, world)` in so many processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    together(work, (port, str(folder), *more, world), world)
-
-
-def work(rank: int, port: int, folder: str, hows: dict[str, str], world: int) -> None:
-    """One of the processes: trains as each says, with looks before and between; writes what it then has."""
-    begin(rank, port, world)
-    results = {how: trained(how, added) for how, added in hows.items()}
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    distributed.destroy_process_group()
+def work(rank: int, hows: dict[str, str]) -> list[dict[str, Any]]:
+    """One of the processes: trains as each says, with looks before and between; what it then has."""
+    return [trained(how, added) for how, added in hows.items()]
 
 
 def trained(how: str, added: str) -> dict[str, Any]:
@@ -120,8 +91,8 @@ def trained(how: str, added: str) -> dict[str, Any]:
         if added == "before":  # as the Trainer's callback does
             penalty = locater.add_gradient()
         loss = model(input_ids=ids, labels=ids).loss
-        if added == "in the loss":
-            penalty = locater()
+        if added in ("in the loss", "dense"):
+            penalty = dense_penalty(model) if added == "dense" else locater()
             loss = loss + penalty
         loss.backward()
         if added == "after":
@@ -129,35 +100,12 @@ def trained(how: str, added: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         penalties.append(penalty.item())
-    state = {name: p.tolist() for name, p in whole_parameters(model).items()}
-    table = locater.table().to_dict("list")
-    return {"first": numbers(first), "last": numbers(reader.look()), "penalties": penalties} | {
-        "state": state,
-        "table": table,
-    }
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    """Of one process."""
-    model = checkpoints.build("llama3").double().train()
-    reader = GeometryReader(model, IDS)
-    first = reader.look()
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    penalties = []
-    for step in range(STEPS):
-        ids = IDS.roll(step, 1)
-        penalty = dense_penalty(model)
-        (model(input_ids=ids, labels=ids).loss + penalty).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        penalties.append(penalty.item())
     return {
         "first": numbers(first),
         "last": numbers(reader.look()),
         "penalties": penalties,
-        "state": {name: p.tolist() for name, p in model.named_parameters()},
-        "table": Locater(copy.deepcopy(model), SCALE, MEAN).table().to_dict("list"),
+        "state": whole_parameters(model),
+        "table": locater.table().to_dict("list"),
     }
 
 
@@ -169,12 +117,10 @@ RUNS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "hows"), RUNS, ids=["two", "four"])
-def test_ranks_train_and_see_what_one_process_does(world, hows, expected, tmp_path):
-    run_together(work, tmp_path, hows, world=world)
-    for rank in range(world):
-        results = json.loads(Path(tmp_path, f"{rank}.json").read_text())
-        for got in results.values():
-            assert got["state"].keys() == expected["state"].keys()
+def test_ranks_train_and_see_what_one_process_does(world, hows):
+    expected = trained("", "dense")
+    for results in ranks(work, hows, processes=world):
+        for got in results:
             compare(got, expected)
 
 
@@ -184,20 +130,17 @@ def compare(got: Any, expected: Any, tolerance: float = 1e-6) -> None:
         for name, value in expected.items():
             compare(got[name], value, tolerance)
         return
-    torch.testing.assert_close(
-        torch.tensor(got), torch.tensor(expected), rtol=tolerance, atol=tolerance, equal_nan=True
-    )
+    got, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (got, expected))
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def in_wrappers(rank: int, port: int, folder: str, world: int) -> None:
+def in_wrappers(rank: int) -> dict[str, Any]:
     """One of the processes: what is sharded is around the model, or a module of one's own, or came later."""
-    begin(rank, port, world)
     own = opened(fsdp2_of(GPT()))
     results: dict[str, Any] = {"module": [*seen(own), Locater(own, SCALE, MEAN).add_gradient().item()]}
     results |= looked_at(fsdp2(adapted().double()))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     results["mixed"] = first_entropies(fsdp2(checkpoints.build("llama3"), mp_policy=policy))
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
     model = checkpoints.build("llama3")
     locater = Locater(model, SCALE, MEAN)
     fsdp2(model)
@@ -207,25 +150,25 @@ def in_wrappers(rank: int, port: int, folder: str, world: int) -> None:
     flat = FullyShardedDataParallel(checkpoints.build("llama3"), device_id=torch.device("cpu"))
     for take in (lambda: GeometryReader(flat, IDS), lambda: Locater(flat, SCALE, MEAN), lambda: QKClip(flat)):
         with pytest.raises(
-            UsageError, match=r"FSDP1\) keeps weights in flat tensors.*: shard the model with full"
+            UsageError, match=r"FSDP1\) keeps weights in flat tensors.*: shard the model with"
         ):
             take()
-    distributed.destroy_process_group()
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT asks for
-def test_modules_of_one_s_own_and_wrappers_that_are_sharded(tmp_path):
+def test_modules_of_one_s_own_and_wrappers_that_are_sharded():
     """Oracle: the same in one process, which is that of other tests."""
-    run_together(in_wrappers, tmp_path)
+    results = ranks(in_wrappers)
     torch.manual_seed(0)
     own = opened(GPT())
     expected = looked_at(adapted().double()) | {"module": [*seen(own), Locater(own, SCALE, MEAN)().item()]}
     expected["mixed"] = first_entropies(checkpoints.build("llama3").bfloat16())
     whole = torch.tensor(first_entropies(checkpoints.build("llama3")))
     assert (torch.tensor(expected["mixed"]) - whole).abs().max() > 1e-4  # so the precision of a look shows
-    for rank in range(2):
-        compare(json.loads(Path(tmp_path, f"{rank}.json").read_text()), expected, 1e-5)
+    for got in results:
+        compare(got, expected, 1e-5)
 
 
 def fsdp2_of(module: nn.Module) -> nn.Module:
@@ -247,23 +190,21 @@ def seen(model: OpenModel) -> list[float]:
     return GeometryReader(model, IDS % VOCABULARY).look().heads["entropy"].tolist()
 
 
-def by_plan(rank: int, port: int, folder: str, world: int) -> None:
+def by_plan(rank: int, folder: Path, world: int) -> dict[str, Any]:
     """One of the processes: looks at, and penalises, what transformers has spread by its own plan."""
-    begin(rank, port, world)
-    mesh = init_device_mesh("cpu", (world,))
+    mesh, results = init_device_mesh("cpu", (world,)), {}
     for family in PLANS[world]:
-        model = AutoModelForCausalLM.from_pretrained(Path(folder, family), tp_plan="auto", device_mesh=mesh)
+        model = AutoModelForCausalLM.from_pretrained(folder / family, tp_plan="auto", device_mesh=mesh)
         assert any(hasattr(p, "full_tensor") for p in model.parameters())
-        results = looked_at(model)
-        Path(folder, f"{family}{rank}.json").write_text(json.dumps(results))
-    distributed.destroy_process_group()
+        results[family] = looked_at(model)
+    return results
 
 
 def looked_at(model: nn.Module) -> dict[str, Any]:
     locater = Locater(model, SCALE, MEAN)
     penalty = locater.add_gradient()
     gradients = {
-        name: getattr(p.grad, "full_tensor", p.grad.clone)().tolist()
+        name: getattr(p.grad, "full_tensor", p.grad.clone)()
         for name, p in model.named_parameters()
         if p.grad is not None
     }
@@ -278,11 +219,9 @@ PLANS = {2: ("mistral", "phi3", "gpt_oss"), 4: ("llama2",)}
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.chaos)])
 def test_the_plans_of_transformers(world, tmp_path):
     """Oracle: the checkpoint in one process, which is that of `test_ranks_train_and_see_what_one_process_does`."""
+    expected = {}
     for family in PLANS[world]:
         checkpoints.build(family).save_pretrained(tmp_path / family)
-    run_together(by_plan, tmp_path, world=world)
-    for family in PLANS[world]:
-        expected = looked_at(AutoModelForCausalLM.from_pretrained(tmp_path / family))
-        for rank in range(world):
-            got = json.loads(Path(tmp_path, f"{family}{rank}.json").read_text())
-            compare(got, expected, 1e-5)
+        expected[family] = looked_at(AutoModelForCausalLM.from_pretrained(tmp_path / family))
+    for got in ranks(by_plan, tmp_path, world, processes=world):
+        compare(got, expected, 1e-5)

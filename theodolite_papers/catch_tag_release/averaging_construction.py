@@ -1,8 +1,4 @@
-"""Figure 6 of Zhang et al. 2025 and Theorem 4.1: the construction that averages, and how fast it converges.
-
-It needs no model and no text, and is the same for every model: what the theorem says is asserted by the tests, and
-nothing is judged here. Trained models are in `averaging_models`.
-"""
+"""Figure 6 of Zhang et al. 2025 and Theorem 4.1: the construction that averages, and how fast it converges."""
 
 from __future__ import annotations
 
@@ -82,8 +78,7 @@ def _convergence(outcome: Outcome, numbers: Tensor, places: Tensor) -> None:
         "Error of the output against s_tag",
         drawing.convergence(S_TAGS, curves, "|f(x) − mean|"),
         f"Median over {SEQUENCES} sequences of N(0, 1) numbers with [SEP] anywhere, for several b and d; dotted the "
-        "leading term of theory.averaging_error. The largest error is of the sequence with the largest numbers: the "
-        "rate holds for given numbers, and its constant grows as exp(max x²).",
+        "leading term of theory.averaging_error, whose constant grows as exp(max x²).",
         "lines that meet their dotted rate from s_tag ≈ 12 on; a larger d raises the error, b does not matter.",
         f"{ZHANG}, Theorem 4.1; the rate is ours",
         wide=True,

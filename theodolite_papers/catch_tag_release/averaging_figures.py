@@ -39,8 +39,7 @@ BELOW = 1e-16
 def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
     """Attention of one sequence, side by side, queries down and keys to the right, both from 1.
 
-    Args:
-        pictures: name → (T, T). separator: position of [SEP] from 0; its column is marked.
+    pictures: name → (T, T). separator: position of [SEP] from 0; its column is marked.
     """
     shown = []
     axis = {"showgrid": False, "zeroline": False}
@@ -71,8 +70,7 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
 def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
     """Measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour.
 
-    Args:
-        s_tag: (S,). curves: name → (measured, derived), (S,) each; the derived one may be NaN.
+    s_tag: (S,). curves: name → (measured, derived), (S,) each; the derived one may be NaN.
     """
     traces: list[Any] = []
     for index, (name, (measured, derived)) in enumerate(curves.items()):
@@ -103,8 +101,7 @@ def losses(
 ) -> go.Figure:
     """The squared error of every seed against training step, one colour a kind, with levels to compare it with.
 
-    Args:
-        steps: kind → (P,). curves: kind → (seeds, P). marks: name → level, drawn as a dotted line.
+    steps: kind → (P,). curves: kind → (seeds, P). marks: name → level, drawn as a dotted line.
     """
     traces: list[Any] = []
     for colour, (name, rows) in zip(style.CATEGORIES, curves.items(), strict=False):
@@ -128,9 +125,8 @@ def seeds(
 ) -> go.Figure:
     """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind.
 
-    Args:
-        kinds: kind → (errors, values, names). titles: of x and y. limits: drawn as lines, of x and y.
-        logarithmic: the vertical axis.
+    kinds: kind → (errors, values, names). titles: of x and y. limits: drawn as lines, of x and y. logarithmic: the
+    vertical axis.
     """
     traces: list[Any] = [
         go.Scatter(

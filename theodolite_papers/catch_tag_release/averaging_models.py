@@ -1,8 +1,4 @@
-"""Averaging learned from scratch: does it require the sink, the outlier dimension, the low-rank weights of Theorem 4.1?
-
-Claims of Zhang et al. 2025. The training runs are in `averaging_training`, the construction in
-`averaging_construction`. They need no model and no text.
-"""
+"""Averaging learned from scratch: does it require a sink, an outlier dimension, low-rank weights (Theorem 4.1)?"""
 
 from __future__ import annotations
 
@@ -109,8 +105,7 @@ def random_directions(
 
     Of all directions of the stream, most would take nothing: at width 16 the models write along three.
 
-    Args:
-        count: of directions. seed: the same one gives the same directions.
+    count: of directions. seed: the same one gives the same directions.
     """
     _, sizes, spanned = torch.linalg.svd(written.double().flatten(1, 2), full_matrices=False)
     generator = torch.Generator().manual_seed(seed)

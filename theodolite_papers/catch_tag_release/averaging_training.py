@@ -58,13 +58,11 @@ Places = Int[Tensor, "seeds batch"]
 class AveragingRecipe:
     """What is trained.
 
-    Attributes:
-        name: as tables call it.
-        width: 2: the paper's architecture; more: a standard one of this width.
-        steps, batch, rate: of Adam, with the peak of a cosine to `FINAL_RATE` of it. Batch: sequences per step.
-        large_tag: s_tag starts at `START_TAG` + N(0, 1) instead of N(0, 1); the paper's architecture only.
-        normed: the second layer's queries and keys have an RMS norm (QK-norm, as in Qwen3 or OLMo 2).
-        penalised: attention to [SEP] above `FREE_ATTENTION` is penalised.
+    name: as tables call it. width: 2: the paper's architecture; more: a standard one of this width. steps, batch,
+    rate: of Adam, with the peak of a cosine to `FINAL_RATE` of it. Batch: sequences per step. large_tag: s_tag
+    starts at `START_TAG` + N(0, 1) instead of N(0, 1); the paper's architecture only. normed: the second layer's
+    queries and keys have an RMS norm (QK-norm, as in Qwen3 or OLMo 2). penalised: attention to [SEP] above
+    `FREE_ATTENTION` is penalised.
     """
 
     name: str
@@ -124,9 +122,8 @@ class TwoLayers(nn.Module):
     ) -> ForwardPass:
         """Read sequences; what `numbers` has at the place of [SEP] is not read.
 
-        Args:
-            hide_separator: hide [SEP] from the tokens after it, in the first layer.
-            ablated: unit directions that are projected out of what the first layer writes.
+        hide_separator: hide [SEP] from the tokens after it, in the first layer. ablated: unit directions that
+        are projected out of what the first layer writes.
         """
         embedded = self.embed(numbers, separator)
         place = torch.arange(numbers.shape[-1])
@@ -271,9 +268,8 @@ def train_averaging(
 ) -> TrainedModels:
     """Train one model per seed on the squared error.
 
-    Args:
-        recipe: what and how. seeds: of parameters and sequences.
-        steps: instead of the recipe's own; a multiple of `RECORDED`.
+    recipe: what and how. seeds: of parameters and sequences. steps: instead of the recipe's own; a multiple of
+    `RECORDED`.
 
     The gradient of each seed is clipped to a norm of `CLIP`.
     """

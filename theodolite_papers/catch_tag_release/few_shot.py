@@ -1,8 +1,4 @@
-"""Fig. 3 of Zhang et al. 2025: accuracy against the number of examples, dense and pruned, on the offline task.
-
-The models come from `theodolite train few-shot`, one per seed, in the folders of one folder. All that are pruned from
-one model answer the same prompts; intervals are over models.
-"""
+"""Fig. 3 of Zhang et al. 2025: accuracy against the number of examples, dense and pruned, on the offline task."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ from theodolite.report.outcome import Outcome
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, for_plotly, number, percent, with_error
 from theodolite_papers.catch_tag_release.pruned_models import METHODS
-from theodolite_papers.experiment import Study, experiment, of_models
+from theodolite_papers.experiment import Study, experiment, of_trainings
 from theodolite_papers.training.task_models import models_of
 
 FIGURE_HEIGHT = 380
@@ -50,10 +46,9 @@ def accuracy_by_shots(
 ) -> go.Figure:
     """Accuracy of several models after k examples, with intervals.
 
-    Args:
-        means: `model shots accuracy low high`, one line per model (at most seven), in the order of the table.
-        by_seed: `model seed shots accuracy accuracy_se`, one small marker per row; None: no markers.
-        chance: accuracy of guessing, a dotted line; best: the best possible after 0, 1, … examples, a dashed one.
+    means: `model shots accuracy low high`, one line per model (at most seven), in the order of the table. by_seed:
+    `model seed shots accuracy accuracy_se`, one small marker per row; None: no markers. chance: accuracy of
+    guessing, a dotted line; best: the best possible after 0, 1, … examples, a dashed one.
     """
     models = list(dict.fromkeys(means["model"]))
     lines: list[Any] = []
@@ -158,24 +153,24 @@ def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) 
         seed = json.loads((model_folder / "training.json").read_text(encoding="utf-8"))["seed"]
         answers = few_shot_answers(dense, prompts=PROMPTS, seed=PROMPT_SEED)
         for sparsity in SPARSITIES:
-            rows += _rows(DENSE, model_folder.name, seed, sparsity, answers)
+            of = {"folder": model_folder.name, "seed": seed, "sparsity": sparsity}
+            rows += rows_by_shots(answers, model=DENSE, **of)
             what = f"{model_folder.name}: pruning {percent(sparsity)}"
             for method, name in shown([*METHODS.items()], what, show):
                 model = copy.deepcopy(dense)
                 prune_model(model, calibration, method, sparsity)
                 pruned_answers = few_shot_answers(model, prompts=PROMPTS, seed=PROMPT_SEED)
-                rows += _rows(name, model_folder.name, seed, sparsity, pruned_answers)
+                rows += rows_by_shots(pruned_answers, model=name, **of)
     return pd.DataFrame(rows)
 
 
-def _rows(name: str, folder: str, seed: int, sparsity: float, correct: np.ndarray) -> list[dict[str, Any]]:
+def rows_by_shots(correct: np.ndarray, **of: Any) -> list[dict[str, Any]]:
+    """A row for every number of examples, of right answers (prompts, numbers of examples); `of`: what they are of."""
     rows = []
     for shots, answers in enumerate(correct.astype(np.float64).T):
         accuracy, error = mean_and_error(answers)
-        rows.append(
-            {"model": name, "folder": folder, "seed": seed, "sparsity": sparsity, "shots": shots}
-            | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(correct)}
-        )
+        row = {"shots": shots, "accuracy": accuracy, "accuracy_se": error, "prompts": len(correct)}
+        rows.append(of | row)
     return rows
 
 
@@ -264,4 +259,6 @@ def is_few_shot(folder: str | Path) -> bool:
 
 def few_shot_provenance(folder: str | Path) -> dict[str, Any]:
     """The provenance of `sinks/figure3`."""
-    return of_models(folder, models_in(folder), "GPT-NeoX", "few_shot", prompts=PROMPTS)
+    models = [place.name for place in models_in(folder)]
+    entry = {"folder": str(folder), "models": models, "prompts": PROMPTS}
+    return of_trainings(f"{counted(len(models), 'model')} in {Path(folder).name}", "GPT-NeoX", few_shot=entry)

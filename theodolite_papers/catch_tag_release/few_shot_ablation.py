@@ -28,7 +28,7 @@ from theodolite.attention.summary import summarise
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM, prompt_ids
 from theodolite.estimates import Estimate
 from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
-from theodolite.evaluate.scores import mean_and_error, over_seeds
+from theodolite.evaluate.scores import over_seeds
 from theodolite.judging import HOLDS, Criterion, all_of, judge, unless_explained
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.prune.model import prune_model
@@ -40,7 +40,13 @@ from theodolite.sinks.interventions import attention_knockout, without_low_rank
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, number, percent
 from theodolite_papers.catch_tag_release import few_shot as drawing
-from theodolite_papers.catch_tag_release.few_shot import COMMAND, PROMPT_SEED, calibration_prompts, models_in
+from theodolite_papers.catch_tag_release.few_shot import (
+    COMMAND,
+    PROMPT_SEED,
+    calibration_prompts,
+    models_in,
+    rows_by_shots,
+)
 from theodolite_papers.catch_tag_release.pruned_models import SPARSITY
 from theodolite_papers.experiment import Study, experiment
 
@@ -204,12 +210,8 @@ def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: Non
     for place in shown(models_in(folder), "hiding sinks", show):
         seed = json.loads((place / "training.json").read_text(encoding="utf-8"))["seed"]
         for name, control, correct, hidden in ablation_rows(open_model(place, device="cpu")):
-            for shots, answers in enumerate(correct.T):
-                accuracy, error = mean_and_error(answers)
-                rows.append(
-                    {"model": name, "folder": place.name, "seed": seed, "control": control, "shots": shots}
-                    | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(correct), "hidden": hidden}
-                )
+            of = {"model": name, "folder": place.name, "seed": seed, "control": control}
+            rows += [row | {"hidden": hidden} for row in rows_by_shots(correct, **of)]
     return pd.DataFrame(rows)
 
 

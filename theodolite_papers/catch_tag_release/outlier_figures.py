@@ -29,9 +29,8 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str, str]) -> go.Figure:
     """Ratios to a median, rows by columns, coloured by their logarithm from 1 up.
 
-    Args:
-        ratios: (rows, columns); below 1 and NaN count as 1.
-        columns: their names. titles: of the columns, of the rows, of the ratio.
+    ratios: (rows, columns); below 1 and NaN count as 1. columns: their names. titles: of the columns, of the rows,
+    of the ratio.
     """
     shown = np.maximum(np.nan_to_num(ratios, nan=1.0), 1.0)
     top = max(float(shown.max()), 10.0)
@@ -57,11 +56,9 @@ def growth(
 ) -> go.Figure:
     """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes.
 
-    Args:
-        lines: (dimension, token) → |value| at every layer, the most important first; at most `LINES` are drawn. A
-            colour is a dimension.
-        references: name → magnitude at every layer that they are compared with.
-        threshold: the published one, as a dotted line.
+    lines: (dimension, token) → |value| at every layer, the most important first; at most `LINES` are drawn. A
+    colour is a dimension. references: name → magnitude at every layer that they are compared with. threshold: the
+    published one, as a dotted line.
     """
     drawn = dict(list(lines.items())[:LINES])
     dimensions = list(dict.fromkeys(dimension for dimension, _ in drawn))
@@ -94,8 +91,7 @@ def _by_layer(name: str, values: Floats, colour: str, dash: str) -> list[Any]:
 def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go.Figure:
     """Share of contexts in which a token carries a massive activation, one bar a token, at most `TOKENS` of them.
 
-    Args:
-        names: of the tokens, the most frequent first. contexts: shares. notes: what hovering tells more.
+    names: of the tokens, the most frequent first. contexts: shares. notes: what hovering tells more.
     """
     names, notes = list(names[:TOKENS]), list(notes[:TOKENS])
     bars = go.Bar(

@@ -212,8 +212,7 @@ def judge_sinks(
 ) -> None:
     """Whether massive activations and sinks are at the same tokens, by token and first position.
 
-    Args:
-        whole: outliers, and sinks as the run's table has them. parts: the same of parts of the text.
+    whole: outliers, and sinks as the run's table has them. parts: the same of parts of the text.
     """
     outliers, sinks = whole
     if missing := _nothing(outliers) or ("no attention sink in this run" if sinks.empty else ""):

@@ -63,8 +63,7 @@ RELEASED = "The clusters remain in the residual stream of deeper layers (Fig. 2d
 def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> None:
     """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain.
 
-    Args:
-        trace: of the head. tokens: as they are shown. chosen: by `trace_prompt`, not named.
+    trace: of the head. tokens: as they are shown. chosen: by `trace_prompt`, not named.
     """
     sinks = [int(position) for position in trace.sinks if position >= 0]
     grouped = trace.group != LEFT_OUT
@@ -90,9 +89,8 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
     )
     head = head_name(trace.layer, trace.head)
     if chosen:
-        outcome.read(
-            "head", f"{head}, chosen because its sinks divide the prompt most evenly, by its attention alone"
-        )
+        why = "chosen because its sinks divide the prompt most evenly, by its attention alone"
+        outcome.read("head", f"{head}, {why}")
     outcome.read(f"sinks of {head}", _listed_sinks(trace, tokens))
     for row in places.itertuples():
         judged = f"{DETRENDED} {number(row.beyond_position)}, shifted {number(row.shifted)}"
@@ -115,15 +113,9 @@ def _places(trace: PromptTrace) -> dict[str, Tensor]:
 
 
 def _names(trace: PromptTrace, tokens: list[str]) -> list[str]:
-    names = []
-    for group in trace.group.tolist():
-        if group == LEFT_OUT:
-            names.append("position 0, or a sink")
-        elif group == UNCAUGHT:
-            names.append("not caught")
-        else:
-            names.append(f"caught by {_sink(int(trace.sinks[group]), tokens)}")
-    return names
+    names = {place: f"caught by {_sink(int(sink), tokens)}" for place, sink in enumerate(trace.sinks)}
+    names |= {LEFT_OUT: "position 0, or a sink", UNCAUGHT: "not caught"}
+    return [names[group] for group in trace.group.tolist()]
 
 
 def _sink(position: int, tokens: list[str]) -> str:
@@ -221,16 +213,14 @@ def _figures(
 ) -> None:
     head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
     grouped = (trace.group != LEFT_OUT).numpy()
-    names = sorted({group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped})
-    shown = [token for token, is_grouped in zip(tokens, grouped, strict=True) if is_grouped]
-    of_shown = [group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped]
+    shown, of_shown = ([values[place] for place in np.flatnonzero(grouped)] for values in (tokens, groups))
+    names = sorted(set(of_shown))
     outcome.figure(
         "attention",
         f"Catch: attention of {head}",
         drawing.attention(trace.attention.numpy(), tokens, sinks),
-        "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than "
-        f"{SINK_THRESHOLD} of the attention of the queries that see them, or, for local sinks, most of the "
-        "attention of a contiguous span.",
+        f"Queries down, keys across. ▼: sinks of this head, which receive more than {SINK_THRESHOLD} of the attention "
+        "of the queries that see them, or, local sinks, most of that of a contiguous span.",
         "strong columns: later tokens attend mostly to that token.",
         source,
         wide=True,
@@ -258,9 +248,8 @@ def _figures(
         "colours",
         "Release: tokens coloured by principal components",
         drawing.coloured(colours, list(scores), tokens, sinks),
-        "Three principal components of the tokens' vectors as red, green and blue, at each place from its least to "
-        "its largest value; every place turned to the colours of the head's output (orthogonal Procrustes), so "
-        "that a colour means the same in all rows. Position 0 and the sinks are left out of the components.",
+        "Three principal components of the tokens' vectors as red, green and blue, every place turned to the colours "
+        "of the head's output (orthogonal Procrustes). Position 0 and the sinks are left out of the components.",
         "runs of one colour after each ▼ in the head's output, and again in the rows below it.",
         f"{ZHANG}, Figs. 2c and 2d",
         wide=True,

@@ -51,10 +51,9 @@ MOST_CONTEXTS = 128
 class ModelSinks:
     """The measures of one model.
 
-    Attributes:
-        loss: next-token loss of each context, nats per token.
-        sinks: which keys of which heads are sinks of each context (the survey's criterion; learned sink logits aside).
-        prompt: one head on one prompt, where one was asked for.
+    loss: next-token loss of each context, nats per token. sinks: which keys of which heads are sinks of each
+    context (the survey's criterion; learned sink logits aside). prompt: one head on one prompt, where one was asked
+    for.
     """
 
     loss: Float[Tensor, " contexts"]
@@ -108,8 +107,7 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
 def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> tuple[float, float]:
     """Share of a model's sinks, context by context and key by key, that another has; its standard error over contexts.
 
-    Args:
-        layer: of this block only.
+    layer: of this block only.
     """
     return _ratio(dense.sinks & other.sinks, dense.sinks, layer)
 
@@ -131,11 +129,7 @@ def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]
 
 
 def halves(study: Study) -> tuple[Corpus, Corpus]:
-    """What calibrates, and what is measured.
-
-    Raises:
-        UsageError: there is no text, or too little, or the model predicts no next tokens.
-    """
+    """What calibrates, and what is measured."""
     model = study.require_model()
     corpus = study.require_corpus("pruned models are calibrated and measured on a text: pass it with the run")
     if len(corpus.contexts) < 4:

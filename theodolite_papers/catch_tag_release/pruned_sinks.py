@@ -1,7 +1,4 @@
-"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and the role of the low-rank term.
-
-The model is pruned in memory. `theodolite compare` does the same for existing checkpoints.
-"""
+"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and the role of the low-rank term."""
 
 from __future__ import annotations
 
@@ -65,11 +62,8 @@ def _table(dense: ModelSinks, measured: Mapping[str, ModelSinks], layer: int | N
     columns = ("sinks_kept", "sinks_kept_se", "sinks_new", "sinks_new_se", "loss_more", "loss_more_se")
     rows = []
     for name, model in measured.items():
-        numbers = (
-            *kept_sinks(dense, model, layer),
-            *new_sinks(dense, model),
-            *loss_difference(dense, model),
-        )
+        kept, new = kept_sinks(dense, model, layer), new_sinks(dense, model)
+        numbers = *kept, *new, *loss_difference(dense, model)
         rows.append({"model": name} | dict(zip(columns, numbers, strict=True)))
     return pd.DataFrame(rows)
 
@@ -89,9 +83,10 @@ def _maps(
     outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, source: str
 ) -> None:
     tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
-    figures = {}
-    for name, trace, sinks in _on_prompt(measured):
-        figures[name] = figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
+    figures = {
+        name: figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
+        for name, trace, sinks in _on_prompt(measured)
+    }
     outcome.figure(
         "maps",
         f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
@@ -154,9 +149,8 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.tables["methods"] = table = _table(dense, measured)
     _read(outcome, table, "the dense model's sinks")
     if not dense.sinks.any():
-        outcome.cannot_test(
-            "Only OATS retains the sinks (Fig. 5)", "the dense model has no sink in this text"
-        )
+        why = "the dense model has no sink in this text"
+        outcome.cannot_test("Only OATS retains the sinks (Fig. 5)", why)
     else:
         _judge_oats(outcome, dense, measured["OATS"])
         for name in ("Wanda", "SparseGPT", "magnitude"):
@@ -214,9 +208,8 @@ def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
         "left",
         "The layer's sinks that are left",
         figures_ablations.shares_left(left, (REMOVED.limit, SPARED.limit)),
-        "Share of the pruned model's sinks in the layer, context by context and key by key, with its 95 % interval. "
-        "Dotted: at most this much is left where the low-rank term carries the sinks, and at least this much without a "
-        "random part of the same singular values.",
+        "Share of the pruned model's sinks in the layer, by context and key, with its 95 % interval. Dotted: the most "
+        "that is left where the low-rank term carries the sinks, and the least without a random part as large.",
         "the first one left of the left line, and the control right of the right one.",
         f"{ZHANG}, section 3.2; the control is ours",
     )

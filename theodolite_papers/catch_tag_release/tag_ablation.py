@@ -86,11 +86,7 @@ def traced(study: Study, outcome: Outcome) -> None:
 
 
 def trace_of(study: Study) -> Run:
-    """The trace of the study's text, made once and kept next to the pages.
-
-    Raises:
-        UsageError: there is no text.
-    """
+    """The trace of the study's text, made once and kept next to the pages."""
     corpus = study.require_corpus("sinks are traced through a text: pass it together with the run")
     folder = None if study.folder is None else study.folder / "trace"
     return study.cached(

@@ -1,7 +1,4 @@
-"""The figures that only experiments need: a run's numbers over the published ones, and comparisons of two bases.
-
-They take plain arrays or a run and return Plotly figures. Nothing here computes a statistic.
-"""
+"""The figures that only experiments need: a run's numbers over the published ones, and comparisons of two bases."""
 
 from __future__ import annotations
 
@@ -75,9 +72,8 @@ def against_published(
 def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
     """Table 1 as dots: one panel per quantity, one line per row, a bar of one standard deviation over layers.
 
-    Args:
-        rows: row name → quantity → (mean, standard deviation); the first row is this run's.
-        quantities: the panels, in order.
+    rows: row name → quantity → (mean, standard deviation); the first row is this run's. quantities: the panels, in
+    order.
     """
     names = [for_plotly(name) for name in rows]
     shown: list[Panel] = []

@@ -1,7 +1,4 @@
-"""Figures of signal propagation: curves of theory against each other and a simulation, maps, heads.
-
-They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
-"""
+"""Figures of signal propagation: curves of theory against each other and a simulation, maps, heads."""
 
 from __future__ import annotations
 
@@ -97,12 +94,10 @@ def maps(
 ) -> go.Figure:
     """Heat maps side by side: name → (rows, columns), all on the same axes and, but for `signed`, one scale.
 
-    Args:
-        axes: values of the columns (x) and of the rows (y).
-        titles: of x, of y, and of what the colours say.
-        limits: of the colours; those of `signed` maps are ± the largest magnitude in them.
-        signed: names of the maps that are coloured by their sign, which have a colour bar of their own below the other.
-        square: cells as wide as high, rows from top to bottom, as a matrix is written.
+    axes: values of the columns (x) and of the rows (y). titles: of x, of y, and of what the colours say. limits: of
+    the colours; those of `signed` maps are ± the largest magnitude in them. signed: names of the maps that are
+    coloured by their sign, which have a colour bar of their own below the other. square: cells as wide as high,
+    rows from top to bottom, as a matrix is written.
     """
     largest = max((float(np.nanmax(np.abs(pictures[name]))) for name in signed), default=0.0) or 1.0
     first_of_scale = {name in signed: name for name in list(pictures)[::-1]}
@@ -150,9 +145,8 @@ def simulation(
 ) -> go.Figure:
     """ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions.
 
-    Args:
-        positions, simulated: (T,). errors: over walks, over draws, (T,) each.
-        predictions: published, corrected, finite, exact, (T,) each.
+    positions, simulated: (T,). errors: over walks, over draws, (T,) each. predictions: published, corrected,
+    finite, exact, (T,) each.
     """
 
     def dots(name: str, bars: dict[str, Any] | None, marker: dict[str, Any], **hover: str) -> go.Scatter:
@@ -184,8 +178,7 @@ def entropies(
 ) -> go.Figure:
     """Mean attention entropy against the scale of the eigenvalues, a line a mean; logarithmic axes.
 
-    Args:
-        values, errors: nats and standard errors, (means, scales). least: the lower end of the axis, in nats.
+    values, errors: nats and standard errors, (means, scales). least: the lower end of the axis, in nats.
     """
     traces: list[Any] = []
     for index, mean in enumerate(means):

@@ -1,7 +1,4 @@
-"""Figures of what theory predicts: split weights, the bounds of both theorems, heads on two measures, context groups.
-
-They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
-"""
+"""Figures of what theory predicts: split weights, the bounds of both theorems, heads on two measures."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
     Magnitudes are square roots of shares of the head's largest, so that a tenth of it is still seen. Where both
     have an entry, on the diagonal, the larger one is drawn; NaN separates the tiles.
 
-    Args:
-        rotated: (H, n, n) magnitudes, 0 where nothing survives. diagonal: (H, n) magnitudes.
+    rotated: (H, n, n) magnitudes, 0 where nothing survives. diagonal: (H, n) magnitudes.
     """
     tiles = []
     for survivors, of_head in zip(rotated, diagonal, strict=True):
@@ -157,8 +153,7 @@ def smoothness_bounds(
 ) -> go.Figure:
     """Theorem 1 at one layer: the bound for each order of difference (dashed), the attained error, no approximation.
 
-    Args:
-        cutoffs: k. bounds: (N, orders, K), attained: (N, K), trivial: (N); the axes are those of all N layers.
+    cutoffs: k. bounds: (N, orders, K), attained: (N, K), trivial: (N); the axes are those of all N layers.
     """
     all_values = np.concatenate([bounds.ravel(), attained.ravel(), trivial])
     positive = all_values[np.isfinite(all_values) & (all_values > 0)]
@@ -195,9 +190,8 @@ def factorisation(
 ) -> go.Figure:
     """Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed).
 
-    Args:
-        levels: incoherences. curves: two, name → (means, standard errors). bound: (incoherences, values).
-        marks: two, name → an incoherence that is shown as a vertical line.
+    levels: incoherences. curves: two, name → (means, standard errors). bound: (incoherences, values). marks: two,
+    name → an incoherence that is shown as a vertical line.
     """
     drawn = bound[1] <= LARGEST_ERROR
     low = min(float(means.min()) for means, _ in curves.values()) / 2
@@ -240,8 +234,7 @@ def factorisation(
 def error_over_incoherence(widths: Floats, curves: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
     """Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence.
 
-    Args:
-        widths: d. curves: name → (means, standard errors).
+    widths: d. curves: name → (means, standard errors).
     """
     traces: list[Any] = []
     for (name, (means, errors)), colour in zip(curves.items(), style.CATEGORIES, strict=False):

@@ -1,7 +1,4 @@
-"""Figures over training steps: layer measures, the curve of positions at every step and layer, accuracies.
-
-They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
-"""
+"""Figures over training steps: layer measures, the curve of positions at every step and layer, accuracies."""
 
 from __future__ import annotations
 
@@ -47,9 +44,8 @@ def measures_by_step(
 ) -> go.Figure:
     """One panel per measure, one line per layer, against training step.
 
-    Args:
-        steps: S of them. measures: title → (values, standard errors), each (S, N).
-        limits: title → a criterion, drawn as a dotted line.
+    steps: S of them. measures: title → (values, standard errors), each (S, N). limits: title → a criterion, drawn
+    as a dotted line.
     """
     log_steps = log_step_axis(steps)
     layers = next(iter(measures.values()))[0].shape[1]
@@ -84,8 +80,7 @@ def measures_by_step(
 def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) -> go.Figure:
     """The positions on their two leading directions, one cell per step and layer, each cell on its own scale.
 
-    Args:
-        curves: (S, N, n, 2), coloured by position, early violet and late green.
+    curves: (S, N, n, 2), coloured by position, early violet and late green.
     """
     centred = curves - curves.mean(axis=2, keepdims=True)
     # One scale for both directions: a second one that is nothing but noise must not look like half of the curve.
@@ -146,9 +141,8 @@ def accuracies(
 ) -> go.Figure:
     """Accuracy by number of digits: this model with standard errors, and rows of the paper.
 
-    Args:
-        names: of the groups of examples. measured: (accuracies, standard errors). paper: row name → accuracies, NaN
-            where it prints none.
+    names: of the groups of examples. measured: (accuracies, standard errors). paper: row name → accuracies, NaN
+    where it prints none.
     """
     rows = [("this model", measured[0], measured[1], style.MEASURED, "circle")]
     rows += [

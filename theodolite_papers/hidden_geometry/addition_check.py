@@ -1,7 +1,4 @@
-"""Does the model add? What the paper says of models trained on addition can be judged only of one that does.
-
-The model answers sums; nothing else is measured here.
-"""
+"""Does the model add? What the paper says of models trained on addition can be judged only of one that does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which constituent makes a head what it is (section 5.2), and which carries most logits (eq. 10, section 4.2).
-
-Reads a run's own tables; nothing is measured here.
-"""
+"""Which constituent makes a head what it is (section 5.2), and which carries most logits (eq. 10, section 4.2)."""
 
 from __future__ import annotations
 
@@ -41,47 +38,36 @@ REFUSALS_SHOWN = 2
 
 @dataclass(frozen=True)
 class PatternClaims:
-    """What is claimed of one of `ATTENTION_PATTERNS`: its name there, the paper's, the claims, their constituents.
+    """What is claimed of attention to the tokens of one of `ATTENTION_PATTERNS`, in the paper's words and in ours.
 
     `strict` is the paper's constituent, which takes the mean for zero; `group` the same with the pairs of a mean or a
-    bias on the other side, which `ours` claims. Both are judged, each by its own words.
+    bias on the other side, which `ours` claims. Both are judged, each by its own words. `side`: of Fig. 6.
     """
 
     name: str
     title: str
-    claim: str
+    tokens: str
+    side: str
     strict: str
-    ours: str
     group: str
+
+    @property
+    def claim(self) -> str:
+        """The paper's."""
+        place = f"section 5.2, Fig. 6, {self.side}"
+        return f"Attention to {self.tokens} is determined by the {self.strict} constituent ({place})"
+
+    @property
+    def ours(self) -> str:
+        """With the pairs of a mean or a bias."""
+        return f"Attention to {self.tokens} is determined by {self.group}, mean and bias included (ours)"
 
 
 CLAIMS = [
-    PatternClaims(
-        "same",
-        "identical tokens",
-        "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
-        "cvec-cvec",
-        "Attention to identical tokens is determined by context, mean and bias included (ours)",
-        "context",
-    ),
-    PatternClaims(
-        "previous",
-        "the previous token",
-        "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
-        "pos-pos",
-        "Attention to neighbouring tokens is determined by position, mean and bias included (ours)",
-        "position",
-    ),
-    PatternClaims(
-        "induction",
-        "shifted tokens",
-        "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
-        "cvec-cvec",
-        "Attention to shifted tokens is determined by context, mean and bias included (ours)",
-        "context",
-    ),
+    PatternClaims("same", "identical tokens", "identical tokens", "left", "cvec-cvec", "context"),
+    PatternClaims("previous", "the previous token", "neighbouring tokens", "middle", "pos-pos", "position"),
+    PatternClaims("induction", "shifted tokens", "shifted tokens", "right", "cvec-cvec", "context"),
 ]
-"""In the order of Fig. 6."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +189,8 @@ def attribution(study: Study, outcome: Outcome) -> None:
                 pattern.name,
                 f"Attention to {pattern.title}: one constituent alone, and ablated",
                 figures_constituents.attribution(run, pattern.name),
-                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}, on a repeated random sequence, of the "
-                "heads that pay most: as measured (solid line), recomputed from the logits of one group of "
-                "constituents alone and with that group ablated, and uniform attention (dotted line).",
+                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target} on repeated random tokens: as measured "
+                "(solid), from one group of constituents alone, with it ablated, and uniform (dotted).",
                 f"{pattern.group} alone near the solid line, and ablated near the dotted one. {pattern.strict} is its "
                 "part without mean and bias.",
                 f"{SONG}, section 5.2; the recomputation is ours",
@@ -272,24 +257,12 @@ def constituents(study: Study, outcome: Outcome) -> None:
         outcome.read(named, shown, "“important, often dominant”" if group == "pos-pos" else "")
     read_refusals(outcome, run)
     what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
-    for claim, group, of, wins in (
-        (
-            "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
-            "pos-pos",
-            len(strict),
-            largest_strict["pos-pos"],
-        ),
-        (
-            "Position is often dominant, mean and bias included (ours)",
-            "position",
-            len(apart),
-            largest["position"],
-        ),
-    ):
-        often = criteria.above_chance(of)
-        outcome.claim(
-            claim, what.format(group, of, percent(means[group])), share_of_heads(wins, often), often
-        )
+    dominant = "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)"
+    ours = "Position is often dominant, mean and bias included (ours)"
+    for claim, group, wins in ((dominant, "pos-pos", largest_strict), (ours, "position", largest)):
+        often = criteria.above_chance(len(wins))
+        shown = what.format(group, len(wins), percent(means[group]))
+        outcome.claim(claim, shown, share_of_heads(wins[group], often), often)
     outcome.tables["shares"] = pd.DataFrame(
         {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
         for layer in range(blocks(run))
@@ -303,9 +276,8 @@ def constituents(study: Study, outcome: Outcome) -> None:
         "shares",
         "Share of logit variance of every head",
         by_name("group", list(grids), draw, grid=True),
-        "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
-        "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
-        "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
+        "One cell per head: a group's share of the variance that the softmax sees (rows of logits less their means). "
+        "Position, context, cross, constant and additive sum to 1; one below 0 is drawn as 0.",
         "heads dominated by one group: strong in one map, pale in the others.",
         f"{SONG}, eq. 10; the shares are ours",
         wide=True,

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from theodolite.errors import UsageError
 from theodolite.theory import qk_moments
 from theodolite.theory.haar import haar_rotation
 
@@ -84,29 +83,19 @@ def decouple(
 
     What the corner holds at random: K²/d² of the energy, to a relative O(1/K), as D leaves no trace behind.
 
-    How fair the comparison is. D is taken off before any rotation, so V and the random bases rotate the same
-    matrix, and D cannot be mistaken for off-diagonal energy in either. But D also takes the diagonal of
-    V L Vᵀ with it, which works against V only, the more the fewer coordinates P lives in. In V's favour: a
-    random basis has no preference for coordinate axes, so a P that leans towards outlier dimensions finds the
-    energy of a W that leans towards them, whether or not they have to do with position. And the survivors of
-    a random basis are few or none, where the corner's share of them is erratic or NaN: `corner_energy` is the
-    number to compare, `corner_surviving` the one to read with figure 4.
+    D is taken off before any rotation, so V and the random bases rotate the same matrix. A random basis has no
+    preference for coordinate axes, so a P that leans towards outlier dimensions finds the energy of a W that does,
+    whether or not they have to do with position; and of a random basis few entries survive or none, so that
+    `corner_energy` is the number to compare, `corner_surviving` the one to read with figure 4.
 
     Costs one d³ product and one of d²·d_h for each head and basis, on the device of `w_q`.
 
-    Args:
-        w_q, w_k: factors of W, (H, d, d_h), logit = x W_q W_kᵀ yᵀ · scaling.
-        v: orthogonal (d, d), its columns the right singular vectors of P, in order, completed to a basis where P has
-            fewer rows than columns: `torch.linalg.svd(p, full_matrices=True).Vh.mT`.
-        scaling: of the logit; 1/√d_h in the paper. Every share is free of it.
-        corners: K; a corner beyond the width is everything.
-        rotations: how many random bases, at least 2.
-
-    Raises:
-        UsageError: the shapes do not fit, V is not orthogonal, no corner or one below 1, or too few rotations.
+    w_q, w_k: factors of W, (H, d, d_h), logit = x W_q W_kᵀ yᵀ · scaling. v: orthogonal (d, d), its columns the
+    right singular vectors of P, in order, completed to a basis where P has fewer rows than columns:
+    `torch.linalg.svd(p, full_matrices=True).Vh.mT`. scaling: of the logit; 1/√d_h in the paper. Every share is free
+    of it. corners: K; a corner beyond the width is everything. rotations: how many random bases, at least 2.
     """
     w_q, w_k, v = w_q.double(), w_k.double(), v.to(w_q.device).double()
-    _check(w_q, w_k, v, corners, rotations)
     heads, width = w_q.shape[:2]
     moments = qk_moments(w_q, w_k)
     w_q = w_q * scaling
@@ -154,23 +143,6 @@ def corner_energy(
     corner = _rotate(w_q, w_k, diagonal, v[..., None, :, :])
     whole = qk_moments(w_q, w_k).frobenius_squared - diagonal.square().sum(-1)
     return corner.square().sum((-2, -1)) / whole
-
-
-def _check(w_q: Tensor, w_k: Tensor, v: Tensor, corners: Sequence[int], rotations: int) -> None:
-    if w_q.ndim != 3 or w_q.shape != w_k.shape:
-        raise UsageError(
-            f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give both as (H, d, d_h)"
-        )
-    width = w_q.shape[1]
-    if v.shape != (width, width):
-        raise UsageError(f"v has shape {tuple(v.shape)}: give ({width}, {width}), completed to a full basis")
-    identity = torch.eye(width, dtype=v.dtype, device=v.device)
-    if not torch.allclose(v.mT @ v, identity, rtol=0.0, atol=1e-4):
-        raise UsageError("v is not orthogonal: give all right singular vectors as columns")
-    if not corners or min(corners) < 1:
-        raise UsageError(f"corners are {tuple(corners)}: give one or more positive numbers")
-    if rotations < 2:
-        raise UsageError(f"rotations is {rotations}: a standard deviation needs at least 2")
 
 
 def _rotate(w_q: Tensor, w_k: Tensor, diagonal: Tensor, v: Tensor) -> Tensor:

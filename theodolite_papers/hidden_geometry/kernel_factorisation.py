@@ -16,8 +16,6 @@ from scipy import stats
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.errors import UsageError
-
 _PAIRS = 64
 """Query-key pairs evaluated with each drawn set of weights."""
 
@@ -72,16 +70,7 @@ def kernel_factorisation(
     With noise, the theorem's O(incoh) asks for incoh ≥ 1/√d: it adds to the logarithm of the ratio a term of mean 0
     and variance about 12/d (twelve mismatched products of unit vectors), whatever the incoherence. At a fixed width
     the error is flat below some incoherence, which says nothing of an upper bound: see `error_growth`.
-
-    Raises:
-        UsageError: no incoherence or one outside [0, 1], fewer than 2 draws, or an impossible setting.
     """
-    if not len(incoherences):
-        raise UsageError("no incoherence is given: give one or more numbers from 0 to 1")
-    if draws < 2:
-        raise UsageError(f"draws is {draws}: a standard error needs at least 2")
-    if setting.sparsity < 1:
-        raise UsageError(f"sparsity is {setting.sparsity}: each weight matrix needs at least one term")
     levels = torch.tensor(list(incoherences), dtype=torch.float64)
     error = torch.stack([_drawn(incoherence, setting, draws, seed) for incoherence in levels.tolist()])
     by_draw = error.mean(-1)
@@ -142,34 +131,8 @@ def factorisation_bound(incoherence: Float[Tensor, "*levels"], sparsity: int) ->
     return torch.expm1(sparsity * (8 * rho + 4 * rho**2))
 
 
-def incoherent_bases(
-    vectors: tuple[int, int], width: int, incoherence: float, generator: torch.Generator
-) -> tuple[Float64[Tensor, "first width"], Float64[Tensor, "second width"]]:
-    """Two sets of unit vectors of R^d with max |⟨c, t⟩| = `incoherence` exactly.
-
-    The c are random directions of the first ⌊d/2⌋ coordinates; t_j leaves the other coordinates by the angle
-    arcsin(incoherence) towards c_{j mod n_1}.
-
-    Raises:
-        UsageError: the incoherence is outside [0, 1], the width below 2, or a basis empty.
-    """
-    _check_bases(vectors, width, incoherence)
-    half = width // 2
-    first = _directions(vectors[0], half, generator)
-    return _tilted(first, _directions(vectors[1], width - half, generator), incoherence)
-
-
-def _check_bases(vectors: tuple[int, int], width: int, incoherence: float) -> None:
-    if not 0 <= incoherence <= 1:
-        raise UsageError(f"incoherence is {incoherence}: a cosine's magnitude lies between 0 and 1")
-    if width < 2 or min(vectors) < 1:
-        raise UsageError(
-            f"width is {width} and vectors {vectors}: give at least 2, and a vector in each basis"
-        )
-
-
 def _tilted(first: Tensor, second: Tensor, incoherence: float) -> tuple[Tensor, Tensor]:
-    """Unit vectors of two orthogonal spaces, the second leaning towards the first."""
+    """Unit vectors of two orthogonal spaces, the second leaning towards the first: max |⟨c, t⟩| = `incoherence`."""
     first, second = functional.pad(first, (0, second.shape[1])), functional.pad(second, (first.shape[1], 0))
     towards = first[torch.arange(len(second)) % len(first)]
     return first, (1 - incoherence**2) ** 0.5 * second + incoherence * towards
@@ -210,24 +173,15 @@ def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator
     Of a large width only the coordinates within what the bases span are drawn, and weights are held in what the
     queries and the keys span: nothing else of a vector or a matrix is seen, and normal noise is normal there too.
     """
-    _check_bases(setting.vectors, setting.width, incoherence)
     half = setting.width // 2
     first = _within_span(setting.vectors[0], half, generator)
     second = _within_span(setting.vectors[1], setting.width - half, generator)
     bases = _tilted(first, second, incoherence)
     query, key = (torch.stack([_tokens(basis, generator) for basis in bases]) for _ in range(2))
     of_queries, of_keys = (torch.linalg.qr(tokens.flatten(0, 1).mT).Q for tokens in (query, key))
-    weights = torch.stack(
-        [
-            torch.stack(
-                [
-                    sparse_weight(left @ of_queries, right @ of_keys, setting.sparsity, generator)
-                    for right in bases
-                ]
-            )
-            for left in bases
-        ]
-    )
+    pairs = [(left @ of_queries, right @ of_keys) for left in bases for right in bases]
+    weights = torch.stack([sparse_weight(*pair, setting.sparsity, generator) for pair in pairs])
+    weights = weights.unflatten(0, (2, 2))
     if setting.noise:
         noise = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
         weights = weights + noise / setting.width**0.5

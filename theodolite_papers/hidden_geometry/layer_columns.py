@@ -248,11 +248,9 @@ def beyond_random_order(
     rest at most 9 of n − 1 parts are expected within the ten lowest: so many where it is all in the means of rows or of
     columns, else fewer, and 0 is a bound. Constant matrices, whose order does not matter, are NaN.
 
-    Args:
-        lowest, constant: r_10 and r_1. errors: their standard errors, which add up at most, as both are of one text.
+    lowest, constant: r_10 and r_1. errors: their standard errors, which add up at most, as both are of one text.
 
-    Returns:
-        the numbers, and their standard errors; NaN without `errors`.
+    Returns the numbers, and their standard errors; NaN without `errors`.
     """
     rest = np.where(constant < 1, 1 - constant, np.nan)
     factor = 1 / (1 - min(1.0, 9 / (positions - 1)))

@@ -1,8 +1,5 @@
 """Models that are trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of
-addition (section 4.3, appendix D.3).
-
-A series of checkpoints is surveyed one by one on the same contexts. Nothing is trained.
-"""
+addition (section 4.3, appendix D.3)."""
 
 from __future__ import annotations
 
@@ -73,9 +70,8 @@ PAPER_ACCURACY = {
 class _Checkpoint:
     """A checkpoint of the series, surveyed.
 
-    Attributes:
-        errors: of the columns of `shape_of`.
-        norms: relative norms less what sampling noise alone has; with it, where the contexts are too few to tell.
+    errors: of the columns of `shape_of`. norms: relative norms less what sampling noise alone has; with it, where
+    the contexts are too few to tell.
     """
 
     step: int
@@ -85,11 +81,7 @@ class _Checkpoint:
 
 
 def series_of(model: OpenModel) -> dict[int, Path]:
-    """Training step → checkpoint, of the folder that the model was opened from, or next to it in its series.
-
-    Raises:
-        UsageError: there is no series.
-    """
+    """Training step → checkpoint, of the folder that the model was opened from, or next to it in its series."""
     folder = Path(model.id)
     series_folder = folder.parent if folder.parent.name == SERIES else folder / SERIES
     paths = sorted(series_folder.iterdir()) if series_folder.is_dir() else []
@@ -330,9 +322,8 @@ def addition(study: Study, outcome: Outcome) -> None:
         "accuracy",
         "Exact-match accuracy by number of digits",
         drawing.accuracies(names, (values, errors), paper),
-        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors. "
-        "Answers are written from their last digit to their first, as in the published code. Whether the positions are "
-        "smooth is judged by geometry/figure5.",
+        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors; "
+        "answers are written from their last digit to their first, as in the published code.",
         "a drop at the lengths that training never saw.",
         f"{SONG}, appendix D.3",
         wide=True,

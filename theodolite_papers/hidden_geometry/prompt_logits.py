@@ -1,7 +1,4 @@
-"""Logits of a prompt by constituent (Figs. 6 and 30 to 34), and what the global mean does to them.
-
-Splits the model's logits with the run's mean and positional basis.
-"""
+"""Logits of a prompt by constituent (Figs. 6 and 30 to 34), and what the global mean does to them."""
 
 from __future__ import annotations
 
@@ -149,9 +146,8 @@ def figure_19(study: Study, outcome: Outcome) -> None:
             lambda place: maps.weight_maps(tiles[place], names, len(shown)),
         ),
         f"Logits of {counted(len(shown), 'position')} of {positions} (queries downwards) with pos + μ on both sides, "
-        f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs are drawn "
-        "too. "
-        "Every row less its mean; each head on its own scale, blue below and red above.",
+        f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs too. Every "
+        "row less its mean; each head on its own scale, blue below and red above.",
         "smooth shading in language models, breaks in models trained on addition.",
         f"{SONG}, Figs. 19 and 22",
         wide=True,
@@ -213,11 +209,7 @@ def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
 
 
 def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
-    """The logits of a layer on the prompt.
-
-    Raises:
-        UsageError: no such layer or head, a prompt longer than the run's contexts, or a layer that cannot be split.
-    """
+    """The logits of a layer on the prompt."""
     model = study.require_model()
     model.check_place(layer, head)
     try:
@@ -285,10 +277,9 @@ def figure_6(study: Study, outcome: Outcome) -> None:
             name,
             _title((layer, head), followed, top),
             qk_panels(split, head, tokens),
-            f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, to which "
-            "the softmax is invariant, and one colour scale for all; per cent: shares of the variance of such logits. "
-            "Constant is mean and bias alone, which otherwise count with what is on the other side. All panels but "
-            "QK and attention sum to QK. Attention is the model's own, up to its largest weight.",
+            f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, one "
+            "colour scale for all; per cent: shares of the variance of such logits. Constant is mean and bias alone, "
+            "which otherwise count with what is on the other side. All panels but QK and attention sum to QK.",
             "the panel that has the pattern of QK, and of attention.",
             f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
             wide=True,

@@ -67,12 +67,9 @@ def quarters_of(basis: GroupedBasis) -> list[Float64[Tensor, "layers positions w
 def shares(rows: Quarters, columns: Quarters, cutoffs: Sequence[int]) -> Float64[Tensor, "*batch cutoffs"]:
     """Share of the energy of the DCT of rows · columnsᵀ in its lowest frequencies, free of noise.
 
-    Args:
-        rows, columns: what each quarter of the contexts gives.
-        cutoffs: K, of the K × K lowest.
+    rows, columns: what each quarter of the contexts gives. cutoffs: K, of the K × K lowest.
 
-    Returns:
-        NaN where no energy is left.
+    Returns NaN where no energy is left.
     """
     whole = rows[0].new_zeros(rows[0].shape[:-2])
     lowest = whole[..., None].repeat_interleave(len(cutoffs), -1)

@@ -1,7 +1,4 @@
-"""Contexts apart from one another and from positions: clusters by label, incoherence against random directions.
-
-Tables of their own (`geometry/clusters`, `geometry/incoherence`), beside Table 1 and Fig. 2.
-"""
+"""Contexts apart from one another and from positions: clusters by label, incoherence against random directions."""
 
 from __future__ import annotations
 
@@ -53,10 +50,8 @@ LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its n
 def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[int] = ()) -> Sketch:
     """Cosines between positions, if any, then between contexts in blocks of one label, with lines between the blocks.
 
-    Args:
-        cosines: (n + m, n + m), n positions before m contexts.
-        labels: the label of each of the m contexts, equal ones together.
-        positions: the n positions.
+    cosines: (n + m, n + m), n positions before m contexts. labels: the label of each of the m contexts, equal ones
+    together. positions: the n positions.
     """
     first, size = len(positions), len(positions) + len(labels)
     starts = [first + i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]

@@ -94,11 +94,8 @@ def figure_8(study: Study, outcome: Outcome) -> None:
         shown = with_error(ratios[layer], ratio_errors[layer])
         outcome.read(f"norm of layer {layer} over layer 0", shown, f"GPT-2: {ratio:g}")
     others = cosines[0, 1:]
-    outcome.read(
-        "mean cosine of layer 0 with the others",
-        f"{number(others.min())} to {number(others.max())}",
-        "“close to 0”",
-    )
+    between = f"{number(others.min())} to {number(others.max())}"
+    outcome.read("mean cosine of layer 0 with the others", between, "“close to 0”")
     outcome.claim(
         "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
         f"norm at layer {last} over layer 0, {length - 1} random tokens",
@@ -113,9 +110,8 @@ def figure_8(study: Study, outcome: Outcome) -> None:
         criteria.UNRELATED,
     )
     layers = range(len(norms))
-    outcome.tables["norms"] = pd.DataFrame(
-        {"layer": layers, "norm": norms, "norm_se": errors, "norm_ratio": ratios}
-    )
+    columns = {"layer": layers, "norm": norms, "norm_se": errors, "norm_ratio": ratios}
+    outcome.tables["norms"] = pd.DataFrame(columns)
     outcome.tables["cosines"] = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in layers])
     outcome.figure(
         "norms",

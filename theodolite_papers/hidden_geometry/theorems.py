@@ -189,8 +189,7 @@ def _read_moderate(
 ) -> None:
     """What the bounds say of few frequencies.
 
-    Args:
-        best, ratio: at k = `MODERATE`, the lowest bound and the attained error over that of no approximation, by layer.
+    best, ratio: at k = `MODERATE`, the lowest bound and the attained error over that of no approximation, by layer.
     """
     moderate = min(MODERATE, cutoffs[-1])
     useful = [k for k in _first_useful(bounds, trivial, cutoffs) if k is not None]
@@ -238,9 +237,8 @@ def _draw_bounds(
         "bound",
         "Theorem 1: the bound and the error",
         by_name("layer", [f"layer {layer}" for layer in layers], draw, start=len(layers) // 2),
-        "For the Gram matrix of normalised positions: the error of the proof's approximation by k low frequencies "
-        "(attained), the bound from m-th differences (dashed), and the error of no approximation at all (dotted). "
-        "Differencing amplifies the sampling noise of means over few contexts: the bound is lower on more contexts.",
+        "Of the Gram matrix of normalised positions: the error of the proof's approximation by k low frequencies, the "
+        "bound from m-th differences (dashed; lower on more contexts), and the error of no approximation (dotted).",
         "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all.",
         f"{SONG}, Theorem 1",
         wide=True,
@@ -341,11 +339,7 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
     )
     columns = {"incoherence": clean.incoherence, "bound": clean.bound}
     for name, errors in (("error", clean), ("noisy_error", noisy)):
-        columns |= {
-            name: errors.mean,
-            f"{name}_se": errors.standard_error,
-            f"{name}_max": errors.maximum,
-        }
+        columns |= {name: errors.mean, f"{name}_se": errors.standard_error, f"{name}_max": errors.maximum}
     outcome.tables["errors"] = pd.DataFrame({name: values.numpy() for name, values in columns.items()})
     along = torch.logspace(math.log10(INCOHERENCES[0]), math.log10(INCOHERENCES[-1]), 60, dtype=torch.float64)
     curves = {"without noise": clean, "with noise": noisy}
@@ -380,9 +374,8 @@ def _with_noise(outcome: Outcome) -> None:
         ratios = each.ratio.mean(0)
         shown = f"{number(float(ratios[0]))} at d = {WIDTHS[0]} to {number(float(ratios[-1]))} at d = {WIDTHS[-1]}"
         what = f"growth of error over incoh = d^−{each.exponent:g} as a power of d ({shown})"
-        outcome.read(
-            what, with_error(slope.value, slope.error), "0 or less" if each.exponent <= 0.5 else "left out"
-        )
+        printed = "0 or less" if each.exponent <= 0.5 else "left out"
+        outcome.read(what, with_error(slope.value, slope.error), printed)
         verdicts.append(judge(what, what, slope, BOUNDED))
     claim = (
         "Moreover, with subgaussian noise of size 1/√d the error is O(incoh) still (section 5.3, Theorem 2)"
@@ -412,8 +405,7 @@ def _with_noise(outcome: Outcome) -> None:
         "Theorem 2 with noise: error over incoherence, as the width grows",
         drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves),
         f"Mean relative error over incoherence with noise of size 1/√d, {len(growths[0].ratio)} draws a point, with "
-        f"standard errors. Incoherences fall as a power of the width; d^−{BELOW_NOISE:g} is below 1/√d, which the "
-        "theorem leaves out.",
+        f"standard errors; incoherences fall as a power of the width, d^−{BELOW_NOISE:g} below the theorem's 1/√d.",
         "lines that fall or stay level where incoh is at least 1/√d, and one that rises where it is not.",
         f"{SONG}, Theorem 2 and remark 1",
     )

@@ -1,7 +1,4 @@
-"""Trained weights as a positional part plus a diagonal plus noise: eq. (9) for every head (Figs. 4 and 26 to 29).
-
-Reads the model's weights and the run's positional basis; the split itself is in `decoupling`.
-"""
+"""Trained weights as a positional part plus a diagonal plus noise: eq. (9) for every head (Figs. 4 and 26 to 29)."""
 
 from __future__ import annotations
 
@@ -42,21 +39,12 @@ TOGETHER = Criterion(
 )
 EARLIER = Criterion("less than", 0.0, "“especially among early layers” read as: falling with depth (ours)")
 
-TRENDS = (
-    (
-        "The argmax property is satisfied especially in early layers (appendix D.2)",
-        "layer",
-        "its layer",
-        EARLIER,
-    ),
-    (
-        "Local attention is a consequence of smoothness (section 4.2)",
-        "previous_token",
-        "the attention that it pays to the previous token",
-        TOGETHER,
-    ),
-)
-"""Claim, column of the heads table, its name, criterion: of the rank correlation over heads."""
+TRENDS = {
+    "layer": ("The argmax property is satisfied especially in early layers (appendix D.2)", EARLIER),
+    "previous_token": ("Local attention is a consequence of smoothness (section 4.2)", TOGETHER),
+}
+TREND_WITH = {"layer": "its layer", "previous_token": "the attention that it pays to the previous token"}
+"""Column of the heads table → claim and criterion of the rank correlation over heads; → its name."""
 
 LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
 
@@ -125,9 +113,9 @@ def figure_25(study: Study, outcome: Outcome) -> None:
         MANY_HEADS,
     )
     of_published = correlations[correlations["share"] == "argmax_property"].set_index("with")
-    for claim, measure, what, criterion in TRENDS:
+    for measure, (claim, criterion) in TRENDS.items():
         correlation, count = of_published.loc[measure, ["rank_correlation", "heads"]]
-        what = f"rank correlation of the head's share with {what}"
+        what = f"rank correlation of the head's share with {TREND_WITH[measure]}"
         if measure == "layer" and not (published > MOSTLY).any():
             outcome.cannot_test(claim, f"no head has it at more than {percent(MOSTLY)} of the positions")
             continue
@@ -331,9 +319,8 @@ def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
         "Weights of the heads of a block, rotated into the positional basis",
         by_name("layer", [f"block {layer.block}" for layer in chosen], draw, start=len(chosen) // 2),
         f"The first {side} rows and columns. Blue: entries of Vᵀ(W − D)V above the threshold, V the right singular "
-        "vectors of the positional basis, the largest first. Red: entries of D, the diagonal of W in the coordinates "
-        "of the stream; the larger of the two where both are. Colour goes by the square root of magnitude, over the "
-        "head's largest.",
+        "vectors of the positional basis. Red: entries of D, the diagonal of W in the coordinates of the stream. "
+        "Colour goes by the square root of magnitude, over the head's largest.",
         "blue gathered in the top left corner, and a strong red diagonal where a head compares tokens coordinate by "
         "coordinate.",
         f"{SONG}, Fig. 4; Figs. 26 to 29",

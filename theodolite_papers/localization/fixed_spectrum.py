@@ -53,10 +53,8 @@ LENGTH = 64
 class Setting:
     """What is simulated; the sizes are ours.
 
-    Attributes:
-        width: d. length: T tokens, independent N(0, I), each attending to all.
-        layers: of attention alone; after a fourth, rounding is what is left.
-        draws: W_QK, as many for each tr W and scale. scales: √(tr W²)/λ, λ = √d.
+    width: d. length: T tokens, independent N(0, I), each attending to all. layers: of attention alone; after a
+    fourth, rounding is what is left. draws: W_QK, as many for each tr W and scale. scales: √(tr W²)/λ, λ = √d.
     """
 
     width: int = 64
@@ -100,10 +98,8 @@ def left_by_layer(
 class Collapse:
     """Simulated heads, S scales, P values of tr W, D draws.
 
-    Attributes:
-        left: (S, P, D, layers), as `left_by_layer`.
-        entry_sum: (S, P, D), ‖W_QK‖₁.
-        links: chain and link → share of all heads for which it holds.
+    left: (S, P, D, layers), as `left_by_layer`. entry_sum: (S, P, D), ‖W_QK‖₁. links: chain and link → share of all
+    heads for which it holds.
     """
 
     left: Tensor
@@ -138,11 +134,8 @@ def simulate(setting: Setting, seed: int) -> Collapse:
             head = w_q[None], w_k[None], covariance
             by_trace, by_scale = trace_bound(*head), scale_bound(*head)
             sums.append(by_trace.entry_sum[0])
-            held.append(
-                torch.stack(
-                    [by_trace.printed[0], by_trace.corrected[0], by_scale.printed[0], by_scale.corrected[0]]
-                )
-            )
+            chains = by_trace.printed, by_trace.corrected, by_scale.printed, by_scale.corrected
+            held.append(torch.stack([each[0] for each in chains]))
     order = (setting.draws, len(setting.scales), len(SHARES))
     shares = torch.stack(held).double().mean(0)
     links = {
@@ -163,25 +156,16 @@ def judge_collapse(outcome: Outcome, simulated: Collapse, setting: Setting) -> N
     middle, parts, sums = SHARES.index(0.0), [], []
     for place, scale in enumerate(setting.scales):
         for share in (SHARES[0], SHARES[-1]):
-            log = (
-                simulated.left[place, SHARES.index(share), :, -1].log()
-                - simulated.left[place, middle, :, -1].log()
-            )
+            left, norms = simulated.left[place, :, :, -1].log(), simulated.entry_sum[place]
+            log = left[SHARES.index(share)] - left[middle]
             what = (
                 f"ln of what is left after {setting.layers} layers at the "
                 f"{'most negative' if share < 0 else 'largest'} tr W less that at tr W = 0, √(tr W²)/λ = {scale:g}"
             )
             parts.append(judge(claim, what, Estimate.mean(log.numpy(), "draws"), SLOWER))
-            norms = simulated.entry_sum[place, SHARES.index(share)] - simulated.entry_sum[place, middle]
-            relative = (norms / simulated.entry_sum[place, middle]).numpy()
-            sums.append(
-                judge(
-                    "",
-                    f"relative difference, {what[what.index('at the') :]}",
-                    Estimate.mean(relative, "draws"),
-                    GROWS,
-                )
-            )
+            relative = (norms[SHARES.index(share)] - norms[middle]) / norms[middle]
+            where = f"relative difference, {what[what.index('at the') :]}"
+            sums.append(judge("", where, Estimate.mean(relative.numpy(), "draws"), GROWS))
     outcome.verdicts.append(mix_of(claim, parts))
     outcome.verdicts.append(
         mix_of("At a fixed tr W², ‖W_QK‖₁ is larger where |tr W| is (section 5, eq. 7)", sums)
@@ -222,11 +206,8 @@ def collapse(study: Study, outcome: Outcome) -> None:
         )
     ]  # fmt: skip
     outcome.tables["layers"] = pd.DataFrame(rows)
-    outcome.read(
-        "tokens; width; heads of each kind",
-        f"{SETTING.length}; {SETTING.width}; {SETTING.draws}",
-        "not simulated",
-    )
+    sizes = f"{SETTING.length}; {SETTING.width}; {SETTING.draws}"
+    outcome.read("tokens; width; heads of each kind", sizes, "not simulated")
     lines = [
         Line(f"tr W = {share:g} of its largest", colour)
         for share, colour in zip(SHARES, style.CATEGORIES, strict=False)
@@ -252,19 +233,9 @@ def collapse(study: Study, outcome: Outcome) -> None:
 
 def widths() -> Float64[Tensor, "ratios widths"]:
     """The effective share of positions of the exact ρ where all d eigenvalues are equal and tr W/λ is kept."""
-    return torch.stack(
-        [
-            torch.stack(
-                [
-                    curve_width(
-                        propagation_exact(torch.full((d,), ratio / d, dtype=torch.float64), LENGTH, 1.0)
-                    )
-                    for d in WIDTHS
-                ]
-            )
-            for ratio in RATIOS
-        ]
-    )
+    equal = [torch.full((d,), ratio / d, dtype=torch.float64) for ratio in RATIOS for d in WIDTHS]
+    shares = [curve_width(propagation_exact(spectrum, LENGTH, 1.0)) for spectrum in equal]
+    return torch.stack(shares).unflatten(0, (len(RATIOS), len(WIDTHS)))
 
 
 @experiment(
@@ -295,16 +266,11 @@ def width(study: Study, outcome: Outcome) -> None:
     lines = [
         Line(f"tr W/λ = {ratio:g}", colour) for ratio, colour in zip(RATIOS, style.CATEGORIES, strict=False)
     ]
+    across, titles = np.array(WIDTHS, dtype=np.float64), ("d", "effective share")
     outcome.figure(
         "widths",
         "Effective share of positions by width",
-        drawing.curves(
-            np.array(WIDTHS, dtype=np.float64),
-            lines,
-            list(shares.numpy()),
-            ("d", "effective share"),
-            xaxis={"type": "log"},
-        ),
+        drawing.curves(across, lines, list(shares.numpy()), titles, xaxis={"type": "log"}),
         "Of the exact ρ of random walks whose d eigenvalues are all equal, so that ξ = √d, its largest value.",
         "lines that fall.",
         f"{BAO}, section 4",

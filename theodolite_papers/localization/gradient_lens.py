@@ -53,9 +53,7 @@ ORDERS = Criterion("more than", 0.0, "“ρ_i characterizes its strength”: the
 class Shares:
     """Of every context and head: which keys of the last query propagate, and their shares of the gradient.
 
-    Attributes:
-        propagates, share: (contexts, heads of all layers, keys).
-        places: layer and head of each.
+    propagates, share: (contexts, heads of all layers, keys). places: layer and head of each.
     """
 
     propagates: Bool[Tensor, "contexts heads keys"]
@@ -95,9 +93,6 @@ def last_query(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each layer the logits ω of the query that predicts the last token, and ∂J/∂ω, (contexts, heads, keys), and
     the norms of what attention reads, (contexts, keys). J is the sum over contexts of that prediction's loss.
-
-    Raises:
-        UsageError: the model predicts no tokens.
     """
     if model.source.predict is None:
         raise UsageError(f"{model.id} has no output head that is read, so that it has no loss")
@@ -114,11 +109,7 @@ def last_query(
 
 
 def gradient_shares(model: OpenModel, contexts: Int[Tensor, "contexts positions"]) -> Shares:
-    """Of the prediction of each context's last token.
-
-    Raises:
-        UsageError: as `last_query`.
-    """
+    """Of the prediction of each context's last token."""
     propagates, shares = [], []
     for batch in contexts.split(BATCH):
         layers = last_query(model, batch)

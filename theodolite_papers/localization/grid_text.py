@@ -1,8 +1,4 @@
-"""The text of the LocAteR experiment: one file to train on, one to judge on, cut as fairseq cuts them.
-
-Both are read whole, line ends included. `kept_text` keeps the tokens in the grid's folder, where every process of the
-grid finds the same ones. Nothing here knows the model.
-"""
+"""The text of the LocAteR experiment: one file to train on, one to judge on, cut as fairseq cuts them."""
 
 from __future__ import annotations
 
@@ -33,11 +29,9 @@ END_OF_LINE, UNKNOWN = "</s>", "<unk>"
 class GridText:
     """Windows of length + 1 tokens, each sharing one token with the next, so that every token is predicted once.
 
-    Attributes:
-        tokenizer: trained on the training text alone.
-        train, held_out: ids, (windows, length + 1).
-        tokens_per_word: of the held-out text; a line end is a word, as in the usual perplexity of WikiText.
-        sha256: of both files' bytes and of how they were cut.
+    tokenizer: trained on the training text alone. train, held_out: ids, (windows, length + 1). tokens_per_word: of
+    the held-out text; a line end is a word, as in the usual perplexity of WikiText. sha256: of both files' bytes
+    and of how they were cut.
     """
 
     tokenizer: Tokenizer
@@ -61,11 +55,9 @@ def _order(windows: int, seed: int, epoch: int) -> Int[Tensor, " windows"]:
 class TextFiles:
     """Which texts, and how they are cut.
 
-    Attributes:
-        train, held_out: UTF-8 files.
-        length: tokens of a context.
-        batch: contexts per step; the training text must fill one.
-        vocabulary: tokens of a byte-level BPE; None: one token per word, every word of the training text, as published.
+    train, held_out: UTF-8 files. length: tokens of a context. batch: contexts per step; the training text must fill
+    one. vocabulary: tokens of a byte-level BPE; None: one token per word, every word of the training text, as
+    published.
     """
 
     train: Path
@@ -75,11 +67,7 @@ class TextFiles:
     vocabulary: int | None = 2048
 
     def read(self) -> GridText:
-        """Tokenize and cut both.
-
-        Raises:
-            UsageError: a file cannot be read or is too short, or the text does not make so many tokens.
-        """
+        """Tokenize and cut both."""
         texts = [read_text(path, "file") for path in (self.train, self.held_out)]
         tokenizer = (
             word_tokenizer(texts[0])
@@ -96,11 +84,7 @@ class TextFiles:
         return GridText(tokenizer, cut[0], cut[1], len(streams[1]) / words, self.sha256())
 
     def sha256(self) -> str:
-        """Of both files' text and of how they are cut.
-
-        Raises:
-            UsageError: a file cannot be read.
-        """
+        """Of both files' text and of how they are cut."""
         digest = hashlib.sha256(f"{self.length} {self.vocabulary}".encode())
         for path in (self.train, self.held_out):
             digest.update(hashlib.sha256(read_text(path, "file").encode()).digest())
@@ -108,12 +92,7 @@ class TextFiles:
 
 
 def kept_text(folder: Path, files: TextFiles) -> GridText:
-    """The text of a grid: as its folder keeps it, or read from `files` and kept there.
-
-    Raises:
-        UsageError: as `TextFiles.read`, or the folder keeps another text.
-        WorkError: it cannot be written.
-    """
+    """The text of a grid: as its folder keeps it, or read from `files` and kept there."""
     place = folder / "text.safetensors"
     if not place.exists():
         text = files.read()
@@ -134,11 +113,7 @@ def kept_text(folder: Path, files: TextFiles) -> GridText:
 
 
 def load_text(folder: Path) -> GridText:
-    """The text that a grid's folder keeps.
-
-    Raises:
-        UsageError: it is damaged.
-    """
+    """The text that a grid's folder keeps."""
     place = folder / "text.safetensors"
     try:
         tensors, notes = read_checked(place)

@@ -43,12 +43,9 @@ def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estima
 
     Heads of one layer are not independent: they read one stream, and what is predicted from it may miss them alike.
 
-    Args:
-        statistic: indices of some of the heads → the number of these.
-        layers: the layer of each head, (heads,).
+    statistic: indices of some of the heads → the number of these. layers: the layer of each head, (heads,).
 
-    Returns:
-        No error below `LEAST_HEADS`.
+    Returns no error below `LEAST_HEADS`.
     """
     heads, of = np.arange(len(layers)), np.unique(layers)
     value = statistic(heads) if len(heads) else math.nan
@@ -88,8 +85,7 @@ def _correlation(of: Callable[..., Floats], columns: tuple[Floats, ...], layers:
 def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[Estimate, float]:
     """Cohen's κ of two namings of the same heads (Cohen 1960), and the share of heads in which they agree.
 
-    Args:
-        first, second: names, (heads,); heads that are `UNDEFINED` in either are left out.
+    first, second: names, (heads,); heads that are `UNDEFINED` in either are left out.
     """
     known = (first != UNDEFINED) & (second != UNDEFINED)
     names = np.unique(np.concatenate([first[known], second[known]]))
@@ -97,10 +93,8 @@ def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[E
 
     def kappa(heads: Indices) -> float:
         one, two = first_codes[heads], second_codes[heads]
-        same, chance = (
-            (one == two).mean(),
-            sum((one == name).mean() * (two == name).mean() for name in range(len(names))),
-        )
+        same = (one == two).mean()
+        chance = sum((one == name).mean() * (two == name).mean() for name in range(len(names)))
         # Where both have one name throughout, chance alone agrees fully: no agreement beyond it can be seen.
         return float((same - chance) / (1 - chance)) if chance < 1 else math.nan
 
@@ -197,24 +191,18 @@ def behaviour(study: Study, outcome: Outcome) -> None:
         "width": curve_width(measured).numpy(),
         "entropy": need_column(run.heads, "entropy"),
     }
+    predicted_numbers = {name: _numbers(prediction) for name, prediction in predictions.items()}
     correlation_of: Correlations = {
-        (name, predicted, shown): rank_correlation_of_heads(
-            _numbers(prediction)[predicted], numbers[shown], layers
-        )
-        for name, prediction in predictions.items()
+        (name, predicted, shown): rank_correlation_of_heads(of[predicted], numbers[shown], layers)
+        for name, of in predicted_numbers.items()
         for predicted, shown, _, _ in COMPARED
     }
     _judge_order(outcome, correlation_of)
     errors = judge_curves(outcome, predictions, measured, layers)
     shares = _judge_regimes(outcome, predictions, regime_of_curve(measured), layers)
     trace = np.abs(need_column(run.heads, f"trace{SUFFIX['text']}"))
-    judge_entropy(
-        outcome,
-        {"eta": predictions["text"].eta.numpy(), "width": numbers["width"]},
-        numbers["entropy"],
-        trace,
-        layers,
-    )
+    spectra = {"eta": predictions["text"].eta.numpy(), "width": numbers["width"]}
+    judge_entropy(outcome, spectra, numbers["entropy"], trace, layers)
     for name, label in SOURCES.items():
         mean, entropy = correlation_of[name, "mean", "ρ"], correlation_of[name, "eta", "entropy"]
         outcome.read(
@@ -256,8 +244,7 @@ def judge_curves(
 ) -> dict[str, Estimate]:
     """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head.
 
-    Returns:
-        The error of each source's curves, and of that baseline (`others`).
+    Returns the error of each source's curves, and of that baseline (`others`).
     """
     baseline = curve_errors(others_median(measured), measured).numpy()
     errors = {"others": mean_over_heads(baseline, layers)}
@@ -297,16 +284,12 @@ def judge_entropy(
 ) -> None:
     """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed.
 
-    Args:
-        numbers: `eta` of W_QK Σ̂, and `width`, the measured share of positions that propagate; (heads,), as the others.
-        trace: |tr W|.
+    numbers: `eta` of W_QK Σ̂, and `width`, the measured share of positions that propagate; (heads,), as the others.
+    trace: |tr W|.
     """
+    smaller = "Heads whose spectrum has a smaller scale have a higher entropy"
     for claim, name, what in (
-        (
-            "Heads whose spectrum has a smaller scale have a higher entropy",
-            "eta",
-            f"η, from {SOURCES['text']},",
-        ),
+        (smaller, "eta", f"η, from {SOURCES['text']},"),
         ("Localized heads have a higher entropy", "width", "the measured share of positions that propagate"),
     ):
         plain = rank_correlation_of_heads(numbers[name], entropy, layers)

@@ -156,8 +156,7 @@ def distinct(
 ) -> list[list[Setting]]:
     """Settings in groups of rising `name`; within one, no setting is decided to differ from the group's first.
 
-    Args:
-        apart: of the difference of logarithms, paired by seed.
+    apart: of the difference of logarithms, paired by seed.
     """
     means = rows.groupby("setting", sort=False)[name].mean()
     groups: list[list[Setting]] = []
@@ -186,11 +185,8 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
         if not all(setting in table.index for group in groups for setting in group):
             continue
         x, y = ([table.loc[list(group), one].mean() for group in groups] for one in (against, name))
-        values.append(
-            y[1] - y[0]
-            if len(groups) == 2
-            else float(np.nan_to_num(rank_correlation(np.array(x), np.array(y))))
-        )
+        order = np.nan_to_num(rank_correlation(np.array(x), np.array(y)))
+        values.append(y[1] - y[0] if len(groups) == 2 else float(order))
     if not values:
         return Estimate(math.nan)
     known = Estimate.mean(values, "seeds")
@@ -205,12 +201,10 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
 class Comparable:
     """The training runs of one depth and width, all at one step.
 
-    Attributes:
-        published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss
-            that κ weighs against: the readings of what the paper did.
-        others: other ways of LocAteR, in words → settings by rising κ₂.
-        decays: settings without LocAteR by rising weight decay.
-        plain: the one of them with the published decay, None where it was not trained.
+    published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss that
+    κ weighs against: the readings of what the paper did. others: other ways of LocAteR, in words → settings by
+    rising κ₂. decays: settings without LocAteR by rising weight decay. plain: the one of them with the published
+    decay, None where it was not trained.
     """
 
     runs: list[GridRun]
@@ -283,8 +277,7 @@ def in_both_readings(
 
     It does not fail before the published number of steps: an effect may come later.
 
-    Args:
-        estimates: of the readings that were trained.
+    estimates: of the readings that were trained.
     """
     parts = [
         judge(claim, f"{what}, {READINGS[reduction]}", estimate, criterion)

@@ -1,7 +1,4 @@
-"""Figures 6 to 12 of Bao et al. 2024: language models trained with LocAteR, read from the folder of a grid.
-
-No model is opened and nothing is surveyed. The numbers come from `paired_effects`, the verdicts from `locater_claims`.
-"""
+"""Figures 6 to 12 of Bao et al. 2024: language models trained with LocAteR, read from the folder of a grid."""
 
 from __future__ import annotations
 
@@ -63,8 +60,7 @@ class Panel:
 def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]) -> go.Figure:
     """Panels of the same lines against training step, with the range over seeds as a band.
 
-    Args:
-        names: of the lines, at most seven. steps: of each line. shown: the panels, two in a row.
+    names: of the lines, at most seven. steps: of each line. shown: the panels, two in a row.
     """
     down = -(-len(shown) // ACROSS)
     drawn = []
@@ -89,8 +85,7 @@ def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]
 def propagation_map(steps: Floats, propagation: Floats) -> go.Figure:
     """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down.
 
-    Args:
-        steps: (S,). propagation: (S, T).
+    steps: (S,). propagation: (S, T).
     """
     columns = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
     length = propagation.shape[1]
@@ -228,8 +223,7 @@ def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
 def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> None:
     """Verdicts, curves, maps and tables of the training runs of one depth and width.
 
-    Args:
-        recipe: of their grid, as `read_grid` gives it.
+    recipe: of their grid, as `read_grid` gives it.
     """
     data = comparable(runs)
     _read(outcome, data, recipe)
@@ -300,11 +294,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
 
 
 def grid_provenance(folder: str | Path) -> dict[str, Any]:
-    """The provenance of these figures.
-
-    Raises:
-        UsageError: the folder holds no grid.
-    """
+    """The provenance of these figures."""
     recipe, runs = read_grid(folder)
     return of_trainings(
         f"{len(runs)} training runs in {Path(folder).name}",

@@ -1,9 +1,4 @@
-"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, resumable.
-
-All training runs advance in rounds of the same number of steps, so that a grid which is stopped at any time compares
-equals; rerunning the command resumes, and one that asks for more steps, seeds, layers or settings adds them to the
-folder. Every process trains on one core. How one run is trained is not known here.
-"""
+"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, resumable."""
 
 from __future__ import annotations
 
@@ -69,20 +64,11 @@ def train_locater(
 ) -> list[str]:
     """Train what is missing of the grid; returns a line on each training run.
 
-    Args:
-        text, held_out: files to train on and to judge on.
-        seeds, steps: how many of each.
-        gradient: exact or published.
-        reduction: of the loss that the penalty is added to: mean or sum.
-        off_at: updates after which there is no penalty.
-        vocabulary: tokens of the BPE, or `words`.
-        side_by_side: processes, a core for each; device: of all of them.
-        numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`, joined by commas; an empty text: none of
-            them. None, here and above: as published.
-
-    Raises:
-        UsageError: an option is wrong, or as `train_grid`.
-        WorkError: as `train_grid`.
+    text, held_out: files to train on and to judge on. seeds, steps: how many of each. gradient: exact or published.
+    reduction: of the loss that the penalty is added to: mean or sum. off_at: updates after which there is no
+    penalty. vocabulary: tokens of the BPE, or `words`. side_by_side: processes, a core for each; device: of all of
+    them. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`, joined by commas; an empty text:
+    none of them. None, here and above: as published.
     """
     for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
         if given not in get_args(choices):
@@ -151,12 +137,9 @@ CLAIM = "grid.json"
 class Grid:
     """The published settings, and as many weight decays without LocAteR.
 
-    Attributes:
-        layers, widths: depths and d; every combination of all that follows at each.
-        seeds: 0 … seeds − 1.
-        scales, means: κ₁ and κ₂ of the LocAteR training runs, every combination.
-        decays: of the training runs without LocAteR; 0.01 is the published one.
-        gradient, reduction, off_at: of the LocAteR training runs, as in `Setting`.
+    layers, widths: depths and d; every combination of all that follows at each. seeds: 0 … seeds − 1. scales,
+    means: κ₁ and κ₂ of the LocAteR training runs, every combination. decays: of the training runs without LocAteR;
+    0.01 is the published one. gradient, reduction, off_at: of the LocAteR training runs, as in `Setting`.
     """
 
     layers: tuple[int, ...] = (1,)
@@ -200,13 +183,7 @@ class Job:
 def train_grid(
     job: Job, settings: list[Setting], files: TextFiles, console: Console, side_by_side: int = 1
 ) -> None:
-    """Bring every setting to `job.steps` steps, `side_by_side` of them at a time, each on a core of its own.
-
-    Raises:
-        UsageError: the folder holds another grid or text, a number is impossible, or a file cannot be read.
-        WorkError: a training run failed (the others are finished), or a file cannot be written.
-        KeyboardInterrupt: Ctrl-C was pressed; every process has saved its last whole step.
-    """
+    """Bring every setting to `job.steps` steps, `side_by_side` of them at a time, each on a core of its own."""
     for what, number in (("setting", len(settings)), ("step", job.steps), ("process", side_by_side)):
         if number < 1:
             raise UsageError(f"there is nothing to train: give at least one {what}.")
@@ -346,11 +323,10 @@ def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connec
 class GridRun:
     """What one training run of a grid has given so far.
 
-    Attributes:
-        losses: `step`, `training_loss`, `held_out_loss`, `held_out_loss_se`.
-        heads: `step`, `layer`, `trace`, `trace_of_square`, `frobenius_squared`, `entropy`, `propagation`.
-        propagation: ρ_i of the last query, (steps, layers, T), float32, for `propagation_steps`.
-        summary: the model of the last step on all held-out text; None before its grid's last step.
+    losses: `step`, `training_loss`, `held_out_loss`, `held_out_loss_se`. heads: `step`, `layer`, `trace`,
+    `trace_of_square`, `frobenius_squared`, `entropy`, `propagation`. propagation: ρ_i of the last query, (steps,
+    layers, T), float32, for `propagation_steps`. summary: the model of the last step on all held-out text; None
+    before its grid's last step.
     """
 
     setting: Setting
@@ -367,11 +343,7 @@ def is_grid(folder: str | Path) -> bool:
 
 
 def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
-    """How a grid's training runs are made, and all of them, in the order of their names; also while they are running.
-
-    Raises:
-        UsageError: the folder holds no grid, or none that has been measured; a training run of it is damaged.
-    """
+    """How a grid's training runs are made, and all of them by name; also while they are running."""
     folder = Path(folder)
     try:
         recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))

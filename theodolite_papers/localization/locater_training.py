@@ -81,11 +81,9 @@ class Recipe:
 class Setting:
     """What distinguishes one training run.
 
-    Attributes:
-        scale, mean: κ₁ and κ₂, both on every layer's head.
-        gradient: of the second term (`locater_penalty`).
-        reduction: of the loss that the penalty is added to.
-        off_at: updates after which there is no penalty; None: there always is.
+    scale, mean: κ₁ and κ₂, both on every layer's head. gradient: of the second term (`locater_penalty`). reduction:
+    of the loss that the penalty is added to. off_at: updates after which there is no penalty; None: there always
+    is.
     """
 
     layers: int = 1
@@ -108,11 +106,7 @@ class Setting:
         return f"l{self.layers}-d{self.width}-{numbers}{kind}-s{self.seed}"
 
     def check(self) -> None:
-        """Refuse what cannot be trained.
-
-        Raises:
-            UsageError: such a number.
-        """
+        """Refuse what cannot be trained."""
         if self.layers < 1 or self.width < 2 or self.width % 2:
             raise UsageError(f"{self.name}: give at least one layer and an even width.")
         if not all(0 <= strength < math.inf for strength in (self.scale, self.mean, self.weight_decay)):
@@ -170,11 +164,7 @@ class LocaterTraining:
             self.history = {name: kept[f"history/{name}"] for name in self.history}
 
     def advance(self, until: int, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Train on to step `until`, saving on the way and at the end; False where `stop` ended it before.
-
-        Raises:
-            WorkError: the loss is no longer a number, or a file cannot be written.
-        """
+        """Train on to step `until`, saving on the way and at the end; False where `stop` ended it before."""
         if self.step == 0 and not len(self.history["steps"]):
             self._record()
         began = self.step
@@ -202,11 +192,7 @@ class LocaterTraining:
         return f"step {self.step}, held-out loss {last['held_out_loss']:.4f} at step {int(last['step'])}"
 
     def finish(self) -> None:
-        """Write the model as `transformers` opens it, and its loss on all held-out text, unless that is done.
-
-        Raises:
-            WorkError: a file cannot be written.
-        """
+        """Write the model as `transformers` opens it, and its loss on all held-out text, unless that is done."""
         place = self.folder / "summary.json"
         if place.exists() and json.loads(place.read_text(encoding="utf-8"))["step"] == self.step:
             return
@@ -232,11 +218,7 @@ class LocaterTraining:
             write_text(place, json_text(summary, 2) + "\n")
 
     def save(self) -> None:
-        """Write the checkpoint, and what was measured as tables; each file whole or not at all.
-
-        Raises:
-            WorkError: one cannot be written.
-        """
+        """Write the checkpoint, and what was measured as tables; each file whole or not at all."""
         tensors = {f"history/{name}": values for name, values in self.history.items()}
         tensors["summed"] = self.summed
         with disk_errors(self.folder):

@@ -1,8 +1,4 @@
-"""Figures 1 to 3 of Bao et al. 2024: the piecewise linear softmax, ρ(θ) as published and as corrected, and its limit.
-
-Figures of theory come out the same for every model: they show, and what they assert is tested. What does not hold as
-printed is in docs/errata.md.
-"""
+"""Figures 1 to 4 of Bao et al. 2024: the piecewise linear softmax, ρ(θ) and its limit, the bound of the entropy."""
 
 from __future__ import annotations
 
@@ -75,10 +71,11 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
 
     def draw(place: int) -> go.Figure:
         length = BOUND_LENGTHS[place]
-        lines = [*(line for _, line in BOUNDS.values()), HIGHEST]
-        curves = [
-            curve.numpy() for curve in (*bounds[length].values(), torch.full_like(NU, math.log(length)))
-        ]
+        lines, highest = (
+            [*(line for _, line in BOUNDS.values()), HIGHEST],
+            torch.full_like(NU, math.log(length)),
+        )
+        curves = [curve.numpy() for curve in (*bounds[length].values(), highest)]
         titles = ("ν = ‖XXᵀ‖₂ ‖W_QK‖₂/λ", "nats")
         return drawing.curves(NU.numpy(), lines, curves, titles, yaxis={"rangemode": "tozero"})
 
@@ -132,12 +129,11 @@ def softmax(study: Study, outcome: Outcome) -> None:
     for length, (soft, piecewise) in pairs.items():
         gap = (soft - piecewise).abs()
         at = number(float(logit[gap.argmax()]), 2)
-        quantity = (
-            "largest |S − S̃| for two inputs, at |ω₁ − ω₂| = 2"
-            if length == 2
-            else f"the same for {length} inputs, at ω₁ = {at}"
+        two, others = (
+            "largest |S − S̃| for two inputs, at |ω₁ − ω₂| = 2",
+            f"the same for {length} inputs, at ω₁ = {at}",
         )
-        outcome.read(quantity, number(float(gap.max())))
+        outcome.read(two if length == 2 else others, number(float(gap.max())))
     outcome.tables["inputs"] = pd.DataFrame(
         [
             {"inputs": length, "logit": at, "softmax": s, "piecewise": p}
@@ -252,12 +248,10 @@ def window(r: float) -> tuple[float, float]:
 def near_the_limit(study: Study, outcome: Outcome) -> None:
     xi, eta = torch.tensor(NEAR_LIMIT, dtype=torch.float64).T
     published, corrected = (propagation(THETA, xi, eta, name).numpy() for name in VARIANTS)
-    outcome.read(
-        "η where ρ is localized", "ξ = 512 or 256: both drawn", "caption: 5.12/512 = 0.01; text: 0.02"
-    )
-    apart, gap = (
-        float(np.abs(a - b).max()) for a, b in ((corrected[1], corrected[2]), (published, corrected))
-    )
+    printed = "caption: 5.12/512 = 0.01; text: 0.02"
+    outcome.read("η where ρ is localized", "ξ = 512 or 256: both drawn", printed)
+    pairs = (corrected[1], corrected[2]), (published, corrected)
+    apart, gap = (float(np.abs(a - b).max()) for a, b in pairs)
     outcome.read("largest difference of the two readings of ξη = 5.12, corrected", number(apart))
     outcome.read("largest |published − corrected| ρ", number(gap), "0")
     for value in (128, 512):
@@ -279,10 +273,8 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
 
     def draw(place: int) -> go.Figure:
         values: list[Floats] = [published[place], corrected[place]]
-        axes = ("θ", "ρ(θ)")
-        lines = drawing.curves(
-            THETA.numpy(), (PUBLISHED, CORRECTED), values, axes, yaxis={"range": [-0.02, 1.15]}
-        )
+        axes, window_of_y = ("θ", "ρ(θ)"), {"range": [-0.02, 1.15]}
+        lines = drawing.curves(THETA.numpy(), (PUBLISHED, CORRECTED), values, axes, yaxis=window_of_y)
         return drawing.with_windows(lines, {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)})
 
     outcome.figure(

@@ -1,7 +1,4 @@
-"""Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, against four predictions of ρ.
-
-It needs no model and no text. The simulation is `theory.simulate_walks`.
-"""
+"""Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, against four predictions of ρ."""
 
 from __future__ import annotations
 
@@ -80,8 +77,7 @@ def share_beyond_error(sim: Simulation, predicted: Tensor) -> Tensor:
     The error is that of as many walks with the predicted probability, and at least one walk in all: the observed
     share gives none where no walk, or every walk, propagates.
 
-    Args:
-        predicted: (P, D, T), for the spectra of these very draws.
+    predicted: (P, D, T), for the spectra of these very draws.
     """
     error = (predicted * (1 - predicted) / sim.walks).clamp_min(0).sqrt().clamp_min(1 / sim.walks)
     return ((predicted - sim.propagates).abs() > FAR * error).double().mean((0, 2))
@@ -169,8 +165,7 @@ def _draw_curves(outcome: Outcome, name: str, sim: Simulation, predicted: dict[s
         by_name("mean ± scale", [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs], draw, grid=True),
         f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in "
         f"which token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
-        "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and, with these W_QK, over walks "
-        "(thick). Lines: predictions from the eigenvalues of Σ^½ W_QK Σ^½.",
+        "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and over walks (thick).",
         "points on the exact line for every pair; the dashed published one is far from them in the middle of the "
         "context wherever η is not small.",
         f"{BAO}, Fig. 5 left; the pairs of mean and scale are ours",
@@ -201,10 +196,8 @@ def _judge_predictions(
 def _least_gain(sims: dict[str, Simulation], values: dict[str, Tensor], along: str) -> tuple[Estimate, str]:
     """The least favourable of all paired differences, with its error over draws, and where it is.
 
-    Args:
-        values: a number for each pair and draw, (P, D).
-        along: "scale": largest less smallest scale, at every mean but 0; "mean": smallest (but 0) less largest mean,
-            at every scale.
+    values: a number for each pair and draw, (P, D). along: "scale": largest less smallest scale, at every mean but
+    0; "mean": smallest (but 0) less largest mean, at every scale.
     """
     gains = []
     for name in sims:
@@ -243,8 +236,7 @@ def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
 def judge_at_fixed_means(outcome: Outcome, sims: dict[str, Simulation], widths: dict[str, Tensor]) -> None:
     """A2 of section 5, of a fixed mean that is not 0: each mean and Σ is a part, and some may be so and others not.
 
-    Args:
-        widths: effective share of positions of every pair and draw, (P, D).
+    widths: effective share of positions of every pair and draw, (P, D).
     """
     entropy: list[Verdict] = []
     localized: list[Verdict] = []

@@ -75,11 +75,7 @@ Sums = dict[str, tuple[WalkSums, State]]
 
 
 def text_walk(study: Study) -> TextWalk:
-    """The pass over the text of the run, made once for all experiments.
-
-    Raises:
-        UsageError: the text is not at hand, or its contexts are too short.
-    """
+    """The pass over the text of the run, made once for all experiments."""
     corpus = study.require_corpus()
     seed = int(study.provenance["seed"])
     return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))
@@ -198,9 +194,8 @@ def _draw_moments(outcome: Outcome, sums: Sums) -> None:
         "moments",
         "E[x_s·x_t] of what attention reads",
         by_layer(count, draw),
-        "Mean over contexts of the inner product of what the attention module reads at positions s and t, each "
-        "picture over its own largest value: the text of the run, random tokens, Gaussian random walks with the "
-        "covariance of the text's increments, and what Assumption 1 says.",
+        "Mean over contexts, each picture over its own largest value: the text of the run, random tokens, Gaussian "
+        "random walks with the covariance of the text's increments, and what Assumption 1 says.",
         "whether the text looks like the two pictures on the right: strong in the lower right corner only, with "
         "level sets that run along two sides of squares. A flat picture with a strong diagonal is no walk.",
         f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
@@ -259,9 +254,7 @@ def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
         "layers",
         "How closely each layer follows a random walk",
         by_name("measure", list(BY_LAYER.values()), draw),
-        "One number per layer: "
-        + "; ".join(f"{label}: {MEASURES[name]}" for name, label in BY_LAYER.items())
-        + ".",
+        "; ".join(f"{label}: {MEASURES[name]}" for name, label in BY_LAYER.items()),
         "the text's line on that of the simulated walk.",
         f"{BAO}, Assumption 1; the measures are ours",
     )

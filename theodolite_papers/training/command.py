@@ -1,7 +1,4 @@
-"""What `theodolite train embedded | characters | addition | few-shot` do, and what they say of the result.
-
-Options that are None are as published. Every function raises what its trainer does.
-"""
+"""What `theodolite train embedded | characters | addition | few-shot` do, and what they say of the result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The text side of the small trainer: sources, their split, tokenizer, token streams, bigram baseline.
-
-Everything here follows from its arguments and a seed. Nothing here knows the model or writes a file.
-"""
+"""The text side of the small trainer: sources, their split, tokenizer, token streams, bigram baseline."""
 
 from __future__ import annotations
 

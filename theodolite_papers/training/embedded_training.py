@@ -10,7 +10,6 @@ of batches follows from (seed, step) alone.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from theodolite.errors import UsageError
 from theodolite_papers.training.embedded_text import (
     END_OF_TEXT,
     Batch,
-    Source,
     Streams,
     bigram_loss,
     mixed_with_tasks,
@@ -42,15 +40,9 @@ from theodolite_papers.training.models import EmbeddedConfig, embedded_model
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
 
-PYTHON_TEXT = """\
-The text is what CPython {python} carries: the topics of its language reference (`pydoc_data.topics`), and the
-docstrings and source files of its standard library without tests, generated tables and installed packages. It
-is under the [Python Software Foundation License Version 2](https://docs.python.org/3/license.html).
-"""
-
 CARD = """\
 ---
-license: {license}
+license: psfl
 language: en
 library_name: transformers
 pipeline_tag: text-generation
@@ -61,7 +53,10 @@ pipeline_tag: text-generation
 tied embeddings, and a byte-level BPE vocabulary of {vocabulary:,} tokens trained on the same text.
 
 ## Training
-{data}
+The text is what CPython {python} carries: the topics of its language reference (`pydoc_data.topics`), and the
+docstrings and source files of its standard library without tests, generated tables and installed packages. It
+is under the [Python Software Foundation License Version 2](https://docs.python.org/3/license.html).
+
 Made by `{command}` (theodolite {theodolite}, torch {torch}, seed {seed}): {steps:,} steps of
 {batch} contexts of {length} tokens, {tokens_seen:,} tokens in all, read in windows at random places.
 {tasks}AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
@@ -107,31 +102,19 @@ class EmbeddedResult:
 def train_embedded_model(
     out: str | Path,
     *,
-    sources: Sequence[Source] | None = None,
     config: EmbeddedConfig | None = None,
     threads: int = 2,
     console: Console | None = None,
 ) -> EmbeddedResult:
-    """Train a tokenizer and a model on `sources` (default: `python_sources()`), and write the folder `out`.
+    """Train a tokenizer and a model on Python's own text, and write the folder `out`.
 
     A training run that was killed resumes when it is called again with the same arguments.
-
-    Raises:
-        UsageError: there is too little text, or as `check_training` and `train_into`.
-        WorkError, KeyboardInterrupt: as `train_into`.
     """
     out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
     check_training(out, config, threads)
-    if sources is None:
-        with phase("reading Python's text", console):
-            texts: Sequence[Source] = python_sources()
-    else:
-        texts = sources
-    if not texts or any(source.share <= 0 for source in texts):
-        raise UsageError("There must be at least one source of text, each with a positive share.")
     _check_shares(config)
-    with phase("splitting the text", console):
-        training, validation = split_sources(texts, config.seed)
+    with phase("reading Python's text", console):
+        training, validation = split_sources(python_sources(), config.seed)
     with phase("training the tokenizer", console):
         tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
     with phase("tokenizing", console):
@@ -150,7 +133,7 @@ def train_embedded_model(
         loss=lambda model, step: _training_loss(model, _batch(streams, config, step), config),
         progress=progress,
         measure=lambda model: _result(out, model, streams, config, threads),
-        page=lambda result: ("README.md", card(result, config, sources is None)),
+        page=lambda result: ("README.md", card(result, config)),
     )
     return train_into(out, run, threads, console)
 
@@ -234,13 +217,11 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedT
     )
 
 
-def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
-    """The card in Markdown; `python_text` says that the text was `python_sources()`."""
-    python = platform.python_version()
+def card(result: EmbeddedResult, config: EmbeddedConfig) -> str:
+    """The card in Markdown."""
     return CARD.format(
-        license="psfl" if python_text else "unknown",
-        data=PYTHON_TEXT.format(python=python) if python_text else "The text was supplied by the user.\n",
-        command=command(result, config, python_text),
+        python=platform.python_version(),
+        command=command(result, config),
         theodolite=__version__,
         torch=torch.__version__,
         rows="\n".join(_row(result, name) for name in result.training_tokens),
@@ -269,16 +250,15 @@ def _tasks(config: EmbeddedConfig) -> str:
     return "".join(f"{task}\n" for task in tasks)
 
 
-def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
+def command(result: EmbeddedResult, config: EmbeddedConfig) -> str:
     """The call that repeats the training run: on the command line where that has the options, else in Python."""
     default = asdict(EmbeddedConfig())
     changed = {name: value for name, value in asdict(config).items() if value != default[name]}
-    if python_text and changed.keys() <= {"steps", "seed"}:
+    if changed.keys() <= {"steps", "seed"}:
         options = {"out": result.folder.name, **changed, "threads": result.threads}
         return "theodolite train embedded " + " ".join(f"--{name} {value}" for name, value in options.items())
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-    text = "" if python_text else "sources=…, "
-    arguments = f"{text}config=EmbeddedConfig({settings}), threads={result.threads}"
+    arguments = f"config=EmbeddedConfig({settings}), threads={result.threads}"
     return f"train_embedded_model({result.folder.name!r}, {arguments})"
 
 

@@ -67,14 +67,11 @@ Result = TypeVar("Result")
 class ModelTraining(Generic[Result]):
     """What distinguishes one training run into a folder from another.
 
-    Attributes:
-        build: the untrained model; torch's global generator is seeded before.
-        data: names and hashes of what it is trained on, by which an unfinished training run is known.
-        loss: the mean loss of a step's batch, a scalar with a graph.
-        progress: what to print at a checkpoint, given the model and the loss of the step before.
-        measure: the result, of the finished model.
-        page: name and text of the file beside the weights that states the result.
-        series: numbers of updates after which a copy of the model is kept.
+    build: the untrained model; torch's global generator is seeded before. data: names and hashes of what it is
+    trained on, by which an unfinished training run is known. loss: the mean loss of a step's batch, a scalar with a
+    graph. progress: what to print at a checkpoint, given the model and the loss of the step before. measure: the
+    result, of the finished model. page: name and text of the file beside the weights that states the result.
+    series: numbers of updates after which a copy of the model is kept.
     """
 
     config: ModelConfig
@@ -94,11 +91,7 @@ def partial_of(out: Path) -> Path:
 
 
 def check_training(out: Path, config: ModelConfig, threads: int) -> None:
-    """Refuse numbers that no training run can use, and to train into what is there and is no training run.
-
-    Raises:
-        UsageError: such a number or folder.
-    """
+    """Refuse numbers that no training run can use, and to train into what is there and is no training run."""
     training_loop.check_numbers(config.seed, threads)
     check_target(out)
     if out.exists() and not (out / IDENTITY).is_file():
@@ -117,13 +110,7 @@ def check_training(out: Path, config: ModelConfig, threads: int) -> None:
 
 
 def train_into(out: Path, training: ModelTraining[Result], threads: int, console: Console | None) -> Result:
-    """Train a model, from its last checkpoint if there is one, and write it to `out`; measure it where it is done.
-
-    Raises:
-        UsageError: `out` or `<out>.partial` holds another training run, or another process is at work there.
-        WorkError: the loss or a weight is no longer a number (the last checkpoint stays), or a file cannot be written.
-        KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last whole step was written before.
-    """
+    """Train a model, from its last checkpoint if there is one, and write it to `out`; measure it where it is done."""
     partial, console = partial_of(out), console or Console(stderr=True)
     identity = {"config": json.dumps(asdict(training.config)), **training.data}
     with locked(out), using_threads(threads):
@@ -161,11 +148,7 @@ def _check_finished(out: Path, identity: dict[str, str]) -> None:
 
 
 def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """The trained model in the place of the untrained one, all of whose weights are there.
-
-    Raises:
-        UsageError: they are damaged.
-    """
+    """The trained model in the place of the untrained one, all of whose weights are there."""
     advice = "give another folder or remove it."
     architecture: Any = type(model)
     try:

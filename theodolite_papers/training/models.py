@@ -75,7 +75,7 @@ class TaskModelConfig:
     batch: int  # contexts per step
     steps: int
     learning_rate: float  # the peak
-    schedule: Literal["none", "cosine", "linear"]  # constant, to FINAL_RATE of the peak, or to 0
+    schedule: Literal["cosine", "linear"]  # to FINAL_RATE of the peak, or to 0
     dropout: float = 0.0
     positions: str = "learned"  # or "rotary"
     warm_up: int = 100  # steps
@@ -107,10 +107,8 @@ def gpt2(
 ) -> GPT2LMHeadModel:
     """An untrained model, its weights drawn from torch's global generator.
 
-    Args:
-        vocabulary, length: tokens and learned positions.
-        dropout: on embeddings, attention and what each sublayer adds.
-        options: further ones of `GPT2Config`.
+    vocabulary, length: tokens and learned positions. dropout: on embeddings, attention and what each sublayer adds.
+    options: further ones of `GPT2Config`.
     """
     return GPT2LMHeadModel(
         GPT2Config(

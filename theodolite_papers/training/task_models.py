@@ -46,10 +46,6 @@ def train_task_model(
 
     A training run that was killed resumes when it is called again with the same arguments. With `config.series` the
     weights of the steps of `SERIES`, and of the last one, are kept.
-
-    Raises:
-        UsageError: as `check_training` and `train_into`.
-        WorkError, KeyboardInterrupt: as `train_into`.
     """
     out = Path(out)
     check_training(out, config, threads)

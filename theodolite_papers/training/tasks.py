@@ -1,7 +1,4 @@
-"""What the small trainer trains on: the characters of a text, or additions. No model is built here.
-
-A task gives the batch of every step from (seed, step) alone, and measures a model in the task's own terms.
-"""
+"""What the small trainer trains on: the characters of a text, or additions. No model is built here."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,11 +97,7 @@ Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """A UTF-8 file; `what` names the option or thing to replace in the error.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """A UTF-8 file; `what` names the option or thing to replace in the error."""
     path = Path(path)
     if not path.is_file():  # a pipe or a device may have no end
         raise UsageError(f"{path} cannot be read as UTF-8 text (there is no such file); give another {what}.")
@@ -112,35 +105,6 @@ def read_text(path: str | Path, what: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read as UTF-8 text ({error}); give another {what}.") from error
-
-
-class Task(Protocol):
-    """What a training run reads and how it is judged."""
-
-    @property
-    def name(self) -> str:
-        """As the command line calls it."""
-
-    @property
-    def characters(self) -> str:
-        """The vocabulary, one token per character."""
-
-    @property
-    def length(self) -> int:
-        """Positions of the model."""
-
-    @property
-    def sha256(self) -> str:
-        """Of all that decides the data, but the seed."""
-
-    def batch(self, step: int, size: int, seed: int) -> Batch:
-        """The batch of a step."""
-
-    def quick_score(self, model: PreTrainedModel) -> str:
-        """How well a model does, in few words and quickly."""
-
-    def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """How well a model does, in numbers, for `training.json`."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +119,7 @@ class Characters:
 
     @classmethod
     def of_file(cls, path: str | Path, length: int = 128) -> Characters:
-        """The characters of a UTF-8 text.
-
-        Raises:
-            UsageError: it cannot be read, or is shorter than 20 contexts.
-        """
+        """The characters of a UTF-8 text."""
         text = read_text(path, "--text")
         if len(text) < 20 * (length + 1):
             raise UsageError(f"{path} has {len(text)} characters; give at least {20 * (length + 1)}.")
@@ -284,3 +244,7 @@ class Additions:
                 wanted = self._encode(example.answer)
                 right += torch.equal(row[: len(wanted)], wanted)
         return right / count
+
+
+Task = Characters | Additions | FewShot
+"""What a training run reads, and how it is judged."""

@@ -32,10 +32,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class LearningRate:
     """The learning rate of every step: up to its peak on a line from 0, and then what `decay` says.
 
-    Attributes:
-        warm_up: steps of the line.
-        decay: none: it stays there. cosine: to `FINAL_RATE` of the peak. linear: to 0.
-        steps: of the training run, at whose end the decay ends.
+    warm_up: steps of the line. decay: none: it stays there. cosine: to `FINAL_RATE` of the peak. linear: to 0.
+    steps: of the training run, at whose end the decay ends.
     """
 
     peak: float
@@ -66,11 +64,9 @@ def updates(
 ) -> Iterator[tuple[int, Tensor]]:
     """Train `model` in place, and yield after every update how many were done, and the loss before it.
 
-    Args:
-        loss: of a step's batch, a scalar with a graph. rate: the learning rate of a step.
-        steps: those to take.
-        seed: of what is random in the model, such as dropout; None: nothing is.
-        clip: what is done to the gradient before an update.
+    loss: of a step's batch, a scalar with a graph. rate: the learning rate of a step. steps: those to take. seed:
+    of what is random in the model, such as dropout; None: nothing is. clip: what is done to the gradient before an
+    update.
     """
     for step in steps:
         learning_rate = rate(step)
@@ -100,11 +96,7 @@ def save_checkpoint(
     notes: Mapping[str, str],
     others: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write weights, both moments and `others` to one file, whole or not at all.
-
-    Raises:
-        WorkError: a weight is no longer a finite number, or the file cannot be written; what was saved before stays.
-    """
+    """Write weights, both moments and `others` to one file, whole or not at all."""
     if not all(parameter.isfinite().all() for _, parameter in trained_parameters(model)):
         raise WorkError(
             f"The weights are no longer finite numbers: remove {path.parent}, and train with a lower rate."
@@ -122,11 +114,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, identity: Mapping[str, str] | None = None
 ) -> tuple[int, dict[str, Tensor]]:
-    """Load a checkpoint into model and optimizer: the updates it had done, and all its tensors; 0 where there is none.
-
-    Raises:
-        UsageError: it is damaged, or its notes are not those of `identity`.
-    """
+    """Load a checkpoint into model and optimizer: its updates (0 where there is none), and all its tensors."""
     if not path.exists():
         return 0, {}
     try:
@@ -150,11 +138,7 @@ def another_training_run(folder: Path) -> UsageError:
 
 
 def check_numbers(seed: int, threads: int = 1) -> None:
-    """Refuse what no training run can use.
-
-    Raises:
-        UsageError: `seed` is not from 0 to 2³² − 1, or `threads` is not positive or more than `MOST_THREADS`.
-    """
+    """Refuse what no training run can use."""
     if not 0 <= seed < SEEDS:
         raise UsageError(f"seed is {seed}; it must be from 0 to {SEEDS - 1}.")
     if threads <= 0:

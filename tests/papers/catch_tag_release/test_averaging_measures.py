@@ -7,19 +7,8 @@ import torch
 
 from theodolite_papers.catch_tag_release.averaging_models import (
     error_of_ratio,
-    outlier_ratio,
     random_directions,
-    tag_direction,
-    tag_strength,
-    unexplained_variance,
 )
-
-
-def test_unexplained_variance():
-    """Oracle: 0 leaves all of it, the target none, half of it a quarter."""
-    target = torch.tensor([[1.0, -2.0]]).expand(3, -1)
-    left = unexplained_variance(target * torch.tensor([[0.0], [1.0], [0.5]]), target)
-    torch.testing.assert_close(left, torch.tensor([1.0, 0.0, 0.25]))
 
 
 def test_the_error_of_a_ratio_is_that_of_resampled_sequences():
@@ -30,21 +19,6 @@ def test_the_error_of_a_ratio_is_that_of_resampled_sequences():
     ratios = parts.sum(-1) / wholes.sum(-1)
     assert float(error_of_ratio(parts, wholes).mean()) == pytest.approx(float(ratios.std()), rel=0.1)
     assert error_of_ratio(0.3 * wholes, wholes).max() < 1e-7
-
-
-def test_a_tag_is_the_difference_of_two_means():
-    """Oracle: by hand: tagged tokens at (1 ± 1, 4), others at (1 ± 1, 0), and one that counts as neither."""
-    written = torch.tensor([[[[0.0, 4.0], [2.0, 4.0], [0.0, 0.0], [2.0, 0.0], [50.0, 50.0]]]])
-    tagged = torch.tensor([[[True, True, False, False, False]]])
-    others = torch.tensor([[[False, False, True, True, False]]])
-    torch.testing.assert_close(tag_direction(written, tagged, others), torch.tensor([[0.0, 1.0]]))
-    assert tag_strength(written, tagged, tagged | others).tolist() == [pytest.approx(16 / 20)]
-
-
-def test_outlier_ratio():
-    """Oracle: by hand: RMS 9, 3, 2 and 1 over the counted token, the median of the others 2."""
-    hidden = torch.tensor([[[[2.0, -9.0, 1.0, 3.0], [100.0, 0.0, 0.0, 0.0]]]])
-    assert outlier_ratio(hidden, torch.tensor([[[True, False]]])).tolist() == [4.5]
 
 
 def test_random_directions_are_uniform_in_what_is_written() -> None:

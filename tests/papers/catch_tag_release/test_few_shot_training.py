@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -18,14 +16,7 @@ from theodolite.corpus.few_shot_task import RULES, TEST_STREAM, prompt_ids
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
 from theodolite_papers.training import tasks as few_shot
-from theodolite_papers.training.command import train_few_shot
 from theodolite_papers.training.tasks import IGNORED, FewShot
-
-SHORT = {"steps": 4, "batch": 4}
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
 
 
 class Reader(torch.nn.Module):
@@ -104,10 +95,17 @@ def test_batches_are_positive():
 
 
 def test_the_folder_opens_and_says_how_good_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Oracle: `transformers` on the folder's own tokenizer."""
+    """Oracle: `transformers` on the folder's own tokenizer; by way of the command."""
     monkeypatch.setattr(few_shot, "CHECKED", 40)
-    lines = train_few_shot(tmp_path / "a", SHORT, seed=0, threads=1, console=quiet())
+    options = ["--out", str(tmp_path / "a"), "--steps", "4", "--batch", "3", "--seed", "5", "--threads", "1"]
+    command = CliRunner().invoke(app, ["train", "few-shot", *options, "--json"])
+    assert command.exit_code == 0, command.stderr
     result = json.loads((tmp_path / "a" / "training.json").read_text())
+    assert (result["task"], result["steps"], result["batch"], result["seed"]) == ("few-shot", 4, 3, 5)
+    said = json.loads(command.stdout)
+    lines = said["said"]
+    assert len(lines) == 6
+    assert (said["folder"], said["training"]) == (str(tmp_path / "a"), result)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert model.config.model_type == "gpt_neox"
@@ -124,21 +122,3 @@ def test_the_folder_opens_and_says_how_good_the_model_is(tmp_path: Path, monkeyp
             f"{word} example{'s' * (word != 1)}: accuracy {share:.1%} (the best possible: "
         )
     assert result["best_by_shots"] == RULES.best_accuracy().tolist()
-
-
-def test_the_command_trains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Oracle: what the folder says; a line for every number of examples."""
-    monkeypatch.setattr(few_shot, "CHECKED", 40)
-    options = ["--out", str(tmp_path / "m"), "--steps", "2", "--batch", "3", "--seed", "5", "--threads", "1"]
-    result_of_command = CliRunner().invoke(app, ["train", "few-shot", *options])
-    assert result_of_command.exit_code == 0, result_of_command.stderr
-    result = json.loads((tmp_path / "m" / "training.json").read_text())
-    assert (result["task"], result["steps"], result["batch"], result["seed"]) == ("few-shot", 2, 3, 5)
-    assert len(result_of_command.stdout.splitlines()) == 7
-    options[1] = str(tmp_path / "again")
-    as_json = json.loads(CliRunner().invoke(app, ["train", "few-shot", *options, "--json"]).stdout)
-    assert as_json == {
-        "folder": options[1],
-        "said": result_of_command.stdout.splitlines()[:-1],
-        "training": result,
-    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -16,8 +15,6 @@ from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
 from theodolite.passes.survey import spectra
-from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.drawing.sinks import release_scatter
 from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import render
 from theodolite.report.sink_trace import (
@@ -160,27 +157,6 @@ def test_a_trace_of_an_older_version_is_refused(model):
     run = trace_sinks(model, IDS)
     with pytest.raises(UsageError, match="trace again"):
         show_trace(Outcome(), replace(run, traces=run.traces.drop(columns=["gain", "gain_se"])))
-
-
-@pytest.mark.parametrize(("layers", "step"), [([2, 3, 4], 1), ([5], 1), (range(33), 4)])
-def test_layers_have_whole_ticks(layers, step):
-    table = pd.DataFrame({"layer": list(layers)}).assign(
-        head=0, before=0.1, released=0.2, gain_se=0.01, released_layer=3
-    )
-    bar = release_scatter(table).data[1].marker.colorbar
-    assert (bar.dtick, bar.tickformat) == (step, "d")
-
-
-@pytest.mark.parametrize(("length", "sinks"), [(20, [0, 3]), (125, [0, 94]), (500, [17, 18, 300])])
-def test_labels_of_tokens_do_not_lie_over_one_another(length, sinks):
-    """Oracle: distances of the labels; those of neighbouring sinks are the mark alone from the second on."""
-    axis = figures_prompt._axis([f"t{i}" for i in range(length)], sinks)
-    places, texts = list(axis["tickvals"]), axis["ticktext"]
-    assert len(places) <= 64 + len(sinks)
-    assert set(sinks) <= set(places)
-    named = [place for place, text in zip(places, texts, strict=True) if text != figures_prompt.MARK]
-    assert min(np.diff(named)) >= -(-length // 64)
-    assert sum(figures_prompt.MARK in text for text in texts) == len(sinks)
 
 
 def test_a_text_without_sinks_is_not_judged(model):

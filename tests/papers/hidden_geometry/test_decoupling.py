@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from theodolite.errors import UsageError
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers.hidden_geometry.decoupling import decouple
 
@@ -103,17 +102,3 @@ def test_rotations_are_haar() -> None:
     for power, expected in ((1, 0.0), (2, 1.0), (4, 3.0)):
         moment = trace**power
         assert abs(moment.mean() - expected) < 4 * moment.std() / math.sqrt(1000)
-
-
-def test_wrong_calls_are_named() -> None:
-    w, v = sample(14, 1, 6, 2), torch.eye(6)
-    with pytest.raises(UsageError, match=r"give both as \(H, d, d_h\)"):
-        decouple(w, w[:, :, :1], v, 1.0)
-    with pytest.raises(UsageError, match=r"give \(6, 6\), completed to a full basis"):
-        decouple(w, w, v[:5, :5], 1.0)
-    with pytest.raises(UsageError, match="v is not orthogonal"):
-        decouple(w, w, 2 * v, 1.0)
-    with pytest.raises(UsageError, match=r"corners are \(0,\)"):
-        decouple(w, w, v, 1.0, (0,))
-    with pytest.raises(UsageError, match="needs at least 2"):
-        decouple(w, w, v, 1.0, rotations=1)

@@ -19,7 +19,6 @@ from theodolite.models import open_model
 from theodolite.passes.survey import survey
 from theodolite.report.outcome import Outcome
 from theodolite_papers import EXPERIMENTS, Study, experiment
-from theodolite_papers.drawing.training import log_step_axis
 from theodolite_papers.hidden_geometry import addition_check
 from theodolite_papers.hidden_geometry import positions_while_learned as training
 from theodolite_papers.hidden_geometry.addition_check import binomial_error, is_adder
@@ -220,11 +219,6 @@ def test_the_error_of_a_share_is_binomial():
     drawn = np.random.default_rng(0).binomial(1000, 0.3, size=20_000) / 1000
     assert binomial_error(0.3, 1000) == pytest.approx(drawn.std(), rel=0.03)
     assert 0 < binomial_error(1.0, 1000) < 0.002
-
-
-def test_step_zero_has_a_place_on_the_logarithmic_axis():
-    """Oracle: decades, with step 0 half a decade before the first."""
-    np.testing.assert_allclose(log_step_axis([0, 10, 100]), [0.5, 1, 2])
 
 
 @pytest.mark.parametrize(("share", "known"), [(0.91, False), (0.96, True)])

@@ -13,7 +13,6 @@ import transformers
 from typer.testing import CliRunner
 
 from tests.logits.test_attribution import planted  # noqa: F401  (a fixture)
-from tests.report.test_page import Reader
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -24,7 +23,6 @@ from theodolite.models.prompts import Focus
 from theodolite.models.query_key_parts import visit_layers
 from theodolite.passes.survey import survey
 from theodolite.report.outcome import Outcome
-from theodolite.report.outcome_page import write_outcome
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import EXPERIMENTS, Study, reproduce
 from theodolite_papers.hidden_geometry import addition_check
@@ -307,21 +305,6 @@ def test_calls_that_cannot_work_are_one_line(surveyed, monkeypatch):
         made(layer=1, head=1)
     with pytest.raises(UsageError, match="needs the model"):
         reproduce("geometry/figure19", run)
-
-
-def test_a_hostile_prompt_stays_text(surveyed, tmp_path):
-    """Oracle: Python's HTML parser finds the scripts that the page has for a harmless prompt, and no others."""
-    run, model, _ = surveyed("gpt2")
-    figure_6 = EXPERIMENTS["geometry/figure6"]
-    pages = []
-    for prompt in ("an angle", "<script>\x1b\u202e</script>"):
-        outcome = reproduce(figure_6.name, run, model, focus=Focus(prompt, 1, 2))
-        pages.append(write_outcome(figure_6, outcome, run.provenance, tmp_path).read_text())
-    plain, hostile = (Reader(page) for page in pages)
-    assert len(hostile.named("script")) == len(plain.named("script"))
-    assert "\x1b" not in pages[1]
-    assert "\u202e" not in pages[1]
-    assert len(pages[1]) < 1_000_000
 
 
 def test_the_command_takes_prompt_layer_and_head(checkpoint, tmp_path):

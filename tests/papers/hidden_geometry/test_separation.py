@@ -16,7 +16,7 @@ from theodolite_papers import Study, reproduce
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import quotient
-from theodolite_papers.hidden_geometry.separation import cluster_shares, frequent_labels
+from theodolite_papers.hidden_geometry.separation import cluster_shares
 
 CLUSTERS, INCOHERENCE = EXPERIMENTS["geometry/clusters"], EXPERIMENTS["geometry/incoherence"]
 
@@ -66,11 +66,6 @@ def test_columns_are_clusters_in_the_order_of_their_labels():
         cluster_shares(labels, shares, [0, 1, 2]), [[1, 0, 0], [0, 1, 0], [0.5, 0, 0.5]]
     )
     assert cluster_shares(labels, shares, [1]).shape == (1, 3)
-
-
-def test_the_most_frequent_labels_come_first_and_single_ones_not_at_all():
-    assert frequent_labels(np.array([3, 1, 1, 2, 2, 2, -1, -1, -1, -1]), 8) == [2, 1]
-    assert frequent_labels(np.array([3, 1, 1, 2, 2, 2]), 1) == [2]
 
 
 def test_labels_of_one_context_each_are_refused(run):

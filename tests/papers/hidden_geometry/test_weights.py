@@ -14,7 +14,6 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.models.head_weights import HeadWeights
 from theodolite_papers import Study
-from theodolite_papers.drawing import theory as drawing
 from theodolite_papers.hidden_geometry import weights
 from theodolite_papers.hidden_geometry.weights import figure_4
 
@@ -132,16 +131,3 @@ def test_blocks_without_weights_are_left_out_and_named(run):
         Study(run, _model(run, 2, 1, refused=(0, 1))).outcome(FIGURE_4)
     with pytest.raises(UsageError, match="needs the model"):
         Study(run).outcome(FIGURE_4)
-
-
-def test_tiles_lie_side_by_side_with_the_larger_entry_on_the_diagonal():
-    """Oracle: two 2 × 2 heads written out: root of the share of the largest, survivors negative."""
-    rotated = np.array([[[4.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
-    diagonal = np.array([[1.0, 1.0], [2.0, 0.5]])
-    picture = drawing.weight_tiles(rotated, diagonal)
-    top = drawing.TILE_HEADROOM
-    assert picture.shape == (top + 2, 4 + drawing.TILE_GAP)
-    np.testing.assert_allclose(picture[top:, :2], [[-1.0, -0.5], [0.0, 0.5]])
-    np.testing.assert_allclose(picture[top:, -2:], [[1.0, 0.0], [0.0, 0.5]])
-    assert np.isnan(picture[:top]).all()
-    assert np.isnan(picture[:, 2 : 2 + drawing.TILE_GAP]).all()

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.report.outcome import Outcome
-from theodolite.report.outcome_page import write_outcome
 from theodolite_papers.catalogue import made_by as command_of
 from theodolite_papers.experiment import Study
 from theodolite_papers.localization import locater_claims
@@ -317,15 +316,3 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
     del study.provenance["grid"]
     with pytest.raises(UsageError, match="pass the folder"):
         study.outcome(made_by["localization/figure8"])
-
-
-def test_pages(tmp_path: Path) -> None:
-    """Oracle: the verdicts and the label that were put in, in the page and in `result.json`."""
-    write(tmp_path / "grid", grid(1.0))
-    study = Study(grid_provenance(tmp_path / "grid"))
-    experiment = next(figure for figure in [*OF_SHAPES, figure_7] if figure.name == "localization/figure8")
-    page = write_outcome(experiment, study.outcome(experiment), study.provenance, tmp_path / "pages")
-    written = json.loads((page.parent / "result.json").read_text(encoding="utf-8"))
-    assert {v["answer"] for v in written["verdicts"] if v["claim"] in CAPTIONS[:2]} == {HOLDS}
-    assert "36 training runs in grid" in page.read_text(encoding="utf-8")
-    assert "κ₂ = 0.001" in page.read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from theodolite_papers.localization import locater_grid as locater_command
 from theodolite_papers.localization import locater_grid as module
 from theodolite_papers.localization.grid_text import TextFiles
 from theodolite_papers.localization.locater_grid import Grid, Job, read_grid, train_grid, train_locater
-from theodolite_papers.localization.locater_training import LocaterTraining, Recipe, Setting
+from theodolite_papers.localization.locater_training import Recipe, Setting
 
 RECIPE = Recipe(length=16, batch=2, vocabulary=None, measure_every=2, measured_windows=3, checkpoint_every=2)
 SETTINGS = [Setting(width=8), Setting(width=8, scale=100.0, mean=1.0), Setting(width=8, seed=1)]
@@ -92,24 +92,6 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
         assert point.summary is not None
         assert point.summary["step"] == 6
         pd.testing.assert_series_equal(point.losses["step"], point.heads["step"])
-
-
-def test_one_failure_leaves_the_others(
-    files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the folder: all but the failing training are finished, and the failure is said."""
-    advance = LocaterTraining.advance
-
-    def failing(self: LocaterTraining, until: int, stop: object) -> bool:
-        if self.setting == SETTINGS[1]:
-            raise WorkError("The loss is nan.")
-        return advance(self, until)
-
-    monkeypatch.setattr(LocaterTraining, "advance", failing)
-    with pytest.raises(WorkError, match="The loss is nan"):
-        train_grid(Job(tmp_path / "g", RECIPE, 3, "cpu"), SETTINGS, files, console())
-    finished = [(tmp_path / "g/points" / setting.name / "summary.json").exists() for setting in SETTINGS]
-    assert finished == [True, False, True]
 
 
 def test_a_damaged_checkpoint_stops_its_own_training_run_alone(files: TextFiles, tmp_path: Path) -> None:

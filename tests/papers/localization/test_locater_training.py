@@ -266,9 +266,3 @@ def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     broken.model.unembedding.data.fill_(math.nan)
     with pytest.raises(WorkError, match="is nan before step 1"):
         broken.advance(2)
-
-
-def test_published_rates() -> None:
-    """Oracle: appendix D."""
-    assert published_rate(32) == pytest.approx(1e-4)
-    assert published_rate(128) == pytest.approx(2.5e-5)

@@ -12,15 +12,11 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from theodolite.cli.app import app
-from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, IN_PART
 from theodolite.report.outcome import Outcome
-from theodolite.report.outcome_page import write_index, write_outcome
 from theodolite.theory import curve_width, entropy_lower_bound
 from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
-from theodolite_papers import Study, find, reproduce
-from theodolite_papers.catalogue import EXPERIMENTS, need_no_model
-from theodolite_papers.experiment import of_nothing
+from theodolite_papers import reproduce
 from theodolite_papers.localization import simulated_walks as localization_walks
 from theodolite_papers.localization.propagation_theory import ETAS, NEAR_LIMIT, XIS, window
 from theodolite_papers.localization.simulated_walks import PREDICTED, share_beyond_error
@@ -158,20 +154,6 @@ def test_points_beyond_three_standard_errors_are_counted():
     shares = torch.tensor([[[0.5, 0.58, 1.0, 0.99], [0.5, 0.5, 1.0, 1.0]]], dtype=torch.float64)
     sim = Simulation(shares, torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2, 3), walks=400)
     assert share_beyond_error(sim, predicted).tolist() == [0.5, 0.0]
-
-
-def test_theory_needs_no_run_and_says_so(tmp_path):
-    theory = find("localization/figure1,localization/figure4")
-    assert need_no_model(theory)
-    assert not need_no_model([*theory, EXPERIMENTS["localization/walk"]])
-    with pytest.raises(UsageError, match="needs a run"):
-        reproduce("localization/walk")
-    nothing = of_nothing(seed=5)
-    assert nothing["seed"] == 5
-    for experiment in theory:
-        page = write_outcome(experiment, Study(nothing).outcome(experiment), nothing, tmp_path)
-        assert page.is_file()
-    assert "localization/figure4" in write_index(tmp_path).read_text()
 
 
 def test_the_command_opens_no_model_for_theory(tmp_path, monkeypatch):

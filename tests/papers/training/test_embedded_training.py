@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,12 +52,16 @@ def sources() -> list[Source]:
     return [Source("first", 1.0, first), Source("second", 3.0, second)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_sources() -> Iterator[None]:
+    """Two texts in the place of Python's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded_training, "python_sources", sources)
+        yield
+
+
 def quiet() -> Console:
     return Console(file=io.StringIO())
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,7 @@ def trained(
     tmp_path_factory: pytest.TempPathFactory, config: EmbeddedConfig
 ) -> tuple[Path, embedded_training.EmbeddedResult]:
     out = tmp_path_factory.mktemp("trained") / "model"
-    return out, train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
+    return out, train_embedded_model(out, config=config, threads=1, console=quiet())
 
 
 def test_the_folder_opens_and_gives_the_losses_of_the_result(
@@ -101,36 +105,7 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(
     assert not list(out.parent.glob("*.partial"))
 
 
-def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
-    trained: tuple[Path, embedded_training.EmbeddedResult],
-    config: EmbeddedConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    at = LearningRate.at
-
-    def killed(self: LearningRate, step: int) -> float:
-        if step == 5:
-            raise KeyboardInterrupt
-        return at(self, step)
-
-    def train(out: Path, config: EmbeddedConfig = config) -> None:
-        train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
-
-    monkeypatch.setattr(LearningRate, "at", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-    steps: list[int] = []
-    monkeypatch.setattr(LearningRate, "at", lambda self, step: steps.append(step) or at(self, step))
-    with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
-        train(tmp_path / "model", replace(config, steps=7))
-    train(tmp_path / "model")
-    assert steps == [4, 5]  # from the checkpoint of step 4, not from the start
-    assert hashes(tmp_path / "model") == hashes(trained[0])
-
-
-def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
+def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Every line repeats two symbols: each follows from the one before the last, whatever the bigrams are.
     random = np.random.default_rng(0)
     pairs = ["".join(random.choice(list("ABCDEFGH"), size=2)) for _ in range(600)]
@@ -138,9 +113,8 @@ def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
     config = replace(
         SMALL, layers=2, width=32, length=15, vocabulary=257, batch=32, steps=150, learning_rate=1e-2
     )
-    result = train_embedded_model(
-        tmp_path / "model", sources=[Source("x", 1.0, documents)], config=config, threads=1, console=quiet()
-    )
+    monkeypatch.setattr(embedded_training, "python_sources", lambda: [Source("x", 1.0, documents)])
+    result = train_embedded_model(tmp_path / "model", config=config, threads=1, console=quiet())
     # A bigram model knows the 8 symbols, and that 1 in 16 ends a line: which none of the held-out ones does.
     assert result.bigram_loss["x"] == pytest.approx(math.log(8 * 16 / 15), abs=0.1)
     # All that a line leaves to chance after its first symbol is the second: log 8 of 15 tokens.
@@ -163,23 +137,19 @@ def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
 )
 def test_impossible_trainings_are_one_line_and_leave_nothing(tmp_path: Path, change: dict, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        train_embedded_model(
-            tmp_path / "m", sources=sources(), config=replace(SMALL, **change), console=quiet()
-        )
+        train_embedded_model(tmp_path / "m", config=replace(SMALL, **change), console=quiet())
     assert not list(tmp_path.iterdir())
 
 
-def test_no_sources_an_existing_folder_a_broken_loss_and_a_full_disk(
+def test_an_existing_folder_a_broken_loss_and_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="at least one source"):
-        train_embedded_model(tmp_path / "m", sources=[], config=SMALL, console=quiet())
     with pytest.raises(UsageError, match="exists; give another folder"):
-        train_embedded_model(tmp_path, sources=sources(), config=SMALL, console=quiet())
+        train_embedded_model(tmp_path, config=SMALL, console=quiet())
     at = LearningRate.at
     monkeypatch.setattr(LearningRate, "at", lambda self, step: math.nan)
     with pytest.raises(WorkError, match="loss was nan at step 1"):
-        train_embedded_model(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
+        train_embedded_model(tmp_path / "m", config=SMALL, threads=1, console=quiet())
     monkeypatch.setattr(LearningRate, "at", at)
 
     def full(*_: object, **__: object) -> None:
@@ -187,7 +157,7 @@ def test_no_sources_an_existing_folder_a_broken_loss_and_a_full_disk(
 
     monkeypatch.setattr(training_loop, "write_checked", full)
     with pytest.raises(WorkError, match="No space left on device"):
-        train_embedded_model(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
+        train_embedded_model(tmp_path / "m", config=SMALL, threads=1, console=quiet())
     assert not (tmp_path / "m").exists()
 
 
@@ -201,34 +171,10 @@ def test_the_card_states_data_steps_losses_and_the_call(
     assert "6 steps of" in text
     assert "384 tokens in all" in text
     assert (
-        "train_embedded_model('model', sources=…, config=EmbeddedConfig(layers=1, heads=2, width=16, length=16"
-        in text
+        "train_embedded_model('model', config=EmbeddedConfig(layers=1, heads=2, width=16, length=16" in text
     )
     assert "In 30% of the contexts" in text
     assert "In 30%, the token before" in text
-
-
-@pytest.mark.parametrize(
-    ("settings", "python_text", "call"),
-    [
-        (EmbeddedConfig(steps=9, seed=4), True, "embedded --out model --steps 9 --seed 4 --threads 1"),
-        (
-            EmbeddedConfig(width=320, repeats=0.0),
-            True,
-            "config=EmbeddedConfig(width=320, repeats=0.0), threads=1",
-        ),
-        (EmbeddedConfig(), False, "sources=…, config=EmbeddedConfig(), threads=1"),
-    ],
-)
-def test_the_card_gives_the_command_where_it_has_the_options_and_else_the_call(
-    trained: tuple[Path, embedded_training.EmbeddedResult],
-    settings: EmbeddedConfig,
-    python_text: bool,
-    call: str,
-) -> None:
-    text = embedded_training.card(trained[1], settings, python_text)
-    assert call in text
-    assert ("psfl" in text) == python_text
 
 
 def test_options_that_are_not_given_are_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -19,21 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.corpus.addition_task import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
-from theodolite_papers.training.command import train_addition, train_characters, train_embedded
+from theodolite_papers.training.command import train_addition, train_characters
 from theodolite_papers.training.task_models import PUBLISHED, train_task_model
 from theodolite_papers.training.tasks import IGNORED, Additions, Characters
-from theodolite_papers.training.training_loop import LearningRate
 
 TINY = replace(PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
 
 
 def quiet() -> Console:
     return Console(file=io.StringIO())
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture
@@ -140,35 +133,6 @@ def test_accuracy_counts_the_answers_that_are_right() -> None:
         assert task._accuracy(Adder(), digits, 300) == pytest.approx(1 - wrong / 300)
 
 
-def test_the_same_seed_gives_the_same_bytes_also_after_a_kill(
-    tmp_path: Path, play: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the uninterrupted run, with dropout and a series of weights."""
-    config = replace(TINY, dropout=0.2, series=True, schedule="cosine")
-    task = Characters.of_file(play, 16)
-
-    def run(out: Path, **change: object) -> None:
-        train_task_model(out, task, replace(config, **change), threads=1, console=quiet())
-
-    run(tmp_path / "a")
-
-    at = LearningRate.at
-
-    def killed(self: LearningRate, step: int) -> float:
-        if step == 5:
-            raise KeyboardInterrupt
-        return at(self, step)
-
-    monkeypatch.setattr(LearningRate, "at", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "b")
-    monkeypatch.undo()
-    run(tmp_path / "b")
-    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
-    assert sorted(path.name for path in (tmp_path / "a" / "series").iterdir()) == ["000000", "000006"]
-    assert not list(tmp_path.glob("*.partial"))
-
-
 def test_a_kill_while_the_folder_is_finished_loses_no_series(
     tmp_path: Path, play: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +189,13 @@ def test_rates_are_as_published() -> None:
         (None, {"positions": "alibi"}, "choose learned or rotary"),
         (None, {"steps": 0}, "steps is 0; it must be positive"),
         (None, {"warm_up": 0}, "warm_up is 0; it must be positive"),
+        (None, {"learning_rate": 0.0}, "the learning rate is 0.0; it must be above 0 and at most 1"),
+        (None, {"learning_rate": math.nan}, "the learning rate is nan; it must be above 0 and at most 1"),
+        (None, {"learning_rate": 1e9}, "it must be above 0 and at most 1"),
+        (None, {"seed": -1}, "^seed is -1; it must be from 0 to 4294967295.$"),
+        (None, {"seed": 1 << 32}, "^seed is 4294967296; it must be from 0 to 4294967295.$"),
+        (None, {"threads": 0}, "^threads is 0; it must be positive.$"),
+        (None, {"threads": 100_000}, "^threads is 100000; it must be 1024 at most.$"),
         ("missing.txt", {}, "cannot be read as UTF-8 text"),
     ],
 )
@@ -237,24 +208,10 @@ def test_what_cannot_be_trained_is_said_in_a_line(
         if text is None
         else partial(train_characters, text=tmp_path / text)
     )
+    running = {"seed": 0, "threads": 1} | {
+        name: options[name] for name in ("seed", "threads") if name in options
+    }
+    options = {name: value for name, value in options.items() if name not in running}
     with pytest.raises(UsageError, match=says):
-        train(tmp_path / "m", options=options, seed=0, threads=1, console=quiet())
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"seed": -1}, "^seed is -1; it must be from 0 to 4294967295.$"),
-        ({"seed": 1 << 32}, "^seed is 4294967296; it must be from 0 to 4294967295.$"),
-        ({"threads": 0}, "^threads is 0; it must be positive.$"),
-        ({"threads": 100_000}, "^threads is 100000; it must be 1024 at most.$"),
-    ],
-)
-def test_an_impossible_seed_or_number_of_threads_is_said_in_a_line(
-    tmp_path: Path, change: dict, says: str
-) -> None:
-    """Oracle: the words."""
-    with pytest.raises(UsageError, match=says):
-        train_embedded(tmp_path / "m", options={}, console=quiet(), **({"seed": 0, "threads": 1} | change))
+        train(tmp_path / "m", options=options, console=quiet(), **running)
     assert not list(tmp_path.iterdir())

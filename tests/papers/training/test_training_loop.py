@@ -24,7 +24,15 @@ from theodolite_papers.training.tasks import Additions
 from theodolite_papers.training.training_loop import LearningRate
 
 SERIES = replace(
-    PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, series=True, checkpoint_every=4
+    PUBLISHED["addition"],
+    layers=1,
+    heads=2,
+    width=16,
+    batch=8,
+    steps=6,
+    series=True,
+    checkpoint_every=4,
+    dropout=0.2,
 )
 """Nothing but the weights of step 0 is written before step 4."""
 
@@ -184,13 +192,6 @@ def test_two_at_once_are_one(tmp_path: Path) -> None:
     """Oracle: the words, while the lock is held."""
     with locked(tmp_path / "m"), pytest.raises(UsageError, match="another process is writing to"):
         adder(tmp_path / "m")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("rate", [0.0, float("nan"), 1e9])
-def test_an_impossible_rate_is_refused(tmp_path: Path, rate: float) -> None:
-    with pytest.raises(UsageError, match=r"the learning rate is .*; it must be above 0 and at most 1"):
-        adder(tmp_path / "m", learning_rate=rate)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,7 @@ from theodolite.evaluate.scores import over_seeds
 from theodolite.report import style
 from theodolite.report.payload import figure_json
 from theodolite_papers.catch_tag_release.few_shot import accuracy_by_shots
+from theodolite_papers.drawing import localization as drawing
 
 MODELS = ["dense", "oats", "wanda & co"]
 
@@ -56,12 +57,39 @@ def test_lines_intervals_and_marks_carry_the_values(each):
     np.testing.assert_allclose(chance.y, 1 / 3, rtol=1e-6)
 
 
-def test_models_of_anybody_are_harmless(each):
-    """Oracle: the strings that Plotly reads as markup; and the page can write the figure."""
-    each["model"] = each["model"].replace("dense", "<img src=x>\u202e")
-    figure = accuracy_by_shots(over_seeds(each), each)
-    for trace in figure.data[:2]:
-        for text in (trace.name or "", trace.legendgroup, trace.hovertemplate):
-            assert "<img" not in text
-            assert "\u202e" not in text
-    assert json.loads(figure_json(figure, {}))["data"][1]["name"] == "&lt;img src=x&gt;⟨U+202E⟩"
+X = np.linspace(0, 1, 5)
+ROWS = np.arange(10, dtype=np.float64).reshape(2, 5) / 10
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_maps_stand_side_by_side_on_their_own_axes(square):
+    pictures = {"first": ROWS, "second": ROWS + 1, "difference": -ROWS}
+    figure = drawing.maps(
+        pictures, (X, X[:2]), ("x", "y", "z"), (0.0, 2.0), signed=("difference",), square=square
+    )
+    assert [trace.xaxis for trace in figure.data] == ["x", "x2", "x3"]
+    domains = [figure.layout[f"xaxis{own}"].domain for own in ("", "2", "3")]
+    assert domains[0][0] == 0
+    assert domains[-1][1] == pytest.approx(1)
+    assert all(left[1] < right[0] for left, right in pairwise(domains))
+    assert (figure.data[0].zmin, figure.data[0].zmax) == (0.0, 2.0)
+    assert (figure.data[2].zmin, figure.data[2].zmax) == pytest.approx((-0.9, 0.9))
+    amounts, none, signed = (trace.colorbar if trace.showscale else None for trace in figure.data)
+    assert none is None
+    assert (amounts.title.text, signed.title.text) == ("z", "difference")
+    assert signed.y + signed.len < amounts.y - amounts.len  # one below the other
+    assert [note.text for note in figure.layout.annotations] == list(pictures)
+    np.testing.assert_allclose(figure.data[1].z, ROWS + 1, rtol=1e-6)
+    assert (figure.layout.yaxis.autorange == "reversed") == square
+
+
+def test_entropies_and_bars_keep_their_intervals():
+    figure = drawing.entropies((0.1, 1.0), (0.0, 0.5), ROWS[:, :2] + 1, ROWS[:, :2] / 10, 0.01)
+    np.testing.assert_allclose(figure.data[1].error_y.array, ROWS[1, :2] / 10, rtol=1e-6)
+    heights = np.array([0.2, np.nan])
+    bars = drawing.bars(
+        ("a", "b"), {"source": (heights, np.array([[0.1, np.nan], [0.4, np.nan]]))}, "y", (-1, 1)
+    )
+    assert bars.data[0].error_y.array[0] == pytest.approx(0.2)
+    assert bars.data[0].error_y.arrayminus[0] == pytest.approx(0.1)
+    figure_json(bars, {})
