@@ -13,7 +13,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from tests import checkpoints
 from tests.prune.families import write
-from tests.test_larger import offloaded
+from tests.test_larger import split_map
 from theodolite import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model
@@ -147,7 +147,7 @@ def test_offloaded_blocks_are_pruned_from_their_files(family, method, tmp_path):
     """Oracle: the same pruning of the model in memory. The offloaded model stays as it is."""
     folder = write(family, tmp_path / family)
     prune_model(open_model(folder), corpus_of(), method, 0.5, out=tmp_path / "whole", iterations=3)
-    model = offloaded(family, folder)
+    model = open_model(folder, device_map=split_map(folder, "cpu", "disk"))
     before = model.logits(corpus_of().contexts)
     prune_model(model, corpus_of(), method, 0.5, out=tmp_path / "out", iterations=3)
     expected, found = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "out")
@@ -164,11 +164,13 @@ def test_offloaded_blocks_whose_files_do_not_do_are_refused(tmp_path):
     )
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     with pytest.raises(UsageError, match="not kept: give out, a folder"):
-        prune_model(offloaded("llama3", folder), corpus_of(), "wanda", 0.5)
+        prune_model(
+            open_model(folder, device_map=split_map(folder, "cpu", "disk")), corpus_of(), "wanda", 0.5
+        )
     t5 = open_model(tmp_path / "t5", device_map={"": "disk"})
     with pytest.raises(UsageError, match="are offloaded, and cannot be read as they run, since encoder and"):
         prune_model(t5, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
-    model = offloaded("llama3", folder)
+    model = open_model(folder, device_map=split_map(folder, "cpu", "disk"))
     checkpoints.write("llama3", folder, seed=1)
     with pytest.raises(UsageError, match="llama3 have changed since it was opened: open it anew"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
