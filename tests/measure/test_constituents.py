@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.accumulate.test_attention import KINDS, make
 from theodolite.errors import UsageError
@@ -90,25 +88,6 @@ def test_one_context_has_no_standard_error_and_even_logits_no_shares():
     sums = ShareSums(*(torch.zeros(1, 2, *s, dtype=torch.float64) for s in ((5, 5), (), ())))
     assert all(error.isnan().all() for error in sums.standard_errors())
     assert all(share.isnan().all() for share in sums.shares())
-
-
-@given(assignment=st.lists(st.integers(0, 2), min_size=5, max_size=5), seed=st.integers(0, 100))
-@settings(max_examples=25, deadline=None)
-def test_a_coarser_split_is_the_sum_of_the_finer(assignment, seed):
-    """Algebra: logits of groups are sums of logits of their members; the whole stays."""
-    query, key = torch.randn(2, 5, 1, 2, 4, 3, generator=torch.Generator().manual_seed(seed)).double()
-    inputs = make("causal")
-    fine = Constituents(PARTS, query, key, inputs, 0.0)
-    groups = {
-        f"group{g}": [p for p, a in zip(PARTS, assignment, strict=True) if a == g] for g in set(assignment)
-    }
-    coarse = fine.coarse(groups)
-    assert coarse.names == tuple(groups)
-    for a, left in enumerate(groups.values()):
-        for b, right in enumerate(groups.values()):
-            members = [fine.logits[:, PARTS.index(p), PARTS.index(q)] for p in left for q in right]
-            torch.testing.assert_close(coarse.logits[:, a, b], sum(members))
-    torch.testing.assert_close(coarse.logits.sum((1, 2)), fine.logits.sum((1, 2)))
 
 
 @pytest.mark.parametrize("groups", [{"a": PARTS[:4]}, {"a": PARTS, "b": ["pos"]}, {"a": [*PARTS, "x"]}])

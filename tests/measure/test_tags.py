@@ -167,14 +167,3 @@ def test_a_sink_that_catches_all_or_none_has_no_tag(all_of_them):
     both = tables(summed(contexts + one_group), 4)[1].set_index("head")
     for name in ("tag", "tag_se", "tag_chance", "after"):
         assert both.loc[0, name] == pytest.approx(alone.loc[0, name], rel=1e-12), name
-
-
-def test_two_sinks_of_one_token_are_one_row_and_one_observation():
-    catches, output, value, hidden = one_context(5, signal=1.0)
-    position = torch.where(catches.position > 0, catches.position // 3 * 3 + 1, 0)  # all tokens are alike
-    contexts = [(replace(catches, position=position), output, value, hidden)]
-    table, _ = tables(summed(contexts), 1)
-    later = table[table.kind == "later"]
-    assert len(later) == len(later["head"].unique())
-    assert (later.contexts == 1).all()
-    assert later.tag_se.isna().all()  # one context, however many sinks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -63,20 +62,6 @@ def test_default_temperature_is_the_root_of_the_head_width() -> None:
     torch.testing.assert_close(qk_moments(w_q, w_k).r, qk_moments(w_q, w_k).trace / 2)
     per_head = qk_moments(w_q, w_k, temperature=torch.full((5,), 2.0)).r
     torch.testing.assert_close(per_head, qk_moments(w_q, w_k).r)
-
-
-def test_negative_trace_of_square_leaves_only_the_symmetric_scale() -> None:
-    """A rotation by 90° has eigenvalues ±i: tr W² = −2, and no symmetric part."""
-    rotation = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
-    got = qk_moments(rotation, torch.eye(2))
-    assert got.trace_of_square == -2
-    assert got.xi.isnan()
-    assert got.eta.isnan()
-    assert got.xi_symmetric.isnan()
-    assert got.eta_symmetric == 0
-    tilted = qk_moments(rotation + 0.5 * torch.eye(2), torch.eye(2))
-    assert tilted.xi.isnan()
-    torch.testing.assert_close(tilted.xi_symmetric.item(), math.sqrt(2))
 
 
 def test_zero_head_has_zero_scale_and_no_xi() -> None:
