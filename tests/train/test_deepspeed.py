@@ -37,9 +37,10 @@ CONFIG: dict[str, Any] = {
 
 def began() -> Any:
     import deepspeed
-    from deepspeed.comm import torch as communication
 
-    communication.build_shm_op = lambda: None  # it would compile C++, to share memory in place of gloo
+    # It would compile C++, to share memory in place of gloo. (`deepspeed.comm.torch` is also a name of PyTorch there.)
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    communication.build_shm_op = lambda: None
     deepspeed.init_distributed(dist_backend="gloo")
     return deepspeed
 
