@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,6 +21,7 @@ from theodolite.measure.head_roles import (
     LATER_SINK,
     PREVIOUS_TOKEN,
 )
+from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import column, entropy_share, layer_mean, opening_head, provenance
 from theodolite.report.measures import (
@@ -47,9 +48,6 @@ from theodolite.system.wording import (
     visible,
     with_error,
 )
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 EXAMPLE_CONTEXTS = 8
 EXAMPLE_TOKENS = 512

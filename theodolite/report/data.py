@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,8 @@ from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
 from theodolite.judging import Estimate, Estimates
 from theodolite.measure.head_roles import ROLES
+from theodolite.passes.run import Run
 from theodolite.system.wording import head_name
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 Floats = npt.NDArray[np.float64]
 OF_GROUPS = GROUPS, "groups of contexts"

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from theodolite.passes.run import Run
 from theodolite.report.data import array, column, evenly
 from theodolite.report.drawing.grammar import Sketch, Sketched
 from theodolite.report.style import Patch
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
-
 
 GRID = 13  # residual layers drawn small, side by side: all of the papers' twelve-block models
 

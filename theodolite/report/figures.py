@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,7 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
+from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import blocks, heads_per_block
 from theodolite.report.drawing import constituents as figures_constituents
@@ -35,9 +36,6 @@ from theodolite.report.drawing import spectra as figures_spectra
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.measures import HEAD_MEASURES
 from theodolite.system.wording import head_name, listed
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 _P = ParamSpec("_P")
 _EXHIBITS = {exhibit.key: exhibit for exhibit in EXHIBITS}

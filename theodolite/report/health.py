@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from theodolite.corpus.patches import grid_described
 from theodolite.judging import HOLDS, Criterion, Estimate, judge
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
+from theodolite.passes.run import Run
 from theodolite.report.data import (
     array,
     column,
@@ -36,9 +36,6 @@ from theodolite.system.wording import (
     visible,
     with_error,
 )
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 RANK_COLLAPSE = Criterion("less than", 0.10, "residual ‖X − 1x̄ᵀ‖/‖X‖: a layer's tokens are nearly one vector")
 ENTROPY_COLLAPSE = Criterion(

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from html import escape
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from theodolite.measure.head_roles import COMMON_ROLES
+from theodolite.passes.run import Run
 from theodolite.report import content, health
 from theodolite.report.data import column, head_labels
 from theodolite.report.summary import health_line
 from theodolite.system.wording import number, visible
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 FLAGGED = 4
 """Flagged health checks that are shown; the report has all."""

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from theodolite.passes.run import Run
 from theodolite.report.data import provenance
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 MODELS = ("GPT-2", "BERT", "BLOOM", "Llama 2")
 

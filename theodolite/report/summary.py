@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from theodolite.measure.head_roles import (
     PATTERN_ROLES,
     HeadRole,
 )
+from theodolite.passes.run import Run
 from theodolite.report import health, published
 from theodolite.report.data import (
     Floats,
@@ -45,9 +46,6 @@ from theodolite.system.wording import (
     with_error,
 )
 from theodolite.theory.regimes import UNDEFINED
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 Status = Literal["plain", "passed", "flagged"]
 

@@ -5,19 +5,15 @@ Thresholds that turn numbers into words are constants here. Plain text only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 
 from theodolite.measure.constituents import DISJOINT
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, SLIGHT
+from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column
 from theodolite.report.drawing.constituents import ADDITIVE, SHARES, attributed
 from theodolite.system.wording import counted, head_name, listed, number, percent
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 
 def constituents(run: Run) -> list[str]:

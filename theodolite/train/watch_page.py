@@ -332,7 +332,7 @@ def head_map(
     names = [_place(place) for place in places]
     hover = f"%{{y}} at step %{{x}}<br>{measure.axis} %{{z:.3g}}<extra></extra>"
     x = _last_of_groups(steps, groups)
-    cells_of_heads = heat(cells.T, 0.0, highest, hover, bar=measure.axis, plain=True, x=x, y=names)
+    cells_of_heads = heat(cells.T, 0.0, highest, hover, bar=measure.axis, x=x, y=names)
     of_heads = [alarm for alarm in alarms if alarm.head is not None]
     crosses = {
         "type": "scatter",

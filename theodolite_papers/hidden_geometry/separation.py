@@ -84,7 +84,6 @@ def cluster_table(shares: Floats, labels: Sequence[str]) -> Sketch:
         cells=True,
         x=[str(cluster + 1) for cluster in range(shares.shape[1])],
         y=[for_plotly(_short(label)) for label in labels],
-        plain=True,
     )
     axis = {"type": "category", "showgrid": False, "ticks": ""}
     layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed"}}

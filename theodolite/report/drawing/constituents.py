@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,13 +26,11 @@ from theodolite.measure.head_matrices import (
     HeadMatrix,
     head_matrices,
 )
+from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, column, head_grid, heads_per_block, need_column
 from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels, saturation
 from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 GROUP_COLOURS = {
     "position": style.POSITION,
@@ -151,7 +149,6 @@ def constituents(run: Run, layer: int = 0, head: int = 0) -> Sketch:
             f"%{{hovertext}}<br>share %{{z:.4f}}{error}<extra></extra>",
             scale=style.SIGNED,
             cells=True,
-            plain=True,
             text=[[_percentage(share) for share in row] for row in shares[block]],
             texttemplate="%{text}",
             customdata=errors[block].astype(np.float32),

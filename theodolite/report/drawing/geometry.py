@@ -5,20 +5,18 @@ Nothing here computes a statistic: rows are chosen and scaled for the eye only, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.passes.run import Run
 from theodolite.report import published, style
 from theodolite.report.data import Floats, array, blocks, column, evenly, need, need_column, provenance
 from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, heat, line
 from theodolite.report.style import order_colour
 from theodolite.system.wording import for_plotly, number
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 SPIRAL_POSITIONS = 160
 SPIRAL_CONTEXTS = 250
@@ -72,7 +70,6 @@ def spiral(run: Run, layer: int = 0) -> Sketch:
         marker=dots | {"showscale": False, "line": {"width": 0}},
         hover="position %{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
         customdata=positions,
-        plain=True,
     )
     few = {"nticks": 5}
     layout = {"showlegend": False, "xaxis": few, "yaxis": few}
@@ -87,7 +84,7 @@ def waves(run: Run, layer: int = 0) -> Sketch:
     for component in range(3):
         name, colour = f"component {component + 1}", order_colour(component / 2)
         hover = f"position %{{x}}<br>{name}: %{{y:.4g}}<extra></extra>"
-        traces += line(positions, points[:, component], name, colour, width=2, hover=hover, plain=True)
+        traces += line(positions, points[:, component], name, colour, width=2, hover=hover)
     return Sketch(traces, "position", "projection", 340)
 
 
@@ -165,7 +162,6 @@ def spectrum_sketch(coefficients: Floats, x: str, y: str) -> Sketch:
         bar=style.colour_bar("share of the largest", **ticks),
         cells=True,
         customdata=magnitudes.astype(np.float32),
-        plain=True,
     )
     axis = {"showgrid": False, "zeroline": False, "dtick": 1, "ticks": "", "constrain": "domain"}
     layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
@@ -235,7 +231,6 @@ def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> Sketch:
             marker=5,
             hover=f"layer %{{x}}<br>{name}: %{{y:.3f}}{spread}<extra></extra>",
             customdata=[f"{number(low)} to {number(high)}" for low, high in spans],
-            plain=True,
         )
         traces += line(
             [0, layers],
@@ -247,7 +242,6 @@ def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> Sketch:
             hover=f"GPT-2: %{{y:.3f}} ({name}, Table 3)<extra></extra>",
             showlegend=legend,
             legendrank=2000,
-            plain=True,
         )
     axis: dict[str, Any] = {"range": [-0.3, layers + 0.3], "zeroline": False}
     layout = {"xaxis": axis | style.every_tick(layers), "yaxis": {"range": [0, 1.05]}}

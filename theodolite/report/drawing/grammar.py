@@ -69,16 +69,14 @@ def line(
     width: float = 1.8,
     marker: float | dict[str, Any] = 0,
     hover: str = "",
-    plain: bool = False,
     **more: Any,
-) -> list[Any]:
-    """A line with whiskers or on a band.
+) -> list[dict[str, Any]]:
+    """A line with whiskers or on a band, as Plotly's traces.
 
     Args:
         x, y: (n,). name: in the legend, where lines of one name are switched together.
         errors: half the lengths of the whiskers, (n,). band: its lower and upper edge, (n,) each.
         marker: the points, or their size in pixels; 0: none. hover: what hovering tells, Plotly's template.
-        plain: traces as dictionaries, as a `Sketch` has them; else as Plotly's.
         more: further entries of the line's trace.
     """
     x, y, label = _numbers(x), _numbers(y), for_plotly(name)
@@ -110,11 +108,10 @@ def line(
         "marker": (marker if isinstance(marker, dict) else {"size": marker}) if marker else None,
         "hovertemplate": hover or f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
     }
-    traces.append(own | more)
-    return traces if plain else [go.Scatter(**trace) for trace in traces]
+    return [*traces, own | more]
 
 
-def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> list[Any]:
+def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> list[dict[str, Any]]:
     """A thin grey line to hold others against, such as a threshold; `y` may be one number. Hovering passes it by."""
     heights = np.broadcast_to(y, np.shape(x))
     return line(x, heights, name, style.REFERENCE, dash=dash, width=1, hoverinfo="skip", **more)
@@ -129,15 +126,13 @@ def heat(
     scale: style.Scale = style.MAGNITUDE,
     bar: str | dict[str, Any] | None = None,
     cells: bool = False,
-    plain: bool = False,
     **more: Any,
-) -> Any:
-    """A map of amounts (rows, columns), NaN left blank.
+) -> dict[str, Any]:
+    """A map of amounts (rows, columns), NaN left blank, as Plotly's trace.
 
     Args:
         low, high: where the colours saturate. hover: what hovering tells, Plotly's template.
         bar: its `style.colour_bar`, or the title of a plain one; None: none. cells: a hairline between cells.
-        plain: as a dictionary, as a `Sketch` has it; else as Plotly's.
         more: further entries of the trace.
     """
     own: dict[str, Any] = {
@@ -151,9 +146,7 @@ def heat(
         "hovertemplate": hover,
         "hoverongaps": False,
     }
-    if cells:
-        own |= {"xgap": 1, "ygap": 1}
-    return own | more if plain else go.Heatmap(**(own | more))
+    return own | ({"xgap": 1, "ygap": 1} if cells else {}) | more
 
 
 def saturation(values: Sequence[Floats]) -> float:
@@ -179,7 +172,7 @@ def rows_down(count: int) -> dict[str, Any]:
 @Sketched
 def head_cells(z: Floats, low: float, high: float, hover: str, **more: Any) -> Sketch:
     """A map of layers (rows) and heads (columns), a cell a head; arguments as of `heat`."""
-    cells = heat(z, low, high, hover, cells=True, plain=True, **more)
+    cells = heat(z, low, high, hover, cells=True, **more)
     return Sketch([cells], "head", "layer", layout=style.head_map_layout(*np.shape(z)))
 
 
@@ -217,7 +210,7 @@ def cosine_map(
     hover = f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>"
     names = list(rows)
     return Sketch(
-        [heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names, plain=True)],
+        [heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names)],
         height=height,
         layout=layout
         | {

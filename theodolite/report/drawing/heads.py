@@ -6,13 +6,14 @@ Layer ℓ is block ℓ counted from 0.
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.measure.head_roles import COMMON_ROLES
+from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import (
     Floats,
@@ -26,9 +27,6 @@ from theodolite.report.data import (
 from theodolite.report.drawing.grammar import Sketch, Sketched, head_cells, reference
 from theodolite.report.measures import ABSENT_AT_ZERO, HEAD_MEASURES, Measure
 from theodolite.system.wording import for_plotly, head_name, number
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 REGIMES = ("early", "middle", "late", "uniform", "vanishing")

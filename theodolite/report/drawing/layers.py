@@ -6,20 +6,18 @@ every curve except those that name it. Every figure needs only the run's layer t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.passes.run import Run
 from theodolite.report import published, style
 from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column
 from theodolite.report.drawing.grammar import line, reference
 from theodolite.report.health import RANK_COLLAPSE
 from theodolite.system.wording import with_error
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 _DASHES = dict(zip(published.MODELS, ("solid", "dash", "dot", "dashdot"), strict=True))
 WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2

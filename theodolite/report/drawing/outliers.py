@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, need
 from theodolite.report.drawing.grammar import heat, rows_down, sentence
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 DIMENSIONS = 40
 NAMED: dict[str, Any] = {"type": "category", "showgrid": False}  # an axis of dimensions or tokens

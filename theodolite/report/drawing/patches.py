@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,12 @@ import plotly.graph_objects as go
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import UsageError
+from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, need, provenance
 from theodolite.report.drawing.geometry import spectrum_sketch
 from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels
 from theodolite.system.wording import for_plotly
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 COMPONENTS = 3
 MAP, PICTURE = 270, 180  # pixels: the height of a row of maps, and of one of pictures

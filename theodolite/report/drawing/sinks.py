@@ -5,20 +5,16 @@ They take a run or plain tables. What does not fit a screen is thinned by keepin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.measure.tags import NAMED
+from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, need
 from theodolite.report.drawing.grammar import heat, reference, rows_down
 from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 POSITION_BINS = 128
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there

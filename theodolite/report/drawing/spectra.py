@@ -5,19 +5,17 @@ Curves are thinned to a bounded number of positions, never smoothed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import array, blocks, entropy_limits, evenly, heads_per_block, need
 from theodolite.report.drawing.grammar import Sketch, Sketched, line
 from theodolite.report.style import order_colour
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 CURVE_POINTS = 128
 MANY_HEADS = 400
@@ -72,9 +70,7 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
         shown = _thinned(run, length)
         hover = f"θ %{{x:.3f}}<br>{label}: %{{y:.3f}}<extra></extra>"
         rho = values[layer, head, shown]
-        traces += line(
-            (shown + 1) / length, rho, label, colour, dash=dash, width=width, hover=hover, plain=True
-        )
+        traces += line((shown + 1) / length, rho, label, colour, dash=dash, width=width, hover=hover)
     if not traces:
         raise UsageError("this run has no propagation curve of any head")
     layout = {"yaxis": {"range": [-0.02, 1.05]}, "xaxis": {"range": [0, 1.01]}}
@@ -83,9 +79,7 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
 
 def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
     """The entropy of uniform attention, which is the limit of all."""
-    return line(
-        positions, limits, "uniform attention", style.GREY, dash="dash", width=1.5, hover=hover, plain=True
-    )
+    return line(positions, limits, "uniform attention", style.GREY, dash="dash", width=1.5, hover=hover)
 
 
 @Sketched
@@ -95,7 +89,7 @@ def head_entropy(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     shown = _thinned(run, values.shape[2])
     hover = "position %{x}<br>%{y:.3f} nats<extra></extra>"
     measured = values[layer, head, shown]
-    traces = line(shown, measured, "this head", style.MEASURED, width=2.2, hover=hover, plain=True)
+    traces = line(shown, measured, "this head", style.MEASURED, width=2.2, hover=hover)
     traces += _uniform(shown, entropy_limits(run)[layer, shown], hover)
     layout = {"yaxis": {"rangemode": "tozero"}}
     return Sketch(traces, "position of the query", "entropy in nats", 360, layout)

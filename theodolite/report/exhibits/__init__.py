@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from theodolite.passes.run import Run
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SurveyExhibit
 from theodolite.report.exhibits.constituents import CONSTITUENT_EXHIBITS
 from theodolite.report.exhibits.heads import HEAD_EXHIBITS
 from theodolite.report.exhibits.layers import LAYER_EXHIBITS
 from theodolite.report.exhibits.patches import PATCH_EXHIBITS
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 EXHIBITS = [*PATCH_EXHIBITS, *LAYER_EXHIBITS, *HEAD_EXHIBITS, *CONSTITUENT_EXHIBITS]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from theodolite.measure.head_roles import COMMON_ROLES
+from theodolite.passes.run import Run
 from theodolite.report.data import blocks, column, heads_per_block
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import heads as maps
@@ -14,9 +14,6 @@ from theodolite.report.drawing.grammar import Sketched
 from theodolite.report.exhibit import Choice, Option, SurveyExhibit
 from theodolite.report.measures import BAO, SONG, XIAO, ZHAI, ZHANG
 from theodolite.system.wording import head_name
-
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
 
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))
 
