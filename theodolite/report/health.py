@@ -1,16 +1,14 @@
 """Health checks of a run, each with its threshold.
 
-A check is made only where the run has its numbers, and reports that it passed: silence is not health. The thresholds
-are conventions for a first look; the comment at each says what it compares. What the captions of figures call unhealthy
-is checked here. A mean over layers is judged by `judging.judge` with its standard error, and passes only where it is
-clear of its limit.
+A check is made only where the run has its numbers, and reports that it passed, too. The thresholds are conventions for
+a first look. A mean over layers passes only where it is clear of its limit by its standard error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +57,7 @@ LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise lev
 REASON = 160  # characters of a reason that are shown
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """The outcome of one check."""
 
     name: str
@@ -95,22 +92,21 @@ def _named(run: Run, flags: npt.NDArray[np.bool_]) -> str:
     return listed([name for name, flag in zip(head_labels(run), flags, strict=True) if flag])
 
 
+def _counted(flags: npt.NDArray[np.bool_]) -> str:
+    return counted(int(flags.sum()), "head")
+
+
 def _rank_collapse(run: Run) -> Said | None:
     residual = column(run.layers, "rank_collapse")
     if residual is None:
         return None
     layers = run.layers["layer"].to_numpy(dtype=int)
     lowest = int(np.nanargmin(residual))
-    low = [f"layer {layer}" for layer in layers[RANK_COLLAPSE.met(residual)]]
-    if low:
-        text = (
-            f"Rank collapse: in {listed(low)} all tokens are nearly the same vector (residual below "
-            f"{RANK_COLLAPSE.limit:g}; lowest {number(residual[lowest], 2)})."
-        )
-        return text, True
-    least = f"{number(residual[lowest], 2)} (layer {layers[lowest]})"
-    text = f"No rank collapse: the residual stays at or above {least}."
-    return text, False
+    least = number(residual[lowest], 2)
+    if low := [f"layer {layer}" for layer in layers[RANK_COLLAPSE.met(residual)]]:
+        limits = f"(residual below {RANK_COLLAPSE.limit:g}; lowest {least})"
+        return f"Rank collapse: in {listed(low)} all tokens are nearly the same vector {limits}.", True
+    return f"No rank collapse: the residual stays at or above {least} (layer {layers[lowest]}).", False
 
 
 def _entropy_collapse(run: Run) -> Said | None:
@@ -126,9 +122,9 @@ def _entropy_collapse(run: Run) -> Said | None:
         values = column(run.heads, role.column)
         if values is not None:
             explained |= low & (values >= role.explains_low_entropy)
-    unexplained = low & ~explained
-    heads = f"{counted(int(low.sum()), 'head')} {'has' if low.sum() == 1 else 'have'}"
+    heads = f"{_counted(low)} {'has' if low.sum() == 1 else 'have'}"
     text = f"{heads} less than {limit} of the maximum entropy: {_named(run, low)}."
+    unexplained = low & ~explained
     if not unexplained.any():
         return f"{text} All are first-token sink heads or have one fixed role, as is common.", False
     if explained.any():
@@ -141,11 +137,8 @@ def _vanishing(run: Run) -> Said | None:
     if propagation is not None:
         vanished = VANISHING.met(propagation)
         if vanished.any():
-            text = (
-                f"Vanishing signal: fewer than {percent(VANISHING.limit)} of the keys propagate in "
-                f"{counted(int(vanished.sum()), 'head')}: {_named(run, vanished)}."
-            )
-            return text, True
+            keys = f"fewer than {percent(VANISHING.limit)} of the keys propagate"
+            return f"Vanishing signal: {keys} in {_counted(vanished)}: {_named(run, vanished)}.", True
         lowest = percent(float(np.nanmin(propagation)))
         return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
     name = "regime_data" if "regime_data" in run.heads.columns else "regime"
@@ -153,9 +146,8 @@ def _vanishing(run: Run) -> Said | None:
         return None
     predicted = run.heads[name].astype(str).str.startswith("vanishing").to_numpy()
     if predicted.any():
-        heads = counted(int(predicted.sum()), "head")
-        text = f"Theory predicts a vanishing signal for {heads}: {_named(run, predicted)}."
-        return text, True
+        heads = f"{_counted(predicted)}: {_named(run, predicted)}"
+        return f"Theory predicts a vanishing signal for {heads}.", True
     return "Theory predicts no vanishing signal.", False
 
 
@@ -163,18 +155,11 @@ def _dead_heads(run: Run) -> Said | None:
     size = column(run.heads, "frobenius_squared")
     if size is None:
         return None
-    zero = DEAD_SHARE.met(size / (float(np.nanmedian(size)) or 1.0))
-    share = entropy_share(run)
-    uniform = (
-        np.zeros(len(size), dtype=bool) if share is None else (share >= UNIFORM_ATTENTION.threshold) & ~zero
-    )
-    causes = []
-    if zero.any():
-        causes.append(f"W_QK is numerically zero in {_named(run, zero)}")
-    if uniform.any():
-        causes.append(f"attention is uniform in {_named(run, uniform)}")
-    if causes:
-        return f"Dead heads: {'; '.join(causes)}.", True
+    zero, share = DEAD_SHARE.met(size / (float(np.nanmedian(size)) or 1.0)), entropy_share(run)
+    uniform = ~zero & (share is not None and share >= UNIFORM_ATTENTION.threshold)
+    causes = (("W_QK is numerically zero", zero), ("attention is uniform", uniform))
+    if dead := [f"{cause} in {_named(run, flags)}" for cause, flags in causes if flags.any()]:
+        return f"Dead heads: {'; '.join(dead)}.", True
     return "No dead heads: no W_QK is negligible compared with the others.", False
 
 
@@ -185,25 +170,18 @@ def _constant_logits(run: Run) -> Said | None:
         return None
     constant = CONSTANT.met(share)
     if not constant.any():
-        text = (
-            "No constant logits: in every head, at least "
-            f"{percent(1 - CONSTANT.limit)} of the logits' variance depends on position or context."
+        varying = (
+            f"at least {percent(1 - CONSTANT.limit)} of the logits' variance depends on position or context"
         )
-        return text, False
-    sink_scores = column(run.heads, FIRST_TOKEN_SINK.column)
-    unexplained = (
-        constant
-        if sink_scores is None
-        else constant & ~(sink_scores >= FIRST_TOKEN_SINK.explains_low_entropy)
-    )
+        return f"No constant logits: in every head, {varying}.", False
+    scores = column(run.heads, FIRST_TOKEN_SINK.column)
+    explained = scores is not None and bool((scores[constant] >= FIRST_TOKEN_SINK.explains_low_entropy).all())
     text = (
-        f"Constant logits: in {counted(int(constant.sum()), 'head')} means and biases alone account for at least "
+        f"Constant logits: in {_counted(constant)} means and biases alone account for at least "
         f"{percent(CONSTANT.limit)} of the logits' variance, independent of position and context: "
         f"{_named(run, constant)}."
     )
-    if not unexplained.any():
-        text += " All are first-token sink heads, as is common."
-    return text, bool(unexplained.any())
+    return text + (" All are first-token sink heads, as is common." if explained else ""), not explained
 
 
 def _not_decomposed(run: Run) -> Said | None:
@@ -219,16 +197,12 @@ def _massive(run: Run) -> Said | None:
     later = column(run.layers, "massive_activations")
     if later is None:
         return None
-    layers = run.layers["layer"].to_numpy(dtype=int)
-    affected = layers[MASSIVE.met(later)]
-    if len(affected):
-        text = (
-            f"Massive activations after the first token in {counted(len(affected), 'layer')} (first in layer "
-            f"{affected.min()}): "
-            "common in large models, harmful to low-precision formats."
-        )
-        return text, True
-    return "No massive activations after the first token.", False
+    affected = run.layers["layer"].to_numpy(dtype=int)[MASSIVE.met(later)]
+    if not len(affected):
+        return "No massive activations after the first token.", False
+    where = f"in {counted(len(affected), 'layer')} (first in layer {affected.min()})"
+    harm = "common in large models, harmful to low-precision formats"
+    return f"Massive activations after the first token {where}: {harm}.", True
 
 
 def _passes(estimate: Estimate, criterion: Criterion) -> bool:
@@ -291,18 +265,11 @@ def _smooth(run: Run) -> Said | None:
     smooth = layer_average(run, "low_frequency_10", among)[0]
     if not math.isfinite(smooth.value):
         return None
-    share = percent_with_error(smooth.value, smooth.error)
+    share = f"ten lowest frequencies{of_plane(run)} hold {percent_with_error(smooth.value, smooth.error)} of the energy"
     if _passes(smooth, ROUGH):
-        text = (
-            f"The positional basis is not rough: its ten lowest frequencies{of_plane(run)} hold {share} of the "
-            "energy."
-        )
-        return text, False
-    text = (
-        f"Rough positional basis: the ten lowest frequencies{of_plane(run)} hold {share} of the energy of its Gram "
-        f"matrix, not clearly more than {percent(ROUGH.limit)}: neighbouring positions have unrelated vectors."
-    )
-    return text, True
+        return f"The positional basis is not rough: its {share}.", False
+    limit = f"not clearly more than {percent(ROUGH.limit)}: neighbouring positions have unrelated vectors"
+    return f"Rough positional basis: the {share} of its Gram matrix, {limit}.", True
 
 
 def _entangled(run: Run) -> Said | None:
@@ -312,10 +279,8 @@ def _entangled(run: Run) -> Said | None:
     cosine = with_error(incoherence.value, incoherence.error)
     if _passes(incoherence, ENTANGLED):
         return f"Position and context are not entangled: mean |cosine| {cosine}.", False
-    text = (
-        f"Position and context are entangled: mean |cosine| {cosine}, not clearly below {ENTANGLED.limit:g}."
-    )
-    return text, True
+    limit = f"not clearly below {ENTANGLED.limit:g}"
+    return f"Position and context are entangled: mean |cosine| {cosine}, {limit}.", True
 
 
 def _missing(run: Run) -> Said | None:
@@ -323,17 +288,12 @@ def _missing(run: Run) -> Said | None:
     if column(run.heads, "entropy") is None:
         return None
     unknown = run.heads["entropy"].isna().to_numpy()
-    if not unknown.any():
-        return None
-    return f"The attention of {_named(run, unknown)} could not be read.", True
+    return (f"The attention of {_named(run, unknown)} could not be read.", True) if unknown.any() else None
 
 
 def _unknown_tokens(run: Run) -> Said | None:
     unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
     if not tokens or not unknown or not UNKNOWN.met(unknown / tokens):
         return None
-    text = (
-        f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: the text may be in a language or "
-        "script that the model does not know."
-    )
-    return text, True
+    reason = "the text may be in a language or script that the model does not know"
+    return f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: {reason}.", True
