@@ -25,17 +25,11 @@ from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted, head_name, listed, percent
 
-MOST_HARDEST = 3
-"""If more heads than this tie for hit hardest, none is named."""
-
-LEAST_PARTS = 2
-"""Parts of which a head must lose something to count as hit hard, unless it loses its output."""
-
+MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
+LEAST_PARTS = 2  # of which a head must lose something to count as hit hard, unless it loses its output
 OF_HEADS = ("sinks", "tags", outputs.NAME, "entropies", "head types", "spectra")
 
 VERBS: dict[Answer, str] = {HOLDS: "keeps", IN_PART: "partly keeps", FAILS: "loses", UNDECIDED: "may keep"}
-"""What a model does with a part, in the words of the summary."""
-
 SHAPE = {
     "layers": "layers",
     "heads": "heads per layer",
@@ -47,10 +41,9 @@ SHAPE = {
 
 @dataclass(frozen=True, repr=False)
 class Audit:
-    """What survives of a reference in another run.
+    """What survives of a reference in another run; `reference` and `other` are the names of the two.
 
     Attributes:
-        reference, other: names of the two.
         parts: sinks, tags (where both traces were given), outlier dimensions, massive activations, positional basis,
             head outputs (where they were given), entropies, head types, spectra. Of models that differ in shape or
             tokenizer: matched heads alone.
@@ -93,10 +86,10 @@ class Audit:
         Raises:
             UsageError: there is none.
         """
-        for part in self.parts:
-            if part.name == name:
-                return part
-        raise UsageError(f"no part {name!r}: there are {listed([part.name for part in self.parts], 9)}")
+        parts = {part.name: part for part in self.parts}
+        if name not in parts:
+            raise UsageError(f"no part {name!r}: there are {listed(list(parts), 9)}")
+        return parts[name]
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -133,14 +126,12 @@ def compare(
     Raises:
         UsageError: two runs that cannot be compared, and why.
     """
-    all_runs = [reference, other, *(run for run in (reference_trace, other_trace) if run is not None)]
-    if not_runs := [run for run in all_runs if not isinstance(run, Run)]:
-        raise UsageError(
-            f"runs are compared, from survey(…) or Run.load(FOLDER); this is {type(not_runs[0]).__name__}"
-        )
+    traces = [trace for trace in (reference_trace, other_trace) if trace is not None]
+    if not_runs := [run for run in (reference, other, *traces) if not isinstance(run, Run)]:
+        what = type(not_runs[0]).__name__
+        raise UsageError(f"runs are compared, from survey(…) or Run.load(FOLDER); this is {what}")
     if names is not None and len(names) != 2:
         raise UsageError(f"two models are compared, and names has {len(names)}: give two")
-    traces = [trace for trace in (reference_trace, other_trace) if trace is not None]
     if len(traces) == 1:
         raise UsageError("tags are compared between two traces: give both or neither")
     written = list(outputs_of or ())
@@ -175,32 +166,26 @@ def name_of(run: Run) -> str:
 
 def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], written: list[Run]) -> None:
     """Refuse what cannot be compared."""
-    for runs, is_wrong, why in (
-        (
-            surveys,
-            lambda run: run.is_trace,
-            "this is a trace of sinks; give the survey, with the trace as FOLDER-sinks",
-        ),
-        (
-            surveys,
-            lambda run: run.is_outputs,
-            "these are outputs of heads; give the survey, with the outputs as FOLDER-outputs",
-        ),
-        (
-            surveys,
-            lambda run: not run.provenance.get("corpus"),
-            "these are spectra of weights only; give a survey of a text",
-        ),
-        (traces, lambda run: not run.is_trace, "this is not a trace of sinks; `theodolite trace` makes one"),
-        (
-            written,
-            lambda run: not run.is_outputs,
-            "these are not outputs of heads; `comparison.read_outputs` makes them",
-        ),
-    ):
-        for name, run in zip(names, runs, strict=False):
-            if is_wrong(run):
-                raise UsageError(f"{name}: {why}")
+    faults = [
+        fault
+        for name, run in zip(names, surveys, strict=True)
+        for fault, is_there in {
+            f"{name}: this is a trace of sinks; give the survey, with the trace as FOLDER-sinks": run.is_trace,
+            f"{name}: these are outputs of heads; give the survey, with the outputs as FOLDER-outputs": run.is_outputs,
+            f"{name}: these are spectra of weights only; give a survey of a text": not run.provenance.get(
+                "corpus"
+            ),
+        }.items()
+        if is_there
+    ]
+    for name, run in zip(names, traces, strict=False):
+        if not run.is_trace:
+            faults.append(f"{name}: this is not a trace of sinks; `theodolite trace` makes one")
+    for name, run in zip(names, written, strict=False):
+        if not run.is_outputs:
+            faults.append(f"{name}: these are not outputs of heads; `comparison.read_outputs` makes them")
+    if faults:
+        raise UsageError(faults[0])
     first, second = (survey.provenance for survey in surveys)
     if _shape(first) == _shape(second) and not alike(first, second):
         raise UsageError(
@@ -208,20 +193,15 @@ def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], writte
             "and --contexts (where only their tokenizers differ, comparison.matched_heads compares them in Python)"
         )
     if first["corpus"]["name"] != second["corpus"]["name"]:
-        raise UsageError(
-            f"{names[1]} and {names[0]} did not read the same text: survey both with one --corpus"
-        )
+        pair = f"{names[1]} and {names[0]}"
+        raise UsageError(f"{pair} did not read the same text: survey both with one --corpus")
     check_lengths({name: each["corpus"]["length"] for name, each in zip(names, (first, second), strict=True)})
     for noun, verb, companions in (("trace", "is", traces), ("outputs", "are", written)):
         for name, survey, run in zip(names, surveys, companions, strict=False):
-            if _model_and_edits(survey) != _model_and_edits(run):
-                raise UsageError(
-                    f"{name}: its {noun} {verb} of another model than the survey: make the {noun} again"
-                )
-            if survey.provenance["corpus"]["sha256"] != run.provenance["corpus"]["sha256"]:
-                raise UsageError(
-                    f"{name}: its {noun} {verb} of another text than the survey: make the {noun} again"
-                )
+            same_model = _model_and_edits(survey) == _model_and_edits(run)
+            if not same_model or survey.provenance["corpus"]["sha256"] != run.provenance["corpus"]["sha256"]:
+                another = f"{verb} of another {'text' if same_model else 'model'} than the survey"
+                raise UsageError(f"{name}: its {noun} {another}: make the {noun} again")
 
 
 def check_lengths(lengths: Mapping[str, int]) -> None:
@@ -239,10 +219,7 @@ def _model_and_edits(run: Run) -> tuple[object, object]:
 
 
 def alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether two models, by the provenance of their surveys, are of one shape and read the same tokens.
-
-    Then their heads are the same ones, and are compared one by one; else they are matched.
-    """
+    """Whether two models, by provenance, are of one shape and read the same tokens: else heads are matched."""
     return _shape(first) == _shape(second) and first["corpus"]["sha256"] == second["corpus"]["sha256"]
 
 
@@ -311,20 +288,12 @@ def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
 
 
 def most_lost(audits: Sequence[Audit], layer: int | None = None) -> list[tuple[int, int]]:
-    """Heads (layer, head), that which lost most of its sinks first, then by how much they tag, then by their sinks.
-
-    Args:
-        audits: of one or several models. layer: look in this block only.
-    """
+    """Heads (layer, head), of one block or all: most lost sinks first, then by how much they tag, then by sinks."""
     heads: dict[tuple[int, int], None] = {}
-    for name, column, only_lost in (
-        ("sinks", "before", True),
-        ("tags", "tagged_before", False),
-        ("sinks", "before", False),
-    ):
-        tables = [
-            part.table for audit in audits for part in audit.parts if part.name == name and len(part.table)
-        ]
+    orders = (("sinks", "before", True), ("tags", "tagged_before", False), ("sinks", "before", False))
+    for name, column, only_lost in orders:
+        parts = [part for audit in audits for part in audit.parts if part.name == name]
+        tables = [part.table for part in parts if len(part.table)]
         if not tables:
             continue
         rows = pd.concat(tables)

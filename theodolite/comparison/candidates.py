@@ -29,9 +29,7 @@ from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.pruned_folders import SETTINGS
 
-PROMPT = "inference"
-"""The shipped prompt of the kind that Fig. 5 shows."""
-
+PROMPT = "inference"  # the shipped prompt of the kind that Fig. 5 shows
 CONTROL_SEED = 0
 
 Open = Callable[[str], OpenModel]
@@ -41,23 +39,14 @@ Edit = Callable[[OpenModel], AbstractContextManager[Mapping[str, float] | None]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model, or a model under an intervention.
-
-    Attributes:
-        name: what it is called.
-        folder: the name of its run folder.
-        source: path or hub name of the checkpoint.
-        edit: the intervention, a context manager.
-        against: the place of the candidate that it is compared with.
-        layer: of the intervention, if it has one.
-    """
+    """A model, or a model under an intervention."""
 
     name: str
-    folder: str
-    source: str
-    edit: Edit = lambda model: nullcontext()
-    against: int = 0
-    layer: int | None = None
+    folder: str  # of its run
+    source: str  # path or hub name
+    edit: Edit = lambda model: nullcontext()  # the intervention
+    against: int = 0  # place of the candidate that it is compared with
+    layer: int | None = None  # of the intervention
 
 
 @dataclass(frozen=True)
@@ -82,11 +71,8 @@ def candidates_of(sources: Sequence[str]) -> list[Candidate]:
 def without_term(place: int, candidate: Candidate, layer: int, rank: int | None) -> list[Candidate]:
     """The candidate at `place` without the low-rank term of W_Q, W_K, W_V of a layer, and the control.
 
-    The term is what the candidate was pruned to, sparse + low-rank, or else the leading part of an SVD. The control
-    is without a random matrix that has the term's singular values.
-
-    Args:
-        layer: which block. rank: of the SVD's part; None for a candidate that has a low-rank term.
+    The term is what the candidate was pruned to, sparse + low-rank, or else the leading part of an SVD, of a `rank`.
+    The control is without a random matrix that has the term's singular values.
 
     Raises:
         UsageError: a rank and a term, or neither.
@@ -140,16 +126,7 @@ class Work(Protocol):
 
 
 def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int | None) -> None:
-    """Open each candidate, and refuse what cannot be done before anything that takes long.
-
-    Args:
-        focus: the head and prompt to trace. layer: whose heads may be.
-
-    Raises:
-        UsageError: a text that a model cannot read; contexts of several lengths; no such layer, head, rank or
-            low-rank term; a prompt that a model cannot read.
-    """
-
+    """Open each candidate, and refuse (`UsageError`) what cannot be done before anything that takes long."""
     shapes: list[tuple[object, str]] = []
     lengths: dict[str, int] = {}
 
@@ -163,14 +140,14 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
             model.check_place(focus.layer, focus.head)
         if corpus.images is None:
             prompt_or_shipped(model, focus.prompt, PROMPT)
-        elif (focus.prompt, focus.layer, focus.head) != (None, None, None):
+        elif focus != Focus():
             raise UsageError("images are no prompt to show a head on: leave out --prompt, --layer and --head")
         with candidate.edit(model):
             pass
 
     _for_each(candidates, work.opened, check_one)
     check_lengths(lengths)
-    if shapes[0] not in shapes[1:] and (focus.prompt, focus.layer, focus.head) != (None, None, None):
+    if shapes[0] not in shapes[1:] and focus != Focus():
         raise UsageError(
             "models that differ in shape or tokenizer have no head in common to show on a prompt: leave out --prompt, "
             "--layer and --head"
@@ -191,10 +168,7 @@ def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:
 def _for_each(
     candidates: Sequence[Candidate], opened: Open, measure_one: Callable[[Candidate, OpenModel], Result]
 ) -> list[Result]:
-    """What `measure_one` gives for every candidate; neighbours of one checkpoint share it.
-
-    It is gone before the next is opened.
-    """
+    """What `measure_one` gives for every candidate; neighbours share a model, which is gone before the next opens."""
 
     def on_model(model: OpenModel, group: Iterable[Candidate]) -> list[Result]:
         return [measure_one(candidate, model) for candidate in group]
@@ -219,13 +193,7 @@ def trace_head(
 ) -> HeadOnPrompt:
     """Trace one head of each candidate on a prompt; None: one like the paper's.
 
-    Args:
-        candidates: the first is the reference.
-        heads: layer and head, at least one: the first of them that has a sink on the prompt in the reference is traced,
-            else the first of all.
-
-    Raises:
-        UsageError: no such layer or head, or a prompt that a model cannot read.
+    It is the first of `heads` (layer, head) that has a sink on the prompt in the first candidate, or the first.
     """
     chosen = heads[0]
     text, tokens = "", list[str]()

@@ -59,9 +59,8 @@ def compare_folders(folders: Sequence[str]) -> Compared:
     audits = []
     for place in range(1, len(runs)):
         pairs = [(each[0], each[place]) if each else () for each in (runs, traces, written)]
-        audits.append(
-            compare(*pairs[0], *pairs[1], outputs_of=pairs[2] or None, names=(names[0], names[place]))
-        )
+        pair = names[0], names[place]
+        audits.append(compare(*pairs[0], *pairs[1], outputs_of=pairs[2] or None, names=pair))
     return Compared(audits, outcome(audits), runs[0])
 
 
@@ -77,17 +76,14 @@ def compare_models(
     """Survey and trace models, compare them with the first, and trace one head of each on a prompt.
 
     Args:
-        sources: checkpoints, two or more.
-        work: opens, surveys and traces.
-        focus: prompt (None: one that the package carries) and head (None: of those with a sink on
-            the prompt the one that lost most of its sinks, in `layer` if that is given; none is traced where no head
-            has a sink in the text).
+        focus: prompt (None: one that the package carries) and head (None: of those with a sink on the prompt the one
+            that lost most of its sinks, in `layer` if that is given).
         layer: also the second one without the low-rank term of this block, and without a random part as large; both
             are compared with the second one.
         rank: of the term where the checkpoint has none.
 
     Raises:
-        UsageError: models that cannot be compared, and why; as `without_term` and `trace_head`.
+        UsageError: models that cannot be compared, and why.
     """
     if rank is not None and layer is None:
         raise UsageError("--rank is of the term that --without-low-rank LAYER takes out: give both")
@@ -99,18 +95,15 @@ def compare_models(
     audits = []
     for other in measured[1:]:
         reference = measured[other.candidate.against]
-        names = (reference.candidate.name, other.candidate.name)
-        outputs = (reference.outputs, other.outputs)
         runs = (reference.run, other.run, reference.trace, other.trace)
-        audits.append(compare(*runs, outputs_of=outputs, names=names))
-    heads = most_lost(audits, layer)
+        names = (reference.candidate.name, other.candidate.name)
+        audits.append(compare(*runs, outputs_of=(reference.outputs, other.outputs), names=names))
+    heads, first = most_lost(audits, layer), measured[0].run.provenance
     if focus.layer is not None and focus.head is not None:
         heads = [(focus.layer, focus.head)]
-    same_heads = [
-        each.candidate for each in measured if alike(measured[0].run.provenance, each.run.provenance)
-    ]
+    same_heads = [each.candidate for each in measured if alike(first, each.run.provenance)]
     traced = None
-    of_images = "grid" in measured[0].run.provenance["corpus"]  # whose model reads no prompt
+    of_images = "grid" in first["corpus"]  # whose model reads no prompt
     if heads and len(same_heads) > 1 and not of_images:
         traced = trace_head(same_heads, work.opened, focus.prompt, heads)
     return Compared(audits, outcome(audits, measured, traced), measured[0].run)
@@ -155,18 +148,16 @@ def show(compared: Compared, console: Console) -> None:
     """Print, for each pair, the summary, a table of the parts, a sentence on each, and what outputs and loss say."""
     for audit in compared.audits:
         pair = escape(harmless(f"{audit.reference} → {audit.other}"))
-        console.print(
-            f"\n{MARKS[audit.answer]} [bold]{pair}[/bold]  {escape(harmless(audit.summary))}", highlight=False
-        )
+        summary = escape(harmless(audit.summary))
+        console.print(f"\n{MARKS[audit.answer]} [bold]{pair}[/bold]  {summary}", highlight=False)
         console.print(_counts(audit))
         for part in audit.parts:
             console.print(f"[bold]{part.name}[/bold]  {escape(harmless(part.sentence))}", highlight=False)
         names = [part.name for part in audit.parts]
         for name, ending in (("tags", "sinks"), (NAME, "outputs")):
             if name not in names and matched.NAME not in names:
-                console.print(
-                    f"[bold]{name}[/bold]  Not compared: not every survey has a run FOLDER-{ending}."
-                )
+                why = f"Not compared: not every survey has a run FOLDER-{ending}."
+                console.print(f"[bold]{name}[/bold]  {why}")
         _show_verdicts(audit.further, console)
     _show_verdicts([each for each in compared.outcome.verdicts if each.claim == LOW_RANK_CLAIM], console)
 

@@ -31,15 +31,11 @@ from theodolite.report.data import Floats, column, entropy_share
 from theodolite.report.health import ENTROPY_COLLAPSE
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
-TENTH = 0.1
-"""An entropy survives that changes by at most this share of the maximum (ours)."""
-
+TENTH = 0.1  # an entropy survives that changes by at most this share of the maximum (ours)
 A_TENTH = Criterion("within", TENTH, "ours")
-
-RANGES = np.array(["collapsed", "", "uniform"])
-"""A head below `ENTROPY_COLLAPSE`, between, and above the threshold of `UNIFORM_ATTENTION`, as shares of the
-maximum entropy."""
-
+RANGES = np.array(
+    ["collapsed", "", "uniform"]
+)  # below `ENTROPY_COLLAPSE`, between, above `UNIFORM_ATTENTION`
 ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 
 
@@ -54,7 +50,8 @@ def entropies(reference: Run, other: Run) -> Survival:
         table[f"share_{side}"] = np.nan if share is None else share
     propagation_changes = changes(_values(reference, "propagation"), _values(other, "propagation"))
     table = table.join(propagation_changes.add_prefix("propagation_"))
-    table["left_range"] = _entered_range(table["share_before"], table["share_after"])
+    before, after = (range_of(table[f"share_{side}"]) for side in ("before", "after"))
+    table["left_range"] = np.where(before != after, RANGES[after], "")
     contexts = reference.provenance["corpus"]["contexts"]
     looks = looks_of(int(table["difference"].notna().sum()))
     shares = table["share_before"].to_numpy(), table["share_after"].to_numpy()
@@ -81,10 +78,7 @@ def entropies(reference: Run, other: Run) -> Survival:
 def similar_entropies(
     shares: tuple[Floats, Floats], errors: tuple[Floats, Floats], contexts: int, looks: int
 ) -> tuple[Flags, Flags]:
-    """Whether entropies (shares of the maximum) survive, and whether they are lost, each with whole intervals.
-
-    By the size of the change, and by where in `RANGES` each of them lies.
-    """
+    """Whether entropies survive or are lost, with whole intervals: by the change, and by where in `RANGES` they lie."""
     kept, lost = A_TENTH.decided(shares[1] - shares[0], margins(np.hypot(*errors), contexts, looks))
     ends = [
         [range_of(share + sign * margins(error, contexts, looks)) for sign in (-1, 1)]
@@ -111,11 +105,6 @@ def _values(run: Run, name: str) -> Floats:
 def range_of(share: Floats | pd.Series) -> np.ndarray:
     """The place in `RANGES` of each entropy, as a share of the maximum."""
     return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
-
-
-def _entered_range(before: pd.Series, after: pd.Series) -> np.ndarray:
-    """The range of `RANGES` that a head has newly entered."""
-    return np.where(range_of(before) != range_of(after), RANGES[range_of(after)], "")
 
 
 def _entropies_sentence(part: Survival, contexts: int) -> str:

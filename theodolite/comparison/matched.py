@@ -36,12 +36,8 @@ from theodolite.report.data import Floats, column, entropy_share
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
 NAME = "matched heads"
-
-ENTROPY = "entropy_share"
-"""Of a head: its entropy over the maximum."""
-
-SHUFFLES = 20
-"""Of what the other model's heads do, for what a matching finds by chance."""
+ENTROPY = "entropy_share"  # of a head: its entropy over the maximum
+SHUFFLES = 20  # of what the other model's heads do, for what a matching finds by chance
 
 
 def matched_heads(reference: Run, other: Run) -> Survival:
@@ -60,10 +56,8 @@ def matched_heads(reference: Run, other: Run) -> Survival:
     """
     names, first, second = _what_heads_do(reference, other)
     places, partners = matches(first, second)
-    blocks = [
-        run.heads["layer"].to_numpy(dtype=np.float64)[of]
-        for run, of in ((reference, places), (other, partners))
-    ]
+    sides = ((reference, places), (other, partners))
+    blocks = [run.heads["layer"].to_numpy(dtype=np.float64)[of] for run, of in sides]
     table = reference.heads[["layer", "head"]].reset_index(drop=True)
     table["match"] = ""
     table["depth_before"], table["depth_after"], table["difference"] = _depth(reference), np.nan, np.nan
@@ -83,9 +77,7 @@ def matched_heads(reference: Run, other: Run) -> Survival:
         f"least half of the score is left in each role that the head has, and the entropy differs by at most "
         f"{percent(TENTH)} of the maximum, and is lost where one of these is not so, each with the whole 95 % interval",
         table,
-        partial(
-            _sentence, unmatched=len(second) - len(partners), correlation=float(rank_correlation(*blocks))
-        ),
+        partial(_sentence, unmatched=len(second) - len(partners), correlation=rank_correlation(*blocks)),
         by_chance=_by_chance(names, first, second),
         contexts=reference.provenance["corpus"]["contexts"],
     )
@@ -102,18 +94,15 @@ def _what_heads_do(reference: Run, other: Run) -> tuple[list[str], Floats, Float
             names.append(name)
             columns.append((first, second))
     if ENTROPY not in names:
-        raise UsageError(
-            "heads are matched by their entropy too, which one of these runs lacks: survey it again"
-        )
+        raise UsageError("heads are matched by entropy too, which one of these runs lacks: survey it again")
     first, second = (np.stack(side, axis=1) for side in zip(*columns, strict=True))
     return names, first, second
 
 
 def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
     """Places in `first`, ascending, and of their partners in `second`; what was not measured counts as 0."""
-    places, partners = linear_sum_assignment(
-        cdist(np.nan_to_num(first), np.nan_to_num(second), "sqeuclidean")
-    )
+    distances = cdist(np.nan_to_num(first), np.nan_to_num(second), "sqeuclidean")
+    places, partners = linear_sum_assignment(distances)
     return places, partners
 
 

@@ -45,22 +45,16 @@ from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted, head_name, number, percent, with_error
 
 NAME = "head outputs"
-
-TOKENS = 512
-"""Tokens at which outputs are kept, equally many per context; with more contexts than that, one in each of so many."""
-
-DIRECTIONS = 128
-"""Random directions along which wider streams' outputs are kept: ‖·‖² is then off by √(2/128) = 1/8 at most."""
-
+TOKENS = 512  # at which outputs are kept, equally many per context; of more contexts, one in each of so many
+DIRECTIONS = (
+    128  # random ones along which wider streams' outputs are kept: ‖·‖² is off by √(2/128) = 1/8 at most
+)
 ALIKE_CLAIM, DIFFERENCE = "heads write nearly the same", "‖new − old‖/‖old‖, mean over heads"
 ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
 AS_GOOD = Criterion("at most", math.log(1.05), "a perplexity that is 5 % higher (ours)")
 
-SINK_PLACES, PLACE = "sink_places", ["context", "layer", "head", "position"]
-"""Where each context's sinks are: the array, and its columns."""
-
-SEED = 0
-"""Of the tokens and of the directions, the same for all models."""
+SINK_PLACES, PLACE = "sink_places", ["context", "layer", "head", "position"]  # an array and its columns
+SEED = 0  # of the tokens and of the directions, the same for all models
 
 
 def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
@@ -78,13 +72,9 @@ def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " token
 
 
 class OutputsPass(CorpusPass):
-    """The outputs of every head at the chosen tokens of a corpus, and the loss of every context.
+    """The outputs of every head at the chosen tokens of a corpus, the loss of every context, and where its sinks are.
 
-    Its state is `written`, `loss`, nats per token, NaN of a model that predicts no next tokens, and `sink_places`.
-
-    Args:
-        model, corpus, batch: as for `CorpusPass`.
-        weights: W_O of every head, along the directions in which the stream is seen.
+    `weights`: W_O of every head, along the directions in which the stream is seen.
     """
 
     def __init__(
@@ -134,7 +124,7 @@ class OutputsPass(CorpusPass):
         return output
 
     def _attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """The attention of every context, noting where its sinks are."""
+        """Attention of every context, noting where its sinks are."""
 
         def work(part: slice) -> tuple[Tensor, Catches]:
             return attend_and_catch(inputs.of_contexts(part))
@@ -150,11 +140,11 @@ class OutputsPass(CorpusPass):
 
     def forward(self, ids: Tensor) -> None:
         """Run the model, with its head where it predicts next tokens."""
-        if not self._predicts:
+        if self._predicts:
+            losses = next_token_losses(self.model.logits(ids), ids)
+            self._loss[self._first : self._last] = losses.mean(dim=1)
+        else:
             self.model.forward(ids)
-            return
-        losses = next_token_losses(self.model.logits(ids), ids)
-        self._loss[self._first : self._last] = losses.mean(dim=1)
 
 
 def _directions(width: int) -> Float[Tensor, "width directions"]:
@@ -203,11 +193,11 @@ def read_outputs(
     provenance = describe_model(model) | describe_pass(model, corpus, SEED, fingerprint)
     directions = _directions(model.width)
 
+    def directed(layer: int) -> State:
+        return {"directed": (widest_output_weights(model, layer) @ directions)[None]}
+
     def weights(states: States) -> LayersPass:
-        return LayersPass(
-            range(model.layers),
-            lambda layer: {"directed": (widest_output_weights(model, layer) @ directions)[None]},
-        )
+        return LayersPass(range(model.layers), directed)
 
     def tables(states: States) -> Run:
         empty = pd.DataFrame()
@@ -215,15 +205,11 @@ def read_outputs(
         described = provenance | {"wall_seconds": states.seconds}
         return Run(empty, empty, empty, empty, empty, arrays, described)
 
+    def reading(states: States) -> OutputsPass:
+        return OutputsPass(model, corpus, batch, states.of("weights")["directed"])
+
     return run_into(
-        [
-            Stage("weights", OUTPUT_TITLE, weights),
-            Stage(
-                "outputs",
-                "reading outputs",
-                lambda states: OutputsPass(model, corpus, batch, states.of("weights")["directed"]),
-            ),
-        ],
+        [Stage("weights", OUTPUT_TITLE, weights), Stage("outputs", "reading outputs", reading)],
         tables,
         out,
         fingerprint,
@@ -236,11 +222,9 @@ def read_outputs(
 def head_outputs(reference: Run, other: Run) -> Survival:
     """What each head adds to the stream before and after, on the same tokens: 1 − ‖new − old‖²/‖old‖² is kept."""
     _, context = torch.unique(reference.arrays["context"], return_inverse=True)
-    layers = [
-        _compare_layer(*pair, context)
-        for pair in zip(reference.arrays["written"], other.arrays["written"], strict=True)
-    ]
-    table = pd.concat([rows.assign(layer=layer) for layer, rows in enumerate(layers)], ignore_index=True)
+    pairs = enumerate(zip(reference.arrays["written"], other.arrays["written"], strict=True))
+    layers = [_compare_layer(*pair, context).assign(layer=layer) for layer, pair in pairs]
+    table = pd.concat(layers, ignore_index=True)
     table = table[(table["norm_before"] > 0) | (table["norm_after"] > 0)].reset_index(drop=True)
     contexts = int(context.max()) + 1
     table["status"] = statuses(table, 1.0, contexts)
@@ -352,12 +336,9 @@ class Loss:
     def __str__(self) -> str:
         if self.unchanged:
             return f"Next-token loss: {number(self.before)} nats, unchanged"
-        before_after = f"{number(self.before)} → {number(self.after)} nats"
+        difference = f"difference {with_error(self.difference, self.se)} (paired by context)"
         times = f"perplexity times {number(perplexity_of(self.difference))}"
-        return (
-            f"Next-token loss: {before_after}, difference {with_error(self.difference, self.se)} (paired by context), "
-            f"{times}"
-        )
+        return f"Next-token loss: {number(self.before)} → {number(self.after)} nats, {difference}, {times}"
 
 
 def loss(reference: Run, other: Run) -> Loss | None:

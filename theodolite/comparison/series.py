@@ -34,11 +34,7 @@ def step_of(name: str) -> int | None:
 
 
 def names_of(models: list[str]) -> dict[str, str]:
-    """A folder name for each model: the last part of its path or hub name, revision included.
-
-    Raises:
-        UsageError: two of them have the same.
-    """
+    """A folder name for each model: the last part of its path or hub name, revision included; none twice."""
     names = {model: Path(model.rstrip("/")).name.replace("@", "-") for model in models}
     doubled = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
     if doubled or len(names) < len(models):

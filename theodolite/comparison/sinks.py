@@ -32,29 +32,13 @@ from theodolite.report.drawing.sinks import sink_name
 from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, number, percent
 
-KEY = ["layer", "head", "kind", "token_id"]
-"""What identifies a sink; which token comes first does not matter."""
-
-TAGGED = 0.1
-"""A sink tags if its grouping explains so much of the variance of the head's output (that of `sinks/trace`)."""
-
+KEY = ["layer", "head", "kind", "token_id"]  # of a sink; which token comes first does not matter
+TAGGED = 0.1  # a sink tags if its grouping explains so much of the variance of the head's output
 ALONG = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
-
 NO_GROUPS = torch.empty(0, GROUPS, 1)
-
 TAG_COLUMNS = (
-    *(
-        "token",
-        "share_before",
-        "share_after",
-        "before",
-        "after",
-        "difference",
-        "se",
-        "cosine",
-        "cosine_margin",
-    ),
-    *("released_before", "released_after", "released_difference", "released_se"),
+    *("token", "share_before", "share_after", "before", "after", "difference", "se"),
+    *("cosine", "cosine_margin", "released_before", "released_after", "released_difference", "released_se"),
     *("tagged_before", "tagged_after", "status"),
 )
 
@@ -74,16 +58,14 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     order = ["before", "after", *KEY]
     table = table.sort_values(order, ascending=[False] * 2 + [True] * 4, ignore_index=True)
     paired = None if places is None else kept_places(*places)
+    paired_too = "; all of them together by the share that is at the same place of the same context"
     return Survival(
         "sinks",
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
         "that is left, and is lost where less is, each with the whole 95 % interval (contexts taken as independent)"
-        + (
-            "; all of them together by the share that is at the same place of the same context"
-            if paired
-            else ""
-        ),
+        + paired_too
+        * (paired is not None),
         table,
         _sinks_sentence,
         weight="before",
@@ -94,11 +76,10 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
 
 
 def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimate | None:
-    """The share of the reference's sinks (layer, head, position of a context) that are sinks of the other, too.
+    """The share of the reference's sinks (of one layer, or all) that the other has at the same place of a context.
 
-    Of one layer, or of all. With the standard error of a ratio of means over contexts, of which a few may be alike by
-    chance (`Estimate.floored`): what did not happen in three contexts may in the fourth. Exact where every head writes
-    the very same. None: not known of both, or there are no sinks.
+    With the standard error of a ratio of means over contexts, a few of which may be alike by chance
+    (`Estimate.floored`). Exact where every head writes the very same. None: not known of both, or no sinks.
     """
     if SINK_PLACES not in reference.arrays or SINK_PLACES not in other.arrays:
         return None
@@ -166,17 +147,26 @@ def _share_change(row: pd.Series) -> str:
 
 def tags(reference: Run, other: Run) -> Survival:
     """Tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after the head."""
-    values = ["share", "contexts", "tag", "tag_se", "direction_se"]
-    values += ["released", "released_se", "tagged", "row"]
-    table = _outer_join(_tagging(reference), _tagging(other), values)
-    are_tags = [
-        (table[f"tag_{side}"] >= TAGGED) & (table[f"share_{side}"] >= LEAST_SHARE)
-        for side in ("before", "after")
+    values = [
+        "share",
+        "contexts",
+        "row",
+        "tag",
+        "tag_se",
+        "direction_se",
+        "tagged",
+        "released",
+        "released_se",
     ]
-    table = table[are_tags[0] | are_tags[1]].reset_index(drop=True)
+    table = _outer_join(_tagging(reference), _tagging(other), values)
+    sides = ("before", "after")
+    was, is_now = (table[f"tag_{s}"].ge(TAGGED) & table[f"share_{s}"].ge(LEAST_SHARE) for s in sides)
+    table = table[was | is_now].reset_index(drop=True)
     table = table.join(changes(table["tag_before"], table["tag_after"]))
     table["se"] = np.hypot(table["tag_se_before"], table["tag_se_after"]).replace(np.inf, np.nan)
-    table["cosine"] = _cosines(reference, other, table)
+    rows = ((reference, table["row_before"]), (other, table["row_after"]))
+    directions = [_rows(run.arrays["tag_direction"], of) for run, of in rows]
+    table["cosine"] = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0).numpy()
     table["released_difference"] = table["released_after"] - table["released_before"]
     table["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
     contexts = reference.provenance["corpus"]["contexts"]
@@ -184,8 +174,7 @@ def tags(reference: Run, other: Run) -> Survival:
     status = statuses(table, TAGGED, seen)
     sinks_left = _sinks_left(table["share_before"], table["share_after"], contexts)
     gone = (status == LOST) & (table["cosine"].notna() | (sinks_left["status"] == LOST))
-    sides = ((reference, "row_before"), (other, "row_after"))
-    by_group = [_rows(run.arrays.get("tag_by_group", NO_GROUPS), table[side]) for run, side in sides]
+    by_group = [_rows(run.arrays.get("tag_by_group", NO_GROUPS), of) for run, of in rows]
     table["cosine_margin"], kept, turned = kept_directions(table, by_group[0], by_group[1])
     table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
     table.loc[gone | turned & (table["tag_before"] >= TAGGED), "status"] = LOST
@@ -219,22 +208,12 @@ def _tagging(run: Run) -> pd.DataFrame:
     return rows[rows["kind"] != "learned"].fillna(absent)
 
 
-def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
-    """Of the directions of each tag before and after; NaN where one has none."""
-    before, after = (run.arrays["tag_direction"] for run in (reference, other))
-    directions = _rows(before, table["row_before"]), _rows(after, table["row_after"])
-    return torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0).numpy()
-
-
 def kept_directions(
     table: pd.DataFrame, before: Float[Tensor, "tags groups width"], after: Float[Tensor, "tags groups width"]
 ) -> tuple[Floats, Flags, Flags]:
     """Half the width of the 95 % interval of `cosine`, and whether at least half of the square is kept, or is not.
 
-    Args:
-        table: tags with cosine, direction_se_before and direction_se_after.
-        before, after: sums along the directions by group of contexts; NaN of a tag that has none, in an older trace or
-            beyond the strongest.
+    `before` and `after` are sums along the directions by group of contexts; NaN of a tag that has none.
     """
     halves = balanced_halves() @ before, balanced_halves() @ after
     owed = (table["direction_se_before"] ** 2 + table["direction_se_after"] ** 2) / 2
@@ -259,15 +238,13 @@ def _tags_sentence(part: Survival) -> str:
     else:
         own = table[table["before"] >= part.least]
         weights = own["tagged_before"]
-        means = {
-            name: float(np.average(own[name], weights=weights))
-            for name in ("before", "after", "released_before", "released_after")
-        }
+        sides = ("before", "after", "released_before", "released_after")
+        means = [number(float(np.average(own[name], weights=weights))) for name in sides]
         cosines = own["cosine"].dropna()
         clauses = [
             part.counts(),
-            f"η² in the head's output {number(means['before'])} → {number(means['after'])} on average, its maximum in "
-            f"later layers {number(means['released_before'])} → {number(means['released_after'])}",
+            f"η² in the head's output {means[0]} → {means[1]} on average, its maximum in later layers {means[2]} → "
+            f"{means[3]}",
         ]
         if len(cosines):
             clauses[-1] += f", median cosine of the directions {number(float(cosines.median()))}"

@@ -44,11 +44,9 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     table = pd.DataFrame({"layer": layer, "dimension": dimension}).join(change)
     first, second = (_in_halves(run, layer, dimension) for run in (reference, other))
     table["se"] = half_sample_error(second - first).numpy()
-    errors = (
-        half_sample_error(second - HALF * first).numpy(),
-        half_sample_error(first - HALF * second).numpy(),
-    )
-    table["status"] = statuses(table, OUTLIER_SHARE, GROUPS, errors)
+    pairs = ((second, first), (first, second))
+    errors = [half_sample_error(one - HALF * two).numpy() for one, two in pairs]
+    table["status"] = statuses(table, OUTLIER_SHARE, GROUPS, (errors[0], errors[1]))
     return Survival(
         "outlier dimensions",
         "outlier dimension",
@@ -91,19 +89,16 @@ def _massive(run: Run) -> pd.DataFrame:
     """How many massive activations each dimension of a layer has at the first and at later tokens, and their errors."""
     table = run.outliers
     parts = [
-        pd.DataFrame(
-            {
-                "layer": table["layer"],
-                "dimension": table["dimension"],
-                "position": position,
-                "count": table[name],
-                # Infinite where it is not known: a missing row has none.
-                "se": table[f"{name}_se"].fillna(np.inf) if f"{name}_se" in table else np.inf,
-            }
-        ).astype({"position": object})  # pyarrow's texts cannot be merged where there are none
+        table[["layer", "dimension"]].assign(
+            position=position,
+            count=table[name],
+            # Infinite where it is not known: a missing row has none.
+            se=table[f"{name}_se"].fillna(np.inf) if f"{name}_se" in table else np.inf,
+        )
         for name, position in (("massive_first", "first"), ("massive", "later"))
     ]
-    return pd.concat(parts, ignore_index=True).query("count > 0")
+    counts = pd.concat(parts, ignore_index=True).query("count > 0")
+    return counts.astype({"position": object})  # pyarrow's texts cannot be merged where there are none
 
 
 def _in_halves(run: Run, layer: np.ndarray, dimension: np.ndarray) -> Float[Tensor, "halves units"]:
@@ -178,9 +173,8 @@ def _positions_sentence(part: Survival, chance: float) -> str:
     if part.exact:
         return f"The positional basis survives in all {counted(len(table), 'layer')}, unchanged."
     clauses = [
-        f"The positional basis survives in {part.count(SURVIVED)} of {counted(len(table), 'layer')}"
-        f"{part.and_undecided}: mean rank "
-        f"{_moved(table, 'rank')}, mean relative norm {_moved(table, 'relative_norm')}",
+        f"The positional basis survives in {part.count(SURVIVED)} of {counted(len(table), 'layer')}{part.and_undecided}"
+        f": mean rank {_moved(table, 'rank')}, mean relative norm {_moved(table, 'relative_norm')}",
         f"overlap of its leading directions {number(float(table['overlap'].mean()), 2)} (random: {number(chance, 2)}), "
         f"similarity of its Gram matrix (linear CKA) {number(float(table['curve'].mean()), 2)}",
     ]

@@ -37,51 +37,36 @@ HALF = 0.5
 NEARLY_ALL = Criterion("at least", 0.9, "“keeps” read as: nine tenths are left (ours)")
 MORE_THAN_HARDLY_ANY = Criterion("more than", 0.1, "“loses” read as: a tenth is left, or less (ours)")
 
-A_CHANGE = Criterion("more than", 0.0, "ours")
-"""Of the size of a difference."""
-
-LEFT = Criterion("at least", 0.0, "ours")
-"""Of what is left beyond the half that survives."""
-
-NAMED = 4
-"""Units that a sentence names."""
+A_CHANGE = Criterion("more than", 0.0, "ours")  # of the size of a difference
+LEFT = Criterion("at least", 0.0, "ours")  # of what is left beyond the half that survives
+NAMED = 4  # units that a sentence names
 
 Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Survival:
-    """What survives of one part of the mechanism.
+    """What survives of one part of the mechanism."""
 
-    Attributes:
-        name: `sinks`, `tags`, …
-        unit: what is counted, in the singular.
-        criterion: when a unit survives, and what is a unit.
-        table: one row per unit, with a column `status`; `before`, `after`, `difference` and `se` where it has them.
-        describe: what gives `sentence`, the result in words with its numbers.
-        weight: the column by which units count; empty: each counts once.
-        by_chance: how many units would survive if heads were matched at random; 0: none.
-        least: what makes a unit of `before`; the column `least` where each has its own.
-        paired: the share of the whole family that is left, with an error over contexts; None: it is read off the units.
-        further: verdicts on more than what survives.
-        contexts: those that the units' errors rest on; 0: no errors are known, so that the part is not decided.
-        certain: no other text would say anything else: spectra of weights, or one model twice.
-        directions: the column that is 1 where a unit's directions are as they were; empty: it has none.
-    """
-
-    name: str
-    unit: str
-    criterion: str
-    table: pd.DataFrame
-    describe: Callable[[Survival], str]
-    weight: str = ""
-    by_chance: float = 0.0
-    least: float = 0.0
-    paired: Estimate | None = None
-    further: tuple[Verdict, ...] = ()
-    contexts: int = 0
-    certain: bool = False
-    directions: str = ""
+    name: str  # `sinks`, `tags`, …
+    unit: str  # what is counted, in the singular
+    criterion: str  # when a unit survives, and what is a unit
+    table: (
+        pd.DataFrame
+    )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them
+    describe: Callable[[Survival], str]  # gives `sentence`
+    weight: str = ""  # the column by which units count; empty: each counts once
+    by_chance: float = 0.0  # how many units would survive if heads were matched at random; 0: none
+    least: float = 0.0  # what makes a unit of `before`; the column `least` where each has its own
+    paired: Estimate | None = None  # share of the whole family left, over contexts; None: read off the units
+    further: tuple[Verdict, ...] = ()  # on more than what survives
+    contexts: int = (
+        0  # that the units' errors rest on; 0: no errors are known, so that the part is not decided
+    )
+    certain: bool = False  # no other text would say anything else: spectra of weights, or one model twice
+    directions: str = (
+        ""  # the column that is 1 where a unit's directions are as they were; empty: it has none
+    )
 
     @property
     def sentence(self) -> str:
@@ -146,31 +131,21 @@ class Survival:
 
     def of_one_model(self) -> Survival:
         """The part where both runs are of one model: if no number differs, all survives, on any text."""
-        part = replace(
-            self,
-            table=self.table.assign(status=self.table["status"].replace(UNDECIDED, SURVIVED)),
-            certain=True,
-        )
+        table = self.table.assign(status=self.table["status"].replace(UNDECIDED, SURVIVED))
+        part = replace(self, table=table, certain=True)
         return part if part.exact else self
 
     def _weights(self) -> tuple[float, float, float]:
         """Of the units of the reference that survive, are lost, and are undecided."""
         weight = self.table[self.weight] if self.weight else pd.Series(1.0, self.table.index)
         status = self.table["status"]
-        survived, lost, unknown = (
-            float(weight[rows].sum()) for rows in (status == SURVIVED, status == LOST, self._is_open)
-        )
-        return survived, lost, unknown
+        sums = [float(weight[rows].sum()) for rows in (status == SURVIVED, status == LOST, self._is_open)]
+        return sums[0], sums[1], sums[2]
 
     def _share(self, survived: float, total: float) -> float:
         """What survives beyond chance, of what could."""
         could = total - self.by_chance
         return max(survived - self.by_chance, 0.0) / could if could > 0 else math.nan
-
-    @property
-    def _is_all_chance(self) -> bool:
-        """Whether chance alone would keep what is asked for."""
-        return self.by_chance >= NEARLY_ALL.limit * max(self.of_reference, 1)
 
     def verdict(self, claim: str) -> Verdict:
         """Whether the part survives, by the share that is left with its interval.
@@ -178,7 +153,7 @@ class Survival:
         It holds if nearly all of it is left, fails if hardly any is, and holds in part if neither. Where chance would
         keep nearly all as well, nothing can be told.
         """
-        if self._is_all_chance:
+        if self.by_chance >= NEARLY_ALL.limit * max(self.of_reference, 1):
             return untestable(claim, f"by chance {self.by_chance:.1f} of {self.of_reference} would survive")
         what = f"share of the {self.name} that is left"
         limits = NEARLY_ALL, MORE_THAN_HARDLY_ANY
@@ -192,12 +167,10 @@ class Survival:
     @property
     def exact(self) -> bool:
         """Whether nothing differs at all."""
-        differences = [name for name in self.table if str(name).endswith("difference")]
         if self.directions and (self.table[self.directions] < 1 - 1e-6).any():
             return False
-        return self.count(SURVIVED) == len(self.table) and not self.table[differences].fillna(0).any(
-            axis=None
-        )
+        differences = self.table.filter(regex="difference$").fillna(0)
+        return self.count(SURVIVED) == len(self.table) and not differences.any(axis=None)
 
     def named(
         self,
@@ -248,8 +221,7 @@ def direction_margins(halves: Float[Tensor, "halves units"], owed: Floats) -> Fl
     The error is that in balanced halves of the contexts, which both models read. What the directions owe to these
     contexts makes them more alike in every half, and what only one model's do less alike.
 
-    Args:
-        owed: the share of the (squared) directions that is due to the contexts at most, which is added.
+    `owed`, the share of the (squared) directions that is due to the contexts at most, is added.
     """
     return margins(half_sample_error(halves).numpy(), GROUPS, looks_of(len(owed))) + owed
 
@@ -278,9 +250,8 @@ def statuses(
     is new where there was less than half of it before, with the whole interval, else undecided.
 
     Args:
-        changed: one row per unit, at least `least` in one of `before` and `after`, 0 where it is absent; and `se`, the
-            standard error of the difference, which that of after − before/2 does not exceed. Without that column these
-            are facts about one text.
+        changed: one row per unit, with `before` and `after`, 0 where it is absent; and `se`, the standard error of the
+            difference, which that of after − before/2 does not exceed. Without it these are facts about one text.
         least: what makes a unit.
         n: how many contexts, or groups of them, the errors rest on, or how many in each row.
         errors: of after − before/2 and of before − after/2, where they are known better than by `se`.
@@ -291,9 +262,8 @@ def statuses(
     errors = errors or (changed.get("se", 0.0),) * 2
     of_left, of_new = (margins(error, n, looks) if np.ndim(error) else 0.0 for error in errors)
     kept, lost = LEFT.decided(after - HALF * before, of_left)
-    known = status_of(kept, lost)
-    unknown = np.where(LEFT.decided(before - HALF * after, of_new)[1], NEW, UNDECIDED)
-    return np.where(is_unit, known, unknown)
+    added = np.where(LEFT.decided(before - HALF * after, of_new)[1], NEW, UNDECIDED)
+    return np.where(is_unit, status_of(kept, lost), added)
 
 
 def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:
