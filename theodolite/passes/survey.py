@@ -178,11 +178,7 @@ def spectra(
 def survey_fingerprint(
     model: OpenModel, corpus: Corpus, batch: int, seed: int, extra: Sequence[Extra]
 ) -> dict[str, Any]:
-    """What decides every byte of a survey.
-
-    Raises:
-        UsageError: an added accumulator is none, or has no columns, no name, or that of another.
-    """
+    """What decides every byte of a survey, whose added accumulators are checked."""
     check_extra(extra)
     added = {"extra": [accumulator.name for accumulator in extra]} if extra else {}
     return {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed, **added}

@@ -28,11 +28,7 @@ OUTPUT_TITLE = "reading output weights"
 
 
 def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "heads value_width width"]:
-    """W_O of one layer's heads as of the model's most and widest: zero for those that are not there.
-
-    Raises:
-        WorkError: the layer has no fixed output weights.
-    """
+    """W_O of one layer's heads as of the model's most and widest, zero for those that are not there; or `WorkError`."""
     if layer not in model.attending:
         return torch.zeros(model.heads, model.value_width, model.width, dtype=torch.float64)
     weights = model.output_weights(layer)
