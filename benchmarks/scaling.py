@@ -15,8 +15,8 @@ from theodolite import open_model
 from theodolite.accumulate.second_moments import SKETCH
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import GROUPS
-from theodolite.passes.packed_states import packed, unpacked
 from theodolite.passes.ray_survey import shards
+from theodolite.passes.ray_workers import packed, unpacked
 from theodolite.passes.survey_pass import (
     EXAMPLES,
     SAMPLED_BYTES,

@@ -80,11 +80,7 @@ class Columns:
         return "--label-rows" if self.rows else "--text-column" if self.text != Columns.text else ""
 
     def described(self) -> dict[str, object]:
-        """What provenance says of where labels came from.
-
-        Raises:
-            UsageError: a row would have two labels.
-        """
+        """What provenance says of where labels came from; `UsageError` where a row would have two."""
         if self.label is not None and self.rows:
             raise UsageError("give --label-column or --label-rows, not both: a row has one label")
         column = {} if self.label is None else {"label_column": self.label}
@@ -200,11 +196,7 @@ def read_path(path: str | Path, columns: Columns = TEXT_COLUMN) -> Iterator[Docu
 
 
 def files_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> list[Path]:
-    """The files that `read_path` reads, in order; none is opened.
-
-    Raises:
-        UsageError: there is none, or columns or rows are asked for and none is a table.
-    """
+    """The files that `read_path` reads, in order, none of them opened; `UsageError` where there is none."""
     path = Path(path)
     if path.is_dir():
         files = sorted(

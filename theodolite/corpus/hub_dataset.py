@@ -31,11 +31,7 @@ def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -
 
 @contextmanager
 def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]:
-    """A dataset to be read while open.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """A dataset to be read while open; `UsageError` where it cannot be."""
     import datasets
 
     try:

@@ -71,11 +71,7 @@ class Images:
         return hashlib.sha256(b"".join(self.digests)).hexdigest()
 
     def pixels(self, rows: slice | Tensor) -> Float[Tensor, "images channels height width"]:
-        """The pixel values of some of the pictures.
-
-        Raises:
-            WorkError: a file has changed since it was first read.
-        """
+        """The pixel values of some of the pictures; `WorkError` where a file has changed since it was first read."""
         chosen = range(len(self.pictures))[rows] if isinstance(rows, slice) else rows.tolist()
         return torch.stack([self._read(index) for index in chosen])
 
@@ -140,11 +136,7 @@ def choose_images(
 
 
 def refuse_length(length: int | None) -> None:
-    """Refuse a length of images.
-
-    Raises:
-        UsageError: one was given.
-    """
+    """Raise `UsageError` where images are given a length."""
     if length is not None:
         raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
 

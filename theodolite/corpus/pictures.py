@@ -35,11 +35,7 @@ class Picture:
     label: str | None = None
 
     def open(self) -> Any:
-        """The image as PIL has it, upright and in RGB; of an animation the first frame.
-
-        Raises:
-            UsageError: it cannot be read, or Pillow is not there.
-        """
+        """The image as PIL has it, upright, in RGB, of an animation the first frame; `UsageError` where it has none."""
         image, operations = _pillow()
         source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
         try:
@@ -129,11 +125,7 @@ def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[
 
 
 def pictures_of_dataset(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Picture]:
-    """The images of a data set of the hub, or of a folder of data files, as they arrive.
-
-    Raises:
-        UsageError: it cannot be read, or has no column of images.
-    """
+    """The images of a data set of the hub, or of a folder of data files, as they arrive; or `UsageError`."""
     with streamed_dataset(name, config, split) as dataset:
         yield from _pictures(dataset, f"Dataset {name}", columns)
 

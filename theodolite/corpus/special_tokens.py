@@ -71,11 +71,7 @@ PIECE, MOST_GROWTH = 64, 32
 
 
 def refuse_growth(tokenizer: Any, text: str) -> None:
-    """Refuse a tokenizer whose normaliser makes far more of a text than it is, before that fills the memory.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Raise `UsageError` where a tokenizer's normaliser would fill the memory with what it makes of a text."""
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is None:
         return

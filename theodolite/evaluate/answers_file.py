@@ -41,11 +41,7 @@ class AnswersFile:
                 ) from error
 
     def get(self, key: dict[str, Any], measure: Callable[[], list[Score]]) -> list[Score]:
-        """The scores with this key: from the file, or measured now and saved.
-
-        Raises:
-            WorkError: the file cannot be written.
-        """
+        """The scores with this key: from the file, or measured now and saved (`WorkError` where that cannot be)."""
         name = json.dumps(key, sort_keys=True)
         if name not in self._scores:
             self._scores[name] = measure()

@@ -73,11 +73,7 @@ MOST_SHOTS = 100_000
 
 
 def parse_shots(given: str) -> tuple[int, ...]:
-    """`3`, `0-5` or `0,2,5` as numbers of examples, in order.
-
-    Raises:
-        UsageError: it has another form.
-    """
+    """`3`, `0-5` or `0,2,5` as numbers of examples, in order; `UsageError` where it has another form."""
     shots: set[int] = set()
     for part in given.split(","):
         ends = part.split("-")

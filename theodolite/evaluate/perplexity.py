@@ -218,11 +218,7 @@ def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: 
 
 
 def check_predicts(model: OpenModel) -> None:
-    """Refuse a model that does not predict each token from those before it.
-
-    Raises:
-        UsageError: why.
-    """
+    """Raise `UsageError` where a model does not predict each token from those before it."""
     if model.source.predict is None:
         raise UsageError(
             f"{model.id} predicts no tokens: evaluate a decoder with a language-model head (encoder-decoders are not)"

@@ -178,11 +178,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
 
 def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | None:
-    """The head that an address names, as `L3H5`; None where it names none.
-
-    Raises:
-        UsageError: it is no head of the models.
-    """
+    """The head that an address names, as `L3H5`; None where it names none, `UsageError` where there is no such head."""
     if "layer" not in asked and "head" not in asked:
         return None
     layer, head = panels.parse_head(f"L{asked.get('layer', '')}H{asked.get('head', '')}")

@@ -41,11 +41,7 @@ class Shown(NamedTuple):
 
 
 def parse_head(name: str) -> tuple[int, int]:
-    """`L3H5` as (3, 5).
-
-    Raises:
-        UsageError: it is written in another way.
-    """
+    """`L3H5` as (3, 5); `UsageError` where it is written in another way."""
     layer, _, head = name.strip().upper().removeprefix("L").partition("H")
     if not (layer.isascii() and layer.isdigit() and head.isascii() and head.isdigit()):
         raise UsageError(

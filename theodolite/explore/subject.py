@@ -79,11 +79,7 @@ class Subject:
             return self._cached("read", KEPT_PROMPTS, self._read)(ids)
 
     def view(self, ids: tuple[int, ...], layer: int, head: int) -> HeadView:
-        """A head on the prompt.
-
-        Raises:
-            UsageError: there is no such head.
-        """
+        """A head on the prompt; `UsageError` where there is no such head."""
         self.model.check_place(layer, head)
         with self._lock:
             read = self.read(ids)
@@ -132,11 +128,7 @@ def longest_prompt(models: Sequence[OpenModel]) -> int:
 
 
 def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
-    """The prompt as every model reads it, special tokens included.
-
-    Raises:
-        UsageError: in one line, why it cannot be shown.
-    """
+    """The prompt as every model reads it, special tokens included; `UsageError` where it cannot be shown."""
     models = [subject.model for subject in subjects]
     return ids_of_text(models, prompt, [subject.name for subject in subjects])
 
@@ -182,11 +174,7 @@ def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
 
 
 def check_pair(subjects: Sequence[tuple[str, OpenModel]]) -> None:
-    """Refuse models that cannot be shown side by side, before they are surveyed.
-
-    Raises:
-        UsageError: other shapes, or other tokens of the same text.
-    """
+    """Raise `UsageError` where models differ in shape or tokens, before they are surveyed to be shown side by side."""
     (name, model), *others = subjects
     text = "\n".join(map(shipped_prompt, PROMPTS))
     ids = _ids(model, text)

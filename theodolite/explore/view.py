@@ -121,11 +121,7 @@ class Tags:
 
 @measures
 def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
-    """Run the model on a prompt and keep every layer's inputs.
-
-    Raises:
-        WorkError: hidden states became NaN or infinite.
-    """
+    """Run the model on a prompt and keep every layer's inputs; `WorkError` where they are NaN or infinite."""
     layers: list[LayerPass] = []
     visit_layers(model, ids[None], list(model.attending), layers.append)
     refuse_not_finite(layers)

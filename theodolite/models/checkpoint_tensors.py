@@ -57,11 +57,7 @@ class CheckpointTensors:
     changes: list[Any]
 
     def load(self, module: str, device: torch.device | str = "cpu") -> None:
-        """Give a module of the skeleton its tensors.
-
-        Raises:
-            CannotReadLazily, ImportError: as `load_if`.
-        """
+        """Give a module of the skeleton its tensors; errors as of `load_if`."""
         self.load_if(lambda name: name.startswith(module + "."), module, device)
 
     def load_if(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:

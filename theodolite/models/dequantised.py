@@ -99,14 +99,7 @@ def has_own_class(tensor: Tensor) -> bool:
 
 
 def refuse_unreadable_layers(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Ask every quantised layer a few rows, as many as tell that `dequantised` will read it.
-
-    Args:
-        named: modules that are to be read, and their names.
-
-    Raises:
-        WorkError: the first that cannot be read.
-    """
+    """Raise `WorkError` where `dequantised` would not read a layer of the named modules, by a few rows."""
     for name, module in named:
         for inner, layer in quantised_layers(module, name):
             with _linear_part(inner, layer) as (answer, width):

@@ -90,11 +90,7 @@ def write_matrices(path: Path, matrices: Sequence[PrunedMatrix], notes: dict[str
 
 
 def read_matrices(path: Path) -> tuple[list[PrunedMatrix], dict[str, Any]]:
-    """What `write_matrices` wrote.
-
-    Raises:
-        WorkError: the file is damaged.
-    """
+    """What `write_matrices` wrote; `WorkError` where the file is damaged."""
     try:
         tensors, block = read_checked(path)
         return [_matrix(header, tensors) for header in block["matrices"]], block["notes"]
@@ -131,11 +127,7 @@ def packed(
 def unpacked(
     values: Float[Tensor, " nonzeros"], bits: UInt8[Tensor, " bytes"], shape: tuple[int, int]
 ) -> Float[Tensor, "outputs inputs"]:
-    """The matrix again.
-
-    Raises:
-        ValueError: bits and values do not belong together, or not to this shape.
-    """
+    """The matrix again; `ValueError` where bits and values do not belong together, or not to this shape."""
     entries = shape[0] * shape[1]
     if len(bits) != -(-entries // 8):
         raise ValueError(f"{len(bits)} bytes of bits for {entries} entries")

@@ -45,11 +45,7 @@ def batch_read() -> Batch | None:
 
 
 def unrolled(tensor: Tensor, dim: int) -> Tensor:
-    """A dimension of all tokens as one of contexts and one of positions.
-
-    Raises:
-        UsageError: there are other tokens than those of the batch.
-    """
+    """A dimension of all tokens as contexts and positions; `UsageError` where there are others than the batch's."""
     batch = _read.get()
     if batch is None or tensor.shape[dim] != batch[0] * batch[1]:
         told = "contexts" if batch is None else f"{batch[0]} contexts of {batch[1]}"
@@ -68,11 +64,7 @@ def in_one_row(inputs: AttentionInputs) -> bool:
 
 
 def apart(inputs: AttentionInputs, name: str) -> AttentionInputs:
-    """The attention of a row, context by context.
-
-    Raises:
-        UsageError: tokens see those of other contexts.
-    """
+    """The attention of a row, context by context; `UsageError` where tokens see those of other contexts."""
     bias, own = inputs.bias, None if inputs.mask is None else _on_diagonal(inputs.mask)
     if inputs.mask is None or own is None or own.sum() != inputs.mask.sum():
         raise UsageError(

@@ -365,11 +365,7 @@ def token_ids(vocabulary: int, length: int) -> Int[Tensor, "1 length"]:
 
 
 def noise_image(model: PreTrainedModel) -> Float[Tensor, "1 channels height width"]:
-    """A seeded image of noise.
-
-    Raises:
-        UsageError: the model reads something else.
-    """
+    """A seeded image of noise; `UsageError` where the model reads something else."""
     if model.main_input_name != "pixel_values":
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"

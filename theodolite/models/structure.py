@@ -129,11 +129,7 @@ class Structure:
         return tuple(layer for layer, module in enumerate(self.attention) if module is not None)
 
     def attention_at(self, layer: int) -> nn.Module:
-        """The attention module of a layer.
-
-        Raises:
-            NoAttention: the layer's block does not attend.
-        """
+        """The attention module of a layer; `NoAttention` where its block does not attend."""
         module = self.attention[layer]
         if module is None:
             raise NoAttention(f"layer {layer} ({self.names[layer]}) does not attend, so it has no heads")

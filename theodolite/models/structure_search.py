@@ -222,11 +222,7 @@ def _attends_twice(source: Source, layer: _Ran, module: nn.Module) -> UsageError
 
 
 def _with_end(source: Source, structure: Structure) -> Structure:
-    """Blocks that are no modules: with the layout of what the model returns, which ends the stream.
-
-    Raises:
-        UsageError: it returns no hidden states.
-    """
+    """Blocks that are no modules: with the layout of the hidden states that the model returns; or `UsageError`."""
     with torch.no_grad():
         last = first_output(source.run(source.sample(SEVERAL)))
     layout = Layout.of(last.shape, 1, SEVERAL)

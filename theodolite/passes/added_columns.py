@@ -47,11 +47,7 @@ END_TOKEN_COLUMNS = {
 
 
 def check_extra(extra: Sequence[Extra]) -> None:
-    """Refuse what cannot be summed, told apart by name, or tabulated.
-
-    Raises:
-        UsageError: why.
-    """
+    """Raise `UsageError` where one cannot be summed, told apart by name, or tabulated."""
     for number, accumulator in enumerate(extra):
         kind = type(accumulator).__name__
         if not isinstance(accumulator, Extra):

@@ -112,11 +112,7 @@ class CorpusPass(Hooks):
 
 
 def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None:
-    """Refuse a corpus that the model cannot read.
-
-    Raises:
-        UsageError: why.
-    """
+    """Raise `UsageError` where the model cannot read the corpus."""
     if not isinstance(model, OpenModel):
         raise UsageError(f"this needs a model from open_model(NAME), not {type(model).__name__}")
     if not isinstance(corpus, Corpus):
@@ -187,15 +183,7 @@ def batch_of(corpus: Corpus, batch: int | None) -> int:
 
 
 def refuse_nonfinite_stream(layer: int, hidden: Tensor) -> None:
-    """Stop where hidden states are no numbers any more.
-
-    Args:
-        layer: for the message.
-        hidden: the residual stream, (batch, positions, d).
-
-    Raises:
-        WorkError: they hold NaN or infinite values.
-    """
+    """Raise `WorkError` where a layer's residual stream (batch, positions, d) holds NaN or infinite values."""
     if not torch.isfinite(hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32))):
         raise WorkError(
             f"hidden states of layer {layer} hold NaN or infinite values: {wider_than(hidden.dtype)}"

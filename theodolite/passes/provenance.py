@@ -10,7 +10,6 @@ import torch
 
 import theodolite
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.images import Images
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.passes.run import SCHEMA_VERSION
@@ -54,6 +53,8 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
 def describe_corpus(corpus: Corpus) -> dict[str, Any]:
     """The part of the provenance that is of the corpus."""
     contexts, length = corpus.contexts.shape
+    images = corpus.images
+    of_images = {} if images is None else {"grid": images.grid.described(), "pixels": list(images.size)}
     return {
         "name": corpus.name,
         "sha256": corpus.sha256,
@@ -63,29 +64,21 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
         "labels": corpus.label_names,
         "seed": corpus.seed,
         **corpus.selection,
-        **({} if corpus.images is None else _described(corpus.images)),
+        **of_images,
     }
-
-
-def _described(images: Images) -> dict[str, Any]:
-    return {"grid": images.grid.described(), "pixels": list(images.size)}
 
 
 def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
     """The part of the provenance that is of this corpus and this pass."""
     trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+    unknown = getattr(model.tokenizer, "unk_token_id", None)
     return {
         "corpus": describe_corpus(corpus) | {"trailing_special_tokens": trailing},
         "counts": {
             "contexts": len(corpus.contexts),
             "tokens": len(corpus.tokens),
-            "unknown_tokens": _unknown_tokens(model, corpus),
+            "unknown_tokens": 0 if unknown is None else int((corpus.tokens == unknown).sum()),
         },
         "seed": seed,
         "fingerprint": fingerprint,
     }
-
-
-def _unknown_tokens(model: OpenModel, corpus: Corpus) -> int:
-    unknown = getattr(model.tokenizer, "unk_token_id", None)
-    return 0 if unknown is None else int((corpus.tokens == unknown).sum())

@@ -1,155 +1,24 @@
-"""Workers on a Ray cluster: what each of them opens, and how they are started, and started anew when they die.
+"""Workers on a Ray cluster: how they are started, and started anew when they die.
 
-Where there is no room for a new one, the others do its work. What workers do is not known here.
+Where there is no room for a new one, the others do its work.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-
-from theodolite.corpus.corpus import Corpus
-from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import OpenModel, open_model
-from theodolite.passes.corpus_pass import fingerprint_of
-from theodolite.passes.ray_cluster import WorkerLost, answered, fetched, imported_ray, node_here
-from theodolite.system import embedded
-from theodolite.system.checksums import read_json_checked
-from theodolite.system.choices import Attention
+from theodolite.errors import WorkError
+from theodolite.passes.ray_cluster import WorkerLost, answered, fetched, imported_ray
+from theodolite.passes.ray_workers import Job, Worker
 
 DEATHS = 3
 """Workers that one call may lose before it is given up: a node may be lost twice by chance."""
 
 NOTICE, LIMIT = 30.0, 600.0
 """Seconds without any worker after which it is said what is waited for, and after which nothing is waited for."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What every worker opens.
-
-    Attributes:
-        source: as `open_model` takes it.
-        id: what the result calls it.
-    """
-
-    source: str | None
-    id: str
-    dtype: str
-    revision: str | None
-    attention: Attention | None
-    device: str
-    threads: int
-    expected: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every worker opens and reads."""
-
-    checkpoint: Checkpoint
-    corpus: Corpus
-    batch: int
-
-
-def refuse_unopenable(model: OpenModel, actors: int | None, alone: str) -> None:
-    """Refuse what workers cannot open as it is here.
-
-    Args:
-        model, actors: as they were given.
-        alone: what works without workers, in words.
-
-    Raises:
-        UsageError: the model was changed after it was opened, or is in memory only; or no worker is asked for.
-    """
-    if model.interventions:
-        raise UsageError(f"workers open {model.id} anew, without {', '.join(model.interventions)}: {alone}")
-    if model.weights().changed:
-        raise UsageError(
-            f"workers open {model.id} anew, without what was changed in memory: save it, or {alone}"
-        )
-    if model.sha256 is None and model.revision is None:
-        raise UsageError(f"{model.id} is in memory, and each worker opens a checkpoint: save it, or {alone}")
-    if actors is not None and actors < 1:
-        raise UsageError(f"{actors} actors read nothing: use --actors 1 or more")
-
-
-def checkpoint_of(model: OpenModel, device: str) -> Checkpoint:
-    """What workers open on this kind of device to have this model."""
-    return Checkpoint(
-        source=_source(model.id),
-        id=model.id,
-        dtype=str(model.source.dtype).removeprefix("torch."),
-        revision=model.revision,
-        attention=cast(Any, model.source.attention),  # of a checkpoint: one of those of transformers
-        device=device,
-        threads=torch.get_num_threads(),
-        expected=fingerprint_of(model) | {"device": device},
-    )
-
-
-def _source(name: str) -> str | None:
-    """What a worker opens: it stands in another folder than the driver."""
-    if name == embedded.NAME:
-        return None
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
-
-
-def device_in(record: Path) -> str | None:
-    """The kind of device on which what a finished folder holds was made, by its record; None where that is not there.
-
-    What is finished is read by this, without a cluster that would say on which device it would be made now.
-    """
-    try:
-        return str(read_json_checked(record)["fingerprint"]["device"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-class Opener:
-    """What every actor is. It opens the model with its first call, so that what is wrong with it is raised there."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self._model: OpenModel | None = None
-
-    def place(self) -> str:
-        """The node and the process: whoever answers is alive."""
-        return f"node {node_here()}, process {os.getpid()}"
-
-    def opened(self) -> OpenModel:
-        """The model, opened once and found to be the driver's.
-
-        Raises:
-            UsageError: it is another model, or other packages; or as `open_model` has it, naming the node.
-            WorkError: as `open_model` has it, naming the node.
-        """
-        if self._model is not None:
-            return self._model
-        job, node = self.job.checkpoint, node_here()
-        torch.set_num_threads(job.threads)
-        try:
-            opening: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
-            model = open_model(job.source, attention=job.attention, **opening)
-        except TheodoliteError as error:
-            raise type(error)(f"on node {node}: {error}") from error
-        fingerprint = fingerprint_of(model)
-        differences = [
-            f"{name} is {fingerprint[name]}, not {value}"
-            for name, value in job.expected.items()
-            if fingerprint[name] != value
-        ]
-        if differences:
-            raise UsageError(f"node {node} would measure something else: {'; '.join(differences)}")
-        self._model = replace(model, id=job.id)
-        return self._model
 
 
 class Workers:
@@ -161,7 +30,7 @@ class Workers:
         say: told in one line what is waited for, and of every worker that was lost.
     """
 
-    def __init__(self, kind: type[Opener], job: Job, count: int, say: Callable[[str], None]) -> None:
+    def __init__(self, kind: type[Worker], job: Job, count: int, say: Callable[[str], None]) -> None:
         self.job = job
         self._kind = kind
         self.count = count
@@ -228,8 +97,8 @@ class Workers:
 
     @property
     def _needs(self) -> dict[str, int]:
-        opened = self.job.checkpoint
-        return {"num_cpus": 1, "num_gpus": 1} if opened.device == "cuda" else {"num_cpus": opened.threads}
+        job = self.job
+        return {"num_cpus": 1, "num_gpus": 1} if job.device == "cuda" else {"num_cpus": job.threads}
 
     def _wait(self, any_alive: bool) -> None:
         """Say what is waited for, after a while, and end it after a long while."""
@@ -253,11 +122,3 @@ class Workers:
         asked = " and ".join(f"{count} {name}" for name, count in needs.items())
         has = " and ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in needs)
         return f"which needs {asked} of one node; the Ray cluster has {has} free"
-
-
-def given_up(doing: str) -> WorkError:
-    """What is raised for work that has lost `DEATHS` workers, the last when it was doing something."""
-    return WorkError(
-        f"the same work ended {DEATHS} worker processes, the last when it {doing}: if they ran out of memory, use a "
-        "smaller --batch or larger machines"
-    )

@@ -140,11 +140,7 @@ def offered(threads: int) -> tuple[str, int]:
 
 
 def imported_ray() -> ModuleType:
-    """Ray, made quiet.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Ray, made quiet; `UsageError` where it is not installed."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:

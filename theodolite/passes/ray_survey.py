@@ -14,27 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit
-from theodolite.passes.packed_states import packed, unpacked
 from theodolite.passes.provenance import describe_corpus
-from theodolite.passes.ray_actors import (
-    DEATHS,
-    Workers,
-    checkpoint_of,
-    device_in,
-    given_up,
-    refuse_unopenable,
-)
+from theodolite.passes.ray_actors import DEATHS, Workers
 from theodolite.passes.ray_cluster import (
     LOCAL,
     SECONDS,
@@ -45,12 +37,13 @@ from theodolite.passes.ray_cluster import (
     imported_ray,
     offered,
 )
-from theodolite.passes.ray_workers import SurveyJob, Worker
+from theodolite.passes.ray_workers import Worker, job_of, packed, unpacked
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Stage, finished_in, run_into
 from theodolite.passes.survey import LATER, TITLES, given, survey_facts, survey_fingerprint
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.tabulate import tabulate
+from theodolite.system.checksums import read_json_checked
 from theodolite.system.progress import Progress, ShowStage
 from theodolite.system.run_folders import RUN
 
@@ -99,16 +92,18 @@ def survey_on_ray(
     check_fit(model, corpus)
     if corpus.images is not None:
         raise UsageError("workers read text, not images: survey them with `survey` (leave out --ray)")
-    refuse_unopenable(model, actors, "survey it with `survey`")
+    _refuse_unopenable(model)
+    if actors is not None and actors < 1:
+        raise UsageError(f"{actors} actors read nothing: use --actors 1 or more")
     batch = batch_of(corpus, batch)
     fingerprint, described = survey_fingerprint(model, corpus, batch, seed, extra), describe_corpus(corpus)
-    if out is not None and (device_there := device_in(Path(out) / RUN)):
+    if out is not None and (device_there := _device_in(Path(out) / RUN)):
         finished = finished_in(out, fingerprint | {"device": device_there}, described)
         if finished is not None:
             return finished
     with connected(address):
         device, room = offered(torch.get_num_threads())
-        job = SurveyJob(checkpoint_of(model, device), corpus, batch, seed, extra)
+        job = job_of(model, device, corpus, batch, seed, extra)
         count = min(room, actors or room, len(list(shards(len(corpus.contexts), batch))))
         workers = Workers(Worker, job, count, say)
         fingerprint |= {"device": device}
@@ -132,6 +127,35 @@ def survey_on_ray(
         )
 
 
+def _refuse_unopenable(model: OpenModel) -> None:
+    """Refuse a model that was changed after it was opened, or is in memory only."""
+    anew = f"workers open {model.id} anew, without"
+    if model.interventions:
+        raise UsageError(f"{anew} {', '.join(model.interventions)}: survey it with `survey`")
+    if model.weights().changed:
+        raise UsageError(f"{anew} what was changed in memory: save it, or survey it with `survey`")
+    if model.sha256 is None and model.revision is None:
+        raise UsageError(
+            f"{model.id} is in memory, and each worker opens a checkpoint: save it, or survey it with `survey`"
+        )
+
+
+def _device_in(record: Path) -> str | None:
+    """The kind of device on which a finished run was made, read without a cluster; None where there is no such run."""
+    try:
+        return str(read_json_checked(record)["fingerprint"]["device"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _given_up(doing: str) -> WorkError:
+    """What is raised for work that has lost `DEATHS` workers, the last when it was doing something."""
+    return WorkError(
+        f"the same work ended {DEATHS} worker processes, the last when it {doing}: if they ran out of memory, use a "
+        "smaller --batch or larger machines"
+    )
+
+
 @dataclass(frozen=True)
 class _Shard:
     """Contexts that a worker reads, and the references to its answer: that they were read, and the sums."""
@@ -151,7 +175,7 @@ class _ShardedPass(SurveyPass):
     """A pass whose batches are read elsewhere, and whose sums are merged here."""
 
     def __init__(self, model: OpenModel, workers: Workers) -> None:
-        job = cast(SurveyJob, workers.job)
+        job = workers.job
         super().__init__(model, job.corpus, job.seed, job.batch, job.extra)
         self._workers = workers
         self._directions: Any = None
@@ -207,7 +231,7 @@ class _ShardedPass(SurveyPass):
         except WorkerLost as error:
             self._lost[shard.first] += 1
             if self._lost[shard.first] >= DEATHS:
-                raise given_up(shard.doing) from error
+                raise _given_up(shard.doing) from error
             del self._under_way[shard.first]
             heapq.heappush(self._todo, (shard.first, shard.last))
             self._workers.lose(shard.worker, shard.doing)
@@ -241,7 +265,7 @@ class _RemotePass:
             else:
                 progress.checkpoint(1)
                 return
-        raise given_up(doing)
+        raise _given_up(doing)
 
     def _first_alive(self, progress: Progress) -> int:
         while not (alive := self._workers.alive()):

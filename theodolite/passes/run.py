@@ -178,11 +178,7 @@ class Run:
 
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
-    """A table that is what was written, and has columns of the right types, with layers and heads that there are.
-
-    Raises:
-        CorruptFile: it is another.
-    """
+    """A table that is what was written, and whose columns a reader can use; or `CorruptFile`."""
     written = read_bytes_checked(path, sums)  # a folder by that name would be taken for a table in parts
     table = pd.read_parquet(BytesIO(written), page_checksum_verification=True)
     if fault := fault_of(path.stem, table, model):
@@ -191,11 +187,7 @@ def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.D
 
 
 def _read_arrays(path: Path, sums: dict[str, str]) -> dict[str, Tensor]:
-    """The arrays that were written.
-
-    Raises:
-        CorruptFile: they are others.
-    """
+    """The arrays that were written, or `CorruptFile`."""
     try:
         return read_checked(path, sums.get(path.name))[0]
     except CorruptFile as error:
@@ -221,11 +213,7 @@ class Workspace:
         self._file = self.folder / "progress.safetensors"
 
     def finished(self) -> Run | None:
-        """The run, if it is there already.
-
-        Raises:
-            UsageError: there is something else by that name.
-        """
+        """The run, if it is there already; `UsageError` where something else has its name."""
         if not self.out.exists():
             return None
         if self.out.is_dir() and not any(self.out.iterdir()):
@@ -249,11 +237,7 @@ class Workspace:
         return run
 
     def load_progress(self) -> tuple[dict[str, Any], State] | None:
-        """What an interrupted survey has left: (notes, tensors), or None.
-
-        Raises:
-            UsageError: it was another survey.
-        """
+        """What an interrupted survey has left: (notes, tensors), or None; `UsageError` where it was another survey."""
         if not self._file.is_file():
             return None
         try:

@@ -79,11 +79,17 @@ def survey(
     batch = batch_of(corpus, batch)
     fingerprint = survey_fingerprint(model, corpus, batch, seed, extra)
 
-    def read(_: States) -> Pass:
-        return SurveyPass(model, corpus, seed, batch, extra)
+    def later(name: str) -> Stage:
+        return Stage(
+            name, TITLES[name], lambda states: later_pass(name, model, corpus, seed, given(name, states))
+        )
 
     return run_into(
-        survey_stages(model, corpus, seed, fingerprint, Stage("corpus", TITLES["corpus"], read), extra),
+        [
+            Stage("corpus", TITLES["corpus"], lambda _: SurveyPass(model, corpus, seed, batch, extra)),
+            survey_facts(model, corpus, seed, fingerprint, extra),
+            *map(later, LATER),
+        ],
         lambda states: tabulate(states, extra),
         out,
         fingerprint,
@@ -170,38 +176,16 @@ def spectra(
 
 
 def survey_fingerprint(
-    model: OpenModel, corpus: Corpus, batch: int, seed: int, extra: Sequence[Extra] = ()
+    model: OpenModel, corpus: Corpus, batch: int, seed: int, extra: Sequence[Extra]
 ) -> dict[str, Any]:
-    """What decides every byte of a survey.
-
-    Raises:
-        UsageError: an added accumulator is none, or has no columns, no name, or that of another.
-    """
+    """What decides every byte of a survey, whose added accumulators are checked."""
     check_extra(extra)
     added = {"extra": [accumulator.name for accumulator in extra]} if extra else {}
     return {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed, **added}
 
 
-def survey_stages(
-    model: OpenModel,
-    corpus: Corpus,
-    seed: int,
-    fingerprint: dict[str, Any],
-    read: Stage,
-    extra: Sequence[Extra] = (),
-) -> list[Stage]:
-    """The stages of a survey, of which `read` is the one that reads the corpus."""
-
-    def later(name: str) -> Stage:
-        return Stage(
-            name, TITLES[name], lambda states: later_pass(name, model, corpus, seed, given(name, states))
-        )
-
-    return [read, survey_facts(model, corpus, seed, fingerprint, extra), *map(later, LATER)]
-
-
 def survey_facts(
-    model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], extra: Sequence[Extra] = ()
+    model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], extra: Sequence[Extra]
 ) -> Stage:
     """The stage that keeps what the tables say of the model and the text, and refuses columns that do not fit them."""
 
@@ -238,13 +222,8 @@ def later_pass(name: str, model: OpenModel, corpus: Corpus, seed: int, tensors: 
     if name == "weights":
         means = {key: tensors[key] for key in ("mean", "pos", "normed")}
         grid = None if corpus.grid is None else corpus.grid.shape
-        return WeightsPass(
-            model,
-            inputs=part_of(tensors, "inputs"),
-            leading=corpus.leading,
-            grid=grid,
-            **means,
-        )
+        inputs = part_of(tensors, "inputs")
+        return WeightsPass(model, inputs=inputs, leading=corpus.leading, grid=grid, **means)
     if name == "patterns":
         return PatternPass(model, corpus.contexts.shape[1], seed)
     return AttributionPass(model, seed, tensors["scores"], tensors["mean"], tensors["pos"])
@@ -281,17 +260,13 @@ def _facts_of_text(
     trailing = described["corpus"]["trailing_special_tokens"]
     sample = choose_sample(corpus, trailing, (model.layers + 1) * model.width, seed)
     examples = corpus.contexts[: attention["example_received"].shape[1]]
-    described["counts"] |= {
-        "sampled_contexts": sample.size,
-        "split_contexts": len(sample_of(corpus, seed)),
-    }
+    split = len(sample_of(corpus, seed))
+    described["counts"] |= {"sampled_contexts": sample.size, "split_contexts": split}
     text = text_of_tokens(model, corpus)
-    named = (
-        torch.cat([attention["sink_tokens"][:, 2].long(), examples[examples != NO_TOKEN]]).unique().tolist()
-    )
+    named = torch.cat([attention["sink_tokens"][:, 2].long(), examples[examples != NO_TOKEN]]).unique()
     notes = {
         "provenance": describe_model(model) | described,
-        "tokens": {str(token): text(token) for token in named},
+        "tokens": {str(token): text(token) for token in named.tolist()},
     }
     tensors = {
         "sample_slot": sample.slot,

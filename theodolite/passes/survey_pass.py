@@ -107,10 +107,9 @@ class SurveyPass(HeadsPass):
         self.residual = SecondMoments(model.layers + 1, model.width)
         self.sketches = MomentSketches(model.layers + 1, model.width, self.total)
         self.outliers = OutlierCounts(model.layers + 1, model.width, self.total, self.trailing, self.leading)
-        shown = min(EXAMPLES, self.total)
-        self.examples = (
-            None if corpus.grid is None else ExampleNorms(model.layers + 1, self.means.length, shown)
-        )
+        self.examples: ExampleNorms | None = None
+        if corpus.grid is not None:
+            self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
         self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
 
     def _choose_sample(self) -> Sample:
@@ -120,14 +119,10 @@ class SurveyPass(HeadsPass):
     @property
     def accumulators(self) -> dict[str, LayerSums]:
         """The accumulators by name."""
-        own: dict[str, LayerSums] = {
-            "residual": self.residual,
-            "sketches": self.sketches,
-            "outliers": self.outliers,
-        }
-        if self.examples is not None:
-            own["examples"] = self.examples
-        return super().accumulators | own | {f"extra.{one.name}": one for one in self.extra}
+        own: dict[str, LayerSums] = {"residual": self.residual, "sketches": self.sketches}
+        examples = {} if self.examples is None else {"examples": self.examples}
+        added = {f"extra.{one.name}": one for one in self.extra}
+        return super().accumulators | own | {"outliers": self.outliers} | examples | added
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""

@@ -5,12 +5,11 @@ What a state is missing (a survey of heads alone, spectra from weights alone) le
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.extra import Extra
@@ -32,11 +31,7 @@ from theodolite.passes.added_columns import added_columns
 from theodolite.passes.run import Run
 from theodolite.passes.stages import States
 
-OUTLIER_COLUMNS = [
-    *("layer", "dimension", "share", "maximum", "maximum_first"),
-    *MASSIVE_COUNTS,
-    *COUNT_ERRORS,
-]
+OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS, *COUNT_ERRORS]
 
 
 def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
@@ -52,12 +47,17 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
     tables: dict[str, pd.DataFrame] = dict.fromkeys(
         ("layers", "sinks", "outliers", "examples"), pd.DataFrame()
     )
-    heads, arrays = _spectra(states, (provenance.get("corpus") or {}).get("length"))
+    weights, notes = states.of("weights"), states.notes["weights"]
+    exact = [kind == EXACT for kind in notes["spectrum_of"]]
+    length = (provenance.get("corpus") or {}).get("length")
+    heads, arrays = localization_tables(weights, exact, notes["scaling"], length)
     if states.of("corpus"):
         attention = states.of("corpus.attention")
         heads |= head_columns(attention)
         mean, pos, _ = survey_means(states)
-        arrays |= {"mean": mean} | _positional_basis(pos.float(), trailing_tokens(states))
+        end = pos.shape[1] - trailing_tokens(states)
+        arrays |= {"mean": mean, "positional_basis": pos.float()[:, :end]}
+        arrays |= {"positional_basis_last": pos.float()[:, end:]} if end < pos.shape[1] else {}
         arrays |= head_arrays(attention)
         provenance = provenance | {"wall_seconds": states.seconds}
     if states.of("corpus.residual"):
@@ -66,7 +66,6 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
         for name, of in (("induction", "scores"), ("induction_se", "errors")):
             scores = states.of("patterns")[of]
             heads[name] = scores[:, PATTERNS.index("induction")].flatten().tolist()
-    weights = states.of("weights")
     heads |= {name: weights[name].flatten().tolist() for name in POSITIONAL if name in weights}
     if states.of("corpus.residual"):
         shares, columns = shares_tables(states.of("shares"), states.notes["shares"])
@@ -75,10 +74,13 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
         arrays |= text_arrays
         attribution = attribution_table(states.of("attribution"))
         tables |= text_tables | {"constituents": shares, "attribution": attribution}
-        provenance = provenance | {"constituents_refused": _refused(states)}
+        refused = states.notes["attribution"]["refused"] | states.notes["shares"]["refused"]
+        refused = {layer: refused[layer] for layer in sorted(refused, key=int)}  # why logits were not split
+        provenance = provenance | {"constituents_refused": refused}
     added = added_columns(states, extra)
     tables["layers"] = tables["layers"].assign(**added["layers"])
-    tables["heads"] = _heads_table(states, heads | added["heads"])
+    table = tables["heads"] = heads_that_are(heads | added["heads"], notes["heads"])
+    table.insert(2, "spectrum_of", table["layer"].map(dict(enumerate(notes["spectrum_of"]))))
     return Run(**tables, arrays=arrays, provenance=provenance)
 
 
@@ -102,33 +104,11 @@ def trailing_tokens(states: States) -> int:
     return int(corpus.get("trailing_special_tokens", 0))
 
 
-def _positional_basis(pos: Tensor, trailing: int) -> dict[str, Tensor]:
-    """The array of the text's positions, and that of the special tokens behind them, where there are any."""
-    end = pos.shape[1] - trailing
-    arrays = {"positional_basis": pos[:, :end]}
-    return arrays | {"positional_basis_last": pos[:, end:]} if trailing else arrays
-
-
-def _spectra(states: States, length: int | None) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
-    """Columns and arrays that come from the weights."""
-    state, notes = states.of("weights"), states.notes["weights"]
-    exact = [kind == EXACT for kind in notes["spectrum_of"]]
-    return localization_tables(state, exact, notes["scaling"], length)
-
-
 def _entropy_bounds(states: States) -> list[float]:
     attention = states.of("corpus.attention")
-    layerwise = zip(
-        attention["gram_norm"],
-        states.of("weights")["spectral_norm"],
-        attention["visible_keys"],
-        attention["readers"],
-        strict=True,
-    )
-    bounds = [
-        entropy_bound(float(gram_norm), norm, keys, readers) for gram_norm, norm, keys, readers in layerwise
-    ]
-    return torch.cat(bounds).tolist()
+    norms = attention["gram_norm"].tolist(), states.of("weights")["spectral_norm"]
+    layerwise = zip(*norms, attention["visible_keys"], attention["readers"], strict=True)
+    return torch.cat([entropy_bound(*layer) for layer in layerwise]).tolist()
 
 
 def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.DataFrame], dict[str, Tensor]]:
@@ -140,7 +120,10 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     _refuse_overflow(states.of("corpus.inputs"))
     own = states.of("facts")
     sample = Sample(own["sample_slot"], own["sample_context"], own["sample_position"])
-    labels = _telling(own["labels"])[sample.kept]
+    labels = own["labels"]
+    if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
+        labels = torch.full_like(labels, -1)
+    labels = labels[sample.kept]
     means = states.of("corpus.means")
     length = facts["provenance"]["corpus"]["length"] - trailing_tokens(states)
     means = means | {name: means[name][:, :, :length] for name in ("position_sum", "readers")}
@@ -152,15 +135,12 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     errors = array_errors(means, outliers, survey_means(states)[1], leading)
     arrays |= {name: errors[name] for name in errors if name not in COUNT_ERRORS}
     if grid is not None:
-        arrays |= {
-            "example_picture": own["pictures"],
-            "example_received": attention["example_received"].float(),
-        }
+        arrays |= {"example_picture": own["pictures"]}
+        arrays |= {"example_received": attention["example_received"].float()}
         arrays |= {"example_norm": states.of("corpus.examples")["norm"].float()}
-    texts: dict[str, str] = facts["tokens"]
 
     def text(token: int) -> str:
-        return texts[str(token)]
+        return str(facts["tokens"][str(token)])
 
     tables = {
         "layers": pd.DataFrame({"layer": range(len(arrays["mean"])), **layers}),
@@ -171,27 +151,8 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     return tables, arrays
 
 
-def _refused(states: States) -> dict[str, str]:
-    """Layer → why its logits could not be split."""
-    refused = states.notes["attribution"]["refused"] | states.notes["shares"]["refused"]
-    return {layer: refused[layer] for layer in sorted(refused, key=int)}
-
-
 def _refuse_overflow(moments: State) -> None:
     finite = moments["moment"].isfinite().all(dim=(1, 2))
     if not finite.all():
         layer = int((~finite).nonzero()[0])
         raise WorkError(f"the squares of layer {layer}'s vectors overflow: try --dtype float64")
-
-
-def _heads_table(states: States, columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
-    """One row a head, from columns of L · H values each."""
-    notes = states.notes["weights"]
-    table = heads_that_are(columns, notes["heads"])
-    table.insert(2, "spectrum_of", table["layer"].map(dict(enumerate(notes["spectrum_of"]))))
-    return table
-
-
-def _telling(labels: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:
-    """The labels, or none where all contexts have one, such as the name of the only file: it tells nothing apart."""
-    return labels if len(labels[labels >= 0].unique()) > 1 else torch.full_like(labels, -1)

@@ -87,11 +87,7 @@ def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
 
 
 def check_length(length: int) -> None:
-    """Refuse contexts that are too short for `LAGS` lags.
-
-    Raises:
-        UsageError: fewer than `LEAST_LENGTH` tokens.
-    """
+    """Raise `UsageError` where contexts have fewer than `LEAST_LENGTH` tokens, too few for `LAGS` lags."""
     if length < LEAST_LENGTH:
         raise UsageError(
             f"contexts of {length} tokens are too short to be seen as walks: use --length {LEAST_LENGTH} or more"

@@ -28,11 +28,7 @@ OUTPUT_TITLE = "reading output weights"
 
 
 def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "heads value_width width"]:
-    """W_O of one layer's heads as of the model's most and widest: zero for those that are not there.
-
-    Raises:
-        WorkError: the layer has no fixed output weights.
-    """
+    """W_O of one layer's heads as of the model's most and widest, zero for those that are not there; or `WorkError`."""
     if layer not in model.attending:
         return torch.zeros(model.heads, model.value_width, model.width, dtype=torch.float64)
     weights = model.output_weights(layer)
@@ -118,18 +114,15 @@ class WeightsPass:
         """Read the layers that are left; a layer's weights go before the next one's come."""
         for layer in range(progress.done, self.total):
             progress.checkpoint(layer)
-            weights = self._weights(layer)
+            try:
+                weights = self.model.head_weights(layer)
+            except (NotAffine, NoAttention):
+                weights = None
             if self.model.heads_of[layer]:
                 self._read(layer, weights)
             self.notes["spectrum_of"].append(weights.projection if weights else NO_MATRIX)
             self.notes["scaling"].append(weights.scaling if weights else 1.0)
         progress.checkpoint(self.total)
-
-    def _weights(self, layer: int) -> HeadWeights | None:
-        try:
-            return self.model.head_weights(layer)
-        except (NotAffine, NoAttention):
-            return None
 
     def _read(self, layer: int, weights: HeadWeights | None) -> None:
         model = self.model

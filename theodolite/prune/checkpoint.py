@@ -111,11 +111,7 @@ class UnfinishedPruning:
             yield
 
     def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
-        """The matrices of a finished block and their rows of the table; None if it is not finished.
-
-        Raises:
-            UsageError: it belongs to another pruning.
-        """
+        """The matrices of a finished block and their rows of the table, or None; `UsageError` of another pruning's."""
         return self._read(self._block(layer)) if self._block(layer).is_file() else None
 
     def _read(self, path: Path) -> tuple[list[PrunedMatrix], TableRows]:

@@ -61,11 +61,7 @@ class Pattern:
 
 
 def pattern_of(given: object, inputs: int) -> Pattern | None:
-    """A pattern given as None, as "2:4" or as (2, 4), for matrices with `inputs` inputs.
-
-    Raises:
-        UsageError: not a pattern, or M does not divide the inputs.
-    """
+    """A pattern given as None, "2:4" or (2, 4), for matrices with `inputs` inputs; `UsageError` where it fits none."""
     if given is None:
         return None
     text = re.fullmatch(r"(\d+):(\d+)", given) if isinstance(given, str) else None
@@ -82,11 +78,7 @@ def pattern_of(given: object, inputs: int) -> Pattern | None:
 
 
 def check_sparsity(sparsity: object) -> float:
-    """A share of entries to remove, as a number.
-
-    Raises:
-        UsageError: not a number in (0, 1).
-    """
+    """A share of entries to remove, as a number; `UsageError` where it is none in (0, 1)."""
     if sparsity is None:
         raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
     if isinstance(sparsity, bool) or not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
@@ -97,11 +89,7 @@ def check_sparsity(sparsity: object) -> float:
 
 
 def sparsity_of(sparsity: float | None, pattern: Pattern | None) -> float:
-    """The share to remove; with a pattern, which fixes it, None is allowed.
-
-    Raises:
-        UsageError: not a number in (0, 1), or not that of the pattern.
-    """
+    """The share to remove, where None is that of the pattern; `UsageError` where it is none, or another."""
     if pattern is None:
         return check_sparsity(sparsity)
     fixed = 1 - pattern.density
@@ -113,11 +101,7 @@ def sparsity_of(sparsity: float | None, pattern: Pattern | None) -> float:
 
 
 def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:
-    """A weight matrix without its gradient, row by row in memory.
-
-    Raises:
-        UsageError: not a matrix of finite real numbers.
-    """
+    """A matrix of finite real numbers without its gradient, row by row in memory; else `UsageError`."""
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise UsageError("weight must be a tensor of floating-point numbers")
     if weight.ndim != 2 or 0 in weight.shape:

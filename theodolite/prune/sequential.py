@@ -105,11 +105,7 @@ class BlockByBlock:
             self._hidden[number] = self._kept(output, self._hidden[number])
 
     def verify_end(self) -> None:
-        """Compare the output of the last block on the witness with a forward pass of the pruned model.
-
-        Raises:
-            WorkError: they differ: the hidden states were not those of the pruned model.
-        """
+        """Raise `WorkError` where the last block gives the witness another output than a pass of the pruned model."""
         last = self._model.layers - 1
         ours = self._run(last, self._witness_calls, self._witness)
         refuse_nonfinite_stream(last + 1, ours)

@@ -64,11 +64,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_index(folder: Path) -> None:
-    """What decides where weights are read from names files of the folder: no pickles, nothing that lies elsewhere.
-
-    Raises:
-        UsageError: the index cannot be read, or names something else.
-    """
+    """Raise `UsageError` where the index of a folder names pickles, or weights that lie elsewhere."""
     index = folder / INDEX
     if not index.is_file():
         return

@@ -116,12 +116,7 @@ def bytes_digest(written: bytes) -> str:
 
 
 def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
-    """A file's bytes, if they are those of its checksum. A file that has none is taken as it is.
-
-    Raises:
-        OSError: it cannot be read.
-        CorruptFile: it has changed since.
-    """
+    """A file's bytes, if they are those of its checksum, or it has none; else `CorruptFile`."""
     written = path.read_bytes()
     if path.name in checksums and checksums[path.name] != bytes_digest(written):
         raise CorruptFile(f"{path.name}: its bytes are not those that were written")
@@ -138,11 +133,7 @@ def write_json_checked(path: Path, values: Mapping[str, Any], indent: int | None
 
 
 def read_json_checked(path: Path) -> dict[str, Any]:
-    """What `write_json_checked` wrote. Files without a checksum are taken as they are.
-
-    Raises:
-        CorruptFile: it cannot be read, or has changed since.
-    """
+    """What `write_json_checked` wrote, or `CorruptFile`. Files without a checksum are taken as they are."""
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         sha256 = values.pop(SHA256, None)

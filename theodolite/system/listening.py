@@ -12,11 +12,7 @@ FIRST_PORT, PORTS = 7860, 100
 
 
 def listen(port: int | None) -> socket.socket:
-    """A socket on this machine's own address, at `port` or at the first free one from `FIRST_PORT` on.
-
-    Raises:
-        UsageError: the port is taken, or is none.
-    """
+    """A socket on this machine's own address, at `port` or the first free one from `FIRST_PORT` on; or `UsageError`."""
     if port is not None and not 0 <= port <= 65535:
         raise UsageError(f"{port} is not a port: use one from 1024 to 65535")
     ports = range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]

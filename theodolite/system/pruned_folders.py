@@ -19,11 +19,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def adapter_in(folder: Path) -> Path | None:
-    """Where a pruned checkpoint has its low-rank parts as an adapter; None of another, or of another folder.
-
-    Raises:
-        UsageError: it should have one.
-    """
+    """Where a pruned checkpoint has its low-rank parts as an adapter, or None; `UsageError` where it has lost them."""
     try:
         form = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["pruning"]["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -90,11 +90,7 @@ def _is_provenance(values: dict[str, Any]) -> bool:
 
 
 def check_out(out: Path | None) -> None:
-    """Refuse to write a run where something else lies.
-
-    Raises:
-        UsageError: something else lies there, or nothing can (`files.check_target`).
-    """
+    """Raise `UsageError` where a run cannot be written, or something else lies there."""
     check_target(out)
     if out is not None and out.exists() and not is_run(out) and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out} exists and is no run: choose another --out")

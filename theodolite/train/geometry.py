@@ -165,11 +165,7 @@ def geometry_of(
 
 
 def monitored_source(model: nn.Module | OpenModel) -> Source:
-    """What to look at of a model in training.
-
-    Raises:
-        UsageError: as `training_source`, or it reads other things than tokens.
-    """
+    """What to look at of a model in training; `UsageError` where it reads other things than tokens."""
     source = training_source(model)
     if source.reads != "input_ids":
         raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
@@ -183,11 +179,7 @@ def looking_ranks(source: Source, over_ranks: bool) -> Ranks:
 
 
 def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"]:
-    """The ids on the CPU, found to fit the model.
-
-    Raises:
-        UsageError: as `check_shape`, or ids are beyond the vocabulary.
-    """
+    """The ids on the CPU, found to fit the model; else `UsageError`."""
     check_shape(ids)
     ids = ids.detach().cpu().long()
     if int(ids.min()) < 0 or int(ids.max()) >= (source.vocabulary or 0):
@@ -199,11 +191,7 @@ def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"
 
 
 def check_shape(ids: Any) -> None:
-    """Refuse what is no batch of token ids.
-
-    Raises:
-        UsageError: no tensor, wrong shape or dtype, contexts too short.
-    """
+    """Raise `UsageError` where it is no batch of token ids, or its contexts are too short."""
     if not isinstance(ids, Tensor):
         raise UsageError(
             f"the monitor batch is a {type(ids).__name__}: give a tensor of token ids (contexts, positions)"

@@ -307,11 +307,7 @@ def is_held(model: nn.Module, name: str, place: Projection | NamedWeight | Logit
 
 
 def listed_layers(layers: Iterable[int] | None) -> list[int] | None:
-    """The layers asked for, as numbers.
-
-    Raises:
-        UsageError: they are no whole numbers.
-    """
+    """The layers asked for, as numbers; `UsageError` where they are no whole numbers."""
     if layers is None:
         return None
     try:

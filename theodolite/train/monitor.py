@@ -292,11 +292,7 @@ def check_looks(ids: Any, inline: bool, every: int, spectra_every: int, limits: 
 
 
 def _checked_folder(folder: Any) -> Path | None:
-    """A folder's path, or None.
-
-    Raises:
-        UsageError: it is no path.
-    """
+    """A folder's path, or None; `UsageError` where it is no path."""
     if folder is None:
         return None
     try:
@@ -306,11 +302,7 @@ def _checked_folder(folder: Any) -> Path | None:
 
 
 def _one_number(loss: float | Tensor) -> float:
-    """A loss as Python's number; NaN stays one.
-
-    Raises:
-        UsageError: it is not one number.
-    """
+    """A loss as Python's number, NaN too; `UsageError` where it is not one number."""
     try:
         return float(loss.detach() if isinstance(loss, Tensor) else loss)
     except (TypeError, ValueError, RuntimeError):

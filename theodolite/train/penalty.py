@@ -60,21 +60,13 @@ def locater_penalty(
 
 
 def check_gradient(gradient: str) -> None:
-    """Refuse a gradient that there is not.
-
-    Raises:
-        UsageError: it is neither exact nor published.
-    """
+    """Raise `UsageError` where it is neither exact nor published."""
     if gradient not in ("exact", "published"):
         raise UsageError(f"gradient is '{gradient}'; choose exact or published.")
 
 
 def check_strength(name: str, strength: float | Tensor) -> None:
-    """Refuse a strength that is not one finite number of 0 or more.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Raise `UsageError` where it is not one finite number of 0 or more."""
     if isinstance(strength, Tensor):
         fits = strength.numel() == 1 and not strength.is_complex()
         fits = fits and holds((strength.detach() >= 0) & strength.detach().isfinite())
@@ -86,11 +78,7 @@ def check_strength(name: str, strength: float | Tensor) -> None:
 
 
 def whole_step(step: Any) -> int:
-    """A step as Python's number.
-
-    Raises:
-        UsageError: it is not one of 0 or more.
-    """
+    """A step as Python's number; `UsageError` where it is not one of 0 or more."""
     with suppress(TypeError):
         if (number := operator.index(step)) >= 0:
             return number

@@ -205,11 +205,7 @@ class QKClipCallback(GeometryCallback):
 
 
 def checked_threshold(threshold: float) -> float:
-    """The threshold, if it is a number above 0.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """The threshold, if it is a number above 0; else `UsageError`."""
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):
         raise UsageError(f"threshold is {threshold!r}: give a number above 0")
     if not 0 < threshold < math.inf:

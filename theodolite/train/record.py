@@ -164,11 +164,7 @@ class Record:
             self.finished = False
 
     def write(self, geometry: Geometry, alarms: list[Alarm]) -> None:
-        """Append one look and its alarms.
-
-        Raises:
-            WorkError: the folder cannot be written.
-        """
+        """Append one look and its alarms; `WorkError` where the folder cannot be written."""
         at = {"step": geometry.step}
         rows = {
             "heads": [at | row for row in geometry.heads.to_dict("records")],
@@ -180,11 +176,7 @@ class Record:
         self.keep(geometry, alarms)
 
     def write_loss(self, step: int, loss: float) -> None:
-        """Append the loss of a step; of several for one step the last counts.
-
-        Raises:
-            WorkError: the folder cannot be written.
-        """
+        """Append the loss of a step, of which the last counts; `WorkError` where the folder cannot be written."""
         self._append("losses", [{"step": step, "loss": loss}])
         self._keep_loss(step, loss)
 

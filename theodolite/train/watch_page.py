@@ -74,11 +74,7 @@ OF_MAP = (ENTROPIES, PROPAGATION, FIRST_SINK, LATER_SINK, LOGITS)
 
 
 def write_page(record: Record, *, finished: bool) -> None:
-    """Write the page of a record beside it. While the run is not finished the page reloads itself.
-
-    Raises:
-        WorkError: it cannot be written.
-    """
+    """Write the page of a record beside it, which reloads itself while the run is not finished; or `WorkError`."""
     assert record.folder is not None
     path = record.folder / PAGE
     with disk_errors(path):

@@ -311,11 +311,7 @@ PLACES = 4096
 
 
 def _added_by(score_mod: Callable[..., Tensor], owner: nn.Module, shape: Any, like: Tensor) -> Tensor | None:
-    """The bias that a `score_mod` adds, −∞ where it hides a key; None where it adds nothing.
-
-    Raises:
-        UsageError: it does something else to the logits.
-    """
+    """The bias that a `score_mod` adds, −∞ where it hides a key, or None; `UsageError` where it does something else."""
     from torch.nn.attention.flex_attention import _identity
 
     if score_mod is _identity:
