@@ -24,10 +24,7 @@ from theodolite_papers.experiment import Experiment, Study
 from theodolite_papers.localization.locater_figures import grid_provenance
 from theodolite_papers.localization.locater_grid import is_grid
 
-KINDS = {
-    is_grid: grid_provenance,
-    is_few_shot: few_shot_provenance,
-}
+KINDS = {is_grid: grid_provenance, is_few_shot: few_shot_provenance}
 
 
 def provenance_reader(place: str | Path) -> Callable[[Path], dict[str, Any]] | None:

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import (
-    Model,
-    Opening,
-    RunFolder,
-    Text,
-    default_folder,
-    say_where,
-    short_name,
-)
+from theodolite.cli.options import Model, Opening, RunFolder, Text, default_folder, say_where, short_name
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread

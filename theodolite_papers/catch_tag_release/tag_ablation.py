@@ -227,8 +227,7 @@ def against_others(table: pd.DataFrame) -> Verdict:
         MORE_THAN_OTHERS, what, between["change"], between["change_se"], between["contexts"], MORE_THAN_NONE
     )
     return all_of(
-        MORE_THAN_OTHERS,
-        [more, against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)],
+        MORE_THAN_OTHERS, [more, against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)]
     )
 
 

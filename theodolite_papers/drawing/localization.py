@@ -57,10 +57,7 @@ def propagation_curves(
     lines, values = [], []
     for index, eta in enumerate(etas):
         colour = style.order_colour(index / max(1, len(etas) - 1))
-        lines += [
-            Line(f"η = {eta:g}", colour),
-            Line(f"η = {eta:g}, published", colour, "dash", 1.4),
-        ]
+        lines += [Line(f"η = {eta:g}", colour), Line(f"η = {eta:g}, published", colour, "dash", 1.4)]
         values += [corrected[index], published[index]]
     drawn = curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
     for trace in drawn.data[1::2]:

@@ -72,12 +72,7 @@ class Decoupling:
 
 
 def decouple(
-    w_q: Tensor,
-    w_k: Tensor,
-    v: Tensor,
-    scaling: float,
-    corners: Sequence[int] = CORNERS,
-    rotations: int = 5,
+    w_q: Tensor, w_k: Tensor, v: Tensor, scaling: float, corners: Sequence[int] = CORNERS, rotations: int = 5
 ) -> Decoupling:
     """Energy of every head in D and in the corner of V, against Haar-random rotations (Song & Zhong 2024, 5.1).
 

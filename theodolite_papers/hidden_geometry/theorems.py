@@ -212,12 +212,7 @@ def _read_moderate(
 
 
 def _draw_bounds(
-    outcome: Outcome,
-    layers: list[int],
-    cutoffs: list[int],
-    bounds: Floats,
-    attained: Floats,
-    trivial: Floats,
+    outcome: Outcome, layers: list[int], cutoffs: list[int], bounds: Floats, attained: Floats, trivial: Floats
 ) -> None:
     """Table and figure of every bound, layer by layer."""
     outcome.tables["bounds"] = pd.DataFrame(

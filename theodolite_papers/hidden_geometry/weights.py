@@ -48,16 +48,10 @@ TREND_WITH = {"layer": "its layer", "previous_token": "the attention that it pay
 
 LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
 
-LOCALITY = {
-    "previous_token": "attention to the previous token",
-    "entropy": "entropy of attention",
-}
+LOCALITY = {"previous_token": "attention to the previous token", "entropy": "entropy of attention"}
 """How local a head's attention is on the text: high, and low."""
 
-MEANT = {
-    "argmax_property": "raw vectors, as published",
-    "argmax_property_normed": "behind the layer's norm",
-}
+MEANT = {"argmax_property": "raw vectors, as published", "argmax_property_normed": "behind the layer's norm"}
 BEHIND = {"argmax_property_normed": ", as the head reads it: each row sent through the layer's norm"}
 
 

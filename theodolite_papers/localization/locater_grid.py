@@ -155,11 +155,7 @@ class Grid:
     def settings(self) -> list[Setting]:
         """Every setting; a seed's before the next seed's."""
         settings = []
-        how: dict[str, Any] = {
-            "gradient": self.gradient,
-            "reduction": self.reduction,
-            "off_at": self.off_at,
-        }
+        how: dict[str, Any] = {"gradient": self.gradient, "reduction": self.reduction, "off_at": self.off_at}
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
             place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
             settings += [

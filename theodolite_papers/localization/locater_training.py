@@ -141,10 +141,7 @@ class LocaterTraining:
         )
         self.model = Decoder(shape).to(self.device)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            betas=BETAS,
-            weight_decay=setting.weight_decay,
-            fused=True,
+            self.model.parameters(), betas=BETAS, weight_decay=setting.weight_decay, fused=True
         )
         self.summed = torch.zeros(
             (), dtype=torch.float64, device=self.device

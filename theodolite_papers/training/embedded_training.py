@@ -100,11 +100,7 @@ class EmbeddedResult:
 
 
 def train_embedded_model(
-    out: str | Path,
-    *,
-    config: EmbeddedConfig | None = None,
-    threads: int = 2,
-    console: Console | None = None,
+    out: str | Path, *, config: EmbeddedConfig | None = None, threads: int = 2, console: Console | None = None
 ) -> EmbeddedResult:
     """Train a tokenizer and a model on Python's own text, and write the folder `out`.
 

@@ -96,14 +96,7 @@ ModelConfig = EmbeddedConfig | TaskModelConfig
 
 
 def gpt2(
-    vocabulary: int,
-    length: int,
-    layers: int,
-    heads: int,
-    width: int,
-    *,
-    dropout: float = 0.0,
-    **options: Any,
+    vocabulary: int, length: int, layers: int, heads: int, width: int, *, dropout: float = 0.0, **options: Any
 ) -> GPT2LMHeadModel:
     """An untrained model, its weights drawn from torch's global generator.
 

@@ -35,12 +35,7 @@ PUBLISHED = {
 
 
 def train_task_model(
-    out: str | Path,
-    task: Task,
-    config: TaskModelConfig,
-    *,
-    threads: int = 2,
-    console: Console | None = None,
+    out: str | Path, task: Task, config: TaskModelConfig, *, threads: int = 2, console: Console | None = None
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
