@@ -77,8 +77,7 @@ def _convergence(outcome: Outcome, numbers: Tensor, places: Tensor) -> None:
         "convergence",
         "Error of the output against s_tag",
         drawing.convergence(S_TAGS, curves, "|f(x) − mean|"),
-        f"Median over {SEQUENCES} sequences of N(0, 1) numbers with [SEP] anywhere, for several b and d; dotted the "
-        "leading term of theory.averaging_error, whose constant grows as exp(max x²).",
+        f"Median over {SEQUENCES} sequences with [SEP] anywhere. Dotted: the leading term, `averaging_error`.",
         "lines that meet their dotted rate from s_tag ≈ 12 on; a larger d raises the error, b does not matter.",
         f"{ZHANG}, Theorem 4.1; the rate is ours",
         wide=True,

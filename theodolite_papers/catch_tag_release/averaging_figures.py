@@ -174,8 +174,7 @@ def draw_losses(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.D
         "losses",
         "Training from scratch",
         losses(steps, curves, marks),
-        f"Squared error of every seed, {LENGTH} tokens with N(0, 1) numbers. Sink penalised: a mean attention to "
-        f"[SEP] above {FREE_ATTENTION:g} is added to the loss.",
+        f"One curve per seed. Sink penalised: mean attention to [SEP] above {FREE_ATTENTION:g} is added to the loss.",
         "seeds that stay near the dotted lines have not learned to identify the tokens after [SEP].",
         f"{ZHANG}, section 4; the training runs are ours",
         wide=True,

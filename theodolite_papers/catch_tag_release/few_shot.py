@@ -27,7 +27,7 @@ from theodolite.report.drawing.grammar import line
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.system.progress import ShowStage, shown
-from theodolite.system.wording import counted, for_plotly, number, percent, with_error
+from theodolite.system.wording import counted, for_plotly, percent, with_error
 from theodolite_papers.catch_tag_release.pruned_models import METHODS
 from theodolite_papers.experiment import Study, experiment, of_trainings
 from theodolite_papers.training.task_models import models_of
@@ -230,9 +230,7 @@ def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
             f"accuracy-{round(100 * sparsity)}",
             f"Accuracy against the number of examples, {removed}",
             accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),
-            f"Means over {counted(rows['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark "
-            f"for each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best achievable accuracy, "
-            "computed exactly.",
+            "Means over models with 95 % intervals; small marks: each model. Dashed: the best achievable accuracy.",
             "whether the methods diverge from left to right.",
             f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
             wide=True,

@@ -38,7 +38,7 @@ from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import attention_knockout, without_low_rank
 from theodolite.system.progress import ShowStage, shown
-from theodolite.system.wording import counted, number, percent
+from theodolite.system.wording import percent
 from theodolite_papers.catch_tag_release import few_shot as drawing
 from theodolite_papers.catch_tag_release.few_shot import (
     COMMAND,
@@ -284,9 +284,7 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
         drawing.accuracy_by_shots(
             over_seeds(means), means, chance=1 / RULES.values, best=RULES.best_accuracy().tolist()
         ),
-        f"Means over {counted(table['folder'].nunique(), 'model')} with 95 % intervals (Student's t); "
-        f"{number(PROMPTS)} prompts, the same for all; of random controls the mean of {CONTROLS}. Dashed: the best "
-        "achievable accuracy, computed exactly.",
+        f"Means over models with 95 % intervals, controls: mean of {CONTROLS}. Dashed: the best achievable accuracy.",
         "lines that fall behind their controls from left to right.",
         f"{ZHANG}, sections 3.4 and 3.5; the interventions are ours",
         wide=True,

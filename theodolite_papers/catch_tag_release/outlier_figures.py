@@ -166,10 +166,8 @@ def _map(outcome: Outcome, outliers: Outliers) -> None:
         "dimensions",
         "RMS of the largest dimensions, by layer",
         ratio_map(ratios[:, chosen], chosen, ("dimension", "layer", "times the median")),
-        f"RMS over positions 1 on, over that of the layer's median dimension, of the {len(chosen)} dimensions that are "
-        "largest in any layer.",
-        "columns that are strong from top to bottom: outlier dimensions keep their place through the layers, since the "
-        "residual stream does.",
+        "RMS over positions from 1 on, relative to the layer's median dimension; the largest dimensions of any layer.",
+        "columns that are strong from top to bottom: outlier dimensions persist across layers.",
         f"{DETTMERS}; {ZHANG}, section 1.2",
         wide=True,
     )
@@ -195,8 +193,7 @@ def _growth(outcome: Outcome, outliers: Outliers) -> None:
         "growth",
         "Massive activations through the layers",
         growth(lines, references, outliers.numbers["thresholds"]["massive"]),
-        "Mean value, in size, of each dimension in the tokens where it is massive in some layer, by either rule; the "
-        f"{LINES} with most places. Grey: typical sizes, and the largest value of the layer in any dimension.",
+        "Mean magnitude in the tokens with a massive activation. Grey: typical sizes, and the layer's largest value.",
         "lines that jump within one block and then stay level until the last ones.",
         SUN,
         wide=True,
@@ -218,8 +215,7 @@ def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
         "tokens",
         "Which tokens carry massive activations",
         carriers(names, np.array(shares), notes),
-        "Share of contexts in which the token carries a massive activation, in the layer and dimension where it "
-        f"does most often, by either rule; the {min(TOKENS, len(rows))} most frequent of {len(rows)}.",
+        "Share of contexts in which the token carries a massive activation, in its most frequent layer and dimension.",
         "position 0 and delimiters at the top, and not much else.",
         SUN,
     )
@@ -239,10 +235,8 @@ def _counts(outcome: Outcome, outliers: Outliers) -> None:
         "counts",
         "Published thresholds against those from data",
         counts(columns, "dimensions"),
-        "Dashed: |x| ≥ 6 in 6 % of the tokens and a quarter of the layers; |x| > 100 and > 1000 times the median. "
-        "Solid: what stands out in its own layer; 1 % of healthy layers have such a value by chance.",
-        "dashed lines at 0 under solid ones, or at the whole width: this model's activations are of another size than "
-        "those for which the thresholds were published.",
+        "Dashed: published thresholds, |x| ≥ 6 and |x| > 100. Solid: relative to the layer; 1 % by chance.",
+        "dashed lines at 0 or at the whole width: the published thresholds do not fit this model's scale.",
         f"{DETTMERS}; {SUN}; the rules from data are ours",
     )
 
@@ -260,8 +254,7 @@ def _heads(outcome: Outcome, outliers: Outliers) -> None:
         "heads",
         "Largest dimension of every head's output",
         ratio_map(grid, range(grid.shape[1]), ("head", "block", "times the median")),
-        "RMS over positions 1 on of the head's output before the output projection, its largest dimension over its "
-        f"median one. {sentence}{': ' + listed(names, 8) if names else ''}.",
+        f"RMS of the output, largest dimension over median. {sentence}{': ' + listed(names, 8) if names else ''}.",
         "strong heads: those that may tag the tokens that a sink caught with an outlier dimension.",
         f"{ZHANG}, Fig. 1(b)",
     )

@@ -219,8 +219,7 @@ def _figures(
         "attention",
         f"Catch: attention of {head}",
         drawing.attention(trace.attention.numpy(), tokens, sinks),
-        f"Queries down, keys across. ▼: sinks of this head, which receive more than {SINK_THRESHOLD} of the attention "
-        "of the queries that see them, or, local sinks, most of that of a contiguous span.",
+        f"Queries down, keys across. ▼: sinks of this head: over {SINK_THRESHOLD} of the attention, or local sinks.",
         "strong columns: later tokens attend mostly to that token.",
         source,
         wide=True,
@@ -229,8 +228,7 @@ def _figures(
         "output",
         f"Tag: output of {head} by dimension",
         drawing.by_dimension(trace.output.numpy(), tokens, sinks),
-        f"What the head adds to the residual stream of each token (through W_O), the {drawing.DIMENSIONS} "
-        "dimensions that are largest at any token.",
+        f"What the head adds to each token's residual stream; the {drawing.DIMENSIONS} largest dimensions.",
         "columns of one colour over all tokens that one sink caught.",
         f"{ZHANG}, Fig. 2b",
         wide=True,
@@ -248,8 +246,7 @@ def _figures(
         "colours",
         "Release: tokens coloured by principal components",
         drawing.coloured(colours, list(scores), tokens, sinks),
-        "Three principal components of the tokens' vectors as red, green and blue, every place turned to the colours "
-        "of the head's output (orthogonal Procrustes). Position 0 and the sinks are left out of the components.",
+        "First three principal components as red, green and blue, aligned to the head's output (Procrustes).",
         "runs of one colour after each ▼ in the head's output, and again in the rows below it.",
         f"{ZHANG}, Figs. 2c and 2d",
         wide=True,
@@ -273,8 +270,7 @@ def _figures(
         "Where any head has a sink",
         drawing.received(trace.received.numpy(), tokens, sinks),
         "By layer and token, the largest mean attention that a head of the layer pays it.",
-        "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
-        "layers.",
+        "strong cells far from the first token; after “Let's think step by step”, those in deep layers.",
         f"{ZHANG}, Figs. 8f and 10f",
         wide=True,
     )

@@ -126,10 +126,8 @@ def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks],
             key,
             title,
             figures_compare.parallel_map(figures),
-            f"Tokens down; the {figures_prompt.DIMENSIONS} dimensions that are largest at any token of the dense "
-            "model, in its colours.",
-            "columns of one colour over the tokens that a sink caught, which go with the low-rank term and stay under "
-            "the control.",
+            f"Tokens down; the {figures_prompt.DIMENSIONS} largest dimensions of the dense model, in its colours.",
+            "columns of one colour over caught tokens, which go with the low-rank term and stay under the control.",
             f"{ZHANG}, Fig. 4",
             wide=True,
         )
@@ -208,8 +206,7 @@ def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
         "left",
         "The layer's sinks that are left",
         figures_ablations.shares_left(left, (REMOVED.limit, SPARED.limit)),
-        "Share of the pruned model's sinks in the layer, by context and key, with its 95 % interval. Dotted: the most "
-        "that is left where the low-rank term carries the sinks, and the least without a random part as large.",
+        "Share of the pruned model's sinks that are left, with 95 % intervals. Dotted: the limits of the claim.",
         "the first one left of the left line, and the control right of the right one.",
         f"{ZHANG}, section 3.2; the control is ours",
     )

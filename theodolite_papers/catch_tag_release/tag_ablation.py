@@ -164,8 +164,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
         "losses",
         f"{name} ablated: loss of the next token",
         changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
-        "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
-        "the head's sinks caught in the untouched model. Control: a random ablation of the same norm.",
+        "Change of the loss in nats. Caught: by the head's sinks. Control: a norm-matched random ablation.",
         "red bars longer than the grey ones, on caught tokens more than on others.",
         f"{ZHANG}, sections 2 and 3",
         wide=True,
@@ -183,8 +182,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
         "clusters",
         f"{name} ablated: clusters downstream",
         changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
-        "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
-        "untouched model.",
+        "Change of η² of the head's grouping in each later residual layer; groups of the intact model.",
         "η² that falls by nearly its whole value: then the clusters came from this tag.",
         f"{ZHANG}, section 2, Fig. 2d",
         wide=True,

@@ -189,10 +189,8 @@ def attribution(study: Study, outcome: Outcome) -> None:
                 pattern.name,
                 f"Attention to {pattern.title}: one constituent alone, and ablated",
                 figures_constituents.attribution(run, pattern.name),
-                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target} on repeated random tokens: as measured "
-                "(solid), from one group of constituents alone, with it ablated, and uniform (dotted).",
-                f"{pattern.group} alone near the solid line, and ablated near the dotted one. {pattern.strict} is its "
-                "part without mean and bias.",
+                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}: measured (solid), uniform (dotted).",
+                f"{pattern.group} alone near the solid line, ablated near the dotted one.",
                 f"{SONG}, section 5.2; the recomputation is ours",
                 wide=True,
             )
@@ -276,8 +274,7 @@ def constituents(study: Study, outcome: Outcome) -> None:
         "shares",
         "Share of logit variance of every head",
         by_name("group", list(grids), draw, grid=True),
-        "One cell per head: a group's share of the variance that the softmax sees (rows of logits less their means). "
-        "Position, context, cross, constant and additive sum to 1; one below 0 is drawn as 0.",
+        "One cell per head: a group's share of the variance of the logits; the first five sum to 1.",
         "heads dominated by one group: strong in one map, pale in the others.",
         f"{SONG}, eq. 10; the shares are ours",
         wide=True,

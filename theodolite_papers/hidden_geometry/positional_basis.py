@@ -73,8 +73,7 @@ def _beside_published(
         name.replace("_", "-"),
         f"{title[0].upper()}{title[1:]}, layer by layer",
         drawing.against_published(run, name, rows, title, errors, log=log),
-        f"The thick line is this run, with its standard errors; the thin ones are {place}: one colour per model, "
-        "dotted on GitHub, solid on OpenWebText, dashed on WikiText. Their 13 layers are rescaled to this depth.",
+        f"Thick: this run with standard errors. Thin: {place}, one colour per model, rescaled to this depth.",
         "the thick line among the thin ones of its kind of model.",
         f"{SONG}, {place}",
         wide=True,
@@ -238,10 +237,8 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
         "principal-components",
         "Positions and context vectors on two principal components",
         by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
-        "Each layer's positional basis (violet: early, green: late) on its two leading directions, with context "
-        "vectors (red) on the same plane. Each axis of each picture has its own scale.",
-        "a smooth curve in every layer; a spiral makes a whole turn or more about its centre, a random walk about "
-        "two thirds of one.",
+        "The positional basis (violet: early, green: late) and context vectors (red) on its two leading directions.",
+        "a smooth curve in every layer; a spiral makes a whole turn or more about its centre.",
         f"{SONG}, {place}",
         wide=True,
     )

@@ -250,8 +250,7 @@ def training(study: Study, outcome: Outcome) -> None:
         "curves",
         "The positional basis over training",
         drawing.curves_by_step([entry.step for entry in drawn], layers, curves.astype(np.float64)),
-        "Each cell: the positional basis of one layer at one training step on its own two leading directions and its "
-        "own scale, the same for both; violet positions are early, green ones late.",
+        "Each cell: the positional basis on its two leading directions and own scale; violet: early, green: late.",
         "the step at which a cloud becomes a curve, and whether the layers follow one another.",
         f"{SONG}, Fig. 1, at every checkpoint of a training run",
         wide=True,
@@ -261,8 +260,7 @@ def training(study: Study, outcome: Outcome) -> None:
         "measures",
         "The geometry of positions against training step",
         drawing.measures_by_step(steps, grids, limits),
-        f"One line per layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
-        "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
+        "One line per layer (violet: early, green: late), with standard errors; dotted lines: the criteria.",
         "the steps at which smoothness and norm rise, and whether they stay high.",
         f"{SONG}, sections 2 and 3, at every checkpoint of a training run",
         wide=True,
@@ -322,8 +320,7 @@ def addition(study: Study, outcome: Outcome) -> None:
         "accuracy",
         "Exact-match accuracy by number of digits",
         drawing.accuracies(names, (values, errors), paper),
-        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors; "
-        "answers are written from their last digit to their first, as in the published code.",
+        f"Exact-match accuracy on {count} new sums of each kind, with standard errors; last digit first, as published.",
         "a drop at the lengths that training never saw.",
         f"{SONG}, appendix D.3",
         wide=True,

@@ -145,9 +145,7 @@ def figure_19(study: Study, outcome: Outcome) -> None:
             [f"block {layer}" for layer in drawn],
             lambda place: maps.weight_maps(tiles[place], names, len(shown)),
         ),
-        f"Logits of {counted(len(shown), 'position')} of {positions} (queries downwards) with pos + μ on both sides, "
-        f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs too. Every "
-        "row less its mean; each head on its own scale, blue below and red above.",
+        f"Logits with pos + μ on both sides, mean over {counted(len(sample), 'context')}, rows less their means.",
         "smooth shading in language models, breaks in models trained on addition.",
         f"{SONG}, Figs. 19 and 22",
         wide=True,
@@ -277,9 +275,7 @@ def figure_6(study: Study, outcome: Outcome) -> None:
             name,
             _title((layer, head), followed, top),
             qk_panels(split, head, tokens),
-            f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, one "
-            "colour scale for all; per cent: shares of the variance of such logits. Constant is mean and bias alone, "
-            "which otherwise count with what is on the other side. All panels but QK and attention sum to QK.",
+            f"{_panel_caption(study, len(tokens))}Rows less their means. Per cent: shares of the logits' variance.",
             "the panel that has the pattern of QK, and of attention.",
             f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
             wide=True,
@@ -386,8 +382,7 @@ def figure_30(study: Study, outcome: Outcome) -> None:
                 f"L{layer}H{head}-{key}",
                 name,
                 qk_panels(shown, head, tokens, raw=True),
-                f"{_panel_caption(study, len(tokens))}Raw logits, each panel on its own scale from its lowest to its "
-                f"highest value; the mean {where}. Per cent: shares of the variance that the softmax sees.",
+                f"{_panel_caption(study, len(tokens))}Raw logits; the mean {where}. Per cent: shares of variance.",
                 "the same patterns with and without the mean.",
                 f"{SONG}, {place}",
                 wide=True,

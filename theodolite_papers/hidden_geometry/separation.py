@@ -203,10 +203,8 @@ def figure_2(study: Study, outcome: Outcome) -> None:
         "gram",
         "Normalised Gram matrix of positions and contexts",
         by_layer(len(grams), lambda layer: gram_by_label(grams[layer], labels, positions), grid=True),
-        f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {count} labels, "
-        "grouped by label.",
-        "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "
-        "block per label (bottom right).",
+        f"Cosines between {len(positions)} positions and {len(places)} contexts of {count} labels, grouped by label.",
+        "smooth shading among positions, near zero between positions and contexts, one strong block per label.",
         f"{SONG}, Fig. 2; Figs. 15 to 17",
         wide=True,
     )
@@ -325,8 +323,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
         "gram",
         "Cosines between contexts, by label",
         by_layer(len(grams), lambda layer: gram_by_label(grams[layer], shown), grid=True),
-        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, those of one "
-        "label together.",
+        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, grouped by label.",
         "one strong block per label on the diagonal, little elsewhere.",
         f"{SONG}, Fig. 2, bottom right",
         wide=True,
@@ -337,8 +334,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
         "clusters",
         "Which cluster the contexts of a label fall into",
         by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows)),
-        "Each row a label, each column a cluster that k-means found among the directions of the context vectors, "
-        "without knowing the labels; columns are ordered to match the rows as far as they do.",
+        "Rows: labels. Columns: clusters that k-means found without them, ordered to match.",
         "a strong diagonal: the clusters are the labels.",
         f"{SONG}, claim 2 of section 2; k-means is ours",
         wide=True,
@@ -348,8 +344,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
         "agreement",
         "How well contexts cluster by label, layer by layer",
         lines.two_texts(layers, _curves(run, indices), "index"),
-        "Mean silhouette of the labels by cosine distance (−1 to 1), and adjusted Rand index of k-means against "
-        "the labels (0: as by chance, 1: the same groups), with standard errors.",
+        "Mean silhouette of the labels, and adjusted Rand index of k-means (0: chance, 1: the same groups).",
         "values well above 0 that rise with depth.",
         f"{SONG}, claim 2 of section 2; both indices are ours",
     )
@@ -358,8 +353,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
         "similarity",
         "Similarity within and between labels",
         lines.two_texts(layers, _curves(run, similarity), "mean |cosine|"),
-        "Mean |cosine| of the context vectors of two contexts with the same label (solid) and with another "
-        "(dashed), with standard errors.",
+        "Mean |cosine| of two contexts with the same label (solid) and with different labels (dashed).",
         "a wide gap in every layer.",
         f"{SONG}, Table 1",
     )
@@ -398,8 +392,7 @@ def incoherence(study: Study, outcome: Outcome) -> None:
         "incoherence",
         "|Cosine| of positions and contexts, layer by layer",
         theory.layer_lines(layer_numbers(run), _curves(run, titles), "|cosine|"),
-        "Mean and maximum over all pairs of a position and a context, with standard errors; dotted: what as many "
-        "random directions of the same width have.",
+        "Mean and maximum over pairs of a position and a context; dotted: random directions.",
         "solid lines near their dotted ones: position and context are as unrelated as random directions.",
         f"{SONG}, section 5 and Table 1",
         wide=True,

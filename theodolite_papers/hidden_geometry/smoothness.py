@@ -117,8 +117,7 @@ def figure_8(study: Study, outcome: Outcome) -> None:
         "norms",
         "Mean norm at every layer",
         drawing.layer_norms(norms, errors, printed),
-        "Mean norm of the vectors of one sequence of random tokens, position 0 left out; diamonds are this model's "
-        "layer 0 times the ratios printed for GPT-2.",
+        "Mean norm on random tokens, without position 0; diamonds: layer 0 times the ratios printed for GPT-2.",
         "a steep rise: each block's update outgrows its input.",
         f"{SONG}, Fig. 8, left",
     )
@@ -278,8 +277,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         "gram",
         "Gram matrices: the fixed encoding, and the learned basis of every layer",
         by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True),
-        "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017 at the "
-        "same positions and width, centred as the learned bases are.",
+        "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017.",
         "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
         f"{SONG}, Fig. 7 against Fig. 2",
         wide=True,

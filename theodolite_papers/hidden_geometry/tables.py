@@ -125,8 +125,7 @@ def table_1(study: Study, outcome: Outcome) -> None:
         "table1",
         "Averages over layers, against the published ones",
         drawing.averages(rows, list(QUANTITIES)),
-        "Mean over layers 0…L of each measure, with a bar of one standard deviation over layers; the top row is "
-        "this run, the others are Table 1.",
+        "Mean over layers with one standard deviation; the top row is this run, the others are Table 1.",
         "a low rank, a relative norm well above 0.1, intra above inter similarity, and incoherence near 0.",
         f"{SONG}, Table 1",
         wide=True,
@@ -303,8 +302,7 @@ def table_3(study: Study, outcome: Outcome) -> None:
         "table3",
         "Smoothness, from positions to logits",
         drawing.shares_by_cutoff(shares_here, {name: paper for name, (_, paper) in ROWS_OF_TABLE_3.items()}),
-        "Share of the energy of the two-dimensional cosine transform in its K × K lowest frequencies: of the Gram "
-        "matrix PPᵀ of positions, not normalised (mean over layers), and of PWPᵀ and the QK matrix (means over heads).",
+        "Share of the energy in the K × K lowest frequencies: of PPᵀ (mean over layers), PWPᵀ and QK (over heads).",
         "shares near 1 at K = 10 in all rows.",
         f"{SONG}, Table 3",
         wide=True,

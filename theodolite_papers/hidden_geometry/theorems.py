@@ -232,8 +232,7 @@ def _draw_bounds(
         "bound",
         "Theorem 1: the bound and the error",
         by_name("layer", [f"layer {layer}" for layer in layers], draw, start=len(layers) // 2),
-        "Of the Gram matrix of normalised positions: the error of the proof's approximation by k low frequencies, the "
-        "bound from m-th differences (dashed; lower on more contexts), and the error of no approximation (dotted).",
+        "Error of an approximation by k low frequencies, its bound (dashed), and the error of none (dotted).",
         "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all.",
         f"{SONG}, Theorem 1",
         wide=True,
@@ -347,11 +346,8 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
             (along.numpy(), factorisation_bound(along, SETTING.sparsity).numpy()),
             {"this model: mean incoherence": mean, "its maximum": largest},
         ),
-        f"Mean relative error over {DRAWS} drawn pairs of bases ({SETTING.vectors[0]} vectors each in {SETTING.width} "
-        f"dimensions, weights of {SETTING.sparsity} terms), with standard errors, and the bound that no error without "
-        "noise exceeds. Vertical lines: this model's incoherence, means over layers.",
-        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one at this width, which the upper "
-        "bound O(incoh) allows: it is about growing widths.",
+        f"Mean over {DRAWS} random bases, with standard errors, and the noiseless bound. Vertical: this model.",
+        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one, which O(incoh) allows.",
         f"{SONG}, Theorem 2; the bound with its constant is ours",
         wide=True,
     )
@@ -399,8 +395,7 @@ def _with_noise(outcome: Outcome) -> None:
         "growth",
         "Theorem 2 with noise: error over incoherence, as the width grows",
         drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves),
-        f"Mean relative error over incoherence with noise of size 1/√d, {len(growths[0].ratio)} draws a point, with "
-        f"standard errors; incoherences fall as a power of the width, d^−{BELOW_NOISE:g} below the theorem's 1/√d.",
+        f"Mean with noise of size 1/√d; incoherences fall as d^−{BELOW_NOISE:g}, below the theorem's 1/√d.",
         "lines that fall or stay level where incoh is at least 1/√d, and one that rises where it is not.",
         f"{SONG}, Theorem 2 and remark 1",
     )

@@ -126,8 +126,7 @@ def figure_25(study: Study, outcome: Outcome) -> None:
             name.replace("_", "-"),
             f"The argmax property of every head, {MEANT[name]}",
             drawing.head_values(grid, "share of positions"),
-            "Share of the positions t at which the largest of the entries t' ≤ t of row t of P̃WP̃ᵀ is the t-th, "
-            f"P̃ = pos + μ{BEHIND.get(name, '')}.",
+            f"Share of positions t whose row of P̃WP̃ᵀ is largest at t; P̃ = pos + μ{BEHIND.get(name, '')}.",
             "heads above 0.8, mostly in early layers.",
             f"{SONG}, Fig. 25 and appendix D.2",
         )
@@ -141,8 +140,7 @@ def figure_25(study: Study, outcome: Outcome) -> None:
             need_column(run.heads, "head"),
             ("argmax property", "attention to the previous token"),
         ),
-        "Every head by its share of positions (as published) and by the mean attention that its queries pay to the "
-        "previous token; violet blocks are early, green ones late.",
+        "One block per head: this share, and its mean attention to the previous token; violet: early, green: late.",
         "a rise to the right, if local attention followed from position.",
         f"{SONG}, section 4.2; the comparison is ours",
     )
@@ -312,11 +310,8 @@ def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
         "weights",
         "Weights of the heads of a block, rotated into the positional basis",
         by_name("layer", [f"block {layer.block}" for layer in chosen], draw, start=len(chosen) // 2),
-        f"The first {side} rows and columns. Blue: entries of Vᵀ(W − D)V above the threshold, V the right singular "
-        "vectors of the positional basis. Red: entries of D, the diagonal of W in the coordinates of the stream. "
-        "Colour goes by the square root of magnitude, over the head's largest.",
-        "blue gathered in the top left corner, and a strong red diagonal where a head compares tokens coordinate by "
-        "coordinate.",
+        f"The first {side} rows and columns. Blue: Vᵀ(W − D)V above the threshold. Red: D, the diagonal of W.",
+        "blue in the top left corner; a strong red diagonal where a head compares tokens coordinate by coordinate.",
         f"{SONG}, Fig. 4; Figs. 26 to 29",
         wide=True,
     )
@@ -383,8 +378,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         "corner",
         f"The {corner} × {corner} corner of every head, over random rotations",
         drawing.head_values(ratios["corner"], "times random", decades=True, notes=notes),
-        f"Share of the off-diagonal energy in the {corner} × {corner} corner of the positional basis, over the mean of "
-        "the same share in random bases; no threshold.",
+        f"Share of off-diagonal energy in the {corner} × {corner} positional corner, over that in random bases.",
         "heads far above 1: their weights read position.",
         f"{SONG}, section 5.1; the random rotations are ours",
     )
@@ -392,8 +386,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         "diagonal",
         "The diagonal of every head, over random bases",
         drawing.head_values(ratios["diagonal"], "times random", decades=True, notes=notes),
-        "Share of ‖W‖² on the diagonal of W in the coordinates of the stream, over the share expected on the "
-        "diagonal in a random basis.",
+        "Share of ‖W‖² on the diagonal of W, over the share expected in a random basis.",
         "heads far above 1, which compare tokens coordinate by coordinate.",
         f"{SONG}, section 5.1; the random bases are ours",
     )

@@ -224,8 +224,7 @@ def collapse(study: Study, outcome: Outcome) -> None:
         "layers",
         "How fast attention alone makes all tokens alike",
         by_name("√(tr W²)/λ", [f"{scale:g}" for scale in SETTING.scales], draw, grid=True),
-        "What is not of rank one after each layer of attention without skip connections, mean over draws of W_QK; "
-        "tokens are independent and normal.",
+        "What is not of rank one after each layer of attention alone, mean over draws of W_QK; random tokens.",
         "lines of a large |tr W| above that of tr W = 0, if it slowed the collapse.",
         f"{BAO}, section 5; the simulation is ours",
     )

@@ -220,8 +220,7 @@ def _draw(outcome: Outcome, shares: Shares) -> None:
         "heads",
         "ρ_i and token i's share of the gradient",
         by_name("head", [head_name(*place) for place in shares.places], draw, grid=True),
-        "For the last query of every context: how often token i propagates, and the mean of |∂J/∂ω_i|·‖x_i‖ as a share "
-        "of all tokens', over its largest value. J is the loss of the next token.",
+        "For the last query: how often token i propagates, and its mean share of the loss's gradient.",
         "whether both curves have their peaks at the same tokens.",
         f"{BAO}, section 3; the comparison is ours",
         wide=True,

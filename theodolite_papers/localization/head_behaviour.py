@@ -337,8 +337,7 @@ def _draw_scatter(outcome: Outcome, run: Run, predictions: dict[str, Prediction]
         "heads",
         "Predicted and measured signal propagation of every head",
         by_name("from", list(SOURCES.values()), draw),
-        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point per head; "
-        "violet blocks are early, green ones late.",
+        "Mean of ρ over keys, predicted and measured, one point per head; violet: early blocks, green: late.",
         "points on a rising line. A column of points says that the prediction does not tell heads apart.",
         f"{BAO}, section 4; the comparison with real heads is ours",
         wide=True,
@@ -358,10 +357,8 @@ def _draw_curves(outcome: Outcome, run: Run, predictions: dict[str, Prediction],
         "curves",
         "ρ of one head, measured and predicted",
         by_name("head", head_labels(run), draw),
-        "Share of contexts in which the key at θ = i/T propagates to the last query, and what the exact moments of a "
-        "random walk predict from W_QK, from W_QK Σ̂ and from the increments' covariance.",
-        "whether any prediction follows the measured curve. Where none does, the tokens of this layer do not "
-        "follow a random walk.",
+        "Share of contexts in which the key at θ = i/T propagates to the last query, measured and predicted.",
+        "whether any prediction follows the measured curve; where none does, tokens follow no random walk.",
         f"{BAO}, section 4, with the exact moments at finite T",
         wide=True,
     )
@@ -378,8 +375,7 @@ def _draw_correlations(outcome: Outcome, correlation_of: Correlations) -> None:
         "correlations",
         "Rank correlations over heads",
         drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),
-        "Of a predicted number with a measured one over all heads, with 95 % intervals from leaving out one "
-        "layer after the other.",
+        "Correlation of prediction and measurement over all heads, with 95 % intervals.",
         "tall bars: the spectrum predicts what the head does. η → entropy below 0 is what the paper expects.",
         f"{BAO}, sections 4 and 5; the correlations are ours",
         wide=True,

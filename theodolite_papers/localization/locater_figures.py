@@ -175,8 +175,7 @@ def _draw_maps(outcome: Outcome, data: Comparable) -> None:
         "maps",
         "ρ over training",
         by_name("setting", [label_of(setting) for setting in settings], draw),
-        "The signal propagation probability of every key position for the last query of the first layer, measured "
-        "on the same held-out windows; of the first seed.",
+        "Signal propagation probability of every key for the last query of the first layer; the first seed.",
         "horizontal stripes: positions that stay high or low.",
         f"{BAO}, Fig. 7",
         wide=True,

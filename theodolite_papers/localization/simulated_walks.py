@@ -137,8 +137,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         "entropy",
         "Attention entropy by mean and scale of the eigenvalues",
         by_name("Σ", list(COVARIANCES), draw),
-        "Entropy of the softmax of the last query's logits, mean over walks and draws of W_QK, with standard errors "
-        f"over draws; the highest possible is ln {SETTING.length} = {np.log(SETTING.length):.2f}.",
+        "Entropy of the last query's softmax, mean over walks and draws of W_QK, with standard errors over draws.",
         "lines that fall to the right, if a small scale meant a high entropy at every mean.",
         f"{BAO}, Fig. 5 right",
     )
@@ -163,11 +162,8 @@ def _draw_curves(outcome: Outcome, name: str, sim: Simulation, predicted: dict[s
         name,
         f"Simulated signal propagation, {name} Σ",
         by_name("mean ± scale", [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs], draw, grid=True),
-        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in "
-        f"which token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
-        "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and over walks (thick).",
-        "points on the exact line for every pair; the dashed published one is far from them in the middle of the "
-        "context wherever η is not small.",
+        f"Share of {SETTING.walks} random walks (d = {SETTING.width}, {covariance}) in which token i propagates.",
+        "points on the exact line; the dashed published one is far from them wherever η is not small.",
         f"{BAO}, Fig. 5 left; the pairs of mean and scale are ours",
         wide=True,
     )

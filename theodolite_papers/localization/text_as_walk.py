@@ -194,10 +194,8 @@ def _draw_moments(outcome: Outcome, sums: Sums) -> None:
         "moments",
         "E[x_s·x_t] of what attention reads",
         by_layer(count, draw),
-        "Mean over contexts, each picture over its own largest value: the text of the run, random tokens, Gaussian "
-        "random walks with the covariance of the text's increments, and what Assumption 1 says.",
-        "whether the text looks like the two pictures on the right: strong in the lower right corner only, with "
-        "level sets that run along two sides of squares. A flat picture with a strong diagonal is no walk.",
+        "Mean over contexts: the text, random tokens, Gaussian random walks, and what Assumption 1 says.",
+        "whether the text looks like the right pictures: strong in the lower right corner only.",
         f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
         wide=True,
     )
@@ -237,8 +235,7 @@ def _draw_increments(outcome: Outcome, sums: Sums) -> None:
         "increments",
         "Autocorrelation of the increments",
         by_layer(count, draw),
-        "ε_t = x_{t+1} − x_t of what the attention module reads. Tokens that are independent of their neighbours have "
-        "−½ at lag 1 and 0 after it.",
+        "ε_t = x_{t+1} − x_t of the attention module's input. Independent tokens have −½ at lag 1 and 0 after it.",
         "0 at every lag, as for the simulated walk.",
         f"{BAO}, Assumption 1",
     )
