@@ -150,10 +150,7 @@ ALIASES = {alias.name: alias for alias in map(_alias, _ELSEWHERE.strip().splitli
 
 
 def find(name: str) -> list[Experiment]:
-    """The experiments that are meant by a name (`names_of`).
-
-    A published figure that is another one on another model or text is that experiment, under its own name.
-    """
+    """The experiments that are meant by a name (`names_of`)."""
     return [_named(each) for each in names_of(name)]
 
 
@@ -166,10 +163,7 @@ def _named(name: str) -> Experiment:
 
 
 def names_of(name: str) -> list[str]:
-    """The names that are meant by one, by several joined by commas, or by a group such as `geometry`.
-
-    `fig5` is `figure5`.
-    """
+    """The names that are meant by one (`fig5` is `figure5`), by several with commas, or by a group."""
     meant: list[str] = []
     for pattern in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
         pattern = re.sub(r"(^|/)fig(\d+)$", r"\1figure\2", pattern)

@@ -37,10 +37,7 @@ BELOW = 1e-16
 
 
 def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
-    """Attention of one sequence, side by side, queries down and keys to the right, both from 1.
-
-    pictures: name → (T, T). separator: position of [SEP] from 0; its column is marked.
-    """
+    """Attention of one sequence, side by side, queries down and keys to the right, both from 1."""
     shown = []
     axis = {"showgrid": False, "zeroline": False}
     for index, (name, picture) in enumerate(pictures.items()):
@@ -68,10 +65,7 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
 
 
 def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
-    """Measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour.
-
-    s_tag: (S,). curves: name → (measured, derived), (S,) each; the derived one may be NaN.
-    """
+    """Measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour."""
     traces: list[Any] = []
     for index, (name, (measured, derived)) in enumerate(curves.items()):
         colour = style.CATEGORIES[index % len(style.CATEGORIES)]
@@ -99,10 +93,7 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
 def losses(
     steps: Mapping[str, Floats], curves: Mapping[str, Floats], marks: Mapping[str, float]
 ) -> go.Figure:
-    """The squared error of every seed against training step, one colour a kind, with levels to compare it with.
-
-    steps: kind → (P,). curves: kind → (seeds, P). marks: name → level, drawn as a dotted line.
-    """
+    """The squared error of every seed against training step, one colour a kind, with levels to compare it with."""
     traces: list[Any] = []
     for colour, (name, rows) in zip(style.CATEGORIES, curves.items(), strict=False):
         hover = f"{for_plotly(name)}<br>step %{{x}}: %{{y:.3g}}<extra></extra>"
@@ -123,11 +114,7 @@ def seeds(
     *,
     logarithmic: bool = False,
 ) -> go.Figure:
-    """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind.
-
-    kinds: kind → (errors, values, names). titles: of x and y. limits: drawn as lines, of x and y. logarithmic: the
-    vertical axis.
-    """
+    """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind."""
     traces: list[Any] = [
         go.Scatter(
             x=errors.astype(np.float32),

@@ -101,12 +101,7 @@ def second_over_first(matrix: Float[Tensor, "*models rows columns"]) -> Float[Te
 def random_directions(
     written: Float[Tensor, "models batch length width"], count: int, seed: int
 ) -> Float[Tensor, "count models width"]:
-    """Random unit vectors, uniform in the space that a layer's output spans, of each model.
-
-    Of all directions of the stream, most would take nothing: at width 16 the models write along three.
-
-    count: of directions. seed: the same one gives the same directions.
-    """
+    """Random unit vectors, uniform in the space that a layer's output spans, of each model."""
     _, sizes, spanned = torch.linalg.svd(written.double().flatten(1, 2), full_matrices=False)
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, *sizes.shape, generator=generator, dtype=torch.float64)
@@ -184,16 +179,12 @@ def averaging(study: Study, outcome: Outcome) -> None:
 def measured(trained: TrainedModels) -> pd.DataFrame:
     """One row per seed, on sequences not used in training.
 
-    error is the mean square, left the same over the target's variance, which predicting 0 would leave (1). …_se: the
-    standard error over sequences.
-    sink: mean attention of tokens after [SEP] to it; sinks: share of sequences where it exceeds SINK. outlier: RMS of
-    the residual stream's largest coordinate over the median of the others, over tokens after [SEP]. tag_share: share of
-    the tag direction (difference of means of what the first layer writes after and before [SEP]) in its largest
-    coordinate. eta: between over total sum of squares of what it writes, tokens grouped by before and after [SEP];
-    eta_chance the same with the places of another sequence. second_…: second over first singular value. …_begun: the
-    same before training. left_blind, left_untagged: error with [SEP] hidden from later tokens in the first layer, and
-    with the tag direction projected out of what it writes; left_random, left_random_sd: mean and standard deviation of
-    the latter over `DIRECTIONS` random directions of what it writes; as_costly: share of these that leave as much.
+    left: error over the target's variance, 1 for predicting 0. …_se: over sequences. …_begun: before training.
+    sink: mean attention of tokens after [SEP] to it; sinks: share of sequences where it exceeds SINK. tag_share: share
+    of the tag direction in its largest coordinate. eta: of what the first layer writes, grouped by before and after
+    [SEP]; eta_chance: with the places of another sequence. second_…: second over first singular value. left_blind: with
+    [SEP] hidden in the first layer. left_untagged: with the tag direction projected out; left_random, left_random_sd,
+    as_costly: of random directions, mean, deviation, and the share that leave as much.
     """
     generators = [torch.Generator().manual_seed(HELD_OUT_SEED + seed) for seed in trained.seeds]
     numbers, places = draw(generators, HELD_OUT_SEQUENCES)

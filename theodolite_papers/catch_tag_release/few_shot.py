@@ -46,9 +46,7 @@ def accuracy_by_shots(
 ) -> go.Figure:
     """Accuracy of several models after k examples, with intervals.
 
-    means: `model shots accuracy low high`, one line per model (at most seven), in the order of the table. by_seed:
-    `model seed shots accuracy accuracy_se`, one small marker per row; None: no markers. chance: accuracy of
-    guessing, a dotted line; best: the best possible after 0, 1, … examples, a dashed one.
+    means: `model shots accuracy low high`. by_seed: `model seed shots accuracy accuracy_se`; None: no markers.
     """
     models = list(dict.fromkeys(means["model"]))
     lines: list[Any] = []
@@ -142,10 +140,7 @@ def calibration_prompts() -> Corpus:
 
 
 def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
-    """One row per model, sparsity, method and number of examples: accuracy with its binomial standard error.
-
-    The dense model stands at every sparsity.
-    """
+    """One row per model, sparsity, method and number of examples: accuracy with its binomial standard error."""
     calibration = calibration_prompts()
     rows: list[dict[str, Any]] = []
     for model_folder in models_in(folder):

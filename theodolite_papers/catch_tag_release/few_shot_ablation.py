@@ -117,10 +117,7 @@ def share_of(attention: list[PromptAttention], keys: list[Tensor]) -> float:
 def other_keys(
     sinks: Bool[Tensor, "prompts heads positions"], order: Float[Tensor, "prompts heads positions"]
 ) -> Tensor:
-    """As many keys of each prompt and head that are no sinks, those lowest in `order`, before the last quarter.
-
-    A sink is one of these too: later keys are seen by too few queries.
-    """
+    """As many keys per prompt and head that are no sinks, lowest in `order`; the last quarter has too few queries."""
     length = sinks.shape[-1]
     order = order.double().clone()
     order[..., length - length // 4 :] = torch.inf
@@ -202,10 +199,7 @@ def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
 
 
 def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
-    """One row per model, intervention, control's seed and number of examples: accuracy with its binomial error.
-
-    `hidden`: of the attention of the heads that have a sink, what went to the keys that are hidden.
-    """
+    """One row per model, intervention, control's seed and number of examples: accuracy with its binomial error."""
     rows: list[dict[str, Any]] = []
     for place in shown(models_in(folder), "hiding sinks", show):
         seed = json.loads((place / "training.json").read_text(encoding="utf-8"))["seed"]

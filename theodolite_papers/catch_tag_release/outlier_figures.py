@@ -27,11 +27,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str, str]) -> go.Figure:
-    """Ratios to a median, rows by columns, coloured by their logarithm from 1 up.
-
-    ratios: (rows, columns); below 1 and NaN count as 1. columns: their names. titles: of the columns, of the rows,
-    of the ratio.
-    """
+    """Ratios to a median, rows by columns, coloured by their logarithm from 1 up."""
     shown = np.maximum(np.nan_to_num(ratios, nan=1.0), 1.0)
     top = max(float(shown.max()), 10.0)
     ticks = [amount for power in range(8) for amount in (10**power, 3 * 10**power) if amount <= top * 1.001]
@@ -54,12 +50,7 @@ def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str,
 def growth(
     lines: Mapping[tuple[str, str], Floats], references: Mapping[str, Floats], threshold: float
 ) -> go.Figure:
-    """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes.
-
-    lines: (dimension, token) → |value| at every layer, the most important first; at most `LINES` are drawn. A
-    colour is a dimension. references: name → magnitude at every layer that they are compared with. threshold: the
-    published one, as a dotted line.
-    """
+    """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes."""
     drawn = dict(list(lines.items())[:LINES])
     dimensions = list(dict.fromkeys(dimension for dimension, _ in drawn))
     drawn_of_dimension: dict[str, int] = dict.fromkeys(dimensions, 0)
@@ -89,10 +80,7 @@ def _by_layer(name: str, values: Floats, colour: str, dash: str) -> list[Any]:
 
 
 def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go.Figure:
-    """Share of contexts in which a token carries a massive activation, one bar a token, at most `TOKENS` of them.
-
-    names: of the tokens, the most frequent first. contexts: shares. notes: what hovering tells more.
-    """
+    """Share of contexts in which a token carries a massive activation, one bar a token, at most `TOKENS` of them."""
     names, notes = list(names[:TOKENS]), list(notes[:TOKENS])
     bars = go.Bar(
         x=contexts[:TOKENS].astype(np.float32),

@@ -104,10 +104,7 @@ def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
 def _estimate(
     measure: Callable[[Found], float], whole: Found, parts: Sequence[Found], contexts: int
 ) -> Estimate:
-    """A share or count of the whole text, with the error of a mean over its parts; of parts that have none, fewer.
-
-    What does not vary over the parts may in as many contexts more (`Estimate.floored`).
-    """
+    """A share or count of the whole text, with the error of a mean over its parts; of parts that have none, fewer."""
     values = np.array([measure(part) for part in parts])
     values = values[np.isfinite(values)]
     if len(values) < 2:
@@ -122,10 +119,7 @@ def _even(outliers: Outliers) -> float:
 
 
 def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
-    """Whether dimensions with a large RMS are large in most tokens, or by a few.
-
-    Massive activations are another thing: where they make the RMS, the dimension is counted apart.
-    """
+    """Whether dimensions with a large RMS are large in most tokens, or by a few."""
     claim = f"Outlier feature dimensions are consistent across tokens ({ZHANG}, section 1.2)"
     large = outliers.dimensions[outliers.dimensions["large_rms"]]
     apart = f"{int(large['massive'].sum())} more carry massive activations after position 0"
@@ -210,10 +204,7 @@ def judge_sinks(
     parts: Sequence[tuple[Outliers, pd.DataFrame]],
     corpus: Corpus,
 ) -> None:
-    """Whether massive activations and sinks are at the same tokens, by token and first position.
-
-    whole: outliers, and sinks as the run's table has them. parts: the same of parts of the text.
-    """
+    """Whether massive activations and sinks are at the same tokens, by token and first position."""
     outliers, sinks = whole
     if missing := _nothing(outliers) or ("no attention sink in this run" if sinks.empty else ""):
         for name in ("at sinks", "sinks at"):

@@ -61,10 +61,7 @@ RELEASED = "The clusters remain in the residual stream of deeper layers (Fig. 2d
 
 
 def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> None:
-    """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain.
-
-    trace: of the head. tokens: as they are shown. chosen: by `trace_prompt`, not named.
-    """
+    """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain."""
     sinks = [int(position) for position in trace.sinks if position >= 0]
     grouped = trace.group != LEFT_OUT
     vectors_at = _places(trace)
@@ -101,8 +98,7 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:
-    """The vectors that are coloured, in the order of the computation: the head's output is the tag, deeper layers
-    the release."""
+    """The vectors that are coloured, in the order of the computation: before the head, its output, deeper layers."""
     layer, last = trace.layer, len(trace.streams) - 1
     deeper = [layer + 1 + step for step in evenly(last - layer, DEEPER)]
     return {

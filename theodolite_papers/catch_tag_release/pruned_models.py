@@ -49,12 +49,7 @@ MOST_CONTEXTS = 128
 
 @dataclass(frozen=True)
 class ModelSinks:
-    """The measures of one model.
-
-    loss: next-token loss of each context, nats per token. sinks: which keys of which heads are sinks of each
-    context (the survey's criterion; learned sink logits aside). prompt: one head on one prompt, where one was asked
-    for.
-    """
+    """A model's next-token losses in nats per token, the sinks of each context, and one head on one prompt."""
 
     loss: Float[Tensor, " contexts"]
     sinks: Bool[Tensor, "contexts layers heads positions"]
@@ -105,10 +100,7 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
 
 
 def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> tuple[float, float]:
-    """Share of a model's sinks, context by context and key by key, that another has; its standard error over contexts.
-
-    layer: of this block only.
-    """
+    """Share of a model's sinks, by context and key, that another has; its standard error over contexts."""
     return _ratio(dense.sinks & other.sinks, dense.sinks, layer)
 
 

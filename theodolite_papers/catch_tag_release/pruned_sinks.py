@@ -56,9 +56,7 @@ def _prompt(study: Study) -> Prompt:
 
 
 def _table(dense: ModelSinks, measured: Mapping[str, ModelSinks], layer: int | None = None) -> pd.DataFrame:
-    """One row per model: sinks kept (of a layer, where one is named) and new over the dense model's, and the loss
-    beyond its own.
-    """
+    """One row per model: sinks kept (of a layer, if named) and new over the dense model's, and the loss difference."""
     columns = ("sinks_kept", "sinks_kept_se", "sinks_new", "sinks_new_se", "loss_more", "loss_more_se")
     rows = []
     for name, model in measured.items():

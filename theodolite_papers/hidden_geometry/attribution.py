@@ -40,8 +40,7 @@ REFUSALS_SHOWN = 2
 class PatternClaims:
     """What is claimed of attention to the tokens of one of `ATTENTION_PATTERNS`, in the paper's words and in ours.
 
-    `strict` is the paper's constituent, which takes the mean for zero; `group` the same with the pairs of a mean or a
-    bias on the other side, which `ours` claims. Both are judged, each by its own words. `side`: of Fig. 6.
+    `strict`: the paper's constituent; `group`: the same with the pairs of a mean or bias. `side`: of Fig. 6.
     """
 
     name: str

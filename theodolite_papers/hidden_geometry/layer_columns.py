@@ -70,10 +70,7 @@ def energy_within(basis: Tensor, ranks: Floats) -> Floats:
 
 
 def noise_share(run: Run) -> Floats:
-    """Share of ‖P‖_F² that means over C contexts have by chance, by layer; 0 where the run has no norms.
-
-    Of independent contexts: (E‖h‖² − ‖μ‖² − E‖pos‖²)/C a position, E‖h‖² taken as the square of the mean norm.
-    """
+    """Share of ‖P‖_F² that means over C contexts have by chance, (E‖h‖² − ‖μ‖² − E‖pos‖²)/C a position, by layer."""
     energy = np.square(need(run, "positional_basis")[:, 1:].astype(np.float64)).sum(2).mean(1)
     constant = np.square(need(run, "mean").astype(np.float64)).sum(1)
     residual_energy = np.clip(np.square(value_of(run, "norm")) - constant - energy, 0, None)
@@ -93,10 +90,7 @@ def no_room(run: Run) -> str | None:
 
 
 def low_rank_verdict(study: Study, claim: str, *, every: bool) -> Verdict:
-    """Judge the rank and the energy within it: of `every` layer, or their means over layers.
-
-    Layers without a rank are not judged: one leaves "every layer" undecided, half of them the mean.
-    """
+    """Judge the rank and the energy within it: of `every` layer, or their means over layers."""
     run = study.run
     if why := no_room(run):
         return untestable(claim, why)
@@ -209,10 +203,7 @@ def mean_over_random(study: Study) -> Estimate:
 
 
 def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
-    """over/under with its standard error, as if both were independent.
-
-    Of similarities within and between labels, which rise and fall with the same contexts, the error is rather less.
-    """
+    """over/under with its standard error, as if both were independent."""
     ratio = over / under
     error: Floats = ratio * np.hypot(errors / over, under_errors / under)
     return ratio, error
@@ -229,8 +220,7 @@ def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
     """The share of a model's heads that are so, with the error that it has where the criterion's limit is the truth.
 
-    √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction): heads are
-    what is drawn, as if independently. With fewer than six, a limit of one half decides nothing.
+    √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction).
     """
     values = np.array(list(are_so), dtype=bool)
     if not len(values):
@@ -244,13 +234,9 @@ def beyond_random_order(
 ) -> tuple[Floats, Floats]:
     """How far a share of low frequencies lies from the most that random order has on average (0) to all energy (1).
 
-    1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))): in random order the constant frequency keeps its energy r_1, and of the
-    rest at most 9 of n − 1 parts are expected within the ten lowest: so many where it is all in the means of rows or of
-    columns, else fewer, and 0 is a bound. Constant matrices, whose order does not matter, are NaN.
-
-    lowest, constant: r_10 and r_1. errors: their standard errors, which add up at most, as both are of one text.
-
-    Returns the numbers, and their standard errors; NaN without `errors`.
+    1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))), and its standard errors (NaN without `errors`): in random order the
+    constant keeps its energy r_1, and of the rest at most 9 of n − 1 parts are expected within the ten lowest
+    frequencies.
     """
     rest = np.where(constant < 1, 1 - constant, np.nan)
     factor = 1 / (1 - min(1.0, 9 / (positions - 1)))
@@ -280,9 +266,8 @@ def smooth_verdict(
 ) -> Verdict:
     """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies.
 
-    Sampling noise lowers it, or raises it where it is alike at neighbouring positions, as a document's drift is. Where
-    the answer would be another one without it, it is not decided; a layer of which nothing is known without noise
-    counts for the other answer. The text is read again where something is decided.
+    Not decided where the answer would be another one without the text's sampling noise; the text is read again for
+    that.
     """
     positions = need(run, "positional_basis").shape[1] - 1
     mean, _ = layer_average(run, "low_frequency_10")
@@ -301,11 +286,7 @@ def smooth_verdict(
 
 
 def significant_verdict(study: Study, claim: str) -> Verdict:
-    """Judge the relative norms of all layers.
-
-    The sampling noise of C contexts alone has one of about 1/√C, so that little text would make any basis significant:
-    where the claim does not hold of what is left without it, it is not decided. The text is read again for that.
-    """
+    """Judge the relative norms of all layers."""
     norms = layer_estimates(study.run, "relative_norm")
     verdict = judge(claim, "relative norm", norms, criteria.SIGNIFICANT)
     if verdict.answer != HOLDS or (basis := grouped_basis(study)) is None:

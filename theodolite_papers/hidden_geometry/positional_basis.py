@@ -127,10 +127,7 @@ def relative_norm(study: Study, outcome: Outcome) -> None:
 
 
 def roughness(basis: Tensor) -> Floats:
-    """Σ‖p_{t+1} − p_t‖² / 2Σ‖p_t − p̄‖² · n/(n−1) of (N, n, d): 1 for positions in random order, near 0 on a curve.
-
-    Von Neumann's ratio: one less the correlation of neighbours.
-    """
+    """Von Neumann's ratio of (N, n, d): 1 for positions in random order, near 0 on a curve."""
     centred = basis - basis.mean(1, keepdim=True)
     steps = basis.diff(dim=1).square().sum((1, 2)) / (basis.shape[1] - 1)
     spread = centred.square().sum((1, 2)) / basis.shape[1]
@@ -148,9 +145,8 @@ def turns(plane: Tensor) -> Floats:
 def shape_of(run: Run) -> pd.DataFrame:
     """Of every layer: scale, share of energy in two directions, and the curve on these two, as it is drawn.
 
-    `sampling_noise`: share of the curve's variance that the mean over C contexts has by chance, at most (from the
-    spread of the kept context vectors). `smooth_roughness` is the roughness with it taken out; where it is half of
-    the variance or more there is no curve to judge, and it is NaN.
+    `sampling_noise`: share of the curve's variance that C contexts have by chance, at most. `smooth_roughness`: without
+    it; NaN where it is half of the variance or more.
     """
     basis = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
     plane = torch.from_numpy(need(run, "positional_pca")[:, 1:, :2]).double()
@@ -178,10 +174,7 @@ def _noise_variance(run: Run) -> Floats:
 
 
 def _shape(basis: Tensor, plane: Tensor, noise_variance: Floats, noisy: float) -> pd.DataFrame:
-    """From a basis (layers, positions, d) and its curve (layers, positions, 2).
-
-    A curve with a share of noise of `noisy` or more has no smooth roughness.
-    """
+    """From a basis (layers, positions, d) and its curve (layers, positions, 2)."""
     noise = noise_variance / plane.var(1).sum(-1).numpy()
     rough = roughness(plane)
     within = np.where(noise < noisy, noise, np.nan)

@@ -68,11 +68,7 @@ PAPER_ACCURACY = {
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A checkpoint of the series, surveyed.
-
-    errors: of the columns of `shape_of`. norms: relative norms less what sampling noise alone has; with it, where
-    the contexts are too few to tell.
-    """
+    """A surveyed checkpoint, errors of the columns of `shape_of`, and relative norms less sampling noise."""
 
     step: int
     run: Run
@@ -175,10 +171,7 @@ def _when(steps: list[int], met: list[bool]) -> str:
 def appears(
     table: pd.DataFrame, layer: int, claim: str, needed: dict[str, Criterion], *, expected: bool = True
 ) -> Verdict:
-    """Judge whether a layer comes to meet all criteria in training: not at the first step, and at the last.
-
-    `expected`: whether the claim says that it does.
-    """
+    """Judge whether a layer comes to meet all criteria in training: not at the first step, and at the last."""
     claim = f"{claim}: layer {layer}"
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()

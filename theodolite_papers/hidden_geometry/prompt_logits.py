@@ -54,10 +54,7 @@ SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
 
 
 class _PositionalLogits:
-    """Mean over contexts of every layer's logits between pos + μ and pos + μ, and how smooth those of pos are.
-
-    `logits`: layer → (H', n, n), shown heads and positions; `smooth`: layer → (H, cutoffs), summed over contexts.
-    """
+    """Mean over contexts of every layer's logits between pos + μ and pos + μ, and how smooth those of pos are."""
 
     def __init__(self, run: Run, heads: list[int], shown: list[int]) -> None:
         self.mean, self.pos = run.arrays["mean"], whole_positional_basis(run)

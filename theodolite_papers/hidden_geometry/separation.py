@@ -48,11 +48,7 @@ LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its n
 
 @Sketched
 def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[int] = ()) -> Sketch:
-    """Cosines between positions, if any, then between contexts in blocks of one label, with lines between the blocks.
-
-    cosines: (n + m, n + m), n positions before m contexts. labels: the label of each of the m contexts, equal ones
-    together. positions: the n positions.
-    """
+    """Cosines between positions, if any, then between contexts in blocks of one label, lines between them."""
     first, size = len(positions), len(positions) + len(labels)
     starts = [first + i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
     ticks = [(first / 2, "positions")] if first else []
@@ -144,10 +140,7 @@ def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
 
 
 def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
-    """Standard errors of within − between at every layer, by leaving out one context at a time (jackknife).
-
-    NaN where a context left out leaves no pair with one label.
-    """
+    """Standard errors of within − between at every layer, by leaving out one context at a time (jackknife)."""
     label, inner = np.array(of), grams[:, first:, first:]
     same = label[:, None] == label[None]
     means = []

@@ -190,10 +190,7 @@ def measures(bases: Tensor) -> Floats:
 
 
 def measures_without_noise(basis: GroupedBasis) -> dict[str, float]:
-    """What `DIFFERENCES` are of, in their order, free of the text's noise: means over layers.
-
-    What noise hides counts as smooth.
-    """
+    """What `DIFFERENCES` are of, in their order, free of the text's noise: means over layers."""
     gram = gram_without_noise(basis)
     # Of sums: a position that is hardly seen above its noise has no length to divide by.
     distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)

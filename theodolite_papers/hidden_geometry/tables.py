@@ -221,10 +221,7 @@ def robust_verdicts(outcome: Outcome, study: Study, second: Run) -> None:
 
 
 def _concentrated(study: Study, name: str, claim: str) -> Verdict:
-    """Judge how far a matrix of Table 3 is from positions in random order: over layers, or over heads as if drawn.
-
-    Sampling noise only brings it nearer: where PPᵀ or PWPᵀ would be smooth without it, nothing is decided.
-    """
+    """Judge how far a matrix of Table 3 is from positions in random order: over layers, or over heads as if drawn."""
     run = study.run
     prefix, over = ROWS_OF_TABLE_3[name][0], "layers" if name == "PPᵀ" else "heads"
     table = getattr(run, over)

@@ -37,10 +37,9 @@ def premise_without_noise(
 ) -> Estimates:
     """What the bound over no approximation tends to as contexts grow, by layer, at the order of each.
 
-    The noise of means over C contexts stands on the Gram matrix's diagonal like a nugget of size 1/C, and differences
-    amplify it by T^{2m}: so the bound is taken of one, two, four and all eight groups, and the line in 1/C through
-    these read off at 0. The error is the jackknife's over groups, and with it how much the line changes without the
-    smallest part. NaN in layers where the positions are not seen above their noise.
+    Noise of means over C contexts is a nugget of size 1/C, which differences amplify: the bound is taken of one, two,
+    four and all eight groups, and the line in 1/C read off at 0. The error is the jackknife's over groups, and with
+    it how much the line changes without the smallest part. NaN where positions are not seen above their noise.
     """
     if basis is None:
         return Estimates(np.full(len(layers), np.nan), np.full(len(layers), np.nan), *OF_GROUPS)
@@ -187,10 +186,7 @@ def _first_useful(bounds: Floats, trivial: Floats, cutoffs: list[int]) -> list[i
 def _read_moderate(
     outcome: Outcome, bounds: Floats, trivial: Floats, cutoffs: list[int], best: Floats, ratio: Floats
 ) -> None:
-    """What the bounds say of few frequencies.
-
-    best, ratio: at k = `MODERATE`, the lowest bound and the attained error over that of no approximation, by layer.
-    """
+    """What the bounds say of few frequencies."""
     moderate = min(MODERATE, cutoffs[-1])
     useful = [k for k in _first_useful(bounds, trivial, cutoffs) if k is not None]
     outcome.read(

@@ -53,8 +53,7 @@ LENGTH = 64
 class Setting:
     """What is simulated; the sizes are ours.
 
-    width: d. length: T tokens, independent N(0, I), each attending to all. layers: of attention alone; after a
-    fourth, rounding is what is left. draws: W_QK, as many for each tr W and scale. scales: √(tr W²)/λ, λ = √d.
+    T independent N(0, I) tokens, each attending to all. draws: W_QK of each tr W and scale. scales: √(tr W²)/λ, λ = √d.
     """
 
     width: int = 64
@@ -83,8 +82,7 @@ def left_by_layer(
 ) -> Float64[Tensor, " layers"]:
     """‖X − 1x̄ᵀ‖_F/‖X‖_F after each layer X ← softmax(X W_QK Xᵀ/λ) X: what is not of rank one (Dong et al. 2021).
 
-    x̄ is the mean token. Values are the tokens, and X is scaled back to its first size after each layer, so that every
-    layer has logits of the same size; the ratio does not know.
+    Values are the tokens, and X is scaled back to its first size after each layer, which the ratio does not know.
     """
     size, left = tokens.norm(), []
     for _ in range(layers):
@@ -96,11 +94,7 @@ def left_by_layer(
 
 @dataclass(frozen=True)
 class Collapse:
-    """Simulated heads, S scales, P values of tr W, D draws.
-
-    left: (S, P, D, layers), as `left_by_layer`. entry_sum: (S, P, D), ‖W_QK‖₁. links: chain and link → share of all
-    heads for which it holds.
-    """
+    """Simulated heads: what is left and ‖W_QK‖₁ by scale, tr W and draw; (chain, link) → share of heads."""
 
     left: Tensor
     entry_sum: Tensor

@@ -51,10 +51,7 @@ ORDERS = Criterion("more than", 0.0, "“ρ_i characterizes its strength”: the
 
 @dataclass(frozen=True)
 class Shares:
-    """Of every context and head: which keys of the last query propagate, and their shares of the gradient.
-
-    propagates, share: (contexts, heads of all layers, keys). places: layer and head of each.
-    """
+    """Which keys of the last query propagate, and their shares of the gradient; layer and head of each."""
 
     propagates: Bool[Tensor, "contexts heads keys"]
     share: Float[Tensor, "contexts heads keys"]
@@ -91,9 +88,7 @@ class _LastQuery(Hooks):
 def last_query(
     model: OpenModel, contexts: Int[Tensor, "contexts positions"]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each layer the logits ω of the query that predicts the last token, and ∂J/∂ω, (contexts, heads, keys), and
-    the norms of what attention reads, (contexts, keys). J is the sum over contexts of that prediction's loss.
-    """
+    """Of each layer the last query's logits ω, ∂J/∂ω, (contexts, heads, keys), and the norms of attention's input."""
     if model.source.predict is None:
         raise UsageError(f"{model.id} has no output head that is read, so that it has no loss")
     hooks = _LastQuery()
@@ -144,10 +139,7 @@ def advantage(shares: Shares) -> Estimates:
 
 
 def order(shares: Shares) -> Estimates:
-    """Rank correlation over positions of ρ_i with the mean share of token i, head by head: mean over parts of the text.
-
-    A head all of whose tokens propagate alike has none.
-    """
+    """Rank correlation over positions of ρ_i with token i's mean share, head by head: mean over parts of the text."""
     by_part = []
     for part in torch.arange(len(shares.share)).chunk(PARTS):
         rho, share = shares.propagates[part].double().mean(0), shares.share[part].nanmean(0)

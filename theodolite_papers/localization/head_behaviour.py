@@ -41,11 +41,7 @@ LEAST_HEADS = 8
 def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estimate:
     """A number over heads, with its error from leaving out one layer after the other (jackknife).
 
-    Heads of one layer are not independent: they read one stream, and what is predicted from it may miss them alike.
-
-    statistic: indices of some of the heads → the number of these. layers: the layer of each head, (heads,).
-
-    Returns no error below `LEAST_HEADS`.
+    Heads of one layer are not independent. statistic: of heads by their indices. No error below `LEAST_HEADS`.
     """
     heads, of = np.arange(len(layers)), np.unique(layers)
     value = statistic(heads) if len(heads) else math.nan
@@ -83,10 +79,7 @@ def _correlation(of: Callable[..., Floats], columns: tuple[Floats, ...], layers:
 
 
 def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[Estimate, float]:
-    """Cohen's κ of two namings of the same heads (Cohen 1960), and the share of heads in which they agree.
-
-    first, second: names, (heads,); heads that are `UNDEFINED` in either are left out.
-    """
+    """Cohen's κ of two namings of the heads (Cohen 1960), those `UNDEFINED` left out, and the share that agree."""
     known = (first != UNDEFINED) & (second != UNDEFINED)
     names = np.unique(np.concatenate([first[known], second[known]]))
     first_codes, second_codes = (np.searchsorted(names, values[known]) for values in (first, second))
@@ -110,10 +103,7 @@ def curve_errors(
 
 
 def others_median(curve: Float[Tensor, "heads positions"]) -> Float[Tensor, "heads positions"]:
-    """For every head the median of all others, at each position: a prediction that knows nothing of the head.
-
-    No one curve has a smaller mean absolute error over the others. NaN where no other head has a number.
-    """
+    """For every head the median of all others, at each position: a prediction that knows nothing of the head."""
     ordered, order = curve.sort(dim=0)  # NaN last
     rank, known = order.argsort(dim=0), curve.isfinite()
     others = known.sum(dim=0) - known.long()
@@ -242,10 +232,7 @@ def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
 def judge_curves(
     outcome: Outcome, predictions: dict[str, Prediction], measured: Tensor, layers: Indices
 ) -> dict[str, Estimate]:
-    """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head.
-
-    Returns the error of each source's curves, and of that baseline (`others`).
-    """
+    """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head."""
     baseline = curve_errors(others_median(measured), measured).numpy()
     errors = {"others": mean_over_heads(baseline, layers)}
     for name, label in SOURCES.items():
@@ -282,11 +269,7 @@ def _judge_regimes(
 def judge_entropy(
     outcome: Outcome, numbers: dict[str, Floats], entropy: Floats, trace: Floats, layers: Indices
 ) -> None:
-    """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed.
-
-    numbers: `eta` of W_QK Σ̂, and `width`, the measured share of positions that propagate; (heads,), as the others.
-    trace: |tr W|.
-    """
+    """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed."""
     smaller = "Heads whose spectrum has a smaller scale have a higher entropy"
     for claim, name, what in (
         (smaller, "eta", f"η, from {SOURCES['text']},"),

@@ -46,10 +46,7 @@ MOST_COLUMNS = 400
 
 @dataclass(frozen=True)
 class Panel:
-    """One measure: a title, and for every line the middle and the lowest and highest value over seeds, (S,) each.
-
-    `logarithmic`: the vertical axis. `window`: its range, None for all.
-    """
+    """One measure: a title, and for every line the middle and the lowest and highest value over seeds, (S,) each."""
 
     title: str
     lines: Sequence[tuple[Floats, Floats, Floats]]
@@ -58,10 +55,7 @@ class Panel:
 
 
 def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]) -> go.Figure:
-    """Panels of the same lines against training step, with the range over seeds as a band.
-
-    names: of the lines, at most seven. steps: of each line. shown: the panels, two in a row.
-    """
+    """Panels of the same lines against training step, with the range over seeds as a band."""
     down = -(-len(shown) // ACROSS)
     drawn = []
     for index, panel in enumerate(shown):
@@ -83,10 +77,7 @@ def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]
 
 
 def propagation_map(steps: Floats, propagation: Floats) -> go.Figure:
-    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down.
-
-    steps: (S,). propagation: (S, T).
-    """
+    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down."""
     columns = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
     length = propagation.shape[1]
     hover = "step %{x:.0f}, position %{y}: %{z:.3f}<extra></extra>"
@@ -220,10 +211,7 @@ def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
 
 
 def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> None:
-    """Verdicts, curves, maps and tables of the training runs of one depth and width.
-
-    recipe: of their grid, as `read_grid` gives it.
-    """
+    """Verdicts, curves, maps and tables of the training runs of one depth and width."""
     data = comparable(runs)
     _read(outcome, data, recipe)
     judge_grid(outcome, data)
@@ -240,10 +228,7 @@ def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> N
 
 
 def _of_shape(study: Study, shape: tuple[int, int] | None) -> tuple[list[GridRun], dict[str, Any]]:
-    """The grid's training runs of some layers and width, and its recipe.
-
-    `shape` None: those of Fig. 6, as Fig. 7 is published, where they were trained, else the first.
-    """
+    """The grid's training runs of some layers and width, and its recipe."""
     purpose = "figures 6 to 12 of localization are read from a grid of training runs"
     recipe, runs = read_grid(study.training_folder("grid", purpose, COMMAND))
     shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})

@@ -56,10 +56,8 @@ def train_locater(
 ) -> list[str]:
     """Train what is missing of the grid; returns a line on each training run.
 
-    text, held_out: files to train on and to judge on. seeds, steps: how many of each. gradient: exact or published.
-    reduction: of the loss that the penalty is added to: mean or sum. off_at: updates after which there is no
-    penalty. vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays
-    of `Grid`, joined by commas; an empty text: none of them. None, here and above: as published.
+    vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`,
+    joined by commas; an empty text: none of them. None: as published.
     """
     for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
         if given not in get_args(choices):
@@ -128,9 +126,8 @@ CLAIM = "grid.json"
 class Grid:
     """The published settings, and as many weight decays without LocAteR.
 
-    layers, widths: depths and d; every combination of all that follows at each. seeds: 0 … seeds − 1. scales,
-    means: κ₁ and κ₂ of the LocAteR training runs, every combination. decays: of the training runs without LocAteR;
-    0.01 is the published one. gradient, reduction, off_at: of the LocAteR training runs, as in `Setting`.
+    seeds: 0 … seeds − 1. scales, means: κ₁ and κ₂ of the LocAteR training runs. decays: of those without; 0.01 is the
+    published one. gradient, reduction, off_at: as in `Setting`.
     """
 
     layers: tuple[int, ...] = (1,)
@@ -236,10 +233,8 @@ def _train_all(
 class GridRun:
     """What one training run of a grid has given so far.
 
-    losses: `step`, `training_loss`, `held_out_loss`, `held_out_loss_se`. heads: `step`, `layer`, `trace`,
-    `trace_of_square`, `frobenius_squared`, `entropy`, `propagation`. propagation: ρ_i of the last query, (steps,
-    layers, T), float32, for `propagation_steps`. summary: the model of the last step on all held-out text; None
-    before its grid's last step.
+    propagation: ρ_i of the last query, for `propagation_steps`. summary: on all held-out text; None before the last
+    step.
     """
 
     setting: Setting

@@ -81,9 +81,8 @@ class Recipe:
 class Setting:
     """What distinguishes one training run.
 
-    scale, mean: κ₁ and κ₂, both on every layer's head. gradient: of the second term (`locater_penalty`). reduction:
-    of the loss that the penalty is added to. off_at: updates after which there is no penalty; None: there always
-    is.
+    scale, mean: κ₁ and κ₂. reduction: of the loss that the penalty is added to. off_at: updates after which there is
+    none.
     """
 
     layers: int = 1

@@ -74,10 +74,7 @@ def predictions(sim: Simulation, setting: WalkSetting) -> dict[str, Tensor]:
 def share_beyond_error(sim: Simulation, predicted: Tensor) -> Tensor:
     """Share of pairs and positions at which a prediction is more than `FAR` standard errors away, by draw: (D,).
 
-    The error is that of as many walks with the predicted probability, and at least one walk in all: the observed
-    share gives none where no walk, or every walk, propagates.
-
-    predicted: (P, D, T), for the spectra of these very draws.
+    The error is that of as many walks with the predicted probability, and at least one walk in all.
     """
     error = (predicted * (1 - predicted) / sim.walks).clamp_min(0).sqrt().clamp_min(1 / sim.walks)
     return ((predicted - sim.propagates).abs() > FAR * error).double().mean((0, 2))
@@ -190,11 +187,7 @@ def _judge_predictions(
 
 
 def _least_gain(sims: dict[str, Simulation], values: dict[str, Tensor], along: str) -> tuple[Estimate, str]:
-    """The least favourable of all paired differences, with its error over draws, and where it is.
-
-    values: a number for each pair and draw, (P, D). along: "scale": largest less smallest scale, at every mean but
-    0; "mean": smallest (but 0) less largest mean, at every scale.
-    """
+    """The least favourable of all paired differences along "scale" or "mean", with its error over draws, and where."""
     gains = []
     for name in sims:
         grid = values[name].unflatten(0, (len(SETTING.means), len(SETTING.scales)))[1:]
@@ -230,10 +223,7 @@ def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
 
 
 def judge_at_fixed_means(outcome: Outcome, sims: dict[str, Simulation], widths: dict[str, Tensor]) -> None:
-    """A2 of section 5, of a fixed mean that is not 0: each mean and Σ is a part, and some may be so and others not.
-
-    widths: effective share of positions of every pair and draw, (P, D).
-    """
+    """A2 of section 5, of a fixed mean that is not 0: each mean and Σ is a part, and some may be so and others not."""
     entropy: list[Verdict] = []
     localized: list[Verdict] = []
     for name, sim in sims.items():

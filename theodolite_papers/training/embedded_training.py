@@ -82,11 +82,7 @@ which its tokenizer adds.
 
 @dataclass(frozen=True)
 class EmbeddedResult:
-    """The result of a training run. Losses are in nats per token, measured in float32, by source where held out.
-
-    `train_loss` is of windows of the training text, drawn as in training. `bigram_loss` is of the best
-    interpolated bigram model of the same training tokens, on the same validation tokens as `validation_loss`.
-    """
+    """The result of a training run. Losses are in nats per token, measured in float32, by source where held out."""
 
     folder: Path
     threads: int
@@ -102,10 +98,7 @@ class EmbeddedResult:
 def train_embedded_model(
     out: str | Path, *, config: EmbeddedConfig | None = None, threads: int = 2, console: Console | None = None
 ) -> EmbeddedResult:
-    """Train a tokenizer and a model on Python's own text, and write the folder `out`.
-
-    A training run that was killed resumes when it is called again with the same arguments.
-    """
+    """Train a tokenizer and a model on Python's own text, and write the folder `out`."""
     out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
     check_training(out, config, threads)
     _check_shares(config)

@@ -67,11 +67,10 @@ Result = TypeVar("Result")
 class ModelTraining(Generic[Result]):
     """What distinguishes one training run into a folder from another.
 
-    build: the untrained model; torch's global generator is seeded before. data: names and hashes of what it is
-    trained on, by which an unfinished training run is known. loss: the mean loss of a step's batch, a scalar with a
-    graph. progress: what to print at a checkpoint, given the model and the loss of the step before. measure: the
-    result, of the finished model. page: name and text of the file beside the weights that states the result.
-    series: numbers of updates after which a copy of the model is kept.
+    build: the untrained model; torch's generator is seeded before. data: names and hashes of what it is trained on.
+    loss: of a step's batch. progress: what to print at a checkpoint. measure: the result, of the finished model.
+    page: name and text of the file that states it. series: numbers of updates after which a copy of the model is
+    kept.
     """
 
     config: ModelConfig

@@ -39,8 +39,7 @@ def train_task_model(
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
-    A training run that was killed resumes when it is called again with the same arguments. With `config.series` the
-    weights of the steps of `SERIES`, and of the last one, are kept.
+    A killed training run resumes. With `config.series` the weights of the steps of `SERIES`, and of the last, are kept.
     """
     out = Path(out)
     check_training(out, config, threads)
