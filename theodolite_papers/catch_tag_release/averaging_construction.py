@@ -9,14 +9,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number
 from theodolite.theory import averaging_error, averaging_model, mean_after
 from theodolite.theory.averaging import ABSENT
 from theodolite_papers.catch_tag_release import averaging_figures as drawing
 from theodolite_papers.catch_tag_release.averaging_training import LENGTH, draw
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment
 
 S_TAGS = np.arange(2.0, 37.0, 2.0)
 SHOWN_TAGS = (2.0, 4.0, 10.0)

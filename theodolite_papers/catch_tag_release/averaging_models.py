@@ -13,7 +13,6 @@ from torch import Tensor
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.estimates import Estimate, most_extreme
 from theodolite.judging import Criterion, judge, mix_of
-from theodolite.report.outcome import Outcome
 from theodolite.system.progress import shown
 from theodolite.system.threads import using_threads
 from theodolite.system.wording import counted, listed, number, percent, with_error
@@ -36,7 +35,7 @@ from theodolite_papers.catch_tag_release.averaging_training import (
     draw,
     train_averaging,
 )
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import Outcome, Study, experiment
 
 RANK_TOLERANCE = 1e-6
 """Of the largest singular value of what a layer writes: directions below it are not written along."""

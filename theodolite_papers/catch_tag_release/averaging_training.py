@@ -1,7 +1,7 @@
 """Small attention models trained to average the numbers after a separator, as in section 4 of Zhang et al. 2025.
 
-Several seeds are trained at once, each with parameters and sequences of its own: every parameter has them as its
-first dimension. Nothing is written; the same seeds give the same bytes on the same machine and number of threads.
+Several seeds are trained at once: every parameter has them as its first dimension. The same seeds give the same bytes
+on the same machine and number of threads.
 """
 
 from __future__ import annotations

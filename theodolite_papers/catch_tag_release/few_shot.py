@@ -24,12 +24,10 @@ from theodolite.prune.model import prune_model
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import line
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, for_plotly, percent, with_error
 from theodolite_papers.catch_tag_release.pruned_models import METHODS
-from theodolite_papers.experiment import Study, experiment, of_trainings
+from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment, of_trainings
 from theodolite_papers.training.task_models import models_of
 
 FIGURE_HEIGHT = 380

@@ -1,9 +1,7 @@
 """Sections 3.4 and 3.5 of Zhang et al. 2025 as interventions: are the sinks what examples in a prompt are good for?
 
-In small models of the offline task the sinks of every prompt are hidden from all that attend to them, or the low-rank
-terms of OATS in W_Q, W_K, W_V are taken out; then accuracy is measured by the number of examples. Controls hide as many
-other keys, random ones or those that are attended most, and take out random terms of the same singular values. The
-models come from `theodolite train few-shot`.
+In the models of `theodolite train few-shot` sinks are hidden, or the low-rank terms of OATS taken out. Controls hide as
+many other keys, random or most attended, and take out random terms of the same singular values.
 """
 
 from __future__ import annotations
@@ -34,12 +32,10 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.prune.model import prune_model
 from theodolite.prune.pruned import Pruned
 from theodolite.report.data import Floats
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import attention_knockout, without_low_rank
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import percent
-from theodolite_papers.catch_tag_release import few_shot as drawing
+
 from theodolite_papers.catch_tag_release.few_shot import (
     COMMAND,
     PROMPT_SEED,
@@ -48,7 +44,7 @@ from theodolite_papers.catch_tag_release.few_shot import (
     rows_by_shots,
 )
 from theodolite_papers.catch_tag_release.pruned_models import SPARSITY
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment
 
 PROMPTS = 1000
 """That every model answers under every intervention, the same for all."""
@@ -275,7 +271,7 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
     outcome.figure(
         "accuracy",
         "Accuracy against the number of examples, with sinks and without",
-        drawing.accuracy_by_shots(
+        few_shot.accuracy_by_shots(
             over_seeds(means), means, chance=1 / RULES.values, best=RULES.best_accuracy().tolist()
         ),
         f"Means over models with 95 % intervals, controls: mean of {CONTROLS}. Dashed: the best achievable accuracy.",

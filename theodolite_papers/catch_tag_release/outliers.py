@@ -20,13 +20,11 @@ from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.stages import Stage, run_stages
 from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report.data import Floats
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, listed, number, percent
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
 from theodolite_papers.catch_tag_release.outlier_figures import SUN, carrier_name, draw, typical_rms
-from theodolite_papers.experiment import Study, corpus_subset, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, corpus_subset, experiment
 
 EVEN = 0.5 * GAUSSIAN_CONSISTENCY
 CONSISTENT = Criterion(

@@ -17,9 +17,6 @@ from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
 from theodolite.system.wording import counted, head_name, number, percent, shown_token
 from theodolite.theory.colouring import principal_scores, rgb, turned
@@ -29,7 +26,7 @@ from theodolite.theory.grouping import (
     variance_explained,
     without_trend,
 )
-from theodolite_papers.experiment import Experiment, Study, experiment
+from theodolite_papers.experiment import ZHANG, Experiment, Outcome, Study, by_name, experiment
 
 DEEPER = 4
 """Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""

@@ -1,7 +1,6 @@
 """A model pruned in memory, and what is measured of it on a text: losses, every sink of every context, one prompt.
 
-The text is split: even contexts calibrate the pruning, odd ones are measured, so that nothing is judged on what it was
-fitted to. The model itself is left alone; copies of it are pruned one after the other.
+Even contexts calibrate the pruning, odd ones are measured.
 """
 
 from __future__ import annotations

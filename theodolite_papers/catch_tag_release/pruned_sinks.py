@@ -15,8 +15,6 @@ from theodolite.models.token_texts import token_texts
 from theodolite.prune.pruned import Pruned
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
@@ -34,7 +32,7 @@ from theodolite_papers.catch_tag_release.pruned_models import (
     new_sinks,
     pruned_measures,
 )
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment
 
 DENSE = "dense"
 CONTROL_SEED = 0

@@ -16,8 +16,6 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import Criterion, Verdict, all_of, judge, untestable
 from theodolite.report import style
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.report.sink_trace import TRACE, show_trace
 from theodolite.sinks.ablation import (
     HEAD_SINKS,
@@ -28,7 +26,7 @@ from theodolite.sinks.ablation import (
     ablation_test,
 )
 from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
-from theodolite_papers.experiment import Study, chosen_and_judged, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, chosen_and_judged, experiment
 
 
 def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Figure:

@@ -16,13 +16,10 @@ from theodolite.measure.constituents import DISJOINT, paired_groups
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, number, percent
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers.drawing import theory as maps
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 

@@ -1,7 +1,6 @@
 """Is a head's weight matrix a positional part plus a diagonal? Eq. (9) of Song & Zhong 2024, in numbers.
 
-W = W_q W_kᵀ · scaling = V L Vᵀ + D + noise, with V the right singular vectors of the positional basis P and D
-diagonal. This module splits energy and knows nothing of models; one d×d matrix is in memory at a time.
+W = W_q W_kᵀ · scaling = V L Vᵀ + D + noise, V the right singular vectors of the positional basis P, and D diagonal.
 """
 
 from __future__ import annotations

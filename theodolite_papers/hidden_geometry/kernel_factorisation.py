@@ -1,7 +1,6 @@
-"""Theorem 2 of Song & Zhong 2024 as an experiment: does incoherence factorise the attention kernel?
+"""Theorem 2 of Song & Zhong 2024 as an experiment: does incoherence factorise the kernel K_W(x, y) = exp(xᵀ W y)?
 
-K_W(x, y) = exp(xᵀ W y). Bases, weights and tokens are drawn here as the theorem supposes them; nothing of a
-real model is measured.
+Bases, weights and tokens are drawn as the theorem supposes them; nothing of a model is measured.
 """
 
 from __future__ import annotations

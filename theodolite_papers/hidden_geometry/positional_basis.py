@@ -24,12 +24,9 @@ from theodolite.report.data import (
     value_of,
 )
 from theodolite.report.drawing import geometry
-from theodolite.report.exhibit import by_layer
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, percent, with_error
 from theodolite_papers.drawing import experiments as drawing
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import (
     columns_with_errors,

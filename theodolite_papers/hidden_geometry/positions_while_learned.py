@@ -1,5 +1,4 @@
-"""Models that are trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of
-addition (section 4.3, appendix D.3)."""
+"""Models trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of addition."""
 
 from __future__ import annotations
 
@@ -15,11 +14,9 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates
 from theodolite.judging import OPEN, Criterion, Verdict, all_of, judge, opposite_of, untestable
 from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, layer_estimates, need, value_of
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, listed, number, with_error
 from theodolite_papers.drawing import training as drawing
-from theodolite_papers.experiment import Study, corpus_subset, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, corpus_subset, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.addition_check import (
     binomial_error,

@@ -29,13 +29,10 @@ from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys,
 from theodolite.models.token_texts import token_texts
 from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing.constituents import qk_panels
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS, decompose_around
 from theodolite_papers.drawing import theory as maps
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
 from theodolite_papers.hidden_geometry.attribution import (

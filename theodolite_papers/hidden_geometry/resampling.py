@@ -1,8 +1,7 @@
 """Standard errors of what is made of the positional basis: contexts drawn anew, in the survey's eight groups.
 
-One mechanism for every claim on P: a number of the basis is taken anew from balanced halves of the groups, as
-`measure.uncertainty` does for the layers table. A run keeps the basis of all contexts only, so the text is read once
-more, hidden states alone; without the model or the text no error is known.
+A run keeps the basis of all contexts only, so the text is read once more, hidden states alone; without the model or the
+text no error is known.
 """
 
 from __future__ import annotations

@@ -26,13 +26,10 @@ from theodolite.report.data import (
     value_of,
 )
 from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, heat
-from theodolite.report.exhibit import by_layer
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import for_plotly, number, with_error
 from theodolite_papers.drawing import experiments as lines
 from theodolite_papers.drawing import theory
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import (
     AS_RANDOM,

@@ -19,13 +19,10 @@ from theodolite.report import published
 from theodolite.report.data import OF_GROUPS, Floats, evenly, layer_average, need
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
-from theodolite.report.exhibit import by_layer, by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite_papers.drawing import experiments as drawing
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, by_name, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise

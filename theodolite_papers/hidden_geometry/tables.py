@@ -26,11 +26,9 @@ from theodolite.report.data import (
     need,
     value_of,
 )
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
 from theodolite_papers.drawing import experiments as drawing
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import (
     AS_RANDOM,

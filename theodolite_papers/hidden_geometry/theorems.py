@@ -14,13 +14,10 @@ from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import Estimate, Estimates, jackknife_error
 from theodolite.judging import Criterion, all_of, judge
 from theodolite.report.data import OF_GROUPS, Floats, evenly, need, value_of
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
 from theodolite_papers.drawing import theory as drawing
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
 from theodolite_papers.hidden_geometry.kernel_factorisation import (
     KernelSetting,
     error_growth,

@@ -20,12 +20,9 @@ from theodolite.judging import HOLDS, Criterion, judge, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.models.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import Floats, column, evenly, head_grid, need, need_column
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import head_name, number, percent
 from theodolite_papers.drawing import theory as drawing
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
 from theodolite_papers.hidden_geometry.decoupling import CORNERS, Decoupling, corner_energy, decouple
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite_papers.hidden_geometry.resampling import grouped_basis, noise_bases

@@ -1,9 +1,6 @@
 """The decoder that Bao et al. 2024 train (section 7, appendix D): fairseq's `transformer_lm`, Post-LN, in plain torch.
 
-Written for speed on one processor core: one matrix for queries, keys and values, attention without a kept T×T
-matrix, and a loss that is differentiated while it is computed (`next_token_loss`), so that no logits of a whole
-batch are kept. `as_opt` gives the same function as a model that `transformers` opens. Nothing here knows a text, a
-penalty or an optimizer.
+Written for speed on one processor core; `as_opt` gives the same function as a model that `transformers` opens.
 """
 
 from __future__ import annotations

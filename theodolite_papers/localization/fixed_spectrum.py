@@ -1,9 +1,7 @@
 """Section 5 of Bao et al. 2024 on expressivity, and section 4 on width: what |tr W| does at a fixed tr W², by d.
 
-"If |tr W| is maximized for a fixed tr W², the convergence to the rank collapse becomes slow" (A2) rests on the bound of
-‖W_QK‖₁ by |tr W|, eq. 7. Spectra are drawn with both moments exactly as asked for, attention without skip connections
-or feed-forward layers, as in Dong et al. 2021, is applied layer by layer, and both printed chains of bounds are
-evaluated. No model and no text is read.
+Spectra are drawn with both moments exact, attention without skip connections or feed-forward layers (Dong et al. 2021)
+is applied layer by layer, and both printed chains of bounds are evaluated.
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ from theodolite.estimates import Estimate, Estimates
 from theodolite.judging import Criterion, judge, mix_of
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number
 from theodolite.theory import curve_width, propagation_exact, scale_bound, trace_bound
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import Line
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 
 SHARES = (-1.0, -0.5, 0.0, 0.5, 1.0)
 """tr W over its largest value at this tr W², √(d tr W²): eq. 5."""

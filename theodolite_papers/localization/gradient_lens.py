@@ -1,8 +1,7 @@
 """Section 3 of Bao et al. 2024: does a token that propagates contribute to the gradient of W_QK?
 
-∇_{W_QK} J = λ⁻¹ Σ_i (∂J/∂ω_i) x_i x_Tᵀ for the logits ω of the last query, J the loss of the next token: token i's
-share is |∂J/∂ω_i|·‖x_i‖ over the sum of all. The paper drops all terms but those of ρ_i; here nothing is approximated,
-and the attention is the model's own softmax.
+∇_{W_QK} J = λ⁻¹ Σ_i (∂J/∂ω_i) x_i x_Tᵀ for the last query's logits ω: token i's share is |∂J/∂ω_i|·‖x_i‖ over the
+sum of all. The paper drops all terms but those of ρ_i; here nothing is approximated.
 """
 
 from __future__ import annotations
@@ -27,14 +26,11 @@ from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import head_name, number
 from theodolite.theory import empirical_propagation
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import Line
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 
 CONTEXTS = 128  # read at most: a backward pass each
 BATCH = 8

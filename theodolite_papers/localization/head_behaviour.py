@@ -20,16 +20,13 @@ from theodolite.measure.rank_correlation import partial_rank_correlation, rank_c
 from theodolite.passes.head_predictions import SUFFIX, Prediction, from_increments, from_survey
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, head_labels, need, need_column
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import percent, with_error
 from theodolite.theory import curve_width, regime_of_curve
 from theodolite.theory.regimes import UNDEFINED
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import Line
 from theodolite_papers.drawing.theory import head_scatter
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 from theodolite_papers.localization.text_as_walk import text_walk
 
 Indices = npt.NDArray[np.int64]

@@ -1,8 +1,7 @@
-"""What Bao et al. 2024 claim of training with LocAteR, judged on a grid of training runs; nothing is drawn here.
+"""What Bao et al. 2024 claim of training with LocAteR, judged on a grid of training runs, paired by seed.
 
-By differences paired by seed. The paper does not say which loss its penalty was added to, the mean of a batch's tokens
-or their sum, which fairseq makes: its κ means 4,096 times less there. What it claims is decided where both readings
-answer alike; what it claims of the end of training, where training was as long.
+The paper does not say whether its penalty was added to the mean loss of a batch's tokens or to their sum, as fairseq's:
+claims are decided where both readings answer alike.
 """
 
 from __future__ import annotations

@@ -17,11 +17,8 @@ from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import grammar
 from theodolite.report.drawing.grammar import heat, line
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, for_plotly, number
-from theodolite_papers.experiment import Experiment, Study, experiment, of_trainings
+from theodolite_papers.experiment import BAO, Experiment, Outcome, Study, by_name, experiment, of_trainings
 from theodolite_papers.localization.locater_claims import (
     READINGS,
     Comparable,

@@ -1,9 +1,7 @@
 """One training run of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
 
-A training run lives in a folder and resumes from its checkpoint to whatever step is asked for next; the learning rate
-is fixed, so no step depends on how many will follow. What is random in a step follows from (seed, step), hence the same
-seed gives the same bytes on a processor, stopped and begun again or not; and training runs of one seed see the same
-batches, initial weights and dropout, which pairs them. Which training runs make up a grid is not known here.
+It lives in a folder and resumes from its checkpoint to any further step, with the same bytes. Runs of one seed see the
+same batches, initial weights and dropout, which pairs them.
 """
 
 from __future__ import annotations

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO, ZHAI
-from theodolite.report.outcome import Outcome
+from theodolite.report.measures import ZHAI
 from theodolite.system.wording import number
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import CORRECTED, PUBLISHED, Line
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 
 BOUND_LENGTHS = (16, 64, 512, 4096)
 NU = torch.linspace(0, 30, 601, dtype=torch.float64)

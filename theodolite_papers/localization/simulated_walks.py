@@ -12,9 +12,6 @@ from theodolite.estimates import Estimate
 from theodolite.judging import Criterion, Verdict, judge, mix_of
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, with_error
 from theodolite.theory import (
     Simulation,
@@ -28,7 +25,7 @@ from theodolite.theory import (
 )
 from theodolite.theory.walks import COVARIANCES, over_draws
 from theodolite_papers.drawing import localization as drawing
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 
 SETTING = WalkSetting()
 

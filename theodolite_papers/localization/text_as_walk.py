@@ -22,13 +22,10 @@ from theodolite.measure.walks import (
 from theodolite.passes.walk_pass import TextWalk, read_walk
 from theodolite.report import style
 from theodolite.report.data import OF_GROUPS, Floats
-from theodolite.report.exhibit import by_layer, by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, with_error
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import Line
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_layer, by_name, experiment
 
 TEXT, RANDOM, WALK = "text", "random tokens", "simulated walk"
 LINES = {

@@ -1,10 +1,6 @@
 """The seeded trainer that made the embedded model, and can make others like it.
 
-`train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`models.py`) on it with plain PyTorch,
-and writes a folder that `transformers` opens. It is made for a few million parameters on a few processor cores: no
-distribution, no other architectures, no options beyond `EmbeddedConfig`. The same seed gives the same bytes on the
-same machine, number of threads and package versions, also when the run was killed and resumed in between: the order
-of batches follows from (seed, step) alone.
+The same seed gives the same bytes on the same machine, threads and package versions, also when killed and resumed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A model that is trained into a folder which `transformers` opens: what the trainers of text and of tasks share.
 
-Until it is finished, everything is in `<out>.partial`, which says from the start which training run it is of, so that
-another one takes nothing from it. A training run that was killed resumes from its last checkpoint there.
+Until it is finished everything is in `<out>.partial`; a killed training run resumes from its last checkpoint there.
 """
 
 from __future__ import annotations

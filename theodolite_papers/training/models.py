@@ -1,6 +1,4 @@
-"""The architectures of the toy models and their sizes: Llama of text; GPT-2, or GPT-NeoX for rotary positions, of
-tasks.
-"""
+"""The architectures of the toy models and their sizes: Llama of text; GPT-2 or GPT-NeoX (rotary) of tasks."""
 
 from __future__ import annotations
 

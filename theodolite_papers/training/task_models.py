@@ -1,9 +1,7 @@
 """The small models of Song & Zhong 2024 (appendix A.2 and D.3), trained here: characters, and addition.
 
-GPT-2's architecture with learned positions, or the same with rotary ones (GPT-NeoX without its parallel
-residual). `train_task_model` writes a folder that `transformers` opens, with `training.json` next to the weights: every
-setting, the losses, the accuracies. The text comes from the caller, additions from a seed. The same seed gives the
-same bytes on the same machine, number of threads and package versions, also when it was killed in between.
+`training.json` next to the weights has every setting, the losses and the accuracies. The same seed gives the same bytes
+on the same machine, threads and package versions, also when killed and resumed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The loop that all toy models are trained with: a learning rate by step, an update after the other, a checkpoint.
 
-It knows no text, no task, no architecture and no folder. Whatever is random in a step is drawn from (seed, step)
-alone, so that a training run which was killed and resumed gives the same bytes as one that was not.
+Whatever is random in a step is drawn from (seed, step) alone, so that a resumed training run gives the same bytes.
 """
 
 from __future__ import annotations
