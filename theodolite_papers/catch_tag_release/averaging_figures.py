@@ -18,17 +18,7 @@ from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.system.threads import using_threads
 from theodolite.system.wording import for_plotly
-from theodolite_papers.catch_tag_release.averaging_training import (
-    FREE_ATTENTION,
-    HELD_OUT_SEED,
-    LENGTH,
-    PENALISED,
-    PUBLISHED_LARGE_TAG,
-    QK_NORM,
-    STANDARD,
-    TrainedModels,
-    draw,
-)
+from theodolite_papers.catch_tag_release import averaging_training as training
 
 SQUARE, GAP = 390, 0.08
 TITLES = 70  # pixels: a line of them, below the toolbar
@@ -145,7 +135,7 @@ def seeds(
     return drawn
 
 
-def draw_losses(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.DataFrame) -> None:
+def draw_losses(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
     """The squared error of every seed while it was trained."""
     steps, curves = {}, {}
     for each in trained:
@@ -161,20 +151,24 @@ def draw_losses(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.D
         "losses",
         "Training from scratch",
         losses(steps, curves, marks),
-        f"One curve per seed. Sink penalised: mean attention to [SEP] above {FREE_ATTENTION:g} is added to the loss.",
+        f"One curve per seed. Sink penalised: attention to [SEP] above {training.FREE_ATTENTION:g} adds to the loss.",
         "seeds that stay near the dotted lines have not learned to identify the tokens after [SEP].",
         f"{ZHANG}, section 4; the training runs are ours",
         wide=True,
     )
 
 
-def draw_attention(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.DataFrame) -> None:
+def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
     """What the best seed of three kinds pays attention to, in one sequence."""
-    numbers, _ = draw([torch.Generator().manual_seed(HELD_OUT_SEED - 1)], 1)
-    middle = LENGTH // 2
+    numbers, _ = training.draw([torch.Generator().manual_seed(training.HELD_OUT_SEED - 1)], 1)
+    middle = training.LENGTH // 2
     pictures: dict[str, Floats] = {}
     for each in trained:
-        if each.recipe.name in (PUBLISHED_LARGE_TAG, STANDARD, QK_NORM + PENALISED):
+        if each.recipe.name in (
+            training.PUBLISHED_LARGE_TAG,
+            training.STANDARD,
+            training.QK_NORM + training.PENALISED,
+        ):
             errors = models.loc[models["kind"] == each.recipe.name, "error"].to_numpy()
             count = len(each.seeds)
             with torch.no_grad(), using_threads(1):

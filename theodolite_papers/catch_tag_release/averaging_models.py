@@ -18,23 +18,8 @@ from theodolite.system.threads import using_threads
 from theodolite.system.wording import counted, listed, number, percent, with_error
 from theodolite.theory import mean_after, stable_rank
 from theodolite.theory.grouping import variance_explained
+from theodolite_papers.catch_tag_release import averaging_training as training
 from theodolite_papers.catch_tag_release.averaging_figures import draw_attention, draw_losses, draw_scatter
-from theodolite_papers.catch_tag_release.averaging_training import (
-    HELD_OUT_SEED,
-    LENGTH,
-    PENALISED,
-    PUBLISHED,
-    PUBLISHED_LARGE_TAG,
-    QK_NORM,
-    STANDARD,
-    WIDTH,
-    AveragingRecipe,
-    ForwardPass,
-    TrainedModels,
-    attention_to_separator,
-    draw,
-    train_averaging,
-)
 from theodolite_papers.experiment import Outcome, Study, experiment
 
 RANK_TOLERANCE = 1e-6
@@ -110,12 +95,16 @@ def random_directions(
 
 
 RECIPES = {
-    AveragingRecipe(PUBLISHED, 2, 3000, 64, 0.05): 8,
-    AveragingRecipe(PUBLISHED_LARGE_TAG, 2, 3000, 64, 0.05, large_tag=True): 8,
-    AveragingRecipe(STANDARD, WIDTH, 1000, 64, 0.01): 5,
-    AveragingRecipe(STANDARD + PENALISED, WIDTH, 1000, 64, 0.01, penalised=True): 5,
-    AveragingRecipe(QK_NORM, WIDTH, 1000, 64, 0.01, normed=True): 5,
-    AveragingRecipe(QK_NORM + PENALISED, WIDTH, 1000, 64, 0.01, normed=True, penalised=True): 5,
+    training.AveragingRecipe(training.PUBLISHED, 2, 3000, 64, 0.05): 8,
+    training.AveragingRecipe(training.PUBLISHED_LARGE_TAG, 2, 3000, 64, 0.05, large_tag=True): 8,
+    training.AveragingRecipe(training.STANDARD, training.WIDTH, 1000, 64, 0.01): 5,
+    training.AveragingRecipe(
+        training.STANDARD + training.PENALISED, training.WIDTH, 1000, 64, 0.01, penalised=True
+    ): 5,
+    training.AveragingRecipe(training.QK_NORM, training.WIDTH, 1000, 64, 0.01, normed=True): 5,
+    training.AveragingRecipe(
+        training.QK_NORM + training.PENALISED, training.WIDTH, 1000, 64, 0.01, normed=True, penalised=True
+    ): 5,
 }
 """Recipe → number of seeds."""
 
@@ -151,7 +140,7 @@ def averaging(study: Study, outcome: Outcome) -> None:
     first = study.provenance["seed"]
     trained = []
     for recipe, count in shown([*RECIPES.items()], "training", study.show):
-        trained.append(train_averaging(recipe, range(first, first + count)))
+        trained.append(training.train_averaging(recipe, range(first, first + count)))
     models = outcome.tables["models"] = pd.concat(map(measured, trained), ignore_index=True)
     read_levels(outcome, models)
     judge_models(outcome, models)
@@ -175,7 +164,7 @@ def averaging(study: Study, outcome: Outcome) -> None:
     )
 
 
-def measured(trained: TrainedModels) -> pd.DataFrame:
+def measured(trained: training.TrainedModels) -> pd.DataFrame:
     """One row per seed, on sequences not used in training.
 
     left: error over the target's variance, 1 for predicting 0. …_se: over sequences. …_begun: before training.
@@ -185,9 +174,9 @@ def measured(trained: TrainedModels) -> pd.DataFrame:
     [SEP] hidden in the first layer. left_untagged: with the tag direction projected out; left_random, left_random_sd,
     as_costly: of random directions, mean, deviation, and the share that leave as much.
     """
-    generators = [torch.Generator().manual_seed(HELD_OUT_SEED + seed) for seed in trained.seeds]
-    numbers, places = draw(generators, HELD_OUT_SEQUENCES)
-    place, targets = torch.arange(LENGTH), mean_after(numbers, places)
+    generators = [torch.Generator().manual_seed(training.HELD_OUT_SEED + seed) for seed in trained.seeds]
+    numbers, places = training.draw(generators, HELD_OUT_SEQUENCES)
+    place, targets = torch.arange(training.LENGTH), mean_after(numbers, places)
     after, is_separator = place > places[..., None], place == places[..., None]
 
     def output(hide_separator: bool = False, ablated: Tensor | None = None) -> Tensor:
@@ -199,17 +188,17 @@ def measured(trained: TrainedModels) -> pd.DataFrame:
     def left_se(output: Tensor) -> Tensor:
         return error_of_ratio((output - targets).square(), targets.square())
 
-    def caught(forward_pass: ForwardPass) -> Tensor:
-        return attention_to_separator(forward_pass, places) * after
+    def caught(forward_pass: training.ForwardPass) -> Tensor:
+        return training.attention_to_separator(forward_pass, places) * after
 
     with torch.no_grad(), using_threads(1):
         forward_pass, initial_pass = trained.model(numbers, places), trained.initial(numbers, places)
         written = forward_pass.written
         tag = tag_direction(written, after, ~after & ~is_separator)
         left_untagged, blind = left(tag), output(hide_separator=True)
-        directions = random_directions(written, DIRECTIONS, HELD_OUT_SEED)
+        directions = random_directions(written, DIRECTIONS, training.HELD_OUT_SEED)
         left_random = torch.stack([left(direction) for direction in directions])
-        mean_of_all = torch.where(is_separator, 0.0, numbers).sum(-1) / (LENGTH - 1)
+        mean_of_all = torch.where(is_separator, 0.0, numbers).sum(-1) / (training.LENGTH - 1)
         by_sequence = caught(forward_pass).sum(-1) / after.sum(-1)
         columns = {
             "seed": torch.tensor(trained.seeds),
@@ -265,11 +254,11 @@ def _range(values: pd.Series) -> str:
 def judge_models(outcome: Outcome, models: pd.DataFrame) -> None:
     """Claims of section 4, on models that solve the task: rows as `measured` gives them."""
     solved = models[models["solved"]]
-    papers = solved[solved["kind"].isin([PUBLISHED, PUBLISHED_LARGE_TAG])]
-    standard = solved[solved["kind"] == STANDARD]
+    papers = solved[solved["kind"].isin([training.PUBLISHED, training.PUBLISHED_LARGE_TAG])]
+    standard = solved[solved["kind"] == training.STANDARD]
     _necessity(outcome, solved)
     _learned(outcome, models)
-    for name, rows in (("paper's architecture", papers), (f"standard one, d = {WIDTH}", standard)):
+    for name, rows in (("paper's architecture", papers), (f"standard one, d = {training.WIDTH}", standard)):
         where = f"; {name}, {counted(len(rows), 'trained model')} that solve{'s' * (len(rows) == 1)} the task"
         _mean(
             outcome,
@@ -372,7 +361,7 @@ def _least(models: pd.DataFrame, column: str) -> Estimate:
 def _learned(outcome: Outcome, models: pd.DataFrame) -> None:
     """Whether the paper's own architecture learns the task, from either start."""
     claim = "A two-layer attention model can be trained to average (section 1)"
-    papers = models[models["kind"].isin([PUBLISHED, PUBLISHED_LARGE_TAG])]
+    papers = models[models["kind"].isin([training.PUBLISHED, training.PUBLISHED_LARGE_TAG])]
     if papers.empty:
         outcome.cannot_test(claim, "it was not trained")
         return

@@ -35,14 +35,7 @@ from theodolite.report.data import Floats
 from theodolite.sinks.interventions import attention_knockout, without_low_rank
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import percent
-
-from theodolite_papers.catch_tag_release.few_shot import (
-    COMMAND,
-    PROMPT_SEED,
-    calibration_prompts,
-    models_in,
-    rows_by_shots,
-)
+from theodolite_papers.catch_tag_release import few_shot
 from theodolite_papers.catch_tag_release.pruned_models import SPARSITY
 from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment
 
@@ -174,7 +167,7 @@ def _accuracies(model: OpenModel, prompts: tuple[Tensor, Tensor, Tensor, list[in
 
 def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
     """(what was done, seed of the control, right answers, share of attention hidden) of one model."""
-    drawn = RULES.draw(PROMPTS, np.random.default_rng([PROMPT_SEED, TEST_STREAM]))
+    drawn = RULES.draw(PROMPTS, np.random.default_rng([few_shot.PROMPT_SEED, TEST_STREAM]))
     ids, asked, label_ids = prompt_ids(drawn, RULES, dense.required_tokenizer())
     prompts = ids, asked, torch.from_numpy(drawn.labels), label_ids
     attention = attention_of_prompts(dense, ids, batch_of_prompts(ids.shape[1], None))
@@ -187,7 +180,7 @@ def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
     for name, seed, keys in (sinks, *_controls(attention)):
         yield name, seed, _accuracies(dense, prompts, _hiding(dense, keys)), share_of(attention, keys)
     model = copy.deepcopy(dense)
-    report = prune_model(model, calibration_prompts(), "oats", SPARSITY)
+    report = prune_model(model, few_shot.calibration_prompts(), "oats", SPARSITY)
     yield OATS, 0, _accuracies(model, prompts, nothing), 0.0
     yield WITHOUT, 0, _accuracies(model, prompts, _without_terms(model, report, None)), 0.0
     for seed in range(CONTROLS):
@@ -197,11 +190,11 @@ def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
 def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
     """One row per model, intervention, control's seed and number of examples: accuracy with its binomial error."""
     rows: list[dict[str, Any]] = []
-    for place in shown(models_in(folder), "hiding sinks", show):
+    for place in shown(few_shot.models_in(folder), "hiding sinks", show):
         seed = json.loads((place / "training.json").read_text(encoding="utf-8"))["seed"]
         for name, control, correct, hidden in ablation_rows(open_model(place, device="cpu")):
             of = {"model": name, "folder": place.name, "seed": seed, "control": control}
-            rows += [row | {"hidden": hidden} for row in rows_by_shots(correct, **of)]
+            rows += [row | {"hidden": hidden} for row in few_shot.rows_by_shots(correct, **of)]
     return pd.DataFrame(rows)
 
 
@@ -210,12 +203,12 @@ def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: Non
     "Few-shot accuracy with the sinks hidden, and without the low-rank terms",
     "Low-rank terms make sinks, sinks catch, tag and release, and that is what examples in a prompt are told apart by "
     "(sections 3.2 to 3.5)",
-    needs=(COMMAND,),
+    needs=(few_shot.COMMAND,),
     scaled_down="small models trained here, on the offline task",
 )
 def examples(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/examples is read from a folder of training runs"
-    folder = study.training_folder("few_shot", purpose, COMMAND, outcome)
+    folder = study.training_folder("few_shot", purpose, few_shot.COMMAND, outcome)
     show_ablations(outcome, ablation_table(folder, study.show))
 
 

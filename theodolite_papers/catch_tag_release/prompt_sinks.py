@@ -19,13 +19,8 @@ from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
 from theodolite.system.wording import counted, head_name, number, percent, shown_token
+from theodolite.theory import grouping
 from theodolite.theory.colouring import principal_scores, rgb, turned
-from theodolite.theory.grouping import (
-    chance_explained,
-    explained_elsewhere,
-    variance_explained,
-    without_trend,
-)
 from theodolite_papers.experiment import ZHANG, Experiment, Outcome, Study, by_name, experiment
 
 DEEPER = 4
@@ -139,16 +134,16 @@ def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Te
     shifts = [1 + shift for shift in evenly(len(of_tokens) - 1, MOST_SHIFTS)]
     beyond, shifted = {}, {}
     for name, vectors in vectors_at.items():
-        left = without_trend(vectors[grouped], position)
-        beyond[name] = variance_explained(left, of_tokens)
-        shifted[name] = explained_elsewhere(left, of_tokens, shifts)
+        left = grouping.without_trend(vectors[grouped], position)
+        beyond[name] = grouping.variance_explained(left, of_tokens)
+        shifted[name] = grouping.explained_elsewhere(left, of_tokens, shifts)
     before = next(iter(beyond))
     rows = []
     for name, vectors in vectors_at.items():
         gain, gains = beyond[name] - beyond[before], shifted[name] - shifted[before]
         rows.append(
-            {"place": name, "variance_explained": variance_explained(vectors[grouped], of_tokens)}
-            | {"by_chance": chance_explained(of_tokens), "beyond_position": beyond[name]}
+            {"place": name, "variance_explained": grouping.variance_explained(vectors[grouped], of_tokens)}
+            | {"by_chance": grouping.chance_explained(of_tokens), "beyond_position": beyond[name]}
             | {"shifted": float(shifted[name].mean()), "gain": gain, "shifts": len(shifts)}
             | {"as_large": int((gains >= gain - TIE).sum()), "as_small": int((gains <= gain + TIE).sum())}
         )

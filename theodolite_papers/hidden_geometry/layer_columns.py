@@ -39,14 +39,7 @@ from theodolite.report.data import (
 from theodolite.system.wording import listed, number
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers.experiment import Study
-from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.resampling import (
-    errors_of,
-    estimated,
-    grouped_basis,
-    low_frequency_without_noise,
-    norms_beyond_noise,
-)
+from theodolite_papers.hidden_geometry import criteria, resampling
 
 
 def found_ranks(run: Run) -> Floats:
@@ -133,7 +126,9 @@ def _of_energy(study: Study, claim: str, every: bool) -> Verdict:
     contexts = run.provenance["corpus"]["contexts"]
     noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
     explanation = noisy if criteria.WITHIN_RANK.met(without_noise) else ""
-    error = errors_of(grouped_basis(study), lambda p: np.asarray(summary(energy_within(p, ranks))), value)
+    error = resampling.errors_of(
+        resampling.grouped_basis(study), lambda p: np.asarray(summary(energy_within(p, ranks))), value
+    )
     estimate = Estimate(value, float(error), *OF_GROUPS)
     return unless_explained(judge(claim, what, estimate, criteria.WITHIN_RANK), FAILS, explanation)
 
@@ -276,11 +271,12 @@ def smooth_verdict(
         return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
     verdict = judge(claim, what, mean, criterion)
-    if verdict.answer in OPEN or (basis := grouped_basis(study, run)) is None:
+    if verdict.answer in OPEN or (basis := resampling.grouped_basis(study, run)) is None:
         return verdict
     unknown = float(bool(criterion.met(mean.value)) != bool(criterion.met(1.0)))
-    without_noise = estimated(
-        basis, lambda each: float(np.nan_to_num(low_frequency_without_noise(each), nan=unknown).mean())
+    without_noise = resampling.estimated(
+        basis,
+        lambda each: float(np.nan_to_num(resampling.low_frequency_without_noise(each), nan=unknown).mean()),
     )
     return unless_noise(verdict, run, without_noise, criterion)
 
@@ -289,9 +285,9 @@ def significant_verdict(study: Study, claim: str) -> Verdict:
     """Judge the relative norms of all layers."""
     norms = layer_estimates(study.run, "relative_norm")
     verdict = judge(claim, "relative norm", norms, criteria.SIGNIFICANT)
-    if verdict.answer != HOLDS or (basis := grouped_basis(study)) is None:
+    if verdict.answer != HOLDS or (basis := resampling.grouped_basis(study)) is None:
         return verdict
-    left = judge(claim, "", norms_beyond_noise(norms, basis), criteria.SIGNIFICANT)
+    left = judge(claim, "", resampling.norms_beyond_noise(norms, basis), criteria.SIGNIFICANT)
     contexts = study.run.provenance["corpus"]["contexts"]
     holding = sum(row.answer == HOLDS for row in left.parts)
     noisy = f"in {holding} of them without the sampling noise of {contexts} contexts"

@@ -27,16 +27,7 @@ from theodolite.report.drawing import geometry
 from theodolite.system.wording import number, percent, with_error
 from theodolite_papers.drawing import experiments as drawing
 from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, experiment
-from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.layer_columns import (
-    columns_with_errors,
-    energy_within,
-    energy_within_rank,
-    found_ranks,
-    low_rank_verdict,
-    significant_verdict,
-    smooth_verdict,
-)
+from theodolite_papers.hidden_geometry import criteria, layer_columns
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis, by_halves, errors_of, grouped_basis
 
 _BASIS = "arrays.positional_basis"
@@ -58,7 +49,7 @@ def _beside_published(
     outcome.read(
         f"{title}, mean (sd) over layers", _bracketed(*mean_over_layers(values)[:2]), f"{model}: {printed}"
     )
-    outcome.tables["this_run"] = columns_with_errors(run, [name])
+    outcome.tables["this_run"] = layer_columns.columns_with_errors(run, [name])
     outcome.tables["published"] = pd.DataFrame(
         [
             {"model": model, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}
@@ -86,7 +77,7 @@ def _beside_published(
 def rank(study: Study, outcome: Outcome) -> None:
     _beside_published(outcome, study.run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
     claim = "The positional basis has a low rank at every layer (Table 4)"
-    outcome.verdicts.append(low_rank_verdict(study, claim, every=True))
+    outcome.verdicts.append(layer_columns.low_rank_verdict(study, claim, every=True))
 
 
 @experiment(
@@ -120,7 +111,7 @@ def relative_norm(study: Study, outcome: Outcome) -> None:
         outcome, study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
     )
     claim = "The positional basis is a significant part of the hidden states (Table 6, section 3.1)"
-    outcome.verdicts.append(significant_verdict(study, claim))
+    outcome.verdicts.append(layer_columns.significant_verdict(study, claim))
 
 
 def roughness(basis: Tensor) -> Floats:
@@ -283,7 +274,7 @@ def on_random_tokens(study: Study, outcome: Outcome) -> None:
     run = study.random_run()
     _principal_components(outcome, study, run, "Fig. 24, on random tokens")
     claim = "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
-    outcome.verdicts.append(smooth_verdict(study, run, claim))
+    outcome.verdicts.append(layer_columns.smooth_verdict(study, run, claim))
     if run is not study.run:
         outcome.runs["random"] = run.provenance
 
@@ -297,8 +288,8 @@ def on_random_tokens(study: Study, outcome: Outcome) -> None:
 def spectrum(study: Study, outcome: Outcome) -> None:
     run = study.run
     ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
-    energy, found = energy_within_rank(run), found_ranks(run)
-    errors = errors_of(grouped_basis(study), lambda p: energy_within(p, found), energy)
+    energy, found = layer_columns.energy_within_rank(run), layer_columns.found_ranks(run)
+    errors = errors_of(grouped_basis(study), lambda p: layer_columns.energy_within(p, found), energy)
     table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": energy})
     singular_values = need(run, "singular_values")
     for index in range(singular_values.shape[1]):
@@ -316,7 +307,7 @@ def spectrum(study: Study, outcome: Outcome) -> None:
         criteria.DOMINANT,
     )
     claim = "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"
-    outcome.verdicts.append(smooth_verdict(study, run, claim))
+    outcome.verdicts.append(layer_columns.smooth_verdict(study, run, claim))
     outcome.figure(
         "singular-values",
         "The 60 largest singular values of P",

@@ -17,16 +17,7 @@ from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, layer_es
 from theodolite.system.wording import counted, listed, number, with_error
 from theodolite_papers.drawing import training as drawing
 from theodolite_papers.experiment import SONG, Outcome, Study, corpus_subset, experiment
-from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.addition_check import (
-    binomial_error,
-    digits_in_words,
-    is_adder,
-    of_an_adder,
-    on_cpu,
-    task_of,
-    why_not_known_to_add,
-)
+from theodolite_papers.hidden_geometry import addition_check, criteria
 from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
 from theodolite_papers.hidden_geometry.resampling import norms_beyond_noise, read_by_group
 
@@ -204,7 +195,7 @@ def judge_layer(
     elif digits_of(run.provenance["corpus"]["name"]):
         claim = "A model trained on addition learns no smooth positional curve (section 4.3)"
         verdict = appears(table, layer, claim, SMOOTH_CURVE, expected=False)
-        outcome.verdicts.append(of_an_adder(model, run, verdict, verdict.evidence))
+        outcome.verdicts.append(addition_check.of_an_adder(model, run, verdict, verdict.evidence))
     else:
         spiral = "The positional basis comes to form a spiral (abstract: “often”)"
         outcome.verdicts.append(appears(table, layer, learned, SMOOTH_CURVE))
@@ -270,7 +261,7 @@ def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int,
         Estimate(float(values[1:].mean()), spread, count * len(errors[1:]), "sums", by_chance=True),
         NO_GENERALISATION,
     )
-    if unknown := why_not_known_to_add(what, in_distribution):
+    if unknown := addition_check.why_not_known_to_add(what, in_distribution):
         shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
     outcome.verdicts.append(shorter)
 
@@ -284,18 +275,18 @@ def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int,
 )
 def addition(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
-    if not is_adder(model):
+    if not addition_check.is_adder(model):
         raise UsageError(
             f"{model.id} was not trained on addition: pass a model that `theodolite train addition` made, with "
             "--corpus addition"
         )
-    task = task_of(study.run)
-    trained = digits_in_words(task.digits)
-    measured = task.measure(on_cpu(model))
+    task = addition_check.task_of(study.run)
+    trained = addition_check.digits_in_words(task.digits)
+    measured = task.measure(addition_check.on_cpu(model))
     count, by_digits = measured["tested"], measured["accuracy_by_digits"]
     names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
     values = np.array([measured["accuracy"], *by_digits.values()])
-    errors = np.array([binomial_error(float(value), count) for value in values])
+    errors = np.array([addition_check.binomial_error(float(value), count) for value in values])
     absolute, rotary = PAPER_ACCURACY.values()
     printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
     for name, words, value, error in zip(names, ["“above 99 %”", *printed], values, errors, strict=True):

@@ -33,17 +33,8 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 from theodolite.theory.decomposition import PARTS, decompose_around
 from theodolite_papers.drawing import theory as maps
 from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
-from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry import attribution, criteria
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
-from theodolite_papers.hidden_geometry.attribution import (
-    CLAIMS,
-    TIMES_UNIFORM,
-    Head,
-    PatternClaims,
-    attributed_heads,
-    pattern_verdicts,
-    read_refusals,
-)
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 
 SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
@@ -176,23 +167,23 @@ UNCHANGED = Criterion(
     "at least", 0.9, "“little effect on interpretations” read as: in nine of ten heads (ours)"
 )
 
-ChosenHeads = dict[tuple[int, int], list[PatternClaims]]
+ChosenHeads = dict[tuple[int, int], list[attribution.PatternClaims]]
 """(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
 
 _SPLIT = ("model", "arrays.positional_basis", "arrays.mean")
 
 
-def _top_heads(run: Run) -> dict[str, list[Head]]:
-    return {pattern.name: attributed_heads(run, pattern.name) for pattern in CLAIMS}
+def _top_heads(run: Run) -> dict[str, list[attribution.Head]]:
+    return {pattern.name: attribution.attributed_heads(run, pattern.name) for pattern in attribution.CLAIMS}
 
 
-def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
+def _chosen(study: Study, top: dict[str, list[attribution.Head]]) -> ChosenHeads:
     """The head that is asked for, or the ones that follow the patterns most."""
     focus = study.focus
     if focus.layer is not None and focus.head is not None:
         return {(focus.layer, focus.head): []}
     chosen: ChosenHeads = {}
-    for pattern in CLAIMS:
+    for pattern in attribution.CLAIMS:
         for head in top[pattern.name][:1]:
             chosen.setdefault((head.layer, head.head), []).append(pattern)
     if not chosen:
@@ -240,7 +231,9 @@ def _tables(ids: Tensor, tokens: list[str], panels: dict[str, list[HeadMatrix]])
     return {"shares": pd.DataFrame(shares), "prompt": pd.DataFrame(prompt)}
 
 
-def _title(place: tuple[int, int], followed: list[PatternClaims], top: dict[str, list[Head]]) -> str:
+def _title(
+    place: tuple[int, int], followed: list[attribution.PatternClaims], top: dict[str, list[attribution.Head]]
+) -> str:
     """`L3H5: attends most to the previous token (0.26)`."""
     patterns = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
     return head_name(*place) + (f": attends most to {listed(patterns)}" if patterns else "")
@@ -274,9 +267,9 @@ def figure_6(study: Study, outcome: Outcome) -> None:
             f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
             wide=True,
         )
-    read_refusals(outcome, study.run)
-    for pattern in CLAIMS:
-        outcome.verdicts += pattern_verdicts(pattern, top[pattern.name])
+    attribution.read_refusals(outcome, study.run)
+    for pattern in attribution.CLAIMS:
+        outcome.verdicts += attribution.pattern_verdicts(pattern, top[pattern.name])
     outcome.tables |= _tables(ids, tokens, panels)
 
 
@@ -336,12 +329,12 @@ def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
 
 
 def _read_retained(
-    outcome: Outcome, retained: pd.DataFrame, place: tuple[int, int], pattern: PatternClaims
+    outcome: Outcome, retained: pd.DataFrame, place: tuple[int, int], pattern: attribution.PatternClaims
 ) -> None:
     """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
     layer, head = place
     rows = retained.query("layer == @layer and head == @head and pattern == @pattern.name")
-    if (rows["score"] >= TIMES_UNIFORM * rows["uniform"]).all():
+    if (rows["score"] >= attribution.TIMES_UNIFORM * rows["uniform"]).all():
         shares = rows[rows["group"] == pattern.strict].set_index("mean")["kept"]
         outcome.read(
             f"{head_name(layer, head)}, attention to {pattern.title}: retained by {pattern.strict} alone",

@@ -30,15 +30,7 @@ from theodolite.system.wording import for_plotly, number, with_error
 from theodolite_papers.drawing import experiments as lines
 from theodolite_papers.drawing import theory
 from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, experiment
-from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.layer_columns import (
-    AS_RANDOM,
-    chance_cosines,
-    columns_with_errors,
-    over_random,
-    quotient,
-    smooth_verdict,
-)
+from theodolite_papers.hidden_geometry import criteria, layer_columns
 
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
 
@@ -172,12 +164,14 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     outcome.read("mean cosine within a label", cosine["within"])
     outcome.read("mean cosine between labels", cosine["between"])
     outcome.read("mean |cosine| of positions and contexts", cosine["position_context"], "“values close to 0”")
-    outcome.verdicts.append(smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)"))
+    outcome.verdicts.append(
+        layer_columns.smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)")
+    )
     outcome.claim(
         "The position–context part has values close to 0 (Fig. 2, ii)",
         "mean |cosine|, over that of random directions",
-        over_random(study, "mean"),
-        AS_RANDOM,
+        layer_columns.over_random(study, "mean"),
+        layer_columns.AS_RANDOM,
     )
     gap = (blocks["within"] - blocks["between"]).to_numpy()
     outcome.claim(
@@ -299,14 +293,16 @@ def clusters(study: Study, outcome: Outcome) -> None:
         RECOVERED,
     )
     pair = ("similarity_within", "similarity_between")
-    ratio, errors = quotient(*(find(run, name) for name in pair for find in (value_of, error_of)))
+    ratio, errors = layer_columns.quotient(
+        *(find(run, name) for name in pair for find in (value_of, error_of))
+    )
     outcome.claim(
         "Inter-cluster similarity is far below intra-cluster similarity (Table 1), layer by layer",
         "similarity within over between labels",
         replace(layer_estimates(run, pair[0]), values=ratio, errors=errors),
         criteria.SEPARATION,
     )
-    outcome.tables["layers"] = columns_with_errors(run, COMPARED)
+    outcome.tables["layers"] = layer_columns.columns_with_errors(run, COMPARED)
     places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
     grams, shown = cosines(need(run, "context_basis")[:, places]), [names[label] for label in of]
     outcome.figure(
@@ -365,17 +361,17 @@ def incoherence(study: Study, outcome: Outcome) -> None:
     outcome.claim(
         "Positional basis and context basis are nearly orthogonal (claim 3, section 2)",
         "mean |cosine|, over that of random directions",
-        over_random(study, "mean"),
-        AS_RANDOM,
+        layer_columns.over_random(study, "mean"),
+        layer_columns.AS_RANDOM,
     )
     outcome.claim(
         "The largest |cosine| of a position and a context is typically small (section 5)",
         "largest |cosine|, over that of random directions",
-        over_random(study, "largest"),
-        AS_RANDOM,
+        layer_columns.over_random(study, "largest"),
+        layer_columns.AS_RANDOM,
     )
-    chance = chance_cosines(study)
-    outcome.tables["layers"] = columns_with_errors(run, INCOHERENCES).assign(
+    chance = layer_columns.chance_cosines(study)
+    outcome.tables["layers"] = layer_columns.columns_with_errors(run, INCOHERENCES).assign(
         **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}
     )
     outcome.figure(

@@ -23,17 +23,9 @@ from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite_papers.drawing import experiments as drawing
 from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, by_name, experiment
-from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.hidden_geometry import criteria, resampling
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise
-from theodolite_papers.hidden_geometry.resampling import (
-    GroupedBasis,
-    all_estimated,
-    errors_of,
-    gram_without_noise,
-    grouped_basis,
-    low_frequency_without_noise,
-)
 
 
 class _Streams(Hooks):
@@ -186,9 +178,9 @@ def measures(bases: Tensor) -> Floats:
     return np.stack([each.double().numpy() for each in numbers])
 
 
-def measures_without_noise(basis: GroupedBasis) -> dict[str, float]:
+def measures_without_noise(basis: resampling.GroupedBasis) -> dict[str, float]:
     """What `DIFFERENCES` are of, in their order, free of the text's noise: means over layers."""
-    gram = gram_without_noise(basis)
+    gram = resampling.gram_without_noise(basis)
     # Of sums: a position that is hardly seen above its noise has no length to divide by.
     distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)
     squares = (squares[..., distance:] + squares[..., :-distance]).mean(-1) / 2
@@ -199,7 +191,7 @@ def measures_without_noise(basis: GroupedBasis) -> dict[str, float]:
     numbers = {
         "spike": spikes,
         "directions": (within < ENERGY).sum(-1) + 1,
-        "low_frequency_10": torch.from_numpy(low_frequency_without_noise(basis)).nan_to_num(1.0),
+        "low_frequency_10": torch.from_numpy(resampling.low_frequency_without_noise(basis)).nan_to_num(1.0),
     }
     return {name: float(value.double().mean()) for name, value in numbers.items()}
 
@@ -236,16 +228,16 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     table = outcome.tables["bases"] = pd.DataFrame(
         {"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True))
     )
-    basis = grouped_basis(study)
+    basis = resampling.grouped_basis(study)
 
     @cache
     def without_noise() -> dict[str, Estimate]:
         assert basis is not None
-        known = all_estimated(basis, lambda each: measures_without_noise(each).values())
+        known = resampling.all_estimated(basis, lambda each: measures_without_noise(each).values())
         return dict(zip(DIFFERENCES, known, strict=True))
 
     # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
-    errors = errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
+    errors = resampling.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
     for error, (name, (what, measure, words, claim, criterion)) in zip(
         errors, DIFFERENCES.items(), strict=True
     ):

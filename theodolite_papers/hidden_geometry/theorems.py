@@ -18,12 +18,7 @@ from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
 from theodolite_papers.drawing import theory as drawing
 from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
-from theodolite_papers.hidden_geometry.kernel_factorisation import (
-    KernelSetting,
-    error_growth,
-    factorisation_bound,
-    kernel_factorisation,
-)
+from theodolite_papers.hidden_geometry import kernel_factorisation
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis, errors_of, grouped_basis
 
 ORDERS = (1, 2, 3)
@@ -107,7 +102,7 @@ APPROXIMATED = Criterion("at most", 0.1, "“≈” read as: a tenth of the erro
 
 INCOHERENCES = (0.003, 0.01, 0.03, 0.1, 0.2, 0.3)
 DRAWS = 100
-SETTING = KernelSetting()
+SETTING = kernel_factorisation.KernelSetting()
 
 WIDTHS = (128, 512, 2048, 8192)
 EXPONENTS = (0.25, 0.375, 0.5)
@@ -304,8 +299,8 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
 def theorem_2(study: Study, outcome: Outcome) -> None:
     """Verdicts on drawn bases, the same whatever the model; the run's own incoherence is only marked."""
     run = study.run
-    clean = kernel_factorisation(INCOHERENCES, SETTING, DRAWS)
-    noisy = kernel_factorisation(INCOHERENCES, replace(SETTING, noise=True), DRAWS)
+    clean = kernel_factorisation.kernel_factorisation(INCOHERENCES, SETTING, DRAWS)
+    noisy = kernel_factorisation.kernel_factorisation(INCOHERENCES, replace(SETTING, noise=True), DRAWS)
     mean, largest = (float(np.nanmean(value_of(run, f"incoherence_{name}"))) for name in ("mean", "max"))
     width, positions = run.provenance["model"]["width"], need(run, "positional_basis").shape[1] - 1
     contexts = need(run, "context_basis").shape[1]
@@ -336,7 +331,7 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
         drawing.factorisation(
             clean.incoherence.numpy(),
             {name: (error.mean.numpy(), error.standard_error.numpy()) for name, error in curves.items()},
-            (along.numpy(), factorisation_bound(along, SETTING.sparsity).numpy()),
+            (along.numpy(), kernel_factorisation.factorisation_bound(along, SETTING.sparsity).numpy()),
             {"this model: mean incoherence": mean, "its maximum": largest},
         ),
         f"Mean over {DRAWS} random bases, with standard errors, and the noiseless bound. Vertical: this model.",
@@ -349,7 +344,10 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
 def _with_noise(outcome: Outcome) -> None:
     """The theorem's “moreover”: with noise of size 1/√d the error stays within a multiple of incoh = d^−γ ≥ 1/√d."""
     noisy = replace(SETTING, noise=True)
-    growths = [error_growth(WIDTHS, gamma, noisy, max(2, DRAWS // 2)) for gamma in (*EXPONENTS, BELOW_NOISE)]
+    growths = [
+        kernel_factorisation.error_growth(WIDTHS, gamma, noisy, max(2, DRAWS // 2))
+        for gamma in (*EXPONENTS, BELOW_NOISE)
+    ]
     verdicts = []
     for each in growths:
         left_out = each.growth.numpy()

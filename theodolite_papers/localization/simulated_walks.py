@@ -8,26 +8,17 @@ import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
+from theodolite import theory
 from theodolite.estimates import Estimate
 from theodolite.judging import Criterion, Verdict, judge, mix_of
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
 from theodolite.system.wording import number, with_error
-from theodolite.theory import (
-    Simulation,
-    WalkSetting,
-    curve_width,
-    propagation,
-    propagation_exact,
-    propagation_finite,
-    regime,
-    simulate_walks,
-)
 from theodolite.theory.walks import COVARIANCES, over_draws
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 
-SETTING = WalkSetting()
+SETTING = theory.WalkSetting()
 
 PREDICTED = {
     "published": "Eq. 6 as printed gives ρ of random walks",
@@ -56,19 +47,19 @@ LOCALIZED = "At a fixed mean, localized attention has the higher entropy (A2 of 
 LEAST_ENTROPY = 0.02  # nats, where the axis begins
 
 
-def predictions(sim: Simulation, setting: WalkSetting) -> dict[str, Tensor]:
+def predictions(sim: theory.Simulation, setting: theory.WalkSetting) -> dict[str, Tensor]:
     """ρ_1 … ρ_T of every pair and drawn spectrum, (P, D, T): the keys of `PREDICTED`."""
     spectra, size, temperature = sim.eigenvalues, setting.length, setting.temperature
     trace, square = spectra.sum(-1), spectra.square().sum(-1)
     theta = torch.arange(1, size + 1, dtype=torch.float64) / size
     xi, eta = trace / square.sqrt(), square.sqrt() / temperature
-    curves = {name: propagation(theta, xi, eta, name) for name in ("published", "corrected")}
-    curves["finite"] = propagation_finite(trace, square, square, size, temperature)
-    curves["exact"] = propagation_exact(spectra, size, temperature)
+    curves = {name: theory.propagation(theta, xi, eta, name) for name in ("published", "corrected")}
+    curves["finite"] = theory.propagation_finite(trace, square, square, size, temperature)
+    curves["exact"] = theory.propagation_exact(spectra, size, temperature)
     return curves
 
 
-def share_beyond_error(sim: Simulation, predicted: Tensor) -> Tensor:
+def share_beyond_error(sim: theory.Simulation, predicted: Tensor) -> Tensor:
     """Share of pairs and positions at which a prediction is more than `FAR` standard errors away, by draw: (D,).
 
     The error is that of as many walks with the predicted probability, and at least one walk in all.
@@ -85,7 +76,7 @@ def share_beyond_error(sim: Simulation, predicted: Tensor) -> Tensor:
 )
 def figure_5(study: Study, outcome: Outcome) -> None:
     seed = study.provenance.get("seed") or 0
-    sims = {name: simulate_walks(SETTING, name, seed) for name in COVARIANCES}
+    sims = {name: theory.simulate_walks(SETTING, name, seed) for name in COVARIANCES}
     of_draws = {name: predictions(sim, SETTING) for name, sim in sims.items()}
     predicted = {
         name: {key: curve.mean(1) for key, curve in curves.items()} for name, curves in of_draws.items()
@@ -143,7 +134,7 @@ def _by_scale(values: Tensor) -> Floats:
     return grid
 
 
-def _draw_curves(outcome: Outcome, name: str, sim: Simulation, predicted: dict[str, Tensor]) -> None:
+def _draw_curves(outcome: Outcome, name: str, sim: theory.Simulation, predicted: dict[str, Tensor]) -> None:
     observed, positions = sim.propagation.numpy(), np.arange(1, SETTING.length + 1, dtype=np.float64)
     walks, draws = (error.numpy() for error in sim.propagation_errors())
     covariance = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
@@ -164,7 +155,7 @@ def _draw_curves(outcome: Outcome, name: str, sim: Simulation, predicted: dict[s
 
 
 def _judge_predictions(
-    outcome: Outcome, sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]
+    outcome: Outcome, sims: dict[str, theory.Simulation], predicted: dict[str, dict[str, Tensor]]
 ) -> None:
     points = f"{len(COVARIANCES)} Σ, {len(SETTING.pairs)} pairs, {SETTING.length} positions"
     walks = SETTING.walks * SETTING.draws
@@ -183,7 +174,9 @@ def _judge_predictions(
         )
 
 
-def _least_gain(sims: dict[str, Simulation], values: dict[str, Tensor], along: str) -> tuple[Estimate, str]:
+def _least_gain(
+    sims: dict[str, theory.Simulation], values: dict[str, Tensor], along: str
+) -> tuple[Estimate, str]:
     """The least favourable of all paired differences along "scale" or "mean", with its error over draws, and where."""
     gains = []
     for name in sims:
@@ -197,8 +190,8 @@ def _least_gain(sims: dict[str, Simulation], values: dict[str, Tensor], along: s
     return Estimate(value, error, SETTING.draws, "draws"), where
 
 
-def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
-    widths = {name: curve_width(sim.propagates) for name, sim in sims.items()}
+def _judge_localization(outcome: Outcome, sims: dict[str, theory.Simulation]) -> None:
+    widths = {name: theory.curve_width(sim.propagates) for name, sim in sims.items()}
     for along, change, contrast in (
         ("scale", "smaller scales", "at the largest scale less that at the smallest, mean not 0"),
         ("mean", "larger means", "at the smallest mean but 0 less that at the largest"),
@@ -219,7 +212,9 @@ def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
     judge_at_fixed_means(outcome, sims, widths)
 
 
-def judge_at_fixed_means(outcome: Outcome, sims: dict[str, Simulation], widths: dict[str, Tensor]) -> None:
+def judge_at_fixed_means(
+    outcome: Outcome, sims: dict[str, theory.Simulation], widths: dict[str, Tensor]
+) -> None:
     """A2 of section 5, of a fixed mean that is not 0: each mean and Σ is a part, and some may be so and others not."""
     entropy: list[Verdict] = []
     localized: list[Verdict] = []
@@ -248,11 +243,11 @@ def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
     return Estimate.mean(by_draw.numpy(), "draws")
 
 
-def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
+def _pairs(sims: dict[str, theory.Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
     """One row per covariance and pair."""
     parts = []
     for name, sim in sims.items():
-        square, widths = sim.eigenvalues.square().sum(-1), curve_width(sim.propagates)
+        square, widths = sim.eigenvalues.square().sum(-1), theory.curve_width(sim.propagates)
         xi, eta = sim.eigenvalues.sum(-1) / square.sqrt(), square.sqrt() / SETTING.temperature
         walks, draws = sim.entropy_errors()
         columns = {
@@ -270,11 +265,11 @@ def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]])
         places = pd.DataFrame(SETTING.pairs, columns=["mean", "scale"])
         places.insert(0, "covariance", name)
         part = places.assign(**{key: value.numpy() for key, value in columns.items()})
-        parts.append(part.assign(regime=regime(part["xi"].to_numpy(), part["eta"].to_numpy())))
+        parts.append(part.assign(regime=theory.regime(part["xi"].to_numpy(), part["eta"].to_numpy())))
     return pd.concat(parts, ignore_index=True)
 
 
-def _points(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
+def _points(sims: dict[str, theory.Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
     """One row per covariance, pair and token."""
     rows = []
     for name, sim in sims.items():

@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+import transformers
 
 from theodolite.system.processor import multiplies_halves
 from theodolite_papers.training.training_loop import LearningRate
@@ -94,10 +86,10 @@ ModelConfig = EmbeddedConfig | TaskModelConfig
 
 def gpt2(
     vocabulary: int, length: int, layers: int, heads: int, width: int, *, dropout: float = 0.0, **options: Any
-) -> GPT2LMHeadModel:
+) -> transformers.GPT2LMHeadModel:
     """An untrained model, its weights drawn from torch's global generator."""
-    return GPT2LMHeadModel(
-        GPT2Config(
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
             vocab_size=vocabulary,
             n_positions=length,
             n_embd=width,
@@ -113,10 +105,10 @@ def gpt2(
     )
 
 
-def embedded_model(config: EmbeddedConfig) -> PreTrainedModel:
+def embedded_model(config: EmbeddedConfig) -> transformers.PreTrainedModel:
     """An untrained Llama."""
-    llama = LlamaForCausalLM(
-        LlamaConfig(
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=config.vocabulary,
             max_position_embeddings=config.length,
             hidden_size=config.width,
@@ -133,10 +125,10 @@ def embedded_model(config: EmbeddedConfig) -> PreTrainedModel:
     return llama
 
 
-def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> PreTrainedModel:
+def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> transformers.PreTrainedModel:
     """An untrained GPT-2, or with rotary positions GPT-NeoX without its parallel residual."""
     if config.positions == "learned":
-        model: PreTrainedModel = gpt2(
+        model: transformers.PreTrainedModel = gpt2(
             vocabulary,
             length,
             config.layers,
@@ -146,8 +138,8 @@ def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> PreTrai
             activation_function=GELU,
         )
     else:
-        model = GPTNeoXForCausalLM(
-            GPTNeoXConfig(
+        model = transformers.GPTNeoXForCausalLM(
+            transformers.GPTNeoXConfig(
                 vocab_size=vocabulary,
                 max_position_embeddings=length,
                 hidden_size=config.width,
