@@ -189,8 +189,7 @@ class Study:
         """What several experiments share under a name, made when first asked for."""
         if name not in self._shared:
             self._shared[name] = make()
-        result: Result = self._shared[name]
-        return result
+        return self._shared[name]
 
     def require_model(self) -> OpenModel:
         """The model."""

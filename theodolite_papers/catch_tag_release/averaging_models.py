@@ -76,12 +76,6 @@ def outlier_ratio(
     return ordered[:, -1] / ordered[:, :-1].median(-1).values
 
 
-def second_over_first(matrix: Float[Tensor, "*models rows columns"]) -> Float[Tensor, "*models"]:
-    """The second singular value over the first: 0 for a matrix of rank one."""
-    values = torch.linalg.svdvals(matrix.double())
-    return values[..., 1] / values[..., 0]
-
-
 def random_directions(
     written: Float[Tensor, "models batch length width"], count: int, seed: int
 ) -> Float[Tensor, "count models width"]:
@@ -128,6 +122,26 @@ RANK_ONE = Criterion(
     "at most", 0.1, "“low rank” read as: a second singular value of a tenth of the first (ours)"
 )
 
+_SECOND = "second over first singular value"
+CLAIMS = (
+    ("[SEP] forms an attention sink", "sink", "attention of later tokens to it", SINK),
+    (
+        "There is an outlier feature dimension",
+        "outlier",
+        "RMS of the largest coordinate after [SEP] over the median of the others",
+        OUTLIER,
+    ),
+    ("W_V¹ is low rank", "second_value", _SECOND, RANK_ONE),
+    ("W_Q² W_K² is low rank", "second_query_key", _SECOND, RANK_ONE),
+    (
+        "The sink is what makes the tags (section 4.2)",
+        "left_blind",
+        "residual variance with [SEP] hidden from later tokens in the first layer",
+        UNSOLVED,
+    ),
+)
+"""Claims on a mean over models: claim, column, what it is, criterion."""
+
 
 @experiment(
     "sinks/averaging",
@@ -146,22 +160,12 @@ def averaging(study: Study, outcome: Outcome) -> None:
     judge_models(outcome, models)
     draw_losses(outcome, trained, models)
     draw_attention(outcome, trained, models)
-    draw_scatter(
-        outcome,
-        models,
-        "sink",
-        ("the sink", "mean attention of tokens after [SEP] to it"),
-        (SOLVED.limit, SINK.limit),
-        "dots in the lower left: the task solved without a sink.",
-    )
-    draw_scatter(
-        outcome,
-        models,
-        "outlier",
-        ("outliers", "largest coordinate over the median of the others"),
-        (SOLVED.limit, OUTLIER.limit),
-        "whether models that solve the task have one coordinate far above the others.",
-    )
+    sink = "the sink", "mean attention of tokens after [SEP] to it", SINK
+    outlier = "outliers", "largest coordinate over the median of the others", OUTLIER
+    without = "dots in the lower left: the task solved without a sink."
+    above = "whether models that solve the task have one coordinate far above the others."
+    for column, (what, axis, criterion), look_for in (("sink", sink, without), ("outlier", outlier, above)):
+        draw_scatter(outcome, models, column, (what, axis), (SOLVED.limit, criterion.limit), look_for)
 
 
 def measured(trained: training.TrainedModels) -> pd.DataFrame:
@@ -223,7 +227,8 @@ def measured(trained: training.TrainedModels) -> pd.DataFrame:
         }
         for when, model in (("", trained.model), ("_begun", trained.initial)):
             for name, matrix in (("value", model.value_output()), ("query_key", model.query_key())):
-                columns[f"second_{name}{when}"] = second_over_first(matrix)
+                values = torch.linalg.svdvals(matrix.double())
+                columns[f"second_{name}{when}"] = values[..., 1] / values[..., 0]
                 columns[f"stable_rank_{name}{when}"] = stable_rank(matrix)
     table = pd.DataFrame({name: values.numpy() for name, values in columns.items()})
     table.insert(0, "kind", trained.recipe.name)
@@ -260,43 +265,14 @@ def judge_models(outcome: Outcome, models: pd.DataFrame) -> None:
     _learned(outcome, models)
     for name, rows in (("paper's architecture", papers), (f"standard one, d = {training.WIDTH}", standard)):
         where = f"; {name}, {counted(len(rows), 'trained model')} that solve{'s' * (len(rows) == 1)} the task"
-        _mean(
-            outcome,
-            f"[SEP] forms an attention sink{where}",
-            f"attention of later tokens to it (before training {_mean_of(rows['sink_begun'])})",
-            rows["sink"],
-            SINK,
-        )
-        _mean(
-            outcome,
-            f"There is an outlier feature dimension{where}",
-            "RMS of the largest coordinate after [SEP] over the median of the others",
-            rows["outlier"],
-            OUTLIER,
-        )
-        for printed, column in (("W_V¹", "second_value"), ("W_Q² W_K²", "second_query_key")):
-            _mean(
-                outcome,
-                f"{printed} is low rank{where}",
-                f"second over first singular value (before training {_mean_of(rows[f'{column}_begun'])})",
-                rows[column],
-                RANK_ONE,
-            )
-        _tag_is_read(outcome, f"The tags are what the second layer reads (section 4.2){where}", rows)
-        _mean(
-            outcome,
-            f"The sink is what makes the tags (section 4.2){where}",
-            "residual variance with [SEP] hidden from later tokens in the first layer",
-            rows["left_blind"],
-            UNSOLVED,
-        )
-
-
-def _mean(outcome: Outcome, claim: str, what: str, values: pd.Series, criterion: Criterion) -> None:
-    """Judge a mean over seeds; the evidence gives its range."""
-    what = f"{what}, mean over seeds" + (f" (from {_range(values)})" if len(values) else "")
-    mean = Estimate.mean(values, "models") if len(values) else math.nan
-    outcome.claim(claim, what, mean, criterion)
+        for claim, column, what, criterion in CLAIMS:
+            if column == "left_blind":
+                _tag_is_read(outcome, f"The tags are what the second layer reads (section 4.2){where}", rows)
+            begun = f"{column}_begun"
+            what += f" (before training {_mean_of(rows[begun])})" if begun in rows else ""
+            what += ", mean over seeds" + (f" (from {_range(rows[column])})" if len(rows) else "")
+            mean = Estimate.mean(rows[column], "models") if len(rows) else math.nan
+            outcome.claim(f"{claim}{where}", what, mean, criterion)
 
 
 def _mean_of(values: pd.Series) -> str:

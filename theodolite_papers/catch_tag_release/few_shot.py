@@ -170,8 +170,7 @@ def rows_by_shots(correct: np.ndarray, **of: Any) -> list[dict[str, Any]]:
 def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
     """Accuracy (models, numbers of examples)."""
     rows = table[(table["model"] == name) & (table["sparsity"] == sparsity)]
-    accuracies: Floats = rows.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
-    return accuracies
+    return rows.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
 
 
 @experiment(

@@ -143,8 +143,7 @@ def carrier_name(token: str, first: bool) -> str:
 
 
 def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
-    grid: Floats = table.pivot(index=rows, columns=columns, values=name).to_numpy(dtype=np.float64)
-    return grid
+    return table.pivot(index=rows, columns=columns, values=name).to_numpy(dtype=np.float64)
 
 
 def _map(outcome: Outcome, outliers: Outliers) -> None:

@@ -65,7 +65,9 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
         for name, vectors in vectors_at.items()
     }
     colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
-    groups = _names(trace, tokens)
+    names = {place: f"caught by {_sink(int(sink), tokens)}" for place, sink in enumerate(trace.sinks)}
+    names |= {LEFT_OUT: "position 0, or a sink", UNCAUGHT: "not caught"}
+    groups = [names[group] for group in trace.group.tolist()]
     places = outcome.tables["places"] = explained_by_place(vectors_at, trace.group, grouped)
     outcome.tables["tokens"] = pd.DataFrame(
         {
@@ -98,12 +100,6 @@ def _places(trace: PromptTrace) -> dict[str, Tensor]:
         "output of the head": trace.output,
         **{f"stream, layer {later}": trace.streams[later] for later in deeper},
     }
-
-
-def _names(trace: PromptTrace, tokens: list[str]) -> list[str]:
-    names = {place: f"caught by {_sink(int(sink), tokens)}" for place, sink in enumerate(trace.sinks)}
-    names |= {LEFT_OUT: "position 0, or a sink", UNCAUGHT: "not caught"}
-    return [names[group] for group in trace.group.tolist()]
 
 
 def _sink(position: int, tokens: list[str]) -> str:
@@ -281,42 +277,35 @@ def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
     return on_prompt
 
 
-PROMPT_SINKS = [
-    _on_prompt(
+_TO_STEP = "A sink on “Let's think step by step” in a deep layer"
+_CLUSTERS = "Clusters in the head's output and"
+_PUBLISHED = (
+    (
         "figure2",
         "few-shot",
         "a few-shot prompt",
         "Two distinct sinks catch the tokens that follow them; tokens cluster by the sink that they attended to, in "
         "the head's output and in a deep layer (Fig. 2, Phi-3 Medium, L3H6 and layer 17)",
     ),
-    _on_prompt(
+    (
         "figure7",
         "passage",
         "a passage of text",
         "No clusters before the head, clusters in its output and at layer 18 (Fig. 7, L3H30)",
     ),
-    _on_prompt(
-        "figure8",
-        "step-by-step",
-        "a zero-shot chain of thought",
-        "A sink on “Let's think step by step” in a deep layer (Fig. 8, L3H6 and L38H33)",
-    ),
-    _on_prompt(
-        "figure9",
-        "chain-of-thought",
-        "a chain of thought",
-        "Clusters in the head's output and at layer 21 (Fig. 9, L5H16)",
-    ),
-    _on_prompt(
+    ("figure8", "step-by-step", "a zero-shot chain of thought", f"{_TO_STEP} (Fig. 8, L3H6 and L38H33)"),
+    ("figure9", "chain-of-thought", "a chain of thought", f"{_CLUSTERS} at layer 21 (Fig. 9, L5H16)"),
+    (
         "figure10",
         "step-by-step-2",
         "another zero-shot chain of thought",
-        "A sink on “Let's think step by step” in a deep layer (Fig. 10, L5H14 and L39H24)",
+        f"{_TO_STEP} (Fig. 10, L5H14 and L39H24)",
     ),
-    _on_prompt(
+    (
         "figure11",
         "chain-of-thought-2",
         "another chain of thought",
-        "Clusters in the head's output and in a deep layer (Fig. 11, L3H30)",
+        f"{_CLUSTERS} in a deep layer (Fig. 11, L3H30)",
     ),
-]
+)
+PROMPT_SINKS = [_on_prompt(*row) for row in _PUBLISHED]

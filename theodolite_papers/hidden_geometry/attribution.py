@@ -137,33 +137,28 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
     return sorted(heads, key=lambda head: -head.score)
 
 
-def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
-    asked = (
-        f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
-    )
-    why = f"the highest score is that of {heads[0].summary(group)}" if heads else "0 heads attributed"
-    return untestable(claim, f"{why}; {asked}")
-
-
 def pattern_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
     """Judge a pattern's claims, the paper's and ours, on all heads that follow it: one head alone decides nothing."""
     followers = [head for head in heads if head.follows]
     if not followers:
-        return [_none_found(pattern.claim, heads, pattern.strict)]
+        best = (
+            f"the highest score is that of {heads[0].summary(pattern.strict)}"
+            if heads
+            else "0 heads attributed"
+        )
+        asked = f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
+        return [untestable(pattern.claim, f"{best}; {asked}")]
     verdicts = []
     for claim, group in ((pattern.claim, pattern.strict), (pattern.ours, pattern.group)):
         share = share_of_heads([head.determined_by(pattern, group) for head in followers], MOST_HEADS)
-        verdicts.append(judge(claim, _what(heads, followers, group), share, MOST_HEADS))
+        kept = percent(float(np.mean([head.groups.loc[group, "kept"] for head in followers])))
+        what = (
+            f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
+            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the excess, "
+            f"and no other group more (it retains {kept} on average; {followers[0].summary(group)})"
+        )
+        verdicts.append(judge(claim, what, share, MOST_HEADS))
     return verdicts
-
-
-def _what(heads: list[Head], followers: list[Head], group: str) -> str:
-    kept = percent(float(np.mean([head.groups.loc[group, "kept"] for head in followers])))
-    return (
-        f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-        f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the excess, and "
-        f"no other group more (it retains {kept} on average; {followers[0].summary(group)})"
-    )
 
 
 @experiment(
@@ -280,15 +275,13 @@ def constituents(study: Study, outcome: Outcome) -> None:
         "Mean share by layer",
         figures_constituents.shares_by_layer(
             np.arange(blocks(run), dtype=np.float64),
-            {group: _layer_means(grid) for group, grid in grids.items()},
+            {
+                group: np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in grid])
+                for group, grid in grids.items()
+            },
         ),
         "The mean over each layer's heads; mean and bias count with what is on the other side.",
         "position early, context late.",
         f"{SONG}, eq. 10; the shares are ours",
         wide=True,
     )
-
-
-def _layer_means(grid: Floats) -> Floats:
-    """Mean over each layer's heads; NaN where a layer could not be split."""
-    return np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in grid])

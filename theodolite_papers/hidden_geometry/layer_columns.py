@@ -58,8 +58,7 @@ def energy_within(basis: Tensor, ranks: Floats) -> Floats:
     squared = torch.linalg.svdvals(basis).square()
     shares = (squared.cumsum(-1) / squared.sum(-1, keepdim=True)).numpy()
     places = np.nan_to_num(ranks, nan=1).astype(int) - 1
-    energy: Floats = np.where(np.isnan(ranks), np.nan, shares[np.arange(len(shares)), places])
-    return energy
+    return np.where(np.isnan(ranks), np.nan, shares[np.arange(len(shares)), places])
 
 
 def noise_share(run: Run) -> Floats:
@@ -67,8 +66,7 @@ def noise_share(run: Run) -> Floats:
     energy = np.square(need(run, "positional_basis")[:, 1:].astype(np.float64)).sum(2).mean(1)
     constant = np.square(need(run, "mean").astype(np.float64)).sum(1)
     residual_energy = np.clip(np.square(value_of(run, "norm")) - constant - energy, 0, None)
-    share: Floats = np.nan_to_num(residual_energy / (run.provenance["corpus"]["contexts"] * energy))
-    return share
+    return np.nan_to_num(residual_energy / (run.provenance["corpus"]["contexts"] * energy))
 
 
 def no_room(run: Run) -> str | None:

@@ -157,8 +157,7 @@ def shape_errors(run: Run, basis: GroupedBasis | None) -> pd.DataFrame:
 def _noise_variance(run: Run) -> Floats:
     """Of the mean over the run's contexts, in the plane of the curve, by layer."""
     cvec = torch.from_numpy(need(run, "cvec_pca")[:, :, :2]).double()
-    variance: Floats = (cvec.var(1).sum(-1) / run.provenance["corpus"]["contexts"]).numpy()
-    return variance
+    return (cvec.var(1).sum(-1) / run.provenance["corpus"]["contexts"]).numpy()
 
 
 def _shape(basis: Tensor, plane: Tensor, noise_variance: Floats, noisy: float) -> pd.DataFrame:

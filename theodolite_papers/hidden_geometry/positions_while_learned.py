@@ -119,8 +119,7 @@ def _table(series: list[_Checkpoint]) -> pd.DataFrame:
 
 def _grid(table: pd.DataFrame, name: str) -> Floats:
     """A column as (steps, layers)."""
-    grid: Floats = table.pivot(index="step", columns="layer", values=name).to_numpy(dtype=np.float64)
-    return grid
+    return table.pivot(index="step", columns="layer", values=name).to_numpy(dtype=np.float64)
 
 
 def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
@@ -136,12 +135,6 @@ def _verdict_at(row: pd.Series, needed: dict[str, Criterion]) -> Verdict:
         for name, rule in needed.items()
     ]
     return all_of(claim, parts)
-
-
-def _values_line(row: pd.Series, needed: dict[str, Criterion]) -> str:
-    return ", ".join(
-        f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
-    )
 
 
 def _when(steps: list[int], met: list[bool]) -> str:
@@ -163,7 +156,12 @@ def appears(
     claim = f"{claim}: layer {layer}"
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()
-    first, last = (_values_line(rows.iloc[place], needed) for place in (0, -1))
+    first, last = (
+        ", ".join(
+            f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
+        )
+        for row in (rows.iloc[0], rows.iloc[-1])
+    )
     before, after = (_verdict_at(rows.iloc[place], needed) for place in (0, -1))
     if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
         why = (

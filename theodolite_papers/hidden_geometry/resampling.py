@@ -79,8 +79,7 @@ def low_frequency_without_noise(basis: GroupedBasis, cutoff: int = 10) -> Floats
     """The share of the normalised Gram matrix, by layer; rows over the lengths that all contexts give."""
     lengths = torch.linalg.vector_norm(basis.of(torch.ones(GROUPS)), dim=-1, keepdim=True)
     quarters = [quarter / lengths for quarter in quarters_of(basis)]
-    share: Floats = shares(quarters, quarters, (cutoff,))[..., 0].numpy()
-    return share
+    return shares(quarters, quarters, (cutoff,))[..., 0].numpy()
 
 
 def gram_shares(basis: GroupedBasis, cutoffs: Sequence[int]) -> Floats:
@@ -230,5 +229,4 @@ def errors_of(
     """The standard errors of numbers of a positional basis; NaN, in the shape of `like`, where none are known."""
     if basis is None:
         return np.full(np.shape(like), np.nan)
-    errors: Floats = half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()
-    return errors
+    return half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()

@@ -108,8 +108,7 @@ def cosines(rows: Floats) -> Floats:
     """Of (…, n, d): the cosines of all pairs, (…, n, n); those of a row of zeros are 0."""
     norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
     unit = rows / np.where(norms > 0, norms, 1.0)
-    gram: Floats = unit @ unit.swapaxes(-1, -2)
-    return gram
+    return unit @ unit.swapaxes(-1, -2)
 
 
 def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
@@ -140,8 +139,7 @@ def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
             (rows.sum(axis=1, keepdims=True) - 2 * rows) / np.where(pair_count > 0, pair_count, np.nan)
         )
     gaps = means[0] - means[1]
-    errors: Floats = np.sqrt((len(of) - 1) * gaps.var(axis=1))
-    return errors
+    return np.sqrt((len(of) - 1) * gaps.var(axis=1))
 
 
 @experiment(

@@ -36,19 +36,16 @@ def premise_without_noise(
     if basis is None:
         return Estimates(np.full(len(layers), np.nan), np.full(len(layers), np.nan), *OF_GROUPS)
     every = tuple(range(GROUPS))
+    without = [every[:group] + every[group + 1 :] for group in every]
     parts = [tuple(range(start, start + size)) for size in (1, 2, 4) for start in range(0, GROUPS, size)]
     means = {
         part: basis.of(torch.isin(torch.arange(GROUPS), torch.tensor(part)).double())[layers]
-        for part in (*parts, every, *(_without(every, group) for group in every))
+        for part in (*parts, every, *without)
     }
     values = _line(means, every, order, cutoff)
-    left_out = np.stack([_line(means, _without(every, group), order, cutoff) for group in every])
+    left_out = np.stack([_line(means, others, order, cutoff) for others in without])
     misfit = values - _line(means, every, order, cutoff, least=2)
     return Estimates(values, np.hypot(jackknife_error(left_out), misfit), *OF_GROUPS)
-
-
-def _without(groups: tuple[int, ...], one: int) -> tuple[int, ...]:
-    return tuple(group for group in groups if group != one)
 
 
 def _line(
@@ -143,14 +140,6 @@ def _bounds(grams: torch.Tensor, cutoffs: list[int]) -> tuple[Floats, Floats, Fl
     return torch.stack(bounds).numpy(), torch.stack(attained).numpy(), trivial.numpy()
 
 
-def _attained(basis: torch.Tensor, cutoff: int) -> Floats:
-    """The attained error at k = `cutoff` over that of no approximation, by layer."""
-    grams = normalised_gram(basis)
-    trivial = torch.linalg.matrix_norm(grams, 2) / grams.shape[-1]
-    ratio: Floats = (smoothness_bound(grams, cutoff, ORDERS[0]).attained / trivial).numpy()
-    return ratio
-
-
 def _judge_premise(outcome: Outcome, premise: Estimates, measured: Floats, where: str) -> None:
     claim = (
         "The premise: the Gram matrix has bounded differences, so that its bound says something (section 3.3)"
@@ -169,18 +158,13 @@ def _judge_premise(outcome: Outcome, premise: Estimates, measured: Floats, where
         outcome.cannot_test(claim, f"{what}: {why}; use more --contexts")
 
 
-def _first_useful(bounds: Floats, trivial: Floats, cutoffs: list[int]) -> list[int | None]:
-    """The smallest k at which some order's bound is below no approximation, for each layer; None: none shown."""
-    below = (bounds.min(axis=1) < trivial[:, None]).tolist()
-    return [next((k for k, yes in zip(cutoffs, row, strict=True) if yes), None) for row in below]
-
-
 def _read_moderate(
     outcome: Outcome, bounds: Floats, trivial: Floats, cutoffs: list[int], best: Floats, ratio: Floats
 ) -> None:
     """What the bounds say of few frequencies."""
     moderate = min(MODERATE, cutoffs[-1])
-    useful = [k for k in _first_useful(bounds, trivial, cutoffs) if k is not None]
+    below = bounds.min(axis=1) < trivial[:, None]  # the bound of some order, by layer and k
+    useful = [cutoffs[int(row.argmax())] for row in below if row.any()]
     outcome.read(
         "smallest k at which a bound is informative",
         f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(best)} layers"
@@ -257,7 +241,13 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
     basis_by_group = grouped_basis(study)
     premise = premise_without_noise(basis_by_group, layers, order, moderate)
     _judge_premise(outcome, premise, best, f"at k = {moderate}, of the best of {orders}")
-    errors = errors_of(basis_by_group, lambda p: _attained(p[layers], moderate), ratio)
+
+    def attained_of(part: torch.Tensor) -> Floats:
+        grams = normalised_gram(part[layers])
+        trivial = torch.linalg.matrix_norm(grams, 2) / grams.shape[-1]
+        return (smoothness_bound(grams, moderate, ORDERS[0]).attained / trivial).numpy()
+
+    errors = errors_of(basis_by_group, attained_of, ratio)
     near = Estimates(ratio, errors, *OF_GROUPS)
     meets, _ = OF_USE.decided(premise.values, premise.margins)
     claim = "The theorem implies the approximation even for moderate k and m (section 3.3)"

@@ -167,8 +167,7 @@ def next_token_loss(
 
     In bfloat16 the mean loss is off by less than 0.002 and its gradient by less than 1 % of its norm, 12 times as fast.
     """
-    loss: Tensor = _NextTokenLoss.apply(hidden, unembedding, targets, dtype)
-    return loss
+    return _NextTokenLoss.apply(hidden, unembedding, targets, dtype)
 
 
 def as_opt(decoder: Decoder) -> OPTForCausalLM:

@@ -100,8 +100,7 @@ def profile(run: GridRun, step: int) -> Floats:
         return values[0] if len(values) else np.full(run.propagation.shape[-1], np.nan)
     between = np.diff(at[chosen])  # early steps are measured more often, and count by their time all the same
     middle = (values[1:] + values[:-1]) / 2
-    mean: Floats = (between[:, None] * middle).sum(axis=0) / between.sum()
-    return mean
+    return (between[:, None] * middle).sum(axis=0) / between.sum()
 
 
 def by_setting(rows: pd.DataFrame) -> pd.DataFrame:

@@ -130,8 +130,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
 
 def _by_scale(values: Tensor) -> Floats:
     """One number per pair as (means, scales)."""
-    grid: Floats = values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
-    return grid
+    return values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
 
 
 def _draw_curves(outcome: Outcome, name: str, sim: theory.Simulation, predicted: dict[str, Tensor]) -> None:

@@ -164,8 +164,7 @@ def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
     lacking = sorted(info["missing_keys"])
     if lacking:
         raise UsageError(f"{out} is damaged ({lacking[0]} is missing); {advice}")
-    finished: PreTrainedModel = trained
-    return finished
+    return trained
 
 
 def _fit(
