@@ -132,19 +132,36 @@ def _is_public(module: str, name: str, documented: set[str]) -> bool:
     return not name.startswith("_") and bool({f"{module}.{name}", f"{module}.*"} & documented)
 
 
+def _used(tree: ast.Module) -> list[tuple[str, str]]:
+    """Module and name of all that a file has from theodolite: names, and the attributes of imported modules."""
+    names: list[tuple[str, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "theodolite":
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                if (PACKAGE.parent / module.replace(".", "/")).with_suffix(
+                    ".py"
+                ).is_file() or module in FACES:
+                    called = alias.asname or alias.name
+                    names += [(module, name) for name in _attributes(tree, called)]
+                else:
+                    names.append((node.module or "", alias.name))
+    return names
+
+
+def _attributes(tree: ast.Module, called: str) -> set[str]:
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == called}
+
+
 def test_the_papers_import_public_names_only():
     """Those that the reference documents, and those of `FACES`."""
     documented = _documented()
     private = []
     for path in PAPERS.rglob("*.py"):
         assert "import theodolite." not in path.read_text()  # by name alone
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "theodolite":
-                private += [
-                    f"{path.name}: {node.module}.{alias.name}"
-                    for alias in node.names
-                    if not _is_public(node.module, alias.name, documented)
-                ]
+        used = _used(ast.parse(path.read_text()))
+        private += [f"{path.name}: {of}.{name}" for of, name in used if not _is_public(of, name, documented)]
     assert not private
 
 

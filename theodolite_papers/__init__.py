@@ -1,8 +1,4 @@
-"""Each published table and figure by name: made again for a model that one names, with a verdict on each claim.
-
-An experiment reads a `Run` and, where it must, the model; what it gives is plain data, tables and Plotly figures. It is
-built on theodolite's public names (docs/reference.md) alone. What is heavy is imported when it is first used.
-"""
+"""Each published table and figure by name: made again for a model that one names, with a verdict on each claim."""
 
 from __future__ import annotations
 

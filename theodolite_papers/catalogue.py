@@ -93,11 +93,6 @@ class Alias:
     published_on: str
 
 
-def _alias(row: str) -> Alias:
-    of, number, published_on = row.split(maxsplit=2)
-    return Alias(f"{of.partition('/')[0]}/figure{number}", of, published_on)
-
-
 class _Catalogue(Mapping[str, "Experiment"]):
     """The experiments by name, each imported when it is asked for: tables, figures, the rest, the claims of a group."""
 
@@ -146,14 +141,13 @@ def _declared(module: str) -> dict[str, Experiment]:
 
 EXPERIMENTS: Mapping[str, Experiment] = _Catalogue()
 
-ALIASES = {alias.name: alias for alias in map(_alias, _ELSEWHERE.strip().splitlines())}
+_ROWS = [row.split(maxsplit=2) for row in _ELSEWHERE.strip().splitlines()]
+_ALIASES = [Alias(f"{of.partition('/')[0]}/figure{number}", of, text) for of, number, text in _ROWS]
+ALIASES = {alias.name: alias for alias in _ALIASES}
 
 
 def find(name: str) -> list[Experiment]:
-    """The experiments that are meant by a name (`names_of`).
-
-    A published figure that is another one on another model or text is that experiment, under its own name.
-    """
+    """The experiments that are meant by a name (`names_of`)."""
     return [_named(each) for each in names_of(name)]
 
 
@@ -166,10 +160,7 @@ def _named(name: str) -> Experiment:
 
 
 def names_of(name: str) -> list[str]:
-    """The names that are meant by one, by several joined by commas, or by a group such as `geometry`.
-
-    `fig5` is `figure5`.
-    """
+    """The names that are meant by one (`fig5` is `figure5`), by several with commas, or by a group."""
     meant: list[str] = []
     for pattern in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
         pattern = re.sub(r"(^|/)fig(\d+)$", r"\1figure\2", pattern)
@@ -209,14 +200,9 @@ def on_prompts(experiments: list[Experiment]) -> bool:
 
 def made_by(experiments: list[Experiment]) -> str | None:
     """The command whose folder all of these are read from; None where they need a model or nothing."""
-    commands = {
-        need for experiment in experiments for need in experiment.needs if need.startswith("theodolite ")
-    }
-    return commands.pop() if len(commands) == 1 and all(map(_from_folder, experiments)) else None
-
-
-def _from_folder(experiment: Experiment) -> bool:
-    return any(need.startswith("theodolite ") for need in experiment.needs)
+    commands = [{need for need in each.needs if need.startswith("theodolite ")} for each in experiments]
+    found = set().union(*commands)
+    return found.pop() if len(found) == 1 and all(commands) else None
 
 
 def check_options(experiments: list[Experiment], given: list[str]) -> None:

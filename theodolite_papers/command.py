@@ -24,10 +24,7 @@ from theodolite_papers.experiment import Experiment, Study
 from theodolite_papers.localization.locater_figures import grid_provenance
 from theodolite_papers.localization.locater_grid import is_grid
 
-KINDS = {
-    is_grid: grid_provenance,
-    is_few_shot: few_shot_provenance,
-}
+KINDS = {is_grid: grid_provenance, is_few_shot: few_shot_provenance}
 
 
 def provenance_reader(place: str | Path) -> Callable[[Path], dict[str, Any]] | None:
@@ -77,10 +74,7 @@ def run_experiments(
 ) -> Path | None:
     """Make, write and show each experiment, and return the page to open: its own, or the index of several.
 
-    JSON is an array of results, of one experiment too.
-
-    In a group, one that cannot be made is passed over with its reason, on `console` (which must not be where the
-    JSON goes); alone, its reason is the error.
+    Alone, an experiment that cannot be made is an error; in a group it is passed over with its reason, on `console`.
     """
     results: list[dict[str, Any]] = []
     shown_verdicts: set[Verdict] = set()

@@ -18,9 +18,25 @@ from theodolite.models.prompts import Focus
 from theodolite.passes.provenance import describe_model, versions
 from theodolite.passes.run import SCHEMA_VERSION
 from theodolite.report.data import array, column
+from theodolite.report.exhibit import by_layer, by_name
+from theodolite.report.measures import BAO, SONG, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.progress import ShowStage
 from theodolite_papers.catalogue import find, need_no_model, on_prompts
+
+__all__ = [
+    "BAO",
+    "SONG",
+    "ZHANG",
+    "Experiment",
+    "Outcome",
+    "Study",
+    "by_layer",
+    "by_name",
+    "experiment",
+    "reproduce",
+]
+"""What experiments are declared and written with."""
 
 
 def reproduce(
@@ -58,10 +74,7 @@ def reproduce(
 
 
 def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
-    """The experiment that collects the verdicts of `experiments`.
-
-    group: their name before the slash. paper: what the paper claims, in a sentence.
-    """
+    """The experiment that collects the verdicts of `experiments`."""
 
     @experiment(
         f"{group}/claims",
@@ -95,10 +108,9 @@ Result = TypeVar("Result")
 class Experiment(Heading):
     """A published table or figure.
 
-    needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text;
-    `nothing`: no model and no text; a command such as `theodolite train locater`: a folder that it wrote. fill: the
-    work: it fills an outcome. options: what it takes besides a run and a text: `other`, `prompt`, `layer`, `head`.
-    scaled_down: what is smaller than in the paper, whatever the model.
+    needs: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text; `nothing`: no model and no
+    text; `theodolite train …`: a folder that it wrote. fill: fills an outcome. options: `other`, `prompt`, `layer`,
+    `head`. scaled_down: what is smaller than in the paper, whatever the model.
     """
 
     needs: tuple[str, ...]
@@ -135,11 +147,9 @@ class Study:
     ) -> None:
         """Hold a run against a paper.
 
-        run: the survey that the experiments are about; of those that read none, the provenance of what they
-        read. model: the model of the run, where it is at hand. corpus: the text of the run, where it is at
-        hand. other: a second text, for robustness; None: random tokens. folder: where surveys of other texts
-        are kept and looked for; None: in memory. focus: the prompt and the head of the experiments that have
-        one. show: told how far the work is; it may raise to stop.
+        run: the survey, or the provenance of what is read instead. model, corpus: of the run, where at hand. other: a
+        second text; None: random tokens. folder: of surveys of other texts; None: in memory. focus: prompt and head.
+        show: told how far the work is; it may raise to stop.
         """
         self._run = run if isinstance(run, Run) else None
         self.provenance: dict[str, Any] = run.provenance if isinstance(run, Run) else run
@@ -179,8 +189,7 @@ class Study:
         """What several experiments share under a name, made when first asked for."""
         if name not in self._shared:
             self._shared[name] = make()
-        result: Result = self._shared[name]
-        return result
+        return self._shared[name]
 
     def require_model(self) -> OpenModel:
         """The model."""
@@ -265,10 +274,7 @@ def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
 
 
 def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:
-    """Two halves of a corpus: one on which heads, layers or settings are chosen, one on which they are judged.
-
-    `corpus.groups.halves` gives the same halves as indices, of anything that was measured by context.
-    """
+    """Two halves of a corpus: one on which heads, layers or settings are chosen, one on which they are judged."""
     if len(corpus.contexts) < 2:
         raise UsageError("heads are chosen on half of the contexts and judged on the other: give 2 or more")
     first, second = halves(len(corpus.contexts))
@@ -288,10 +294,7 @@ def of_nothing(seed: int = 0) -> dict[str, Any]:
 def of_trainings(
     model: str, architecture: str, *, layers: int = 0, heads: int = 0, seed: int = 0, **provenance: Any
 ) -> dict[str, Any]:
-    """The provenance of experiments that survey no model.
-
-    model, architecture, layers, heads: as pages name the model. provenance: further entries.
-    """
+    """The provenance of experiments that survey no model."""
     described = {"id": model, "sha256": None, "architecture": architecture, "layers": layers, "heads": heads}
     entries = {"schema_version": SCHEMA_VERSION, "versions": versions(), "model": described, "seed": seed}
     return entries | provenance

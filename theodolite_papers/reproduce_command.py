@@ -11,30 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import (
-    Model,
-    Opening,
-    RunFolder,
-    Text,
-    default_folder,
-    say_where,
-    short_name,
-)
+from theodolite.cli.options import Model, Opening, RunFolder, Text, default_folder, say_where, short_name
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target, json_text
 from theodolite.system.interrupt import interruptible
-from theodolite_papers.catalogue import (
-    ALIASES,
-    EXPERIMENTS,
-    check_options,
-    find,
-    made_by,
-    names_of,
-    need_no_model,
-    on_prompts,
-)
+from theodolite_papers import catalogue
 
 if TYPE_CHECKING:
     from theodolite import Corpus, OpenModel, Run
@@ -45,8 +28,12 @@ if TYPE_CHECKING:
 def _complete(incomplete: str) -> list[str]:
     """Names of experiments and of their groups; the last of several with commas between them."""
     before, comma, last = incomplete.rpartition(",")
-    groups = dict.fromkeys(name.partition("/")[0] for name in EXPERIMENTS)
-    return [before + comma + name for name in (*groups, *EXPERIMENTS, *ALIASES) if name.startswith(last)]
+    groups = dict.fromkeys(name.partition("/")[0] for name in catalogue.EXPERIMENTS)
+    return [
+        before + comma + name
+        for name in (*groups, *catalogue.EXPERIMENTS, *catalogue.ALIASES)
+        if name.startswith(last)
+    ]
 
 
 def reproduce_command(
@@ -93,7 +80,7 @@ def reproduce_command(
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
         if name is not None:
-            names_of(name)
+            catalogue.names_of(name)
             check_target(out)
             if model is not None and not Path(model).is_dir():  # a folder may be one of training runs
                 opening.check(model)
@@ -106,9 +93,11 @@ def reproduce_command(
         if name is None:
             print(json_text(list_as_json())) if as_json else list_experiments(Console())
             return
-        experiments, focus = find(name), Focus(prompt, layer, head)
+        experiments, focus = catalogue.find(name), Focus(prompt, layer, head)
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
-        check_options(experiments, [option for option, value in options.items() if value is not None])
+        catalogue.check_options(
+            experiments, [option for option, value in options.items() if value is not None]
+        )
         request = _Request(name, model, text, other, out, opening, stopped)
         study, pages = _study(request, experiments, focus)
         page = run_experiments(
@@ -164,18 +153,18 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
     from theodolite_papers.experiment import Study, of_model, of_nothing
 
     name, seed = request.name, request.text.seed
-    provenance, command = request.model and provenance_reader(request.model), made_by(experiments)
+    provenance, command = request.model and provenance_reader(request.model), catalogue.made_by(experiments)
     if request.model is not None and provenance:
         refuse_unread(f"{name} of a folder of training runs reads no other text or model", request.unread())
         folder = Path(request.model)
         return Study(provenance(folder)), request.out or folder / "reproduce"
     if command is not None:
         raise UsageError(f"{name} is read from training runs: pass the folder that `{command}` wrote")
-    if need_no_model(experiments):
+    if catalogue.need_no_model(experiments):
         refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
         pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]
         return Study(of_nothing(seed)), pages
-    if on_prompts(experiments):
+    if catalogue.on_prompts(experiments):
         refuse_unread(f"{name} reads its prompt and no text", request.text.given())
         model = request.opened()
         pages = (request.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"

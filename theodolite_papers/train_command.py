@@ -187,7 +187,6 @@ class _Locater:
     ] = None
     seeds: Annotated[int, typer.Option(help="Training runs of each setting.")] = 3
     steps: Annotated[int | None, typer.Option(help="Training steps [default: 50000].")] = None
-    side_by_side: Annotated[int, typer.Option(help="Training runs at a time, on a core each.")] = 1
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu"
 
 
@@ -206,7 +205,7 @@ def locater_command(
     Bao et al. 2024, section 7. Numbers have commas between them. The training runs go on in rounds of 5,000 steps, and
     can be stopped and started again at any time.
 
-    Example: theodolite train locater --text train.txt --held-out test.txt --out grid --side-by-side 2
+    Example: theodolite train locater --text train.txt --held-out test.txt --out grid
     """
     with one_line_errors():
         from theodolite_papers.localization.locater_grid import train_locater

@@ -9,14 +9,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number
 from theodolite.theory import averaging_error, averaging_model, mean_after
 from theodolite.theory.averaging import ABSENT
 from theodolite_papers.catch_tag_release import averaging_figures as drawing
 from theodolite_papers.catch_tag_release.averaging_training import LENGTH, draw
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment
 
 S_TAGS = np.arange(2.0, 37.0, 2.0)
 SHOWN_TAGS = (2.0, 4.0, 10.0)
@@ -77,8 +75,7 @@ def _convergence(outcome: Outcome, numbers: Tensor, places: Tensor) -> None:
         "convergence",
         "Error of the output against s_tag",
         drawing.convergence(S_TAGS, curves, "|f(x) − mean|"),
-        f"Median over {SEQUENCES} sequences of N(0, 1) numbers with [SEP] anywhere, for several b and d; dotted the "
-        "leading term of theory.averaging_error, whose constant grows as exp(max x²).",
+        f"Median over {SEQUENCES} sequences with [SEP] anywhere. Dotted: the leading term, `averaging_error`.",
         "lines that meet their dotted rate from s_tag ≈ 12 on; a larger d raises the error, b does not matter.",
         f"{ZHANG}, Theorem 4.1; the rate is ours",
         wide=True,

@@ -18,17 +18,7 @@ from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.system.threads import using_threads
 from theodolite.system.wording import for_plotly
-from theodolite_papers.catch_tag_release.averaging_training import (
-    FREE_ATTENTION,
-    HELD_OUT_SEED,
-    LENGTH,
-    PENALISED,
-    PUBLISHED_LARGE_TAG,
-    QK_NORM,
-    STANDARD,
-    TrainedModels,
-    draw,
-)
+from theodolite_papers.catch_tag_release import averaging_training as training
 
 SQUARE, GAP = 390, 0.08
 TITLES = 70  # pixels: a line of them, below the toolbar
@@ -37,10 +27,7 @@ BELOW = 1e-16
 
 
 def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
-    """Attention of one sequence, side by side, queries down and keys to the right, both from 1.
-
-    pictures: name → (T, T). separator: position of [SEP] from 0; its column is marked.
-    """
+    """Attention of one sequence, side by side, queries down and keys to the right, both from 1."""
     shown = []
     axis = {"showgrid": False, "zeroline": False}
     for index, (name, picture) in enumerate(pictures.items()):
@@ -68,10 +55,7 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
 
 
 def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
-    """Measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour.
-
-    s_tag: (S,). curves: name → (measured, derived), (S,) each; the derived one may be NaN.
-    """
+    """Measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour."""
     traces: list[Any] = []
     for index, (name, (measured, derived)) in enumerate(curves.items()):
         colour = style.CATEGORIES[index % len(style.CATEGORIES)]
@@ -99,10 +83,7 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
 def losses(
     steps: Mapping[str, Floats], curves: Mapping[str, Floats], marks: Mapping[str, float]
 ) -> go.Figure:
-    """The squared error of every seed against training step, one colour a kind, with levels to compare it with.
-
-    steps: kind → (P,). curves: kind → (seeds, P). marks: name → level, drawn as a dotted line.
-    """
+    """The squared error of every seed against training step, one colour a kind, with levels to compare it with."""
     traces: list[Any] = []
     for colour, (name, rows) in zip(style.CATEGORIES, curves.items(), strict=False):
         hover = f"{for_plotly(name)}<br>step %{{x}}: %{{y:.3g}}<extra></extra>"
@@ -123,11 +104,7 @@ def seeds(
     *,
     logarithmic: bool = False,
 ) -> go.Figure:
-    """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind.
-
-    kinds: kind → (errors, values, names). titles: of x and y. limits: drawn as lines, of x and y. logarithmic: the
-    vertical axis.
-    """
+    """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind."""
     traces: list[Any] = [
         go.Scatter(
             x=errors.astype(np.float32),
@@ -158,7 +135,7 @@ def seeds(
     return drawn
 
 
-def draw_losses(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.DataFrame) -> None:
+def draw_losses(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
     """The squared error of every seed while it was trained."""
     steps, curves = {}, {}
     for each in trained:
@@ -174,21 +151,24 @@ def draw_losses(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.D
         "losses",
         "Training from scratch",
         losses(steps, curves, marks),
-        f"Squared error of every seed, {LENGTH} tokens with N(0, 1) numbers. Sink penalised: a mean attention to "
-        f"[SEP] above {FREE_ATTENTION:g} is added to the loss.",
+        f"One curve per seed. Sink penalised: attention to [SEP] above {training.FREE_ATTENTION:g} adds to the loss.",
         "seeds that stay near the dotted lines have not learned to identify the tokens after [SEP].",
         f"{ZHANG}, section 4; the training runs are ours",
         wide=True,
     )
 
 
-def draw_attention(outcome: Outcome, trained: Sequence[TrainedModels], models: pd.DataFrame) -> None:
+def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
     """What the best seed of three kinds pays attention to, in one sequence."""
-    numbers, _ = draw([torch.Generator().manual_seed(HELD_OUT_SEED - 1)], 1)
-    middle = LENGTH // 2
+    numbers, _ = training.draw([torch.Generator().manual_seed(training.HELD_OUT_SEED - 1)], 1)
+    middle = training.LENGTH // 2
     pictures: dict[str, Floats] = {}
     for each in trained:
-        if each.recipe.name in (PUBLISHED_LARGE_TAG, STANDARD, QK_NORM + PENALISED):
+        if each.recipe.name in (
+            training.PUBLISHED_LARGE_TAG,
+            training.STANDARD,
+            training.QK_NORM + training.PENALISED,
+        ):
             errors = models.loc[models["kind"] == each.recipe.name, "error"].to_numpy()
             count = len(each.seeds)
             with torch.no_grad(), using_threads(1):

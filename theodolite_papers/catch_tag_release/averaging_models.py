@@ -13,30 +13,14 @@ from torch import Tensor
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.estimates import Estimate, most_extreme
 from theodolite.judging import Criterion, judge, mix_of
-from theodolite.report.outcome import Outcome
 from theodolite.system.progress import shown
 from theodolite.system.threads import using_threads
 from theodolite.system.wording import counted, listed, number, percent, with_error
 from theodolite.theory import mean_after, stable_rank
 from theodolite.theory.grouping import variance_explained
+from theodolite_papers.catch_tag_release import averaging_training as training
 from theodolite_papers.catch_tag_release.averaging_figures import draw_attention, draw_losses, draw_scatter
-from theodolite_papers.catch_tag_release.averaging_training import (
-    HELD_OUT_SEED,
-    LENGTH,
-    PENALISED,
-    PUBLISHED,
-    PUBLISHED_LARGE_TAG,
-    QK_NORM,
-    STANDARD,
-    WIDTH,
-    AveragingRecipe,
-    ForwardPass,
-    TrainedModels,
-    attention_to_separator,
-    draw,
-    train_averaging,
-)
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import Outcome, Study, experiment
 
 RANK_TOLERANCE = 1e-6
 """Of the largest singular value of what a layer writes: directions below it are not written along."""
@@ -92,21 +76,10 @@ def outlier_ratio(
     return ordered[:, -1] / ordered[:, :-1].median(-1).values
 
 
-def second_over_first(matrix: Float[Tensor, "*models rows columns"]) -> Float[Tensor, "*models"]:
-    """The second singular value over the first: 0 for a matrix of rank one."""
-    values = torch.linalg.svdvals(matrix.double())
-    return values[..., 1] / values[..., 0]
-
-
 def random_directions(
     written: Float[Tensor, "models batch length width"], count: int, seed: int
 ) -> Float[Tensor, "count models width"]:
-    """Random unit vectors, uniform in the space that a layer's output spans, of each model.
-
-    Of all directions of the stream, most would take nothing: at width 16 the models write along three.
-
-    count: of directions. seed: the same one gives the same directions.
-    """
+    """Random unit vectors, uniform in the space that a layer's output spans, of each model."""
     _, sizes, spanned = torch.linalg.svd(written.double().flatten(1, 2), full_matrices=False)
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, *sizes.shape, generator=generator, dtype=torch.float64)
@@ -116,12 +89,16 @@ def random_directions(
 
 
 RECIPES = {
-    AveragingRecipe(PUBLISHED, 2, 3000, 64, 0.05): 8,
-    AveragingRecipe(PUBLISHED_LARGE_TAG, 2, 3000, 64, 0.05, large_tag=True): 8,
-    AveragingRecipe(STANDARD, WIDTH, 1000, 64, 0.01): 5,
-    AveragingRecipe(STANDARD + PENALISED, WIDTH, 1000, 64, 0.01, penalised=True): 5,
-    AveragingRecipe(QK_NORM, WIDTH, 1000, 64, 0.01, normed=True): 5,
-    AveragingRecipe(QK_NORM + PENALISED, WIDTH, 1000, 64, 0.01, normed=True, penalised=True): 5,
+    training.AveragingRecipe(training.PUBLISHED, 2, 3000, 64, 0.05): 8,
+    training.AveragingRecipe(training.PUBLISHED_LARGE_TAG, 2, 3000, 64, 0.05, large_tag=True): 8,
+    training.AveragingRecipe(training.STANDARD, training.WIDTH, 1000, 64, 0.01): 5,
+    training.AveragingRecipe(
+        training.STANDARD + training.PENALISED, training.WIDTH, 1000, 64, 0.01, penalised=True
+    ): 5,
+    training.AveragingRecipe(training.QK_NORM, training.WIDTH, 1000, 64, 0.01, normed=True): 5,
+    training.AveragingRecipe(
+        training.QK_NORM + training.PENALISED, training.WIDTH, 1000, 64, 0.01, normed=True, penalised=True
+    ): 5,
 }
 """Recipe → number of seeds."""
 
@@ -145,6 +122,26 @@ RANK_ONE = Criterion(
     "at most", 0.1, "“low rank” read as: a second singular value of a tenth of the first (ours)"
 )
 
+_SECOND = "second over first singular value"
+CLAIMS = (
+    ("[SEP] forms an attention sink", "sink", "attention of later tokens to it", SINK),
+    (
+        "There is an outlier feature dimension",
+        "outlier",
+        "RMS of the largest coordinate after [SEP] over the median of the others",
+        OUTLIER,
+    ),
+    ("W_V¹ is low rank", "second_value", _SECOND, RANK_ONE),
+    ("W_Q² W_K² is low rank", "second_query_key", _SECOND, RANK_ONE),
+    (
+        "The sink is what makes the tags (section 4.2)",
+        "left_blind",
+        "residual variance with [SEP] hidden from later tokens in the first layer",
+        UNSOLVED,
+    ),
+)
+"""Claims on a mean over models: claim, column, what it is, criterion."""
+
 
 @experiment(
     "sinks/averaging",
@@ -157,47 +154,33 @@ def averaging(study: Study, outcome: Outcome) -> None:
     first = study.provenance["seed"]
     trained = []
     for recipe, count in shown([*RECIPES.items()], "training", study.show):
-        trained.append(train_averaging(recipe, range(first, first + count)))
+        trained.append(training.train_averaging(recipe, range(first, first + count)))
     models = outcome.tables["models"] = pd.concat(map(measured, trained), ignore_index=True)
     read_levels(outcome, models)
     judge_models(outcome, models)
     draw_losses(outcome, trained, models)
     draw_attention(outcome, trained, models)
-    draw_scatter(
-        outcome,
-        models,
-        "sink",
-        ("the sink", "mean attention of tokens after [SEP] to it"),
-        (SOLVED.limit, SINK.limit),
-        "dots in the lower left: the task solved without a sink.",
-    )
-    draw_scatter(
-        outcome,
-        models,
-        "outlier",
-        ("outliers", "largest coordinate over the median of the others"),
-        (SOLVED.limit, OUTLIER.limit),
-        "whether models that solve the task have one coordinate far above the others.",
-    )
+    sink = "the sink", "mean attention of tokens after [SEP] to it", SINK
+    outlier = "outliers", "largest coordinate over the median of the others", OUTLIER
+    without = "dots in the lower left: the task solved without a sink."
+    above = "whether models that solve the task have one coordinate far above the others."
+    for column, (what, axis, criterion), look_for in (("sink", sink, without), ("outlier", outlier, above)):
+        draw_scatter(outcome, models, column, (what, axis), (SOLVED.limit, criterion.limit), look_for)
 
 
-def measured(trained: TrainedModels) -> pd.DataFrame:
+def measured(trained: training.TrainedModels) -> pd.DataFrame:
     """One row per seed, on sequences not used in training.
 
-    error is the mean square, left the same over the target's variance, which predicting 0 would leave (1). …_se: the
-    standard error over sequences.
-    sink: mean attention of tokens after [SEP] to it; sinks: share of sequences where it exceeds SINK. outlier: RMS of
-    the residual stream's largest coordinate over the median of the others, over tokens after [SEP]. tag_share: share of
-    the tag direction (difference of means of what the first layer writes after and before [SEP]) in its largest
-    coordinate. eta: between over total sum of squares of what it writes, tokens grouped by before and after [SEP];
-    eta_chance the same with the places of another sequence. second_…: second over first singular value. …_begun: the
-    same before training. left_blind, left_untagged: error with [SEP] hidden from later tokens in the first layer, and
-    with the tag direction projected out of what it writes; left_random, left_random_sd: mean and standard deviation of
-    the latter over `DIRECTIONS` random directions of what it writes; as_costly: share of these that leave as much.
+    left: error over the target's variance, 1 for predicting 0. …_se: over sequences. …_begun: before training.
+    sink: mean attention of tokens after [SEP] to it; sinks: share of sequences where it exceeds SINK. tag_share: share
+    of the tag direction in its largest coordinate. eta: of what the first layer writes, grouped by before and after
+    [SEP]; eta_chance: with the places of another sequence. second_…: second over first singular value. left_blind: with
+    [SEP] hidden in the first layer. left_untagged: with the tag direction projected out; left_random, left_random_sd,
+    as_costly: of random directions, mean, deviation, and the share that leave as much.
     """
-    generators = [torch.Generator().manual_seed(HELD_OUT_SEED + seed) for seed in trained.seeds]
-    numbers, places = draw(generators, HELD_OUT_SEQUENCES)
-    place, targets = torch.arange(LENGTH), mean_after(numbers, places)
+    generators = [torch.Generator().manual_seed(training.HELD_OUT_SEED + seed) for seed in trained.seeds]
+    numbers, places = training.draw(generators, HELD_OUT_SEQUENCES)
+    place, targets = torch.arange(training.LENGTH), mean_after(numbers, places)
     after, is_separator = place > places[..., None], place == places[..., None]
 
     def output(hide_separator: bool = False, ablated: Tensor | None = None) -> Tensor:
@@ -209,17 +192,17 @@ def measured(trained: TrainedModels) -> pd.DataFrame:
     def left_se(output: Tensor) -> Tensor:
         return error_of_ratio((output - targets).square(), targets.square())
 
-    def caught(forward_pass: ForwardPass) -> Tensor:
-        return attention_to_separator(forward_pass, places) * after
+    def caught(forward_pass: training.ForwardPass) -> Tensor:
+        return training.attention_to_separator(forward_pass, places) * after
 
     with torch.no_grad(), using_threads(1):
         forward_pass, initial_pass = trained.model(numbers, places), trained.initial(numbers, places)
         written = forward_pass.written
         tag = tag_direction(written, after, ~after & ~is_separator)
         left_untagged, blind = left(tag), output(hide_separator=True)
-        directions = random_directions(written, DIRECTIONS, HELD_OUT_SEED)
+        directions = random_directions(written, DIRECTIONS, training.HELD_OUT_SEED)
         left_random = torch.stack([left(direction) for direction in directions])
-        mean_of_all = torch.where(is_separator, 0.0, numbers).sum(-1) / (LENGTH - 1)
+        mean_of_all = torch.where(is_separator, 0.0, numbers).sum(-1) / (training.LENGTH - 1)
         by_sequence = caught(forward_pass).sum(-1) / after.sum(-1)
         columns = {
             "seed": torch.tensor(trained.seeds),
@@ -244,7 +227,8 @@ def measured(trained: TrainedModels) -> pd.DataFrame:
         }
         for when, model in (("", trained.model), ("_begun", trained.initial)):
             for name, matrix in (("value", model.value_output()), ("query_key", model.query_key())):
-                columns[f"second_{name}{when}"] = second_over_first(matrix)
+                values = torch.linalg.svdvals(matrix.double())
+                columns[f"second_{name}{when}"] = values[..., 1] / values[..., 0]
                 columns[f"stable_rank_{name}{when}"] = stable_rank(matrix)
     table = pd.DataFrame({name: values.numpy() for name, values in columns.items()})
     table.insert(0, "kind", trained.recipe.name)
@@ -275,49 +259,20 @@ def _range(values: pd.Series) -> str:
 def judge_models(outcome: Outcome, models: pd.DataFrame) -> None:
     """Claims of section 4, on models that solve the task: rows as `measured` gives them."""
     solved = models[models["solved"]]
-    papers = solved[solved["kind"].isin([PUBLISHED, PUBLISHED_LARGE_TAG])]
-    standard = solved[solved["kind"] == STANDARD]
+    papers = solved[solved["kind"].isin([training.PUBLISHED, training.PUBLISHED_LARGE_TAG])]
+    standard = solved[solved["kind"] == training.STANDARD]
     _necessity(outcome, solved)
     _learned(outcome, models)
-    for name, rows in (("paper's architecture", papers), (f"standard one, d = {WIDTH}", standard)):
+    for name, rows in (("paper's architecture", papers), (f"standard one, d = {training.WIDTH}", standard)):
         where = f"; {name}, {counted(len(rows), 'trained model')} that solve{'s' * (len(rows) == 1)} the task"
-        _mean(
-            outcome,
-            f"[SEP] forms an attention sink{where}",
-            f"attention of later tokens to it (before training {_mean_of(rows['sink_begun'])})",
-            rows["sink"],
-            SINK,
-        )
-        _mean(
-            outcome,
-            f"There is an outlier feature dimension{where}",
-            "RMS of the largest coordinate after [SEP] over the median of the others",
-            rows["outlier"],
-            OUTLIER,
-        )
-        for printed, column in (("W_V¹", "second_value"), ("W_Q² W_K²", "second_query_key")):
-            _mean(
-                outcome,
-                f"{printed} is low rank{where}",
-                f"second over first singular value (before training {_mean_of(rows[f'{column}_begun'])})",
-                rows[column],
-                RANK_ONE,
-            )
-        _tag_is_read(outcome, f"The tags are what the second layer reads (section 4.2){where}", rows)
-        _mean(
-            outcome,
-            f"The sink is what makes the tags (section 4.2){where}",
-            "residual variance with [SEP] hidden from later tokens in the first layer",
-            rows["left_blind"],
-            UNSOLVED,
-        )
-
-
-def _mean(outcome: Outcome, claim: str, what: str, values: pd.Series, criterion: Criterion) -> None:
-    """Judge a mean over seeds; the evidence gives its range."""
-    what = f"{what}, mean over seeds" + (f" (from {_range(values)})" if len(values) else "")
-    mean = Estimate.mean(values, "models") if len(values) else math.nan
-    outcome.claim(claim, what, mean, criterion)
+        for claim, column, what, criterion in CLAIMS:
+            if column == "left_blind":
+                _tag_is_read(outcome, f"The tags are what the second layer reads (section 4.2){where}", rows)
+            begun = f"{column}_begun"
+            what += f" (before training {_mean_of(rows[begun])})" if begun in rows else ""
+            what += ", mean over seeds" + (f" (from {_range(rows[column])})" if len(rows) else "")
+            mean = Estimate.mean(rows[column], "models") if len(rows) else math.nan
+            outcome.claim(f"{claim}{where}", what, mean, criterion)
 
 
 def _mean_of(values: pd.Series) -> str:
@@ -382,7 +337,7 @@ def _least(models: pd.DataFrame, column: str) -> Estimate:
 def _learned(outcome: Outcome, models: pd.DataFrame) -> None:
     """Whether the paper's own architecture learns the task, from either start."""
     claim = "A two-layer attention model can be trained to average (section 1)"
-    papers = models[models["kind"].isin([PUBLISHED, PUBLISHED_LARGE_TAG])]
+    papers = models[models["kind"].isin([training.PUBLISHED, training.PUBLISHED_LARGE_TAG])]
     if papers.empty:
         outcome.cannot_test(claim, "it was not trained")
         return

@@ -1,7 +1,7 @@
 """Small attention models trained to average the numbers after a separator, as in section 4 of Zhang et al. 2025.
 
-Several seeds are trained at once, each with parameters and sequences of its own: every parameter has them as its
-first dimension. Nothing is written; the same seeds give the same bytes on the same machine and number of threads.
+Several seeds are trained at once: every parameter has them as its first dimension. The same seeds give the same bytes
+on the same machine and number of threads.
 """
 
 from __future__ import annotations
@@ -58,11 +58,8 @@ Places = Int[Tensor, "seeds batch"]
 class AveragingRecipe:
     """What is trained.
 
-    name: as tables call it. width: 2: the paper's architecture; more: a standard one of this width. steps, batch,
-    rate: of Adam, with the peak of a cosine to `FINAL_RATE` of it. Batch: sequences per step. large_tag: s_tag
-    starts at `START_TAG` + N(0, 1) instead of N(0, 1); the paper's architecture only. normed: the second layer's
-    queries and keys have an RMS norm (QK-norm, as in Qwen3 or OLMo 2). penalised: attention to [SEP] above
-    `FREE_ATTENTION` is penalised.
+    width: 2: the paper's architecture; more: a standard one. rate: the peak of a cosine. large_tag: s_tag starts at
+    `START_TAG` + N(0, 1). normed: QK-norm in the second layer. penalised: attention to [SEP] above `FREE_ATTENTION` is.
     """
 
     name: str
@@ -77,11 +74,7 @@ class AveragingRecipe:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a model does with sequences.
-
-    output: the average that it finds. attention: of the first layer. written: what the first layer adds to the
-    residual stream. hidden: the residual stream after it.
-    """
+    """The output; the first layer's attention, what it adds to the residual stream, and the stream after it."""
 
     output: Float[Tensor, "seeds batch"]
     attention: Float[Tensor, "seeds batch length length"]
@@ -120,11 +113,7 @@ class TwoLayers(nn.Module):
         hide_separator: bool = False,
         ablated: Float[Tensor, "seeds width"] | None = None,
     ) -> ForwardPass:
-        """Read sequences; what `numbers` has at the place of [SEP] is not read.
-
-        hide_separator: hide [SEP] from the tokens after it, in the first layer. ablated: unit directions that
-        are projected out of what the first layer writes.
-        """
+        """Read sequences. `hide_separator`: from later tokens, in layer 1. `ablated`: projected out of its output."""
         embedded = self.embed(numbers, separator)
         place = torch.arange(numbers.shape[-1])
         visible = place[:, None] >= place
@@ -174,10 +163,7 @@ class PublishedModel(TwoLayers):
 
 
 class StandardModel(TwoLayers):
-    """Two attention layers of one head with residuals: x embeds as x·u + v, [SEP] as w, and the last token is read.
-
-    No positions and no MLP, as in the paper's model; logits are divided by √width.
-    """
+    """Two attention layers of one head with residuals: x embeds as x·u + v, [SEP] as w, and the last token is read."""
 
     def __init__(
         self, generators: Sequence[torch.Generator], *, width: int = WIDTH, normed: bool = False
@@ -266,13 +252,7 @@ def attention_to_separator(
 def train_averaging(
     recipe: AveragingRecipe, seeds: Sequence[int], *, steps: int | None = None
 ) -> TrainedModels:
-    """Train one model per seed on the squared error.
-
-    recipe: what and how. seeds: of parameters and sequences. steps: instead of the recipe's own; a multiple of
-    `RECORDED`.
-
-    The gradient of each seed is clipped to a norm of `CLIP`.
-    """
+    """Train one model per seed on the squared error. `steps`: instead of the recipe's own, a multiple of `RECORDED`."""
     steps = recipe.steps if steps is None else steps
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     losses = torch.zeros(len(seeds), steps)

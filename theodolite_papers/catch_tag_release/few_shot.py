@@ -24,12 +24,10 @@ from theodolite.prune.model import prune_model
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import line
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.system.progress import ShowStage, shown
-from theodolite.system.wording import counted, for_plotly, number, percent, with_error
+from theodolite.system.wording import counted, for_plotly, percent, with_error
 from theodolite_papers.catch_tag_release.pruned_models import METHODS
-from theodolite_papers.experiment import Study, experiment, of_trainings
+from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment, of_trainings
 from theodolite_papers.training.task_models import models_of
 
 FIGURE_HEIGHT = 380
@@ -46,9 +44,7 @@ def accuracy_by_shots(
 ) -> go.Figure:
     """Accuracy of several models after k examples, with intervals.
 
-    means: `model shots accuracy low high`, one line per model (at most seven), in the order of the table. by_seed:
-    `model seed shots accuracy accuracy_se`, one small marker per row; None: no markers. chance: accuracy of
-    guessing, a dotted line; best: the best possible after 0, 1, … examples, a dashed one.
+    means: `model shots accuracy low high`. by_seed: `model seed shots accuracy accuracy_se`; None: no markers.
     """
     models = list(dict.fromkeys(means["model"]))
     lines: list[Any] = []
@@ -142,10 +138,7 @@ def calibration_prompts() -> Corpus:
 
 
 def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
-    """One row per model, sparsity, method and number of examples: accuracy with its binomial standard error.
-
-    The dense model stands at every sparsity.
-    """
+    """One row per model, sparsity, method and number of examples: accuracy with its binomial standard error."""
     calibration = calibration_prompts()
     rows: list[dict[str, Any]] = []
     for model_folder in models_in(folder):
@@ -177,8 +170,7 @@ def rows_by_shots(correct: np.ndarray, **of: Any) -> list[dict[str, Any]]:
 def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
     """Accuracy (models, numbers of examples)."""
     rows = table[(table["model"] == name) & (table["sparsity"] == sparsity)]
-    accuracies: Floats = rows.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
-    return accuracies
+    return rows.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
 
 
 @experiment(
@@ -230,9 +222,7 @@ def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
             f"accuracy-{round(100 * sparsity)}",
             f"Accuracy against the number of examples, {removed}",
             accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),
-            f"Means over {counted(rows['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark "
-            f"for each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best achievable accuracy, "
-            "computed exactly.",
+            "Means over models with 95 % intervals; small marks: each model. Dashed: the best achievable accuracy.",
             "whether the methods diverge from left to right.",
             f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
             wide=True,

@@ -1,9 +1,7 @@
 """Sections 3.4 and 3.5 of Zhang et al. 2025 as interventions: are the sinks what examples in a prompt are good for?
 
-In small models of the offline task the sinks of every prompt are hidden from all that attend to them, or the low-rank
-terms of OATS in W_Q, W_K, W_V are taken out; then accuracy is measured by the number of examples. Controls hide as many
-other keys, random ones or those that are attended most, and take out random terms of the same singular values. The
-models come from `theodolite train few-shot`.
+In the models of `theodolite train few-shot` sinks are hidden, or the low-rank terms of OATS taken out. Controls hide as
+many other keys, random or most attended, and take out random terms of the same singular values.
 """
 
 from __future__ import annotations
@@ -34,21 +32,12 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.prune.model import prune_model
 from theodolite.prune.pruned import Pruned
 from theodolite.report.data import Floats
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import attention_knockout, without_low_rank
 from theodolite.system.progress import ShowStage, shown
-from theodolite.system.wording import counted, number, percent
-from theodolite_papers.catch_tag_release import few_shot as drawing
-from theodolite_papers.catch_tag_release.few_shot import (
-    COMMAND,
-    PROMPT_SEED,
-    calibration_prompts,
-    models_in,
-    rows_by_shots,
-)
+from theodolite.system.wording import percent
+from theodolite_papers.catch_tag_release import few_shot
 from theodolite_papers.catch_tag_release.pruned_models import SPARSITY
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment
 
 PROMPTS = 1000
 """That every model answers under every intervention, the same for all."""
@@ -117,10 +106,7 @@ def share_of(attention: list[PromptAttention], keys: list[Tensor]) -> float:
 def other_keys(
     sinks: Bool[Tensor, "prompts heads positions"], order: Float[Tensor, "prompts heads positions"]
 ) -> Tensor:
-    """As many keys of each prompt and head that are no sinks, those lowest in `order`, before the last quarter.
-
-    A sink is one of these too: later keys are seen by too few queries.
-    """
+    """As many keys per prompt and head that are no sinks, lowest in `order`; the last quarter has too few queries."""
     length = sinks.shape[-1]
     order = order.double().clone()
     order[..., length - length // 4 :] = torch.inf
@@ -181,7 +167,7 @@ def _accuracies(model: OpenModel, prompts: tuple[Tensor, Tensor, Tensor, list[in
 
 def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
     """(what was done, seed of the control, right answers, share of attention hidden) of one model."""
-    drawn = RULES.draw(PROMPTS, np.random.default_rng([PROMPT_SEED, TEST_STREAM]))
+    drawn = RULES.draw(PROMPTS, np.random.default_rng([few_shot.PROMPT_SEED, TEST_STREAM]))
     ids, asked, label_ids = prompt_ids(drawn, RULES, dense.required_tokenizer())
     prompts = ids, asked, torch.from_numpy(drawn.labels), label_ids
     attention = attention_of_prompts(dense, ids, batch_of_prompts(ids.shape[1], None))
@@ -194,7 +180,7 @@ def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
     for name, seed, keys in (sinks, *_controls(attention)):
         yield name, seed, _accuracies(dense, prompts, _hiding(dense, keys)), share_of(attention, keys)
     model = copy.deepcopy(dense)
-    report = prune_model(model, calibration_prompts(), "oats", SPARSITY)
+    report = prune_model(model, few_shot.calibration_prompts(), "oats", SPARSITY)
     yield OATS, 0, _accuracies(model, prompts, nothing), 0.0
     yield WITHOUT, 0, _accuracies(model, prompts, _without_terms(model, report, None)), 0.0
     for seed in range(CONTROLS):
@@ -202,16 +188,13 @@ def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
 
 
 def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
-    """One row per model, intervention, control's seed and number of examples: accuracy with its binomial error.
-
-    `hidden`: of the attention of the heads that have a sink, what went to the keys that are hidden.
-    """
+    """One row per model, intervention, control's seed and number of examples: accuracy with its binomial error."""
     rows: list[dict[str, Any]] = []
-    for place in shown(models_in(folder), "hiding sinks", show):
+    for place in shown(few_shot.models_in(folder), "hiding sinks", show):
         seed = json.loads((place / "training.json").read_text(encoding="utf-8"))["seed"]
         for name, control, correct, hidden in ablation_rows(open_model(place, device="cpu")):
             of = {"model": name, "folder": place.name, "seed": seed, "control": control}
-            rows += [row | {"hidden": hidden} for row in rows_by_shots(correct, **of)]
+            rows += [row | {"hidden": hidden} for row in few_shot.rows_by_shots(correct, **of)]
     return pd.DataFrame(rows)
 
 
@@ -220,12 +203,12 @@ def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: Non
     "Few-shot accuracy with the sinks hidden, and without the low-rank terms",
     "Low-rank terms make sinks, sinks catch, tag and release, and that is what examples in a prompt are told apart by "
     "(sections 3.2 to 3.5)",
-    needs=(COMMAND,),
+    needs=(few_shot.COMMAND,),
     scaled_down="small models trained here, on the offline task",
 )
 def examples(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/examples is read from a folder of training runs"
-    folder = study.training_folder("few_shot", purpose, COMMAND, outcome)
+    folder = study.training_folder("few_shot", purpose, few_shot.COMMAND, outcome)
     show_ablations(outcome, ablation_table(folder, study.show))
 
 
@@ -281,12 +264,10 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
     outcome.figure(
         "accuracy",
         "Accuracy against the number of examples, with sinks and without",
-        drawing.accuracy_by_shots(
+        few_shot.accuracy_by_shots(
             over_seeds(means), means, chance=1 / RULES.values, best=RULES.best_accuracy().tolist()
         ),
-        f"Means over {counted(table['folder'].nunique(), 'model')} with 95 % intervals (Student's t); "
-        f"{number(PROMPTS)} prompts, the same for all; of random controls the mean of {CONTROLS}. Dashed: the best "
-        "achievable accuracy, computed exactly.",
+        f"Means over models with 95 % intervals, controls: mean of {CONTROLS}. Dashed: the best achievable accuracy.",
         "lines that fall behind their controls from left to right.",
         f"{ZHANG}, sections 3.4 and 3.5; the interventions are ours",
         wide=True,

@@ -27,11 +27,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str, str]) -> go.Figure:
-    """Ratios to a median, rows by columns, coloured by their logarithm from 1 up.
-
-    ratios: (rows, columns); below 1 and NaN count as 1. columns: their names. titles: of the columns, of the rows,
-    of the ratio.
-    """
+    """Ratios to a median, rows by columns, coloured by their logarithm from 1 up."""
     shown = np.maximum(np.nan_to_num(ratios, nan=1.0), 1.0)
     top = max(float(shown.max()), 10.0)
     ticks = [amount for power in range(8) for amount in (10**power, 3 * 10**power) if amount <= top * 1.001]
@@ -54,12 +50,7 @@ def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str,
 def growth(
     lines: Mapping[tuple[str, str], Floats], references: Mapping[str, Floats], threshold: float
 ) -> go.Figure:
-    """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes.
-
-    lines: (dimension, token) → |value| at every layer, the most important first; at most `LINES` are drawn. A
-    colour is a dimension. references: name → magnitude at every layer that they are compared with. threshold: the
-    published one, as a dotted line.
-    """
+    """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes."""
     drawn = dict(list(lines.items())[:LINES])
     dimensions = list(dict.fromkeys(dimension for dimension, _ in drawn))
     drawn_of_dimension: dict[str, int] = dict.fromkeys(dimensions, 0)
@@ -89,10 +80,7 @@ def _by_layer(name: str, values: Floats, colour: str, dash: str) -> list[Any]:
 
 
 def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go.Figure:
-    """Share of contexts in which a token carries a massive activation, one bar a token, at most `TOKENS` of them.
-
-    names: of the tokens, the most frequent first. contexts: shares. notes: what hovering tells more.
-    """
+    """Share of contexts in which a token carries a massive activation, one bar a token, at most `TOKENS` of them."""
     names, notes = list(names[:TOKENS]), list(notes[:TOKENS])
     bars = go.Bar(
         x=contexts[:TOKENS].astype(np.float32),
@@ -155,8 +143,7 @@ def carrier_name(token: str, first: bool) -> str:
 
 
 def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
-    grid: Floats = table.pivot(index=rows, columns=columns, values=name).to_numpy(dtype=np.float64)
-    return grid
+    return table.pivot(index=rows, columns=columns, values=name).to_numpy(dtype=np.float64)
 
 
 def _map(outcome: Outcome, outliers: Outliers) -> None:
@@ -166,10 +153,8 @@ def _map(outcome: Outcome, outliers: Outliers) -> None:
         "dimensions",
         "RMS of the largest dimensions, by layer",
         ratio_map(ratios[:, chosen], chosen, ("dimension", "layer", "times the median")),
-        f"RMS over positions 1 on, over that of the layer's median dimension, of the {len(chosen)} dimensions that are "
-        "largest in any layer.",
-        "columns that are strong from top to bottom: outlier dimensions keep their place through the layers, since the "
-        "residual stream does.",
+        "RMS over positions from 1 on, relative to the layer's median dimension; the largest dimensions of any layer.",
+        "columns that are strong from top to bottom: outlier dimensions persist across layers.",
         f"{DETTMERS}; {ZHANG}, section 1.2",
         wide=True,
     )
@@ -195,8 +180,7 @@ def _growth(outcome: Outcome, outliers: Outliers) -> None:
         "growth",
         "Massive activations through the layers",
         growth(lines, references, outliers.numbers["thresholds"]["massive"]),
-        "Mean value, in size, of each dimension in the tokens where it is massive in some layer, by either rule; the "
-        f"{LINES} with most places. Grey: typical sizes, and the largest value of the layer in any dimension.",
+        "Mean magnitude in the tokens with a massive activation. Grey: typical sizes, and the layer's largest value.",
         "lines that jump within one block and then stay level until the last ones.",
         SUN,
         wide=True,
@@ -218,8 +202,7 @@ def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
         "tokens",
         "Which tokens carry massive activations",
         carriers(names, np.array(shares), notes),
-        "Share of contexts in which the token carries a massive activation, in the layer and dimension where it "
-        f"does most often, by either rule; the {min(TOKENS, len(rows))} most frequent of {len(rows)}.",
+        "Share of contexts in which the token carries a massive activation, in its most frequent layer and dimension.",
         "position 0 and delimiters at the top, and not much else.",
         SUN,
     )
@@ -239,10 +222,8 @@ def _counts(outcome: Outcome, outliers: Outliers) -> None:
         "counts",
         "Published thresholds against those from data",
         counts(columns, "dimensions"),
-        "Dashed: |x| ≥ 6 in 6 % of the tokens and a quarter of the layers; |x| > 100 and > 1000 times the median. "
-        "Solid: what stands out in its own layer; 1 % of healthy layers have such a value by chance.",
-        "dashed lines at 0 under solid ones, or at the whole width: this model's activations are of another size than "
-        "those for which the thresholds were published.",
+        "Dashed: published thresholds, |x| ≥ 6 and |x| > 100. Solid: relative to the layer; 1 % by chance.",
+        "dashed lines at 0 or at the whole width: the published thresholds do not fit this model's scale.",
         f"{DETTMERS}; {SUN}; the rules from data are ours",
     )
 
@@ -260,8 +241,7 @@ def _heads(outcome: Outcome, outliers: Outliers) -> None:
         "heads",
         "Largest dimension of every head's output",
         ratio_map(grid, range(grid.shape[1]), ("head", "block", "times the median")),
-        "RMS over positions 1 on of the head's output before the output projection, its largest dimension over its "
-        f"median one. {sentence}{': ' + listed(names, 8) if names else ''}.",
+        f"RMS of the output, largest dimension over median. {sentence}{': ' + listed(names, 8) if names else ''}.",
         "strong heads: those that may tag the tokens that a sink caught with an outlier dimension.",
         f"{ZHANG}, Fig. 1(b)",
     )

@@ -20,13 +20,11 @@ from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.stages import Stage, run_stages
 from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report.data import Floats
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, listed, number, percent
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
 from theodolite_papers.catch_tag_release.outlier_figures import SUN, carrier_name, draw, typical_rms
-from theodolite_papers.experiment import Study, corpus_subset, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, corpus_subset, experiment
 
 EVEN = 0.5 * GAUSSIAN_CONSISTENCY
 CONSISTENT = Criterion(
@@ -36,6 +34,9 @@ FEW_TOKENS = Criterion("at most", 0.01, "“few” read as: one token in a hundr
 DELIMITED = Criterion("at least", 0.5, "most of them (ours)")
 SUDDEN = Criterion("at least", 0.5, "half of the largest size in one block (ours)")
 STAYS = Criterion("at least", 0.75, "three quarters of the layers from there on (ours)")
+
+LIFE = ["dimension", "token_id", "first"]
+"""What tells one massive activation from another."""
 
 Found = TypeVar("Found")
 
@@ -104,10 +105,7 @@ def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
 def _estimate(
     measure: Callable[[Found], float], whole: Found, parts: Sequence[Found], contexts: int
 ) -> Estimate:
-    """A share or count of the whole text, with the error of a mean over its parts; of parts that have none, fewer.
-
-    What does not vary over the parts may in as many contexts more (`Estimate.floored`).
-    """
+    """A share or count of the whole text, with the error of a mean over its parts; of parts that have none, fewer."""
     values = np.array([measure(part) for part in parts])
     values = values[np.isfinite(values)]
     if len(values) < 2:
@@ -116,16 +114,13 @@ def _estimate(
     return Estimate(measure(whole), error, len(values), "parts").floored(count=contexts)
 
 
-def _even(outliers: Outliers) -> float:
-    large = outliers.dimensions[outliers.dimensions["large_rms"] & ~outliers.dimensions["massive"]]
-    return float((large["consistency"] >= EVEN).mean())
-
-
 def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
-    """Whether dimensions with a large RMS are large in most tokens, or by a few.
+    """Whether dimensions with a large RMS are large in most tokens, or by a few."""
 
-    Massive activations are another thing: where they make the RMS, the dimension is counted apart.
-    """
+    def even(each: Outliers) -> float:
+        large = each.dimensions[each.dimensions["large_rms"] & ~each.dimensions["massive"]]
+        return float((large["consistency"] >= EVEN).mean())
+
     claim = f"Outlier feature dimensions are consistent across tokens ({ZHANG}, section 1.2)"
     large = outliers.dimensions[outliers.dimensions["large_rms"]]
     apart = f"{int(large['massive'].sum())} more carry massive activations after position 0"
@@ -138,7 +133,7 @@ def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outl
         f"not far below it (lowest: {number(large['consistency'].min())} of it; Gaussian numbers: "
         f"{number(GAUSSIAN_CONSISTENCY)}; {apart})"
     )
-    outcome.claim(claim, what, _estimate(_even, outliers, parts, _contexts(outliers)), CONSISTENT)
+    outcome.claim(claim, what, _estimate(even, outliers, parts, _contexts(outliers)), CONSISTENT)
 
 
 def _at_delimiters(outliers: Outliers) -> float:
@@ -147,10 +142,6 @@ def _at_delimiters(outliers: Outliers) -> float:
     tokens = _by_token(outliers.massive)
     places = tokens["places"].to_numpy(dtype=np.float64)
     return float(places[tokens["first"] | tokens["token"].map(is_delimiter)].sum() / places.sum())
-
-
-def _rise(outliers: Outliers) -> float:
-    return float(outliers.growth.drop_duplicates(["dimension", "token_id", "first"])["rise"].median())
 
 
 def _staying(outliers: Outliers) -> float:
@@ -167,9 +158,10 @@ def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers
     dimensions = sorted(set(outliers.massive["dimension"]))
     width = len(set(outliers.dimensions["dimension"]))
     few = Criterion("at most", max(4.0, 0.01 * width), "“few” read as: 4, or 1 % of them (ours)")
-    lives = outliers.growth.drop_duplicates(["dimension", "token_id", "first"])
+    lives = outliers.growth.drop_duplicates(LIFE)
     followed = f"median of {counted(len(lives), 'pair')} of token and dimension"
     gone = int(lives["vanishes"].notna().sum())
+    names = [carrier_name(row.token, row.first) for row in _by_token(outliers.massive).itertuples()]
     first = percent(float(outliers.layers["tokens_first"].max()))
     measures: dict[str, tuple[str, Callable[[Outliers], float], Criterion]] = {
         "tokens": (
@@ -179,7 +171,7 @@ def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers
         ),
         "delimiters": (
             "share at position 0 or at tokens without a letter or digit "
-            f"({_carrier_names(_by_token(outliers.massive))})",
+            f"({listed(list(dict.fromkeys(names)), 5)})",
             _at_delimiters,
             DELIMITED,
         ),
@@ -188,7 +180,11 @@ def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers
             lambda each: float(each.massive["dimension"].nunique()),
             few,
         ),
-        "sudden": (f"largest growth in one block over the largest size, {followed}", _rise, SUDDEN),
+        "sudden": (
+            f"largest growth in one block over the largest size, {followed}",
+            lambda each: float(each.growth.drop_duplicates(LIFE)["rise"].median()),
+            SUDDEN,
+        ),
         "stays": (
             "share of the layers, from the one where it appears, in which it is massive, "
             f"{followed} ({gone} vanish before the last)",
@@ -210,10 +206,7 @@ def judge_sinks(
     parts: Sequence[tuple[Outliers, pd.DataFrame]],
     corpus: Corpus,
 ) -> None:
-    """Whether massive activations and sinks are at the same tokens, by token and first position.
-
-    whole: outliers, and sinks as the run's table has them. parts: the same of parts of the text.
-    """
+    """Whether massive activations and sinks are at the same tokens, by token and first position."""
     outliers, sinks = whole
     if missing := _nothing(outliers) or ("no attention sink in this run" if sinks.empty else ""):
         for name in ("at sinks", "sinks at"):
@@ -245,8 +238,10 @@ def _caught(sinks: pd.DataFrame) -> pd.DataFrame:
 
 
 def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> float:
-    amount = tokens[weight].to_numpy(dtype=np.float64)
-    return float((amount * _among(tokens, others)).sum() / amount.sum())
+    """Of `tokens` those that are among `others` too; position 0 is one place, whatever its token."""
+    amount, later = tokens[weight].to_numpy(dtype=np.float64), set(others.loc[~others["first"], "token_id"])
+    present = np.where(tokens["first"], bool(others["first"].any()), tokens["token_id"].isin(later))
+    return float((amount * present).sum() / amount.sum())
 
 
 def _contexts(outliers: Outliers) -> int:
@@ -284,7 +279,7 @@ def is_delimiter(token: str) -> bool:
 def stays(growth: pd.DataFrame) -> Floats:
     """Share of massive layers from the first to the last of the model, of each activation that appears at all."""
     shares = []
-    for _, activation in growth[growth["appears"].notna()].groupby(["dimension", "token_id", "first"]):
+    for _, activation in growth[growth["appears"].notna()].groupby(LIFE):
         later = activation[activation["layer"] >= activation["appears"]]
         shares.append(float((later["share"] >= 0.5).mean()))
     return np.array(shares)
@@ -297,25 +292,12 @@ def _by_token(massive: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values(["contexts", "token_id"], ascending=[False, True], ignore_index=True)
 
 
-def _among(tokens: pd.DataFrame, others: pd.DataFrame) -> Floats:
-    """1 for each of `tokens` that is among `others` too; position 0 is one place, whatever its token."""
-    later = set(others.loc[~others["first"], "token_id"])
-    present = np.where(tokens["first"], bool(others["first"].any()), tokens["token_id"].isin(later))
-    return present.astype(np.float64)
-
-
 def _chance(tokens: pd.DataFrame, corpus: Corpus) -> float:
     """The share of all tokens of the text that are such tokens."""
     ids = corpus.contexts.numpy()
     present = np.isin(ids, tokens.loc[~tokens["first"], "token_id"].to_numpy())
     present[:, 0] = bool(tokens["first"].any())
     return float(present.mean())
-
-
-def _carrier_names(tokens: pd.DataFrame) -> str:
-    """The most frequent carriers by name, position 0 once."""
-    names = [carrier_name(row.token, row.first) for row in tokens.itertuples()]
-    return listed(list(dict.fromkeys(names)), 5)
 
 
 def _read(outcome: Outcome, outliers: Outliers) -> None:

@@ -17,19 +17,11 @@ from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
 from theodolite.system.wording import counted, head_name, number, percent, shown_token
+from theodolite.theory import grouping
 from theodolite.theory.colouring import principal_scores, rgb, turned
-from theodolite.theory.grouping import (
-    chance_explained,
-    explained_elsewhere,
-    variance_explained,
-    without_trend,
-)
-from theodolite_papers.experiment import Experiment, Study, experiment
+from theodolite_papers.experiment import ZHANG, Experiment, Outcome, Study, by_name, experiment
 
 DEEPER = 4
 """Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
@@ -61,10 +53,7 @@ RELEASED = "The clusters remain in the residual stream of deeper layers (Fig. 2d
 
 
 def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> None:
-    """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain.
-
-    trace: of the head. tokens: as they are shown. chosen: by `trace_prompt`, not named.
-    """
+    """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain."""
     sinks = [int(position) for position in trace.sinks if position >= 0]
     grouped = trace.group != LEFT_OUT
     vectors_at = _places(trace)
@@ -76,7 +65,9 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
         for name, vectors in vectors_at.items()
     }
     colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
-    groups = _names(trace, tokens)
+    names = {place: f"caught by {_sink(int(sink), tokens)}" for place, sink in enumerate(trace.sinks)}
+    names |= {LEFT_OUT: "position 0, or a sink", UNCAUGHT: "not caught"}
+    groups = [names[group] for group in trace.group.tolist()]
     places = outcome.tables["places"] = explained_by_place(vectors_at, trace.group, grouped)
     outcome.tables["tokens"] = pd.DataFrame(
         {
@@ -101,8 +92,7 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:
-    """The vectors that are coloured, in the order of the computation: the head's output is the tag, deeper layers
-    the release."""
+    """The vectors that are coloured, in the order of the computation: before the head, its output, deeper layers."""
     layer, last = trace.layer, len(trace.streams) - 1
     deeper = [layer + 1 + step for step in evenly(last - layer, DEEPER)]
     return {
@@ -110,12 +100,6 @@ def _places(trace: PromptTrace) -> dict[str, Tensor]:
         "output of the head": trace.output,
         **{f"stream, layer {later}": trace.streams[later] for later in deeper},
     }
-
-
-def _names(trace: PromptTrace, tokens: list[str]) -> list[str]:
-    names = {place: f"caught by {_sink(int(sink), tokens)}" for place, sink in enumerate(trace.sinks)}
-    names |= {LEFT_OUT: "position 0, or a sink", UNCAUGHT: "not caught"}
-    return [names[group] for group in trace.group.tolist()]
 
 
 def _sink(position: int, tokens: list[str]) -> str:
@@ -146,16 +130,16 @@ def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Te
     shifts = [1 + shift for shift in evenly(len(of_tokens) - 1, MOST_SHIFTS)]
     beyond, shifted = {}, {}
     for name, vectors in vectors_at.items():
-        left = without_trend(vectors[grouped], position)
-        beyond[name] = variance_explained(left, of_tokens)
-        shifted[name] = explained_elsewhere(left, of_tokens, shifts)
+        left = grouping.without_trend(vectors[grouped], position)
+        beyond[name] = grouping.variance_explained(left, of_tokens)
+        shifted[name] = grouping.explained_elsewhere(left, of_tokens, shifts)
     before = next(iter(beyond))
     rows = []
     for name, vectors in vectors_at.items():
         gain, gains = beyond[name] - beyond[before], shifted[name] - shifted[before]
         rows.append(
-            {"place": name, "variance_explained": variance_explained(vectors[grouped], of_tokens)}
-            | {"by_chance": chance_explained(of_tokens), "beyond_position": beyond[name]}
+            {"place": name, "variance_explained": grouping.variance_explained(vectors[grouped], of_tokens)}
+            | {"by_chance": grouping.chance_explained(of_tokens), "beyond_position": beyond[name]}
             | {"shifted": float(shifted[name].mean()), "gain": gain, "shifts": len(shifts)}
             | {"as_large": int((gains >= gain - TIE).sum()), "as_small": int((gains <= gain + TIE).sum())}
         )
@@ -219,8 +203,7 @@ def _figures(
         "attention",
         f"Catch: attention of {head}",
         drawing.attention(trace.attention.numpy(), tokens, sinks),
-        f"Queries down, keys across. ▼: sinks of this head, which receive more than {SINK_THRESHOLD} of the attention "
-        "of the queries that see them, or, local sinks, most of that of a contiguous span.",
+        f"Queries down, keys across. ▼: sinks of this head: over {SINK_THRESHOLD} of the attention, or local sinks.",
         "strong columns: later tokens attend mostly to that token.",
         source,
         wide=True,
@@ -229,8 +212,7 @@ def _figures(
         "output",
         f"Tag: output of {head} by dimension",
         drawing.by_dimension(trace.output.numpy(), tokens, sinks),
-        f"What the head adds to the residual stream of each token (through W_O), the {drawing.DIMENSIONS} "
-        "dimensions that are largest at any token.",
+        f"What the head adds to each token's residual stream; the {drawing.DIMENSIONS} largest dimensions.",
         "columns of one colour over all tokens that one sink caught.",
         f"{ZHANG}, Fig. 2b",
         wide=True,
@@ -248,8 +230,7 @@ def _figures(
         "colours",
         "Release: tokens coloured by principal components",
         drawing.coloured(colours, list(scores), tokens, sinks),
-        "Three principal components of the tokens' vectors as red, green and blue, every place turned to the colours "
-        "of the head's output (orthogonal Procrustes). Position 0 and the sinks are left out of the components.",
+        "First three principal components as red, green and blue, aligned to the head's output (Procrustes).",
         "runs of one colour after each ▼ in the head's output, and again in the rows below it.",
         f"{ZHANG}, Figs. 2c and 2d",
         wide=True,
@@ -273,8 +254,7 @@ def _figures(
         "Where any head has a sink",
         drawing.received(trace.received.numpy(), tokens, sinks),
         "By layer and token, the largest mean attention that a head of the layer pays it.",
-        "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
-        "layers.",
+        "strong cells far from the first token; after “Let's think step by step”, those in deep layers.",
         f"{ZHANG}, Figs. 8f and 10f",
         wide=True,
     )
@@ -297,42 +277,35 @@ def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
     return on_prompt
 
 
-PROMPT_SINKS = [
-    _on_prompt(
+_TO_STEP = "A sink on “Let's think step by step” in a deep layer"
+_CLUSTERS = "Clusters in the head's output and"
+_PUBLISHED = (
+    (
         "figure2",
         "few-shot",
         "a few-shot prompt",
         "Two distinct sinks catch the tokens that follow them; tokens cluster by the sink that they attended to, in "
         "the head's output and in a deep layer (Fig. 2, Phi-3 Medium, L3H6 and layer 17)",
     ),
-    _on_prompt(
+    (
         "figure7",
         "passage",
         "a passage of text",
         "No clusters before the head, clusters in its output and at layer 18 (Fig. 7, L3H30)",
     ),
-    _on_prompt(
-        "figure8",
-        "step-by-step",
-        "a zero-shot chain of thought",
-        "A sink on “Let's think step by step” in a deep layer (Fig. 8, L3H6 and L38H33)",
-    ),
-    _on_prompt(
-        "figure9",
-        "chain-of-thought",
-        "a chain of thought",
-        "Clusters in the head's output and at layer 21 (Fig. 9, L5H16)",
-    ),
-    _on_prompt(
+    ("figure8", "step-by-step", "a zero-shot chain of thought", f"{_TO_STEP} (Fig. 8, L3H6 and L38H33)"),
+    ("figure9", "chain-of-thought", "a chain of thought", f"{_CLUSTERS} at layer 21 (Fig. 9, L5H16)"),
+    (
         "figure10",
         "step-by-step-2",
         "another zero-shot chain of thought",
-        "A sink on “Let's think step by step” in a deep layer (Fig. 10, L5H14 and L39H24)",
+        f"{_TO_STEP} (Fig. 10, L5H14 and L39H24)",
     ),
-    _on_prompt(
+    (
         "figure11",
         "chain-of-thought-2",
         "another chain of thought",
-        "Clusters in the head's output and in a deep layer (Fig. 11, L3H30)",
+        f"{_CLUSTERS} in a deep layer (Fig. 11, L3H30)",
     ),
-]
+)
+PROMPT_SINKS = [_on_prompt(*row) for row in _PUBLISHED]

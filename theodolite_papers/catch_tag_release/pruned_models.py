@@ -1,7 +1,6 @@
 """A model pruned in memory, and what is measured of it on a text: losses, every sink of every context, one prompt.
 
-The text is split: even contexts calibrate the pruning, odd ones are measured, so that nothing is judged on what it was
-fitted to. The model itself is left alone; copies of it are pruned one after the other.
+Even contexts calibrate the pruning, odd ones are measured.
 """
 
 from __future__ import annotations
@@ -49,12 +48,7 @@ MOST_CONTEXTS = 128
 
 @dataclass(frozen=True)
 class ModelSinks:
-    """The measures of one model.
-
-    loss: next-token loss of each context, nats per token. sinks: which keys of which heads are sinks of each
-    context (the survey's criterion; learned sink logits aside). prompt: one head on one prompt, where one was asked
-    for.
-    """
+    """A model's next-token losses in nats per token, the sinks of each context, and one head on one prompt."""
 
     loss: Float[Tensor, " contexts"]
     sinks: Bool[Tensor, "contexts layers heads positions"]
@@ -105,10 +99,7 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
 
 
 def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> tuple[float, float]:
-    """Share of a model's sinks, context by context and key by key, that another has; its standard error over contexts.
-
-    layer: of this block only.
-    """
+    """Share of a model's sinks, by context and key, that another has; its standard error over contexts."""
     return _ratio(dense.sinks & other.sinks, dense.sinks, layer)
 
 

@@ -15,8 +15,6 @@ from theodolite.models.token_texts import token_texts
 from theodolite.prune.pruned import Pruned
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
@@ -34,7 +32,7 @@ from theodolite_papers.catch_tag_release.pruned_models import (
     new_sinks,
     pruned_measures,
 )
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment
 
 DENSE = "dense"
 CONTROL_SEED = 0
@@ -56,9 +54,7 @@ def _prompt(study: Study) -> Prompt:
 
 
 def _table(dense: ModelSinks, measured: Mapping[str, ModelSinks], layer: int | None = None) -> pd.DataFrame:
-    """One row per model: sinks kept (of a layer, where one is named) and new over the dense model's, and the loss
-    beyond its own.
-    """
+    """One row per model: sinks kept (of a layer, if named) and new over the dense model's, and the loss difference."""
     columns = ("sinks_kept", "sinks_kept_se", "sinks_new", "sinks_new_se", "loss_more", "loss_more_se")
     rows = []
     for name, model in measured.items():
@@ -126,10 +122,8 @@ def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks],
             key,
             title,
             figures_compare.parallel_map(figures),
-            f"Tokens down; the {figures_prompt.DIMENSIONS} dimensions that are largest at any token of the dense "
-            "model, in its colours.",
-            "columns of one colour over the tokens that a sink caught, which go with the low-rank term and stay under "
-            "the control.",
+            f"Tokens down; the {figures_prompt.DIMENSIONS} largest dimensions of the dense model, in its colours.",
+            "columns of one colour over caught tokens, which go with the low-rank term and stay under the control.",
             f"{ZHANG}, Fig. 4",
             wide=True,
         )
@@ -208,8 +202,7 @@ def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
         "left",
         "The layer's sinks that are left",
         figures_ablations.shares_left(left, (REMOVED.limit, SPARED.limit)),
-        "Share of the pruned model's sinks in the layer, by context and key, with its 95 % interval. Dotted: the most "
-        "that is left where the low-rank term carries the sinks, and the least without a random part as large.",
+        "Share of the pruned model's sinks that are left, with 95 % intervals. Dotted: the limits of the claim.",
         "the first one left of the left line, and the control right of the right one.",
         f"{ZHANG}, section 3.2; the control is ours",
     )

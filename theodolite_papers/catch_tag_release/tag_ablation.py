@@ -16,8 +16,6 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import Criterion, Verdict, all_of, judge, untestable
 from theodolite.report import style
-from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome
 from theodolite.report.sink_trace import TRACE, show_trace
 from theodolite.sinks.ablation import (
     HEAD_SINKS,
@@ -28,7 +26,7 @@ from theodolite.sinks.ablation import (
     ablation_test,
 )
 from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
-from theodolite_papers.experiment import Study, chosen_and_judged, experiment
+from theodolite_papers.experiment import ZHANG, Outcome, Study, chosen_and_judged, experiment
 
 
 def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Figure:
@@ -164,8 +162,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
         "losses",
         f"{name} ablated: loss of the next token",
         changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
-        "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
-        "the head's sinks caught in the untouched model. Control: a random ablation of the same norm.",
+        "Change of the loss in nats. Caught: by the head's sinks. Control: a norm-matched random ablation.",
         "red bars longer than the grey ones, on caught tokens more than on others.",
         f"{ZHANG}, sections 2 and 3",
         wide=True,
@@ -183,8 +180,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
         "clusters",
         f"{name} ablated: clusters downstream",
         changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
-        "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
-        "untouched model.",
+        "Change of η² of the head's grouping in each later residual layer; groups of the intact model.",
         "η² that falls by nearly its whole value: then the clusters came from this tag.",
         f"{ZHANG}, section 2, Fig. 2d",
         wide=True,
@@ -227,8 +223,7 @@ def against_others(table: pd.DataFrame) -> Verdict:
         MORE_THAN_OTHERS, what, between["change"], between["change_se"], between["contexts"], MORE_THAN_NONE
     )
     return all_of(
-        MORE_THAN_OTHERS,
-        [more, against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)],
+        MORE_THAN_OTHERS, [more, against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)]
     )
 
 

@@ -43,10 +43,7 @@ def _this_model(
 def against_published(
     run: Run, name: str, rows: published.Rows, y: str, errors: Floats | None = None, *, log: bool = False
 ) -> go.Figure:
-    """A layer column over the rows of Table 4, 5 or 6, one line per model and text.
-
-    The 13 published layers are stretched onto this model's depth; the run's standard errors are drawn as bars.
-    """
+    """A layer column over the rows of Table 4, 5 or 6, one line per model and text."""
     layers = layer_numbers(run)
     depth = np.linspace(0, float(layers.max()), 13).round(4)
     traces: list[Any] = []
@@ -70,11 +67,7 @@ def against_published(
 
 
 def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
-    """Table 1 as dots: one panel per quantity, one line per row, a bar of one standard deviation over layers.
-
-    rows: row name → quantity → (mean, standard deviation); the first row is this run's. quantities: the panels, in
-    order.
-    """
+    """Table 1 as dots: one panel per quantity, one line per row, a bar of one standard deviation over layers."""
     names = [for_plotly(name) for name in rows]
     shown: list[Panel] = []
     for quantity in quantities:
@@ -159,10 +152,7 @@ def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> 
 
 
 def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
-    """Mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it.
-
-    `ratios`: layer → published norm over that of layer 0.
-    """
+    """Mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it."""
     layers = np.arange(len(norms), dtype=np.float64)
     dots = go.Scatter(
         x=list(ratios),

@@ -57,10 +57,7 @@ def propagation_curves(
     lines, values = [], []
     for index, eta in enumerate(etas):
         colour = style.order_colour(index / max(1, len(etas) - 1))
-        lines += [
-            Line(f"η = {eta:g}", colour),
-            Line(f"η = {eta:g}, published", colour, "dash", 1.4),
-        ]
+        lines += [Line(f"η = {eta:g}", colour), Line(f"η = {eta:g}, published", colour, "dash", 1.4)]
         values += [corrected[index], published[index]]
     drawn = curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
     for trace in drawn.data[1::2]:
@@ -94,10 +91,7 @@ def maps(
 ) -> go.Figure:
     """Heat maps side by side: name → (rows, columns), all on the same axes and, but for `signed`, one scale.
 
-    axes: values of the columns (x) and of the rows (y). titles: of x, of y, and of what the colours say. limits: of
-    the colours; those of `signed` maps are ± the largest magnitude in them. signed: names of the maps that are
-    coloured by their sign, which have a colour bar of their own below the other. square: cells as wide as high,
-    rows from top to bottom, as a matrix is written.
+    axes: values of x and y. titles: of x, y and the colours. signed: names of maps that are coloured by their sign.
     """
     largest = max((float(np.nanmax(np.abs(pictures[name]))) for name in signed), default=0.0) or 1.0
     first_of_scale = {name in signed: name for name in list(pictures)[::-1]}
@@ -143,11 +137,7 @@ PREDICTED = (PUBLISHED, CORRECTED, FINITE, EXACT)
 def simulation(
     positions: Floats, simulated: Floats, errors: tuple[Floats, Floats], predictions: Sequence[Floats]
 ) -> go.Figure:
-    """ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions.
-
-    positions, simulated: (T,). errors: over walks, over draws, (T,) each. predictions: published, corrected,
-    finite, exact, (T,) each.
-    """
+    """ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions."""
 
     def dots(name: str, bars: dict[str, Any] | None, marker: dict[str, Any], **hover: str) -> go.Scatter:
         x, y = positions.astype(np.float32), simulated.astype(np.float32)
@@ -176,10 +166,7 @@ def simulation(
 def entropies(
     scales: Sequence[float], means: Sequence[float], values: Floats, errors: Floats, least: float
 ) -> go.Figure:
-    """Mean attention entropy against the scale of the eigenvalues, a line a mean; logarithmic axes.
-
-    values, errors: nats and standard errors, (means, scales). least: the lower end of the axis, in nats.
-    """
+    """Mean attention entropy against the scale of the eigenvalues, a line a mean; logarithmic axes."""
     traces: list[Any] = []
     for index, mean in enumerate(means):
         traces += line(

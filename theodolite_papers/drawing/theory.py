@@ -25,10 +25,7 @@ LARGEST_ERROR = 30.0  # of a kernel: beyond that a bound says nothing and would 
 def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
     """The maps of one layer's heads as tiles of one picture, −1 … 1: survivors below 0, the diagonal above.
 
-    Magnitudes are square roots of shares of the head's largest, so that a tenth of it is still seen. Where both
-    have an entry, on the diagonal, the larger one is drawn; NaN separates the tiles.
-
-    rotated: (H, n, n) magnitudes, 0 where nothing survives. diagonal: (H, n) magnitudes.
+    Magnitudes are square roots of shares of the head's largest; NaN separates the tiles.
     """
     tiles = []
     for survivors, of_head in zip(rotated, diagonal, strict=True):
@@ -41,10 +38,7 @@ def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
 
 
 def positional_tiles(logits: Floats) -> Floats:
-    """One layer's heads as tiles of one picture, as in `weight_tiles`: rows less their means, of −1 … 1.
-
-    Each head over its own `SATURATED` percentile. `logits`: (H, n, n).
-    """
+    """One layer's heads as tiles of one picture, as in `weight_tiles`: rows less their means, of −1 … 1."""
     centred = logits - logits.mean(axis=-1, keepdims=True)
     return _in_tiles([np.clip(tile / saturation([tile]), -1, 1) for tile in centred])
 
@@ -103,10 +97,7 @@ def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
 def head_values(
     grid: Floats, what: str, *, decades: bool = False, notes: Sequence[Sequence[str]] = ()
 ) -> go.Figure:
-    """One number per head over layer × head: a share of one, or (`decades`) a ratio coloured by its logarithm.
-
-    `notes`: further lines of each head's hover text.
-    """
+    """One number per head over layer × head: a share of one, or (`decades`) a ratio coloured by its logarithm."""
     colour_values, bar, limits = grid, style.colour_bar(what), (0.0, 1.0)
     if decades:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -151,10 +142,7 @@ def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tu
 def smoothness_bounds(
     cutoffs: Sequence[int], bounds: Floats, attained: Floats, trivial: Floats, layer: int
 ) -> go.Figure:
-    """Theorem 1 at one layer: the bound for each order of difference (dashed), the attained error, no approximation.
-
-    cutoffs: k. bounds: (N, orders, K), attained: (N, K), trivial: (N); the axes are those of all N layers.
-    """
+    """Theorem 1 at one layer: the bound for each order of difference (dashed), the attained error, no approximation."""
     all_values = np.concatenate([bounds.ravel(), attained.ravel(), trivial])
     positive = all_values[np.isfinite(all_values) & (all_values > 0)]
     # What is left at the last k is rounding: a curve may leave the picture below.
@@ -188,11 +176,7 @@ def factorisation(
     bound: tuple[Floats, Floats],
     marks: Mapping[str, float],
 ) -> go.Figure:
-    """Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed).
-
-    levels: incoherences. curves: two, name → (means, standard errors). bound: (incoherences, values). marks: two,
-    name → an incoherence that is shown as a vertical line.
-    """
+    """Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed)."""
     drawn = bound[1] <= LARGEST_ERROR
     low = min(float(means.min()) for means, _ in curves.values()) / 2
     traces: list[Any] = []
@@ -232,10 +216,7 @@ def factorisation(
 
 
 def error_over_incoherence(widths: Floats, curves: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
-    """Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence.
-
-    widths: d. curves: name → (means, standard errors).
-    """
+    """Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence."""
     traces: list[Any] = []
     for (name, (means, errors)), colour in zip(curves.items(), style.CATEGORIES, strict=False):
         hover = f"{for_plotly(name)}<br>d = %{{x}}: %{{y:.3g}}<extra></extra>"

@@ -42,11 +42,7 @@ def _step_axis(steps: Sequence[int], log_steps: Floats) -> dict[str, Any]:
 def measures_by_step(
     steps: Sequence[int], measures: Mapping[str, tuple[Floats, Floats]], limits: Mapping[str, float]
 ) -> go.Figure:
-    """One panel per measure, one line per layer, against training step.
-
-    steps: S of them. measures: title → (values, standard errors), each (S, N). limits: title → a criterion, drawn
-    as a dotted line.
-    """
+    """One panel per measure, one line per layer, against training step."""
     log_steps = log_step_axis(steps)
     layers = next(iter(measures.values()))[0].shape[1]
     down = math.ceil(len(measures) / PANELS_ACROSS)
@@ -78,10 +74,7 @@ def measures_by_step(
 
 
 def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) -> go.Figure:
-    """The positions on their two leading directions, one cell per step and layer, each cell on its own scale.
-
-    curves: (S, N, n, 2), coloured by position, early violet and late green.
-    """
+    """The positions on their two leading directions, one cell per step and layer, each cell on its own scale."""
     centred = curves - curves.mean(axis=2, keepdims=True)
     # One scale for both directions: a second one that is nothing but noise must not look like half of the curve.
     reach = np.abs(centred).max(axis=(2, 3), keepdims=True)
@@ -139,11 +132,7 @@ def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) 
 def accuracies(
     names: Sequence[str], measured: tuple[Floats, Floats], paper: Mapping[str, Floats]
 ) -> go.Figure:
-    """Accuracy by number of digits: this model with standard errors, and rows of the paper.
-
-    names: of the groups of examples. measured: (accuracies, standard errors). paper: row name → accuracies, NaN
-    where it prints none.
-    """
+    """Accuracy by number of digits: this model with standard errors, and rows of the paper."""
     rows = [("this model", measured[0], measured[1], style.MEASURED, "circle")]
     rows += [
         (name, values, np.full(len(values), np.nan), colour, "diamond-open")

@@ -16,13 +16,10 @@ from theodolite.measure.constituents import DISJOINT, paired_groups
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, number, percent
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers.drawing import theory as maps
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 
@@ -40,8 +37,7 @@ REFUSALS_SHOWN = 2
 class PatternClaims:
     """What is claimed of attention to the tokens of one of `ATTENTION_PATTERNS`, in the paper's words and in ours.
 
-    `strict` is the paper's constituent, which takes the mean for zero; `group` the same with the pairs of a mean or a
-    bias on the other side, which `ours` claims. Both are judged, each by its own words. `side`: of Fig. 6.
+    `strict`: the paper's constituent; `group`: the same with the pairs of a mean or bias. `side`: of Fig. 6.
     """
 
     name: str
@@ -141,33 +137,28 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
     return sorted(heads, key=lambda head: -head.score)
 
 
-def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
-    asked = (
-        f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
-    )
-    why = f"the highest score is that of {heads[0].summary(group)}" if heads else "0 heads attributed"
-    return untestable(claim, f"{why}; {asked}")
-
-
 def pattern_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
     """Judge a pattern's claims, the paper's and ours, on all heads that follow it: one head alone decides nothing."""
     followers = [head for head in heads if head.follows]
     if not followers:
-        return [_none_found(pattern.claim, heads, pattern.strict)]
+        best = (
+            f"the highest score is that of {heads[0].summary(pattern.strict)}"
+            if heads
+            else "0 heads attributed"
+        )
+        asked = f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
+        return [untestable(pattern.claim, f"{best}; {asked}")]
     verdicts = []
     for claim, group in ((pattern.claim, pattern.strict), (pattern.ours, pattern.group)):
         share = share_of_heads([head.determined_by(pattern, group) for head in followers], MOST_HEADS)
-        verdicts.append(judge(claim, _what(heads, followers, group), share, MOST_HEADS))
+        kept = percent(float(np.mean([head.groups.loc[group, "kept"] for head in followers])))
+        what = (
+            f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
+            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the excess, "
+            f"and no other group more (it retains {kept} on average; {followers[0].summary(group)})"
+        )
+        verdicts.append(judge(claim, what, share, MOST_HEADS))
     return verdicts
-
-
-def _what(heads: list[Head], followers: list[Head], group: str) -> str:
-    kept = percent(float(np.mean([head.groups.loc[group, "kept"] for head in followers])))
-    return (
-        f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-        f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the excess, and "
-        f"no other group more (it retains {kept} on average; {followers[0].summary(group)})"
-    )
 
 
 @experiment(
@@ -189,10 +180,8 @@ def attribution(study: Study, outcome: Outcome) -> None:
                 pattern.name,
                 f"Attention to {pattern.title}: one constituent alone, and ablated",
                 figures_constituents.attribution(run, pattern.name),
-                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target} on repeated random tokens: as measured "
-                "(solid), from one group of constituents alone, with it ablated, and uniform (dotted).",
-                f"{pattern.group} alone near the solid line, and ablated near the dotted one. {pattern.strict} is its "
-                "part without mean and bias.",
+                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}: measured (solid), uniform (dotted).",
+                f"{pattern.group} alone near the solid line, ablated near the dotted one.",
                 f"{SONG}, section 5.2; the recomputation is ours",
                 wide=True,
             )
@@ -276,8 +265,7 @@ def constituents(study: Study, outcome: Outcome) -> None:
         "shares",
         "Share of logit variance of every head",
         by_name("group", list(grids), draw, grid=True),
-        "One cell per head: a group's share of the variance that the softmax sees (rows of logits less their means). "
-        "Position, context, cross, constant and additive sum to 1; one below 0 is drawn as 0.",
+        "One cell per head: a group's share of the variance of the logits; the first five sum to 1.",
         "heads dominated by one group: strong in one map, pale in the others.",
         f"{SONG}, eq. 10; the shares are ours",
         wide=True,
@@ -287,15 +275,13 @@ def constituents(study: Study, outcome: Outcome) -> None:
         "Mean share by layer",
         figures_constituents.shares_by_layer(
             np.arange(blocks(run), dtype=np.float64),
-            {group: _layer_means(grid) for group, grid in grids.items()},
+            {
+                group: np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in grid])
+                for group, grid in grids.items()
+            },
         ),
         "The mean over each layer's heads; mean and bias count with what is on the other side.",
         "position early, context late.",
         f"{SONG}, eq. 10; the shares are ours",
         wide=True,
     )
-
-
-def _layer_means(grid: Floats) -> Floats:
-    """Mean over each layer's heads; NaN where a layer could not be split."""
-    return np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in grid])

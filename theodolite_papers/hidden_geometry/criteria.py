@@ -1,8 +1,4 @@
-"""The limits that verdicts go by, each with the table or sentence that it is read from.
-
-All are from Song & Zhong 2024 (`report.published`), but for those that say "ours": there the paper gives a word and
-no number. Nothing here reads a run.
-"""
+"""The limits that verdicts go by, each with the table or sentence of Song & Zhong 2024 that it is from, or "ours"."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Is a head's weight matrix a positional part plus a diagonal? Eq. (9) of Song & Zhong 2024, in numbers.
 
-W = W_q W_kᵀ · scaling = V L Vᵀ + D + noise, with V the right singular vectors of the positional basis P and D
-diagonal. This module splits energy and knows nothing of models; one d×d matrix is in memory at a time.
+W = W_q W_kᵀ · scaling = V L Vᵀ + D + noise, V the right singular vectors of the positional basis P, and D diagonal.
 """
 
 from __future__ import annotations
@@ -32,12 +31,9 @@ _SEED = 0
 class RotatedEnergy:
     """Where the energy Σ entries² of W_rot = Vᵀ(W − D)V lies, for each head; float64.
 
-    threshold: τ = √(2 ln d²) · std of all d² entries of W_rot, in the logit's units. (The published code
-        rounds the standard deviation to three decimals first.)
-    surviving: how many entries exceed τ in magnitude. Of d² normal entries about 0.4/√(ln d) do: no whole one.
-    surviving_energy: their share of the energy of W_rot.
-    corner_surviving: share of the survivors' energy in the top-left K×K corner; NaN where none survives.
-    corner_energy: share of all energy of W_rot in that corner, without threshold.
+    threshold: τ = √(2 ln d²) · std of W_rot's entries (the published code rounds the deviation to three decimals).
+    surviving, surviving_energy: how many entries exceed τ, and their share of the energy. corner_surviving: share of
+    theirs in the K × K corner, NaN where none survives. corner_energy: of all energy, without threshold.
     """
 
     threshold: Float64[Tensor, "*stack"]
@@ -51,15 +47,9 @@ class RotatedEnergy:
 class Decoupling:
     """Eq. (9) of Song & Zhong 2024 for the heads of one layer, against random rotations.
 
-    diagonal: share of ‖W‖_F² in D = diag(W).
-    diagonal_random: the share expected in a Haar-random orthonormal basis in place of the coordinate axes,
-        ((tr W)² + ‖W‖_F² + tr W²)/((d + 2)‖W‖_F²). It is near 1 for a multiple of the identity, which is
-        diagonal in every basis: what D owes to the coordinate axes is the difference.
-    aligned: with V as given.
-    random_mean, random_deviation: mean and standard deviation (n − 1) of the same over random rotations in
-        place of V, over those that have a value.
-    rotated_map: |W_rot| in its first rows and columns, entries that do not survive set to 0: figure 4, blue.
-    diagonal_map: |D| in its first entries: figure 4, red.
+    diagonal: share of ‖W‖_F² in D = diag(W). diagonal_random: the same expected in a Haar-random basis,
+    ((tr W)² + ‖W‖_F² + tr W²)/((d + 2)‖W‖_F²). aligned: with V as given. random_mean, random_deviation: over random
+    rotations in place of V. rotated_map, diagonal_map: |W_rot| above the threshold, and |D|: figure 4, blue and red.
     """
 
     diagonal: Float64[Tensor, " heads"]
@@ -72,28 +62,14 @@ class Decoupling:
 
 
 def decouple(
-    w_q: Tensor,
-    w_k: Tensor,
-    v: Tensor,
-    scaling: float,
-    corners: Sequence[int] = CORNERS,
-    rotations: int = 5,
+    w_q: Tensor, w_k: Tensor, v: Tensor, scaling: float, corners: Sequence[int] = CORNERS, rotations: int = 5
 ) -> Decoupling:
     """Energy of every head in D and in the corner of V, against Haar-random rotations (Song & Zhong 2024, 5.1).
 
-    What the corner holds at random: K²/d² of the energy, to a relative O(1/K), as D leaves no trace behind.
+    A random corner holds K²/d² of the energy. `corner_energy` is the number to compare: few entries survive at random.
 
-    D is taken off before any rotation, so V and the random bases rotate the same matrix. A random basis has no
-    preference for coordinate axes, so a P that leans towards outlier dimensions finds the energy of a W that does,
-    whether or not they have to do with position; and of a random basis few entries survive or none, so that
-    `corner_energy` is the number to compare, `corner_surviving` the one to read with figure 4.
-
-    Costs one d³ product and one of d²·d_h for each head and basis, on the device of `w_q`.
-
-    w_q, w_k: factors of W, (H, d, d_h), logit = x W_q W_kᵀ yᵀ · scaling. v: orthogonal (d, d), its columns the
-    right singular vectors of P, in order, completed to a basis where P has fewer rows than columns:
-    `torch.linalg.svd(p, full_matrices=True).Vh.mT`. scaling: of the logit; 1/√d_h in the paper. Every share is free
-    of it. corners: K; a corner beyond the width is everything. rotations: how many random bases, at least 2.
+    w_q, w_k: factors of W, (H, d, d_h). v: orthogonal (d, d), the right singular vectors of P. scaling: of the logit.
+    corners: K. rotations: how many random bases, at least 2.
     """
     w_q, w_k, v = w_q.double(), w_k.double(), v.to(w_q.device).double()
     heads, width = w_q.shape[:2]
@@ -135,10 +111,7 @@ def corner_energy(
     w_k: Float64[Tensor, "heads width d_h"],
     v: Float64[Tensor, "*bases width corner"],
 ) -> Float64[Tensor, "*bases heads"]:
-    """Share of the energy of W − D in the corner of the first columns of other bases, as `RotatedEnergy.corner_energy`.
-
-    Costs d·d_h·K for each head and basis.
-    """
+    """Share of the energy of W − D in the corner of other bases, as `RotatedEnergy.corner_energy`."""
     diagonal = (w_q * w_k).sum(-1)
     corner = _rotate(w_q, w_k, diagonal, v[..., None, :, :])
     whole = qk_moments(w_q, w_k).frobenius_squared - diagonal.square().sum(-1)

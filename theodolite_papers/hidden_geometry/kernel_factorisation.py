@@ -1,7 +1,6 @@
-"""Theorem 2 of Song & Zhong 2024 as an experiment: does incoherence factorise the attention kernel?
+"""Theorem 2 of Song & Zhong 2024 as an experiment: does incoherence factorise the kernel K_W(x, y) = exp(xᵀ W y)?
 
-K_W(x, y) = exp(xᵀ W y). Bases, weights and tokens are drawn here as the theorem supposes them; nothing of a
-real model is measured.
+Bases, weights and tokens are drawn as the theorem supposes them; nothing of a model is measured.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _PAIRS = 64
 class KernelSetting:
     """What the weights and tokens of one experiment are drawn from.
 
-    width: d. vectors: n_1 and n_2, sizes of the two bases; more than d/2 make them overcomplete. sparsity: s,
-    terms of each W_αβ. noise: whether Z_αβ/√d is added to each, Z_αβ standard normal.
+    vectors: sizes of both bases. sparsity: terms of each W_αβ. noise: whether standard normal Z_αβ/√d is added.
     """
 
     width: int = 128
@@ -38,9 +36,7 @@ class KernelSetting:
 class FactorisationError:
     """Relative error |K_W(x^q, x^k) / ∏ K_{W_αβ}(…) − 1| of eq. (14), one entry per incoherence; float64.
 
-    mean, standard_error: over draws of bases, weights and pairs; a draw's pairs count as one.
-    maximum: over all draws and pairs.
-    bound: `factorisation_bound`, which no error exceeds where there is no noise.
+    A draw's pairs count as one in the mean and its error. bound: `factorisation_bound`, without noise.
     """
 
     incoherence: Float64[Tensor, " levels"]
@@ -51,10 +47,7 @@ class FactorisationError:
 
     @property
     def slope(self) -> float:
-        """Least-squares slope of ln(mean error) against ln(incoherence): 1 by the theorem, where small.
-
-        NaN for fewer than two incoherences, or where one is 0.
-        """
+        """Least-squares slope of ln(mean error) against ln(incoherence): 1 by the theorem, where small."""
         x, y = self.incoherence.log(), self.mean.log()
         x = x - x.mean()
         return float((x * y).sum() / x.square().sum())
@@ -65,11 +58,8 @@ def kernel_factorisation(
 ) -> FactorisationError:
     """How the error of the factorised kernel grows with the incoherence of the two bases.
 
-    Every incoherence sees the same random numbers: only the tilt of the second basis changes.
-
-    With noise, the theorem's O(incoh) asks for incoh ≥ 1/√d: it adds to the logarithm of the ratio a term of mean 0
-    and variance about 12/d (twelve mismatched products of unit vectors), whatever the incoherence. At a fixed width
-    the error is flat below some incoherence, which says nothing of an upper bound: see `error_growth`.
+    Every incoherence sees the same random numbers. With noise the error is flat below some incoherence at a fixed
+    width, which says nothing of an upper bound: see `error_growth`.
     """
     levels = torch.tensor(list(incoherences), dtype=torch.float64)
     error = torch.stack([_drawn(incoherence, setting, draws, seed) for incoherence in levels.tolist()])
@@ -85,10 +75,7 @@ def kernel_factorisation(
 
 @dataclass(frozen=True)
 class ErrorGrowth:
-    """Mean relative error over incoherence, where incoherence falls as d^−γ: is it bounded, as O(incoh) says?
-
-    ratio: (draws, widths), a draw's pairs counted as one. largest: (widths), over all draws and pairs.
-    """
+    """Mean relative error over incoherence, where incoherence falls as d^−γ: is it bounded, as O(incoh) says?"""
 
     exponent: float
     widths: Float64[Tensor, " widths"]
@@ -107,10 +94,7 @@ class ErrorGrowth:
 def error_growth(
     widths: Sequence[int], exponent: float, setting: KernelSetting, draws: int = 100, seed: int = 0
 ) -> ErrorGrowth:
-    """The error over an incoherence of d^−`exponent` for growing d: the rest of the setting stays, noise included.
-
-    By eq. (14) and its “moreover” it stays below a constant where incoh ≥ 1/√d, that is for exponents up to ½.
-    """
+    """The error over an incoherence of d^−`exponent` for growing d: the rest of the setting stays, noise included."""
     errors = [
         _drawn(width**-exponent, replace(setting, width=width), draws, seed) / width**-exponent
         for width in widths
@@ -122,10 +106,8 @@ def error_growth(
 def factorisation_bound(incoherence: Float[Tensor, "*levels"], sparsity: int) -> Float64[Tensor, "*levels"]:
     """exp(s(8ρ + 4ρ²)) − 1: no relative error of eq. (14) exceeds it, for incoherence ρ and s-sparse weights.
 
-    ln K_W(x^q, x^k) is a sum of 16 terms x_γᵀ W_αβ x_δ, with x_1 = c and x_2 = t. The four with γδ = αβ are
-    the factorised kernel's. Of the others, each W_αβ has two with one index wrong, at most s·ρ in magnitude,
-    and one with both wrong, at most s·ρ². The proof of Theorem 2 bounds all twelve by s·ρ. Attained where
-    every a_k is 1 and every u_k, v_k and token is one of two vectors c, t with ⟨c, t⟩ = ρ.
+    Of the 16 terms of ln K_W twelve are mismatched: eight with one index wrong, at most s·ρ, four with both, at most
+    s·ρ². The proof of Theorem 2 bounds all twelve by s·ρ. Attained where every vector is one of two with ⟨c, t⟩ = ρ.
     """
     rho = incoherence.double()
     return torch.expm1(sparsity * (8 * rho + 4 * rho**2))
@@ -168,11 +150,7 @@ def _drawn(incoherence: float, setting: KernelSetting, draws: int, seed: int) ->
 
 
 def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator) -> Tensor:
-    """Relative errors of one draw of bases and weights, (_PAIRS,).
-
-    Of a large width only the coordinates within what the bases span are drawn, and weights are held in what the
-    queries and the keys span: nothing else of a vector or a matrix is seen, and normal noise is normal there too.
-    """
+    """Relative errors of one draw of bases and weights, (_PAIRS,)."""
     half = setting.width // 2
     first = _within_span(setting.vectors[0], half, generator)
     second = _within_span(setting.vectors[1], setting.width - half, generator)
@@ -196,11 +174,7 @@ def _tokens(basis: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _within_span(count: int, width: int, generator: torch.Generator) -> Tensor:
-    """`_directions` in orthonormal coordinates of their span, (count, min(count, width)).
-
-    Of more dimensions than directions: the triangular factor of a normal matrix, whose diagonal is distributed as χ
-    with `width`, `width` − 1, … degrees of freedom (Bartlett).
-    """
+    """`_directions` in orthonormal coordinates of their span, (count, min(count, width))."""
     if width <= count:
         return _directions(count, width, generator)
     lower = torch.randn(count, count, generator=generator, dtype=torch.float64).tril(-1)

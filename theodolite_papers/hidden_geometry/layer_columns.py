@@ -39,14 +39,7 @@ from theodolite.report.data import (
 from theodolite.system.wording import listed, number
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers.experiment import Study
-from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.resampling import (
-    errors_of,
-    estimated,
-    grouped_basis,
-    low_frequency_without_noise,
-    norms_beyond_noise,
-)
+from theodolite_papers.hidden_geometry import criteria, resampling
 
 
 def found_ranks(run: Run) -> Floats:
@@ -65,20 +58,15 @@ def energy_within(basis: Tensor, ranks: Floats) -> Floats:
     squared = torch.linalg.svdvals(basis).square()
     shares = (squared.cumsum(-1) / squared.sum(-1, keepdim=True)).numpy()
     places = np.nan_to_num(ranks, nan=1).astype(int) - 1
-    energy: Floats = np.where(np.isnan(ranks), np.nan, shares[np.arange(len(shares)), places])
-    return energy
+    return np.where(np.isnan(ranks), np.nan, shares[np.arange(len(shares)), places])
 
 
 def noise_share(run: Run) -> Floats:
-    """Share of ‖P‖_F² that means over C contexts have by chance, by layer; 0 where the run has no norms.
-
-    Of independent contexts: (E‖h‖² − ‖μ‖² − E‖pos‖²)/C a position, E‖h‖² taken as the square of the mean norm.
-    """
+    """Share of ‖P‖_F² that means over C contexts have by chance, (E‖h‖² − ‖μ‖² − E‖pos‖²)/C a position, by layer."""
     energy = np.square(need(run, "positional_basis")[:, 1:].astype(np.float64)).sum(2).mean(1)
     constant = np.square(need(run, "mean").astype(np.float64)).sum(1)
     residual_energy = np.clip(np.square(value_of(run, "norm")) - constant - energy, 0, None)
-    share: Floats = np.nan_to_num(residual_energy / (run.provenance["corpus"]["contexts"] * energy))
-    return share
+    return np.nan_to_num(residual_energy / (run.provenance["corpus"]["contexts"] * energy))
 
 
 def no_room(run: Run) -> str | None:
@@ -93,10 +81,7 @@ def no_room(run: Run) -> str | None:
 
 
 def low_rank_verdict(study: Study, claim: str, *, every: bool) -> Verdict:
-    """Judge the rank and the energy within it: of `every` layer, or their means over layers.
-
-    Layers without a rank are not judged: one leaves "every layer" undecided, half of them the mean.
-    """
+    """Judge the rank and the energy within it: of `every` layer, or their means over layers."""
     run = study.run
     if why := no_room(run):
         return untestable(claim, why)
@@ -139,7 +124,9 @@ def _of_energy(study: Study, claim: str, every: bool) -> Verdict:
     contexts = run.provenance["corpus"]["contexts"]
     noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
     explanation = noisy if criteria.WITHIN_RANK.met(without_noise) else ""
-    error = errors_of(grouped_basis(study), lambda p: np.asarray(summary(energy_within(p, ranks))), value)
+    error = resampling.errors_of(
+        resampling.grouped_basis(study), lambda p: np.asarray(summary(energy_within(p, ranks))), value
+    )
     estimate = Estimate(value, float(error), *OF_GROUPS)
     return unless_explained(judge(claim, what, estimate, criteria.WITHIN_RANK), FAILS, explanation)
 
@@ -209,10 +196,7 @@ def mean_over_random(study: Study) -> Estimate:
 
 
 def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
-    """over/under with its standard error, as if both were independent.
-
-    Of similarities within and between labels, which rise and fall with the same contexts, the error is rather less.
-    """
+    """over/under with its standard error, as if both were independent."""
     ratio = over / under
     error: Floats = ratio * np.hypot(errors / over, under_errors / under)
     return ratio, error
@@ -229,8 +213,7 @@ def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
     """The share of a model's heads that are so, with the error that it has where the criterion's limit is the truth.
 
-    √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction): heads are
-    what is drawn, as if independently. With fewer than six, a limit of one half decides nothing.
+    √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction).
     """
     values = np.array(list(are_so), dtype=bool)
     if not len(values):
@@ -244,13 +227,9 @@ def beyond_random_order(
 ) -> tuple[Floats, Floats]:
     """How far a share of low frequencies lies from the most that random order has on average (0) to all energy (1).
 
-    1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))): in random order the constant frequency keeps its energy r_1, and of the
-    rest at most 9 of n − 1 parts are expected within the ten lowest: so many where it is all in the means of rows or of
-    columns, else fewer, and 0 is a bound. Constant matrices, whose order does not matter, are NaN.
-
-    lowest, constant: r_10 and r_1. errors: their standard errors, which add up at most, as both are of one text.
-
-    Returns the numbers, and their standard errors; NaN without `errors`.
+    1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))), and its standard errors (NaN without `errors`): in random order the
+    constant keeps its energy r_1, and of the rest at most 9 of n − 1 parts are expected within the ten lowest
+    frequencies.
     """
     rest = np.where(constant < 1, 1 - constant, np.nan)
     factor = 1 / (1 - min(1.0, 9 / (positions - 1)))
@@ -280,9 +259,8 @@ def smooth_verdict(
 ) -> Verdict:
     """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies.
 
-    Sampling noise lowers it, or raises it where it is alike at neighbouring positions, as a document's drift is. Where
-    the answer would be another one without it, it is not decided; a layer of which nothing is known without noise
-    counts for the other answer. The text is read again where something is decided.
+    Not decided where the answer would be another one without the text's sampling noise; the text is read again for
+    that.
     """
     positions = need(run, "positional_basis").shape[1] - 1
     mean, _ = layer_average(run, "low_frequency_10")
@@ -291,26 +269,23 @@ def smooth_verdict(
         return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
     verdict = judge(claim, what, mean, criterion)
-    if verdict.answer in OPEN or (basis := grouped_basis(study, run)) is None:
+    if verdict.answer in OPEN or (basis := resampling.grouped_basis(study, run)) is None:
         return verdict
     unknown = float(bool(criterion.met(mean.value)) != bool(criterion.met(1.0)))
-    without_noise = estimated(
-        basis, lambda each: float(np.nan_to_num(low_frequency_without_noise(each), nan=unknown).mean())
+    without_noise = resampling.estimated(
+        basis,
+        lambda each: float(np.nan_to_num(resampling.low_frequency_without_noise(each), nan=unknown).mean()),
     )
     return unless_noise(verdict, run, without_noise, criterion)
 
 
 def significant_verdict(study: Study, claim: str) -> Verdict:
-    """Judge the relative norms of all layers.
-
-    The sampling noise of C contexts alone has one of about 1/√C, so that little text would make any basis significant:
-    where the claim does not hold of what is left without it, it is not decided. The text is read again for that.
-    """
+    """Judge the relative norms of all layers."""
     norms = layer_estimates(study.run, "relative_norm")
     verdict = judge(claim, "relative norm", norms, criteria.SIGNIFICANT)
-    if verdict.answer != HOLDS or (basis := grouped_basis(study)) is None:
+    if verdict.answer != HOLDS or (basis := resampling.grouped_basis(study)) is None:
         return verdict
-    left = judge(claim, "", norms_beyond_noise(norms, basis), criteria.SIGNIFICANT)
+    left = judge(claim, "", resampling.norms_beyond_noise(norms, basis), criteria.SIGNIFICANT)
     contexts = study.run.provenance["corpus"]["contexts"]
     holding = sum(row.answer == HOLDS for row in left.parts)
     noisy = f"in {holding} of them without the sampling noise of {contexts} contexts"

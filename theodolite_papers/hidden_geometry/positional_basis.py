@@ -24,22 +24,10 @@ from theodolite.report.data import (
     value_of,
 )
 from theodolite.report.drawing import geometry
-from theodolite.report.exhibit import by_layer
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, percent, with_error
 from theodolite_papers.drawing import experiments as drawing
-from theodolite_papers.experiment import Study, experiment
-from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.layer_columns import (
-    columns_with_errors,
-    energy_within,
-    energy_within_rank,
-    found_ranks,
-    low_rank_verdict,
-    significant_verdict,
-    smooth_verdict,
-)
+from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, experiment
+from theodolite_papers.hidden_geometry import criteria, layer_columns
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis, by_halves, errors_of, grouped_basis
 
 _BASIS = "arrays.positional_basis"
@@ -61,7 +49,7 @@ def _beside_published(
     outcome.read(
         f"{title}, mean (sd) over layers", _bracketed(*mean_over_layers(values)[:2]), f"{model}: {printed}"
     )
-    outcome.tables["this_run"] = columns_with_errors(run, [name])
+    outcome.tables["this_run"] = layer_columns.columns_with_errors(run, [name])
     outcome.tables["published"] = pd.DataFrame(
         [
             {"model": model, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}
@@ -73,8 +61,7 @@ def _beside_published(
         name.replace("_", "-"),
         f"{title[0].upper()}{title[1:]}, layer by layer",
         drawing.against_published(run, name, rows, title, errors, log=log),
-        f"The thick line is this run, with its standard errors; the thin ones are {place}: one colour per model, "
-        "dotted on GitHub, solid on OpenWebText, dashed on WikiText. Their 13 layers are rescaled to this depth.",
+        f"Thick: this run with standard errors. Thin: {place}, one colour per model, rescaled to this depth.",
         "the thick line among the thin ones of its kind of model.",
         f"{SONG}, {place}",
         wide=True,
@@ -90,7 +77,7 @@ def _beside_published(
 def rank(study: Study, outcome: Outcome) -> None:
     _beside_published(outcome, study.run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
     claim = "The positional basis has a low rank at every layer (Table 4)"
-    outcome.verdicts.append(low_rank_verdict(study, claim, every=True))
+    outcome.verdicts.append(layer_columns.low_rank_verdict(study, claim, every=True))
 
 
 @experiment(
@@ -124,14 +111,11 @@ def relative_norm(study: Study, outcome: Outcome) -> None:
         outcome, study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
     )
     claim = "The positional basis is a significant part of the hidden states (Table 6, section 3.1)"
-    outcome.verdicts.append(significant_verdict(study, claim))
+    outcome.verdicts.append(layer_columns.significant_verdict(study, claim))
 
 
 def roughness(basis: Tensor) -> Floats:
-    """Σ‖p_{t+1} − p_t‖² / 2Σ‖p_t − p̄‖² · n/(n−1) of (N, n, d): 1 for positions in random order, near 0 on a curve.
-
-    Von Neumann's ratio: one less the correlation of neighbours.
-    """
+    """Von Neumann's ratio of (N, n, d): 1 for positions in random order, near 0 on a curve."""
     centred = basis - basis.mean(1, keepdim=True)
     steps = basis.diff(dim=1).square().sum((1, 2)) / (basis.shape[1] - 1)
     spread = centred.square().sum((1, 2)) / basis.shape[1]
@@ -149,9 +133,8 @@ def turns(plane: Tensor) -> Floats:
 def shape_of(run: Run) -> pd.DataFrame:
     """Of every layer: scale, share of energy in two directions, and the curve on these two, as it is drawn.
 
-    `sampling_noise`: share of the curve's variance that the mean over C contexts has by chance, at most (from the
-    spread of the kept context vectors). `smooth_roughness` is the roughness with it taken out; where it is half of
-    the variance or more there is no curve to judge, and it is NaN.
+    `sampling_noise`: share of the curve's variance that C contexts have by chance, at most. `smooth_roughness`: without
+    it; NaN where it is half of the variance or more.
     """
     basis = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
     plane = torch.from_numpy(need(run, "positional_pca")[:, 1:, :2]).double()
@@ -174,15 +157,11 @@ def shape_errors(run: Run, basis: GroupedBasis | None) -> pd.DataFrame:
 def _noise_variance(run: Run) -> Floats:
     """Of the mean over the run's contexts, in the plane of the curve, by layer."""
     cvec = torch.from_numpy(need(run, "cvec_pca")[:, :, :2]).double()
-    variance: Floats = (cvec.var(1).sum(-1) / run.provenance["corpus"]["contexts"]).numpy()
-    return variance
+    return (cvec.var(1).sum(-1) / run.provenance["corpus"]["contexts"]).numpy()
 
 
 def _shape(basis: Tensor, plane: Tensor, noise_variance: Floats, noisy: float) -> pd.DataFrame:
-    """From a basis (layers, positions, d) and its curve (layers, positions, 2).
-
-    A curve with a share of noise of `noisy` or more has no smooth roughness.
-    """
+    """From a basis (layers, positions, d) and its curve (layers, positions, 2)."""
     noise = noise_variance / plane.var(1).sum(-1).numpy()
     rough = roughness(plane)
     within = np.where(noise < noisy, noise, np.nan)
@@ -238,10 +217,8 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
         "principal-components",
         "Positions and context vectors on two principal components",
         by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
-        "Each layer's positional basis (violet: early, green: late) on its two leading directions, with context "
-        "vectors (red) on the same plane. Each axis of each picture has its own scale.",
-        "a smooth curve in every layer; a spiral makes a whole turn or more about its centre, a random walk about "
-        "two thirds of one.",
+        "The positional basis (violet: early, green: late) and context vectors (red) on its two leading directions.",
+        "a smooth curve in every layer; a spiral makes a whole turn or more about its centre.",
         f"{SONG}, {place}",
         wide=True,
     )
@@ -296,7 +273,7 @@ def on_random_tokens(study: Study, outcome: Outcome) -> None:
     run = study.random_run()
     _principal_components(outcome, study, run, "Fig. 24, on random tokens")
     claim = "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
-    outcome.verdicts.append(smooth_verdict(study, run, claim))
+    outcome.verdicts.append(layer_columns.smooth_verdict(study, run, claim))
     if run is not study.run:
         outcome.runs["random"] = run.provenance
 
@@ -310,8 +287,8 @@ def on_random_tokens(study: Study, outcome: Outcome) -> None:
 def spectrum(study: Study, outcome: Outcome) -> None:
     run = study.run
     ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
-    energy, found = energy_within_rank(run), found_ranks(run)
-    errors = errors_of(grouped_basis(study), lambda p: energy_within(p, found), energy)
+    energy, found = layer_columns.energy_within_rank(run), layer_columns.found_ranks(run)
+    errors = errors_of(grouped_basis(study), lambda p: layer_columns.energy_within(p, found), energy)
     table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": energy})
     singular_values = need(run, "singular_values")
     for index in range(singular_values.shape[1]):
@@ -329,7 +306,7 @@ def spectrum(study: Study, outcome: Outcome) -> None:
         criteria.DOMINANT,
     )
     claim = "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"
-    outcome.verdicts.append(smooth_verdict(study, run, claim))
+    outcome.verdicts.append(layer_columns.smooth_verdict(study, run, claim))
     outcome.figure(
         "singular-values",
         "The 60 largest singular values of P",

@@ -1,5 +1,4 @@
-"""Models that are trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of
-addition (section 4.3, appendix D.3)."""
+"""Models trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of addition."""
 
 from __future__ import annotations
 
@@ -15,21 +14,10 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates
 from theodolite.judging import OPEN, Criterion, Verdict, all_of, judge, opposite_of, untestable
 from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, layer_estimates, need, value_of
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, listed, number, with_error
 from theodolite_papers.drawing import training as drawing
-from theodolite_papers.experiment import Study, corpus_subset, experiment
-from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.addition_check import (
-    binomial_error,
-    digits_in_words,
-    is_adder,
-    of_an_adder,
-    on_cpu,
-    task_of,
-    why_not_known_to_add,
-)
+from theodolite_papers.experiment import SONG, Outcome, Study, corpus_subset, experiment
+from theodolite_papers.hidden_geometry import addition_check, criteria
 from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
 from theodolite_papers.hidden_geometry.resampling import norms_beyond_noise, read_by_group
 
@@ -68,11 +56,7 @@ PAPER_ACCURACY = {
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A checkpoint of the series, surveyed.
-
-    errors: of the columns of `shape_of`. norms: relative norms less what sampling noise alone has; with it, where
-    the contexts are too few to tell.
-    """
+    """A surveyed checkpoint, errors of the columns of `shape_of`, and relative norms less sampling noise."""
 
     step: int
     run: Run
@@ -135,8 +119,7 @@ def _table(series: list[_Checkpoint]) -> pd.DataFrame:
 
 def _grid(table: pd.DataFrame, name: str) -> Floats:
     """A column as (steps, layers)."""
-    grid: Floats = table.pivot(index="step", columns="layer", values=name).to_numpy(dtype=np.float64)
-    return grid
+    return table.pivot(index="step", columns="layer", values=name).to_numpy(dtype=np.float64)
 
 
 def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
@@ -154,12 +137,6 @@ def _verdict_at(row: pd.Series, needed: dict[str, Criterion]) -> Verdict:
     return all_of(claim, parts)
 
 
-def _values_line(row: pd.Series, needed: dict[str, Criterion]) -> str:
-    return ", ".join(
-        f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
-    )
-
-
 def _when(steps: list[int], met: list[bool]) -> str:
     """`first at step 100, and stays to step 5000`."""
     if not any(met):
@@ -175,14 +152,16 @@ def _when(steps: list[int], met: list[bool]) -> str:
 def appears(
     table: pd.DataFrame, layer: int, claim: str, needed: dict[str, Criterion], *, expected: bool = True
 ) -> Verdict:
-    """Judge whether a layer comes to meet all criteria in training: not at the first step, and at the last.
-
-    `expected`: whether the claim says that it does.
-    """
+    """Judge whether a layer comes to meet all criteria in training: not at the first step, and at the last."""
     claim = f"{claim}: layer {layer}"
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()
-    first, last = (_values_line(rows.iloc[place], needed) for place in (0, -1))
+    first, last = (
+        ", ".join(
+            f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
+        )
+        for row in (rows.iloc[0], rows.iloc[-1])
+    )
     before, after = (_verdict_at(rows.iloc[place], needed) for place in (0, -1))
     if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
         why = (
@@ -214,7 +193,7 @@ def judge_layer(
     elif digits_of(run.provenance["corpus"]["name"]):
         claim = "A model trained on addition learns no smooth positional curve (section 4.3)"
         verdict = appears(table, layer, claim, SMOOTH_CURVE, expected=False)
-        outcome.verdicts.append(of_an_adder(model, run, verdict, verdict.evidence))
+        outcome.verdicts.append(addition_check.of_an_adder(model, run, verdict, verdict.evidence))
     else:
         spiral = "The positional basis comes to form a spiral (abstract: “often”)"
         outcome.verdicts.append(appears(table, layer, learned, SMOOTH_CURVE))
@@ -250,8 +229,7 @@ def training(study: Study, outcome: Outcome) -> None:
         "curves",
         "The positional basis over training",
         drawing.curves_by_step([entry.step for entry in drawn], layers, curves.astype(np.float64)),
-        "Each cell: the positional basis of one layer at one training step on its own two leading directions and its "
-        "own scale, the same for both; violet positions are early, green ones late.",
+        "Each cell: the positional basis on its two leading directions and own scale; violet: early, green: late.",
         "the step at which a cloud becomes a curve, and whether the layers follow one another.",
         f"{SONG}, Fig. 1, at every checkpoint of a training run",
         wide=True,
@@ -261,8 +239,7 @@ def training(study: Study, outcome: Outcome) -> None:
         "measures",
         "The geometry of positions against training step",
         drawing.measures_by_step(steps, grids, limits),
-        f"One line per layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
-        "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
+        "One line per layer (violet: early, green: late), with standard errors; dotted lines: the criteria.",
         "the steps at which smoothness and norm rise, and whether they stay high.",
         f"{SONG}, sections 2 and 3, at every checkpoint of a training run",
         wide=True,
@@ -282,7 +259,7 @@ def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int,
         Estimate(float(values[1:].mean()), spread, count * len(errors[1:]), "sums", by_chance=True),
         NO_GENERALISATION,
     )
-    if unknown := why_not_known_to_add(what, in_distribution):
+    if unknown := addition_check.why_not_known_to_add(what, in_distribution):
         shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
     outcome.verdicts.append(shorter)
 
@@ -296,18 +273,18 @@ def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int,
 )
 def addition(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
-    if not is_adder(model):
+    if not addition_check.is_adder(model):
         raise UsageError(
             f"{model.id} was not trained on addition: pass a model that `theodolite train addition` made, with "
             "--corpus addition"
         )
-    task = task_of(study.run)
-    trained = digits_in_words(task.digits)
-    measured = task.measure(on_cpu(model))
+    task = addition_check.task_of(study.run)
+    trained = addition_check.digits_in_words(task.digits)
+    measured = task.measure(addition_check.on_cpu(model))
     count, by_digits = measured["tested"], measured["accuracy_by_digits"]
     names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
     values = np.array([measured["accuracy"], *by_digits.values()])
-    errors = np.array([binomial_error(float(value), count) for value in values])
+    errors = np.array([addition_check.binomial_error(float(value), count) for value in values])
     absolute, rotary = PAPER_ACCURACY.values()
     printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
     for name, words, value, error in zip(names, ["“above 99 %”", *printed], values, errors, strict=True):
@@ -322,8 +299,7 @@ def addition(study: Study, outcome: Outcome) -> None:
         "accuracy",
         "Exact-match accuracy by number of digits",
         drawing.accuracies(names, (values, errors), paper),
-        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors; "
-        "answers are written from their last digit to their first, as in the published code.",
+        f"Exact-match accuracy on {count} new sums of each kind, with standard errors; last digit first, as published.",
         "a drop at the lengths that training never saw.",
         f"{SONG}, appendix D.3",
         wide=True,

@@ -29,24 +29,12 @@ from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys,
 from theodolite.models.token_texts import token_texts
 from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing.constituents import qk_panels
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS, decompose_around
 from theodolite_papers.drawing import theory as maps
-from theodolite_papers.experiment import Study, experiment
-from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
+from theodolite_papers.hidden_geometry import attribution, criteria
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
-from theodolite_papers.hidden_geometry.attribution import (
-    CLAIMS,
-    TIMES_UNIFORM,
-    Head,
-    PatternClaims,
-    attributed_heads,
-    pattern_verdicts,
-    read_refusals,
-)
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 
 SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
@@ -54,10 +42,7 @@ SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
 
 
 class _PositionalLogits:
-    """Mean over contexts of every layer's logits between pos + μ and pos + μ, and how smooth those of pos are.
-
-    `logits`: layer → (H', n, n), shown heads and positions; `smooth`: layer → (H, cutoffs), summed over contexts.
-    """
+    """Mean over contexts of every layer's logits between pos + μ and pos + μ, and how smooth those of pos are."""
 
     def __init__(self, run: Run, heads: list[int], shown: list[int]) -> None:
         self.mean, self.pos = run.arrays["mean"], whole_positional_basis(run)
@@ -145,9 +130,7 @@ def figure_19(study: Study, outcome: Outcome) -> None:
             [f"block {layer}" for layer in drawn],
             lambda place: maps.weight_maps(tiles[place], names, len(shown)),
         ),
-        f"Logits of {counted(len(shown), 'position')} of {positions} (queries downwards) with pos + μ on both sides, "
-        f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs too. Every "
-        "row less its mean; each head on its own scale, blue below and red above.",
+        f"Logits with pos + μ on both sides, mean over {counted(len(sample), 'context')}, rows less their means.",
         "smooth shading in language models, breaks in models trained on addition.",
         f"{SONG}, Figs. 19 and 22",
         wide=True,
@@ -184,23 +167,23 @@ UNCHANGED = Criterion(
     "at least", 0.9, "“little effect on interpretations” read as: in nine of ten heads (ours)"
 )
 
-ChosenHeads = dict[tuple[int, int], list[PatternClaims]]
+ChosenHeads = dict[tuple[int, int], list[attribution.PatternClaims]]
 """(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
 
 _SPLIT = ("model", "arrays.positional_basis", "arrays.mean")
 
 
-def _top_heads(run: Run) -> dict[str, list[Head]]:
-    return {pattern.name: attributed_heads(run, pattern.name) for pattern in CLAIMS}
+def _top_heads(run: Run) -> dict[str, list[attribution.Head]]:
+    return {pattern.name: attribution.attributed_heads(run, pattern.name) for pattern in attribution.CLAIMS}
 
 
-def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
+def _chosen(study: Study, top: dict[str, list[attribution.Head]]) -> ChosenHeads:
     """The head that is asked for, or the ones that follow the patterns most."""
     focus = study.focus
     if focus.layer is not None and focus.head is not None:
         return {(focus.layer, focus.head): []}
     chosen: ChosenHeads = {}
-    for pattern in CLAIMS:
+    for pattern in attribution.CLAIMS:
         for head in top[pattern.name][:1]:
             chosen.setdefault((head.layer, head.head), []).append(pattern)
     if not chosen:
@@ -248,7 +231,9 @@ def _tables(ids: Tensor, tokens: list[str], panels: dict[str, list[HeadMatrix]])
     return {"shares": pd.DataFrame(shares), "prompt": pd.DataFrame(prompt)}
 
 
-def _title(place: tuple[int, int], followed: list[PatternClaims], top: dict[str, list[Head]]) -> str:
+def _title(
+    place: tuple[int, int], followed: list[attribution.PatternClaims], top: dict[str, list[attribution.Head]]
+) -> str:
     """`L3H5: attends most to the previous token (0.26)`."""
     patterns = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
     return head_name(*place) + (f": attends most to {listed(patterns)}" if patterns else "")
@@ -277,16 +262,14 @@ def figure_6(study: Study, outcome: Outcome) -> None:
             name,
             _title((layer, head), followed, top),
             qk_panels(split, head, tokens),
-            f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, one "
-            "colour scale for all; per cent: shares of the variance of such logits. Constant is mean and bias alone, "
-            "which otherwise count with what is on the other side. All panels but QK and attention sum to QK.",
+            f"{_panel_caption(study, len(tokens))}Rows less their means. Per cent: shares of the logits' variance.",
             "the panel that has the pattern of QK, and of attention.",
             f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
             wide=True,
         )
-    read_refusals(outcome, study.run)
-    for pattern in CLAIMS:
-        outcome.verdicts += pattern_verdicts(pattern, top[pattern.name])
+    attribution.read_refusals(outcome, study.run)
+    for pattern in attribution.CLAIMS:
+        outcome.verdicts += attribution.pattern_verdicts(pattern, top[pattern.name])
     outcome.tables |= _tables(ids, tokens, panels)
 
 
@@ -346,12 +329,12 @@ def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
 
 
 def _read_retained(
-    outcome: Outcome, retained: pd.DataFrame, place: tuple[int, int], pattern: PatternClaims
+    outcome: Outcome, retained: pd.DataFrame, place: tuple[int, int], pattern: attribution.PatternClaims
 ) -> None:
     """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
     layer, head = place
     rows = retained.query("layer == @layer and head == @head and pattern == @pattern.name")
-    if (rows["score"] >= TIMES_UNIFORM * rows["uniform"]).all():
+    if (rows["score"] >= attribution.TIMES_UNIFORM * rows["uniform"]).all():
         shares = rows[rows["group"] == pattern.strict].set_index("mean")["kept"]
         outcome.read(
             f"{head_name(layer, head)}, attention to {pattern.title}: retained by {pattern.strict} alone",
@@ -386,8 +369,7 @@ def figure_30(study: Study, outcome: Outcome) -> None:
                 f"L{layer}H{head}-{key}",
                 name,
                 qk_panels(shown, head, tokens, raw=True),
-                f"{_panel_caption(study, len(tokens))}Raw logits, each panel on its own scale from its lowest to its "
-                f"highest value; the mean {where}. Per cent: shares of the variance that the softmax sees.",
+                f"{_panel_caption(study, len(tokens))}Raw logits; the mean {where}. Per cent: shares of variance.",
                 "the same patterns with and without the mean.",
                 f"{SONG}, {place}",
                 wide=True,

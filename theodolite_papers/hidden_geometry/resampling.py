@@ -1,8 +1,7 @@
 """Standard errors of what is made of the positional basis: contexts drawn anew, in the survey's eight groups.
 
-One mechanism for every claim on P: a number of the basis is taken anew from balanced halves of the groups, as
-`measure.uncertainty` does for the layers table. A run keeps the basis of all contexts only, so the text is read once
-more, hidden states alone; without the model or the text no error is known.
+A run keeps the basis of all contexts only, so the text is read once more, hidden states alone; without the model or the
+text no error is known.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ def estimated(basis: GroupedBasis, number: Callable[[GroupedBasis], float]) -> E
 
 
 def all_estimated(basis: GroupedBasis, numbers: Callable[[GroupedBasis], Iterable[float]]) -> list[Estimate]:
-    """Numbers without noise and their errors, by leaving out one group of contexts after the other (jackknife).
-
-    On average the errors are not too small (Efron & Stein 1981); where noise is most of the basis, they are up to twice
-    too large.
-    """
+    """Numbers without noise and their errors, by leaving out one group of contexts after the other (jackknife)."""
     values = []
     for left_out in range(GROUPS):
         kept = (torch.arange(GROUPS) != left_out).double()
@@ -65,12 +60,7 @@ def quarters_of(basis: GroupedBasis) -> list[Float64[Tensor, "layers positions w
 
 
 def shares(rows: Quarters, columns: Quarters, cutoffs: Sequence[int]) -> Float64[Tensor, "*batch cutoffs"]:
-    """Share of the energy of the DCT of rows · columnsᵀ in its lowest frequencies, free of noise.
-
-    rows, columns: what each quarter of the contexts gives. cutoffs: K, of the K × K lowest.
-
-    Returns NaN where no energy is left.
-    """
+    """Share of the energy of the DCT of rows · columnsᵀ in its lowest frequencies, free of noise."""
     whole = rows[0].new_zeros(rows[0].shape[:-2])
     lowest = whole[..., None].repeat_interleave(len(cutoffs), -1)
     largest = max(cutoffs)
@@ -86,15 +76,10 @@ def shares(rows: Quarters, columns: Quarters, cutoffs: Sequence[int]) -> Float64
 
 
 def low_frequency_without_noise(basis: GroupedBasis, cutoff: int = 10) -> Floats:
-    """The share of the normalised Gram matrix, by layer.
-
-    Rows are divided by the lengths that all contexts give, which are too large by the noise, of all positions about
-    alike.
-    """
+    """The share of the normalised Gram matrix, by layer; rows over the lengths that all contexts give."""
     lengths = torch.linalg.vector_norm(basis.of(torch.ones(GROUPS)), dim=-1, keepdim=True)
     quarters = [quarter / lengths for quarter in quarters_of(basis)]
-    share: Floats = shares(quarters, quarters, (cutoff,))[..., 0].numpy()
-    return share
+    return shares(quarters, quarters, (cutoff,))[..., 0].numpy()
 
 
 def gram_shares(basis: GroupedBasis, cutoffs: Sequence[int]) -> Floats:
@@ -131,8 +116,7 @@ def gram_without_noise(basis: GroupedBasis) -> Float64[Tensor, "layers positions
 def noise_bases(basis: GroupedBasis) -> Float64[Tensor, "pairs layers positions width"]:
     """What sampling alone puts into a positional basis: half of the difference between two halves of the contexts.
 
-    In it positions cancel, and of equal groups the noise is exactly as large as in the basis of all contexts, and in
-    the same directions. One for each balanced half and its complement.
+    One for each balanced half and its complement; of equal groups the noise is as large as in the whole basis.
     """
     halves = balanced_halves()
     pairs = zip(*halves.chunk(2), strict=True)
@@ -140,11 +124,7 @@ def noise_bases(basis: GroupedBasis) -> Float64[Tensor, "pairs layers positions 
 
 
 def norms_beyond_noise(norms: Estimates, basis: GroupedBasis) -> Estimates:
-    """Relative norms of the positional basis, each less what sampling noise alone has: at least so much is of position.
-
-    λ₁ of a sum is at most the sum of both λ₁, and PPᵀ is on average that of position and that of noise: the squares are
-    subtracted, and what is left is no more than position's own.
-    """
+    """Relative norms of the positional basis less what sampling noise alone has, squares subtracted: lower bounds."""
     noise = torch.linalg.matrix_norm(noise_bases(basis), ord=2).square().mean(0)
     share = noise / torch.linalg.matrix_norm(basis.of(torch.ones(GROUPS)), ord=2).square()
     left = norms.values * np.sqrt(np.clip(1 - share.numpy(), 0, None))
@@ -159,10 +139,7 @@ READING = "reading contexts by group"
 
 @dataclass(frozen=True)
 class GroupedBasis:
-    """Sums of hidden states by layer and group of contexts, over those of its contexts that have a position.
-
-    Position 0 is apart, the special tokens behind a text are left out, and a basis has the positions before `end`.
-    """
+    """Sums of hidden states by layer and group of contexts, over those of its contexts that have a position."""
 
     sums: Float64[Tensor, "layers groups positions width"]
     readers: Float64[Tensor, "layers groups positions"]
@@ -252,5 +229,4 @@ def errors_of(
     """The standard errors of numbers of a positional basis; NaN, in the shape of `like`, where none are known."""
     if basis is None:
         return np.full(np.shape(like), np.nan)
-    errors: Floats = half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()
-    return errors
+    return half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()

@@ -26,33 +26,18 @@ from theodolite.report.data import (
     value_of,
 )
 from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, heat
-from theodolite.report.exhibit import by_layer
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import for_plotly, number, with_error
 from theodolite_papers.drawing import experiments as lines
 from theodolite_papers.drawing import theory
-from theodolite_papers.experiment import Study, experiment
-from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.layer_columns import (
-    AS_RANDOM,
-    chance_cosines,
-    columns_with_errors,
-    over_random,
-    quotient,
-    smooth_verdict,
-)
+from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, experiment
+from theodolite_papers.hidden_geometry import criteria, layer_columns
 
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
 
 
 @Sketched
 def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[int] = ()) -> Sketch:
-    """Cosines between positions, if any, then between contexts in blocks of one label, with lines between the blocks.
-
-    cosines: (n + m, n + m), n positions before m contexts. labels: the label of each of the m contexts, equal ones
-    together. positions: the n positions.
-    """
+    """Cosines between positions, if any, then between contexts in blocks of one label, lines between them."""
     first, size = len(positions), len(positions) + len(labels)
     starts = [first + i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
     ticks = [(first / 2, "positions")] if first else []
@@ -122,8 +107,7 @@ def cosines(rows: Floats) -> Floats:
     """Of (…, n, d): the cosines of all pairs, (…, n, n); those of a row of zeros are 0."""
     norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
     unit = rows / np.where(norms > 0, norms, 1.0)
-    gram: Floats = unit @ unit.swapaxes(-1, -2)
-    return gram
+    return unit @ unit.swapaxes(-1, -2)
 
 
 def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
@@ -143,10 +127,7 @@ def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
 
 
 def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
-    """Standard errors of within − between at every layer, by leaving out one context at a time (jackknife).
-
-    NaN where a context left out leaves no pair with one label.
-    """
+    """Standard errors of within − between at every layer, by leaving out one context at a time (jackknife)."""
     label, inner = np.array(of), grams[:, first:, first:]
     same = label[:, None] == label[None]
     means = []
@@ -157,8 +138,7 @@ def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
             (rows.sum(axis=1, keepdims=True) - 2 * rows) / np.where(pair_count > 0, pair_count, np.nan)
         )
     gaps = means[0] - means[1]
-    errors: Floats = np.sqrt((len(of) - 1) * gaps.var(axis=1))
-    return errors
+    return np.sqrt((len(of) - 1) * gaps.var(axis=1))
 
 
 @experiment(
@@ -181,12 +161,14 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     outcome.read("mean cosine within a label", cosine["within"])
     outcome.read("mean cosine between labels", cosine["between"])
     outcome.read("mean |cosine| of positions and contexts", cosine["position_context"], "“values close to 0”")
-    outcome.verdicts.append(smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)"))
+    outcome.verdicts.append(
+        layer_columns.smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)")
+    )
     outcome.claim(
         "The position–context part has values close to 0 (Fig. 2, ii)",
         "mean |cosine|, over that of random directions",
-        over_random(study, "mean"),
-        AS_RANDOM,
+        layer_columns.over_random(study, "mean"),
+        layer_columns.AS_RANDOM,
     )
     gap = (blocks["within"] - blocks["between"]).to_numpy()
     outcome.claim(
@@ -202,10 +184,8 @@ def figure_2(study: Study, outcome: Outcome) -> None:
         "gram",
         "Normalised Gram matrix of positions and contexts",
         by_layer(len(grams), lambda layer: gram_by_label(grams[layer], labels, positions), grid=True),
-        f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {count} labels, "
-        "grouped by label.",
-        "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "
-        "block per label (bottom right).",
+        f"Cosines between {len(positions)} positions and {len(places)} contexts of {count} labels, grouped by label.",
+        "smooth shading among positions, near zero between positions and contexts, one strong block per label.",
         f"{SONG}, Fig. 2; Figs. 15 to 17",
         wide=True,
     )
@@ -310,22 +290,23 @@ def clusters(study: Study, outcome: Outcome) -> None:
         RECOVERED,
     )
     pair = ("similarity_within", "similarity_between")
-    ratio, errors = quotient(*(find(run, name) for name in pair for find in (value_of, error_of)))
+    ratio, errors = layer_columns.quotient(
+        *(find(run, name) for name in pair for find in (value_of, error_of))
+    )
     outcome.claim(
         "Inter-cluster similarity is far below intra-cluster similarity (Table 1), layer by layer",
         "similarity within over between labels",
         replace(layer_estimates(run, pair[0]), values=ratio, errors=errors),
         criteria.SEPARATION,
     )
-    outcome.tables["layers"] = columns_with_errors(run, COMPARED)
+    outcome.tables["layers"] = layer_columns.columns_with_errors(run, COMPARED)
     places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
     grams, shown = cosines(need(run, "context_basis")[:, places]), [names[label] for label in of]
     outcome.figure(
         "gram",
         "Cosines between contexts, by label",
         by_layer(len(grams), lambda layer: gram_by_label(grams[layer], shown), grid=True),
-        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, those of one "
-        "label together.",
+        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, grouped by label.",
         "one strong block per label on the diagonal, little elsewhere.",
         f"{SONG}, Fig. 2, bottom right",
         wide=True,
@@ -336,8 +317,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
         "clusters",
         "Which cluster the contexts of a label fall into",
         by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows)),
-        "Each row a label, each column a cluster that k-means found among the directions of the context vectors, "
-        "without knowing the labels; columns are ordered to match the rows as far as they do.",
+        "Rows: labels. Columns: clusters that k-means found without them, ordered to match.",
         "a strong diagonal: the clusters are the labels.",
         f"{SONG}, claim 2 of section 2; k-means is ours",
         wide=True,
@@ -347,8 +327,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
         "agreement",
         "How well contexts cluster by label, layer by layer",
         lines.two_texts(layers, _curves(run, indices), "index"),
-        "Mean silhouette of the labels by cosine distance (−1 to 1), and adjusted Rand index of k-means against "
-        "the labels (0: as by chance, 1: the same groups), with standard errors.",
+        "Mean silhouette of the labels, and adjusted Rand index of k-means (0: chance, 1: the same groups).",
         "values well above 0 that rise with depth.",
         f"{SONG}, claim 2 of section 2; both indices are ours",
     )
@@ -357,8 +336,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
         "similarity",
         "Similarity within and between labels",
         lines.two_texts(layers, _curves(run, similarity), "mean |cosine|"),
-        "Mean |cosine| of the context vectors of two contexts with the same label (solid) and with another "
-        "(dashed), with standard errors.",
+        "Mean |cosine| of two contexts with the same label (solid) and with different labels (dashed).",
         "a wide gap in every layer.",
         f"{SONG}, Table 1",
     )
@@ -380,25 +358,24 @@ def incoherence(study: Study, outcome: Outcome) -> None:
     outcome.claim(
         "Positional basis and context basis are nearly orthogonal (claim 3, section 2)",
         "mean |cosine|, over that of random directions",
-        over_random(study, "mean"),
-        AS_RANDOM,
+        layer_columns.over_random(study, "mean"),
+        layer_columns.AS_RANDOM,
     )
     outcome.claim(
         "The largest |cosine| of a position and a context is typically small (section 5)",
         "largest |cosine|, over that of random directions",
-        over_random(study, "largest"),
-        AS_RANDOM,
+        layer_columns.over_random(study, "largest"),
+        layer_columns.AS_RANDOM,
     )
-    chance = chance_cosines(study)
-    outcome.tables["layers"] = columns_with_errors(run, INCOHERENCES).assign(
+    chance = layer_columns.chance_cosines(study)
+    outcome.tables["layers"] = layer_columns.columns_with_errors(run, INCOHERENCES).assign(
         **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}
     )
     outcome.figure(
         "incoherence",
         "|Cosine| of positions and contexts, layer by layer",
         theory.layer_lines(layer_numbers(run), _curves(run, titles), "|cosine|"),
-        "Mean and maximum over all pairs of a position and a context, with standard errors; dotted: what as many "
-        "random directions of the same width have.",
+        "Mean and maximum over pairs of a position and a context; dotted: random directions.",
         "solid lines near their dotted ones: position and context are as unrelated as random directions.",
         f"{SONG}, section 5 and Table 1",
         wide=True,

@@ -19,24 +19,13 @@ from theodolite.report import published
 from theodolite.report.data import OF_GROUPS, Floats, evenly, layer_average, need
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
-from theodolite.report.exhibit import by_layer, by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite_papers.drawing import experiments as drawing
-from theodolite_papers.experiment import Study, experiment
-from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, by_name, experiment
+from theodolite_papers.hidden_geometry import criteria, resampling
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise
-from theodolite_papers.hidden_geometry.resampling import (
-    GroupedBasis,
-    all_estimated,
-    errors_of,
-    gram_without_noise,
-    grouped_basis,
-    low_frequency_without_noise,
-)
 
 
 class _Streams(Hooks):
@@ -117,8 +106,7 @@ def figure_8(study: Study, outcome: Outcome) -> None:
         "norms",
         "Mean norm at every layer",
         drawing.layer_norms(norms, errors, printed),
-        "Mean norm of the vectors of one sequence of random tokens, position 0 left out; diamonds are this model's "
-        "layer 0 times the ratios printed for GPT-2.",
+        "Mean norm on random tokens, without position 0; diamonds: layer 0 times the ratios printed for GPT-2.",
         "a steep rise: each block's update outgrows its input.",
         f"{SONG}, Fig. 8, left",
     )
@@ -190,12 +178,9 @@ def measures(bases: Tensor) -> Floats:
     return np.stack([each.double().numpy() for each in numbers])
 
 
-def measures_without_noise(basis: GroupedBasis) -> dict[str, float]:
-    """What `DIFFERENCES` are of, in their order, free of the text's noise: means over layers.
-
-    What noise hides counts as smooth.
-    """
-    gram = gram_without_noise(basis)
+def measures_without_noise(basis: resampling.GroupedBasis) -> dict[str, float]:
+    """What `DIFFERENCES` are of, in their order, free of the text's noise: means over layers."""
+    gram = resampling.gram_without_noise(basis)
     # Of sums: a position that is hardly seen above its noise has no length to divide by.
     distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)
     squares = (squares[..., distance:] + squares[..., :-distance]).mean(-1) / 2
@@ -206,7 +191,7 @@ def measures_without_noise(basis: GroupedBasis) -> dict[str, float]:
     numbers = {
         "spike": spikes,
         "directions": (within < ENERGY).sum(-1) + 1,
-        "low_frequency_10": torch.from_numpy(low_frequency_without_noise(basis)).nan_to_num(1.0),
+        "low_frequency_10": torch.from_numpy(resampling.low_frequency_without_noise(basis)).nan_to_num(1.0),
     }
     return {name: float(value.double().mean()) for name, value in numbers.items()}
 
@@ -243,16 +228,16 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     table = outcome.tables["bases"] = pd.DataFrame(
         {"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True))
     )
-    basis = grouped_basis(study)
+    basis = resampling.grouped_basis(study)
 
     @cache
     def without_noise() -> dict[str, Estimate]:
         assert basis is not None
-        known = all_estimated(basis, lambda each: measures_without_noise(each).values())
+        known = resampling.all_estimated(basis, lambda each: measures_without_noise(each).values())
         return dict(zip(DIFFERENCES, known, strict=True))
 
     # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
-    errors = errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
+    errors = resampling.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
     for error, (name, (what, measure, words, claim, criterion)) in zip(
         errors, DIFFERENCES.items(), strict=True
     ):
@@ -278,8 +263,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         "gram",
         "Gram matrices: the fixed encoding, and the learned basis of every layer",
         by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True),
-        "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017 at the "
-        "same positions and width, centred as the learned bases are.",
+        "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017.",
         "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
         f"{SONG}, Fig. 7 against Fig. 2",
         wide=True,

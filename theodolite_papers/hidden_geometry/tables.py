@@ -26,33 +26,10 @@ from theodolite.report.data import (
     need,
     value_of,
 )
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
 from theodolite_papers.drawing import experiments as drawing
-from theodolite_papers.experiment import Study, experiment
-from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.layer_columns import (
-    AS_RANDOM,
-    beyond_random_order,
-    columns_with_errors,
-    few_positions,
-    found_ranks,
-    low_rank_verdict,
-    mean_over_random,
-    no_room,
-    quotient,
-    significant_verdict,
-    smooth_verdict,
-    unless_noise,
-)
-from theodolite_papers.hidden_geometry.resampling import (
-    GroupedBasis,
-    estimated,
-    gram_shares,
-    grouped_basis,
-    product_shares,
-)
+from theodolite_papers.experiment import SONG, Outcome, Study, experiment
+from theodolite_papers.hidden_geometry import criteria, layer_columns, resampling
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
 QUANTITIES = {
@@ -109,24 +86,27 @@ def table_1(study: Study, outcome: Outcome) -> None:
     )
     outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
     outcome.verdicts.append(
-        low_rank_verdict(study, "The positional basis is a low-rank component (Table 1)", every=False)
+        layer_columns.low_rank_verdict(
+            study, "The positional basis is a low-rank component (Table 1)", every=False
+        )
     )
     outcome.verdicts.append(
-        significant_verdict(study, "The positional basis is a significant component (Table 1, section 3.1)")
+        layer_columns.significant_verdict(
+            study, "The positional basis is a significant component (Table 1, section 3.1)"
+        )
     )
     _separation(outcome, run)
     outcome.claim(
         "Position and context are incoherent (Table 1, section 5)",
         f"mean |cosine| over {len(run.layers)} layers, over that of random directions",
-        mean_over_random(study),
-        AS_RANDOM,
+        layer_columns.mean_over_random(study),
+        layer_columns.AS_RANDOM,
     )
     outcome.figure(
         "table1",
         "Averages over layers, against the published ones",
         drawing.averages(rows, list(QUANTITIES)),
-        "Mean over layers 0…L of each measure, with a bar of one standard deviation over layers; the top row is "
-        "this run, the others are Table 1.",
+        "Mean over layers with one standard deviation; the top row is this run, the others are Table 1.",
         "a low rank, a relative norm well above 0.1, intra above inter similarity, and incoherence near 0.",
         f"{SONG}, Table 1",
         wide=True,
@@ -140,7 +120,7 @@ def _separation(outcome: Outcome, run: Run) -> None:
         outcome.cannot_test(claim, "the text has no labels, or no two contexts with the same one")
         return
     numbers = np.array([within.value, within.error, between.value, between.error])
-    ratio, error = map(float, quotient(*numbers))
+    ratio, error = map(float, layer_columns.quotient(*numbers))
     what = f"intra {within.value:.3f} over inter {between.value:.3f}, means over {len(run.layers)} layers"
     outcome.claim(claim, what, Estimate(ratio, error, within.n, within.of), criteria.SEPARATION)
 
@@ -175,7 +155,7 @@ def table_2(study: Study, outcome: Outcome) -> None:
     )
     robust_verdicts(outcome, study, second)
     layers = layer_numbers(first)
-    here, other = (columns_with_errors(run, ("rank", "low_frequency_10")) for run in runs)
+    here, other = (layer_columns.columns_with_errors(run, ("rank", "low_frequency_10")) for run in runs)
     other = other.drop(columns="layer").add_prefix("other_").assign(overlap=shared)
     outcome.tables["robustness"] = here.join(other)
     for column_name, y, title in (
@@ -205,8 +185,8 @@ def robust_verdicts(outcome: Outcome, study: Study, second: Run) -> None:
     if first is second:
         outcome.cannot_test(claim, "the run itself is on random tokens: pass another text with --other")
         return
-    missing = [int(np.isnan(found_ranks(run)).sum()) for run in (first, second)]
-    if why := no_room(first):
+    missing = [int(np.isnan(layer_columns.found_ranks(run)).sum()) for run in (first, second)]
+    if why := layer_columns.no_room(first):
         outcome.cannot_test(claim, why)
     elif any(missing):
         layers = len(first.layers)
@@ -218,21 +198,18 @@ def robust_verdicts(outcome: Outcome, study: Study, second: Run) -> None:
         change = replace(here, value=other.value - here.value, error=math.hypot(here.error, other.error))
         outcome.claim(claim, what, change, criteria.RANK_CHANGE)
     smooth = "The positional basis stays smooth on text unlike the training data (Table 2, section 4.1)"
-    outcome.verdicts.append(smooth_verdict(study, second, smooth))
+    outcome.verdicts.append(layer_columns.smooth_verdict(study, second, smooth))
 
 
 def _concentrated(study: Study, name: str, claim: str) -> Verdict:
-    """Judge how far a matrix of Table 3 is from positions in random order: over layers, or over heads as if drawn.
-
-    Sampling noise only brings it nearer: where PPᵀ or PWPᵀ would be smooth without it, nothing is decided.
-    """
+    """Judge how far a matrix of Table 3 is from positions in random order: over layers, or over heads as if drawn."""
     run = study.run
     prefix, over = ROWS_OF_TABLE_3[name][0], "layers" if name == "PPᵀ" else "heads"
     table = getattr(run, over)
     lowest, constant = (column(table, f"{prefix}low_frequency_{k}") for k in (10, 1))
     if lowest is None or constant is None:
         return untestable(claim, f"missing in this run: survey again for the low-frequency shares of {name}")
-    if why := few_positions(run):
+    if why := layer_columns.few_positions(run):
         return untestable(claim, f"share of energy at K = 10: {np.nanmean(lowest):.3f}, but {why}")
     positions = need(run, "positional_basis").shape[1] - 1
     what = (
@@ -241,26 +218,34 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
     )
     if over == "layers":
         errors = error_of(run, f"{prefix}low_frequency_10"), error_of(run, f"{prefix}low_frequency_1")
-        mean, _, error = mean_over_layers(*beyond_random_order(lowest, constant, positions, errors))
+        mean, _, error = mean_over_layers(
+            *layer_columns.beyond_random_order(lowest, constant, positions, errors)
+        )
         estimate = Estimate(mean, error, *OF_GROUPS)
     else:
-        beyond, _ = beyond_random_order(lowest, constant, positions)
+        beyond, _ = layer_columns.beyond_random_order(lowest, constant, positions)
         estimate = Estimate.mean(beyond[np.isfinite(beyond)], "heads")
     verdict = judge(claim, f"{what}, mean over {over}", estimate, criteria.MOSTLY)
     # The QK matrix is of single contexts: no mean of them has noise.
     if verdict.answer in OPEN or name == "QK matrix":
         return verdict
-    basis, model = grouped_basis(study), study.model if over == "heads" else None
+    basis, model = resampling.grouped_basis(study), study.model if over == "heads" else None
     if basis is None or (over == "heads" and model is None):
         return verdict
 
-    def without_noise(each: GroupedBasis) -> float:
-        shares = gram_shares(each, (1, 10)) if model is None else product_shares(each, model, (1, 10))
-        beyond, _ = beyond_random_order(shares[:, 1], shares[:, 0], positions)
+    def without_noise(each: resampling.GroupedBasis) -> float:
+        shares = (
+            resampling.gram_shares(each, (1, 10))
+            if model is None
+            else resampling.product_shares(each, model, (1, 10))
+        )
+        beyond, _ = layer_columns.beyond_random_order(shares[:, 1], shares[:, 0], positions)
         # What noise hides could be the other way.
         return float(np.nan_to_num(beyond, nan=float(verdict.answer == FAILS)).mean())
 
-    return unless_noise(verdict, run, estimated(basis, without_noise), criteria.MOSTLY)
+    return layer_columns.unless_noise(
+        verdict, run, resampling.estimated(basis, without_noise), criteria.MOSTLY
+    )
 
 
 @experiment(
@@ -303,8 +288,7 @@ def table_3(study: Study, outcome: Outcome) -> None:
         "table3",
         "Smoothness, from positions to logits",
         drawing.shares_by_cutoff(shares_here, {name: paper for name, (_, paper) in ROWS_OF_TABLE_3.items()}),
-        "Share of the energy of the two-dimensional cosine transform in its K × K lowest frequencies: of the Gram "
-        "matrix PPᵀ of positions, not normalised (mean over layers), and of PWPᵀ and the QK matrix (means over heads).",
+        "Share of the energy in the K × K lowest frequencies: of PPᵀ (mean over layers), PWPᵀ and QK (over heads).",
         "shares near 1 at K = 10 in all rows.",
         f"{SONG}, Table 3",
         wide=True,

@@ -14,19 +14,11 @@ from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import Estimate, Estimates, jackknife_error
 from theodolite.judging import Criterion, all_of, judge
 from theodolite.report.data import OF_GROUPS, Floats, evenly, need, value_of
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
 from theodolite_papers.drawing import theory as drawing
-from theodolite_papers.experiment import Study, experiment
-from theodolite_papers.hidden_geometry.kernel_factorisation import (
-    KernelSetting,
-    error_growth,
-    factorisation_bound,
-    kernel_factorisation,
-)
+from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
+from theodolite_papers.hidden_geometry import kernel_factorisation
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis, errors_of, grouped_basis
 
 ORDERS = (1, 2, 3)
@@ -37,27 +29,23 @@ def premise_without_noise(
 ) -> Estimates:
     """What the bound over no approximation tends to as contexts grow, by layer, at the order of each.
 
-    The noise of means over C contexts stands on the Gram matrix's diagonal like a nugget of size 1/C, and differences
-    amplify it by T^{2m}: so the bound is taken of one, two, four and all eight groups, and the line in 1/C through
-    these read off at 0. The error is the jackknife's over groups, and with it how much the line changes without the
-    smallest part. NaN in layers where the positions are not seen above their noise.
+    Noise of means over C contexts is a nugget of size 1/C, which differences amplify: the bound is taken of one, two,
+    four and all eight groups, and the line in 1/C read off at 0. The error is the jackknife's over groups, and with
+    it how much the line changes without the smallest part. NaN where positions are not seen above their noise.
     """
     if basis is None:
         return Estimates(np.full(len(layers), np.nan), np.full(len(layers), np.nan), *OF_GROUPS)
     every = tuple(range(GROUPS))
+    without = [every[:group] + every[group + 1 :] for group in every]
     parts = [tuple(range(start, start + size)) for size in (1, 2, 4) for start in range(0, GROUPS, size)]
     means = {
         part: basis.of(torch.isin(torch.arange(GROUPS), torch.tensor(part)).double())[layers]
-        for part in (*parts, every, *(_without(every, group) for group in every))
+        for part in (*parts, every, *without)
     }
     values = _line(means, every, order, cutoff)
-    left_out = np.stack([_line(means, _without(every, group), order, cutoff) for group in every])
+    left_out = np.stack([_line(means, others, order, cutoff) for others in without])
     misfit = values - _line(means, every, order, cutoff, least=2)
     return Estimates(values, np.hypot(jackknife_error(left_out), misfit), *OF_GROUPS)
-
-
-def _without(groups: tuple[int, ...], one: int) -> tuple[int, ...]:
-    return tuple(group for group in groups if group != one)
 
 
 def _line(
@@ -111,7 +99,7 @@ APPROXIMATED = Criterion("at most", 0.1, "“≈” read as: a tenth of the erro
 
 INCOHERENCES = (0.003, 0.01, 0.03, 0.1, 0.2, 0.3)
 DRAWS = 100
-SETTING = KernelSetting()
+SETTING = kernel_factorisation.KernelSetting()
 
 WIDTHS = (128, 512, 2048, 8192)
 EXPONENTS = (0.25, 0.375, 0.5)
@@ -152,14 +140,6 @@ def _bounds(grams: torch.Tensor, cutoffs: list[int]) -> tuple[Floats, Floats, Fl
     return torch.stack(bounds).numpy(), torch.stack(attained).numpy(), trivial.numpy()
 
 
-def _attained(basis: torch.Tensor, cutoff: int) -> Floats:
-    """The attained error at k = `cutoff` over that of no approximation, by layer."""
-    grams = normalised_gram(basis)
-    trivial = torch.linalg.matrix_norm(grams, 2) / grams.shape[-1]
-    ratio: Floats = (smoothness_bound(grams, cutoff, ORDERS[0]).attained / trivial).numpy()
-    return ratio
-
-
 def _judge_premise(outcome: Outcome, premise: Estimates, measured: Floats, where: str) -> None:
     claim = (
         "The premise: the Gram matrix has bounded differences, so that its bound says something (section 3.3)"
@@ -178,21 +158,13 @@ def _judge_premise(outcome: Outcome, premise: Estimates, measured: Floats, where
         outcome.cannot_test(claim, f"{what}: {why}; use more --contexts")
 
 
-def _first_useful(bounds: Floats, trivial: Floats, cutoffs: list[int]) -> list[int | None]:
-    """The smallest k at which some order's bound is below no approximation, for each layer; None: none shown."""
-    below = (bounds.min(axis=1) < trivial[:, None]).tolist()
-    return [next((k for k, yes in zip(cutoffs, row, strict=True) if yes), None) for row in below]
-
-
 def _read_moderate(
     outcome: Outcome, bounds: Floats, trivial: Floats, cutoffs: list[int], best: Floats, ratio: Floats
 ) -> None:
-    """What the bounds say of few frequencies.
-
-    best, ratio: at k = `MODERATE`, the lowest bound and the attained error over that of no approximation, by layer.
-    """
+    """What the bounds say of few frequencies."""
     moderate = min(MODERATE, cutoffs[-1])
-    useful = [k for k in _first_useful(bounds, trivial, cutoffs) if k is not None]
+    below = bounds.min(axis=1) < trivial[:, None]  # the bound of some order, by layer and k
+    useful = [cutoffs[int(row.argmax())] for row in below if row.any()]
     outcome.read(
         "smallest k at which a bound is informative",
         f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(best)} layers"
@@ -212,12 +184,7 @@ def _read_moderate(
 
 
 def _draw_bounds(
-    outcome: Outcome,
-    layers: list[int],
-    cutoffs: list[int],
-    bounds: Floats,
-    attained: Floats,
-    trivial: Floats,
+    outcome: Outcome, layers: list[int], cutoffs: list[int], bounds: Floats, attained: Floats, trivial: Floats
 ) -> None:
     """Table and figure of every bound, layer by layer."""
     outcome.tables["bounds"] = pd.DataFrame(
@@ -237,8 +204,7 @@ def _draw_bounds(
         "bound",
         "Theorem 1: the bound and the error",
         by_name("layer", [f"layer {layer}" for layer in layers], draw, start=len(layers) // 2),
-        "Of the Gram matrix of normalised positions: the error of the proof's approximation by k low frequencies, the "
-        "bound from m-th differences (dashed; lower on more contexts), and the error of no approximation (dotted).",
+        "Error of an approximation by k low frequencies, its bound (dashed), and the error of none (dotted).",
         "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all.",
         f"{SONG}, Theorem 1",
         wide=True,
@@ -275,7 +241,13 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
     basis_by_group = grouped_basis(study)
     premise = premise_without_noise(basis_by_group, layers, order, moderate)
     _judge_premise(outcome, premise, best, f"at k = {moderate}, of the best of {orders}")
-    errors = errors_of(basis_by_group, lambda p: _attained(p[layers], moderate), ratio)
+
+    def attained_of(part: torch.Tensor) -> Floats:
+        grams = normalised_gram(part[layers])
+        trivial = torch.linalg.matrix_norm(grams, 2) / grams.shape[-1]
+        return (smoothness_bound(grams, moderate, ORDERS[0]).attained / trivial).numpy()
+
+    errors = errors_of(basis_by_group, attained_of, ratio)
     near = Estimates(ratio, errors, *OF_GROUPS)
     meets, _ = OF_USE.decided(premise.values, premise.margins)
     claim = "The theorem implies the approximation even for moderate k and m (section 3.3)"
@@ -317,8 +289,8 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
 def theorem_2(study: Study, outcome: Outcome) -> None:
     """Verdicts on drawn bases, the same whatever the model; the run's own incoherence is only marked."""
     run = study.run
-    clean = kernel_factorisation(INCOHERENCES, SETTING, DRAWS)
-    noisy = kernel_factorisation(INCOHERENCES, replace(SETTING, noise=True), DRAWS)
+    clean = kernel_factorisation.kernel_factorisation(INCOHERENCES, SETTING, DRAWS)
+    noisy = kernel_factorisation.kernel_factorisation(INCOHERENCES, replace(SETTING, noise=True), DRAWS)
     mean, largest = (float(np.nanmean(value_of(run, f"incoherence_{name}"))) for name in ("mean", "max"))
     width, positions = run.provenance["model"]["width"], need(run, "positional_basis").shape[1] - 1
     contexts = need(run, "context_basis").shape[1]
@@ -349,14 +321,11 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
         drawing.factorisation(
             clean.incoherence.numpy(),
             {name: (error.mean.numpy(), error.standard_error.numpy()) for name, error in curves.items()},
-            (along.numpy(), factorisation_bound(along, SETTING.sparsity).numpy()),
+            (along.numpy(), kernel_factorisation.factorisation_bound(along, SETTING.sparsity).numpy()),
             {"this model: mean incoherence": mean, "its maximum": largest},
         ),
-        f"Mean relative error over {DRAWS} drawn pairs of bases ({SETTING.vectors[0]} vectors each in {SETTING.width} "
-        f"dimensions, weights of {SETTING.sparsity} terms), with standard errors, and the bound that no error without "
-        "noise exceeds. Vertical lines: this model's incoherence, means over layers.",
-        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one at this width, which the upper "
-        "bound O(incoh) allows: it is about growing widths.",
+        f"Mean over {DRAWS} random bases, with standard errors, and the noiseless bound. Vertical: this model.",
+        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one, which O(incoh) allows.",
         f"{SONG}, Theorem 2; the bound with its constant is ours",
         wide=True,
     )
@@ -365,7 +334,10 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
 def _with_noise(outcome: Outcome) -> None:
     """The theorem's “moreover”: with noise of size 1/√d the error stays within a multiple of incoh = d^−γ ≥ 1/√d."""
     noisy = replace(SETTING, noise=True)
-    growths = [error_growth(WIDTHS, gamma, noisy, max(2, DRAWS // 2)) for gamma in (*EXPONENTS, BELOW_NOISE)]
+    growths = [
+        kernel_factorisation.error_growth(WIDTHS, gamma, noisy, max(2, DRAWS // 2))
+        for gamma in (*EXPONENTS, BELOW_NOISE)
+    ]
     verdicts = []
     for each in growths:
         left_out = each.growth.numpy()
@@ -404,8 +376,7 @@ def _with_noise(outcome: Outcome) -> None:
         "growth",
         "Theorem 2 with noise: error over incoherence, as the width grows",
         drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves),
-        f"Mean relative error over incoherence with noise of size 1/√d, {len(growths[0].ratio)} draws a point, with "
-        f"standard errors; incoherences fall as a power of the width, d^−{BELOW_NOISE:g} below the theorem's 1/√d.",
+        f"Mean with noise of size 1/√d; incoherences fall as d^−{BELOW_NOISE:g}, below the theorem's 1/√d.",
         "lines that fall or stay level where incoh is at least 1/√d, and one that rises where it is not.",
         f"{SONG}, Theorem 2 and remark 1",
     )

@@ -20,12 +20,9 @@ from theodolite.judging import HOLDS, Criterion, judge, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.models.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import Floats, column, evenly, head_grid, need, need_column
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import head_name, number, percent
 from theodolite_papers.drawing import theory as drawing
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
 from theodolite_papers.hidden_geometry.decoupling import CORNERS, Decoupling, corner_energy, decouple
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite_papers.hidden_geometry.resampling import grouped_basis, noise_bases
@@ -48,16 +45,10 @@ TREND_WITH = {"layer": "its layer", "previous_token": "the attention that it pay
 
 LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
 
-LOCALITY = {
-    "previous_token": "attention to the previous token",
-    "entropy": "entropy of attention",
-}
+LOCALITY = {"previous_token": "attention to the previous token", "entropy": "entropy of attention"}
 """How local a head's attention is on the text: high, and low."""
 
-MEANT = {
-    "argmax_property": "raw vectors, as published",
-    "argmax_property_normed": "behind the layer's norm",
-}
+MEANT = {"argmax_property": "raw vectors, as published", "argmax_property_normed": "behind the layer's norm"}
 BEHIND = {"argmax_property_normed": ", as the head reads it: each row sent through the layer's norm"}
 
 
@@ -132,8 +123,7 @@ def figure_25(study: Study, outcome: Outcome) -> None:
             name.replace("_", "-"),
             f"The argmax property of every head, {MEANT[name]}",
             drawing.head_values(grid, "share of positions"),
-            "Share of the positions t at which the largest of the entries t' ≤ t of row t of P̃WP̃ᵀ is the t-th, "
-            f"P̃ = pos + μ{BEHIND.get(name, '')}.",
+            f"Share of positions t whose row of P̃WP̃ᵀ is largest at t; P̃ = pos + μ{BEHIND.get(name, '')}.",
             "heads above 0.8, mostly in early layers.",
             f"{SONG}, Fig. 25 and appendix D.2",
         )
@@ -147,8 +137,7 @@ def figure_25(study: Study, outcome: Outcome) -> None:
             need_column(run.heads, "head"),
             ("argmax property", "attention to the previous token"),
         ),
-        "Every head by its share of positions (as published) and by the mean attention that its queries pay to the "
-        "previous token; violet blocks are early, green ones late.",
+        "One block per head: this share, and its mean attention to the previous token; violet: early, green: late.",
         "a rise to the right, if local attention followed from position.",
         f"{SONG}, section 4.2; the comparison is ours",
     )
@@ -289,11 +278,7 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
 
 
 def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
-    """In words, what else the corner of a majority of heads may come from; empty: nothing.
-
-    A text's sampling noise lies in the directions in which hidden states vary most, which weights read as well, whether
-    or not these have to do with position.
-    """
+    """In words, what else the corner of a majority of heads may come from; empty: nothing."""
     energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
     if noise not in table:
         return "whether sampling noise alone would do so is told by the text, which is not at hand"
@@ -318,11 +303,8 @@ def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
         "weights",
         "Weights of the heads of a block, rotated into the positional basis",
         by_name("layer", [f"block {layer.block}" for layer in chosen], draw, start=len(chosen) // 2),
-        f"The first {side} rows and columns. Blue: entries of Vᵀ(W − D)V above the threshold, V the right singular "
-        "vectors of the positional basis. Red: entries of D, the diagonal of W in the coordinates of the stream. "
-        "Colour goes by the square root of magnitude, over the head's largest.",
-        "blue gathered in the top left corner, and a strong red diagonal where a head compares tokens coordinate by "
-        "coordinate.",
+        f"The first {side} rows and columns. Blue: Vᵀ(W − D)V above the threshold. Red: D, the diagonal of W.",
+        "blue in the top left corner; a strong red diagonal where a head compares tokens coordinate by coordinate.",
         f"{SONG}, Fig. 4; Figs. 26 to 29",
         wide=True,
     )
@@ -389,8 +371,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         "corner",
         f"The {corner} × {corner} corner of every head, over random rotations",
         drawing.head_values(ratios["corner"], "times random", decades=True, notes=notes),
-        f"Share of the off-diagonal energy in the {corner} × {corner} corner of the positional basis, over the mean of "
-        "the same share in random bases; no threshold.",
+        f"Share of off-diagonal energy in the {corner} × {corner} positional corner, over that in random bases.",
         "heads far above 1: their weights read position.",
         f"{SONG}, section 5.1; the random rotations are ours",
     )
@@ -398,8 +379,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         "diagonal",
         "The diagonal of every head, over random bases",
         drawing.head_values(ratios["diagonal"], "times random", decades=True, notes=notes),
-        "Share of ‖W‖² on the diagonal of W in the coordinates of the stream, over the share expected on the "
-        "diagonal in a random basis.",
+        "Share of ‖W‖² on the diagonal of W, over the share expected in a random basis.",
         "heads far above 1, which compare tokens coordinate by coordinate.",
         f"{SONG}, section 5.1; the random bases are ours",
     )

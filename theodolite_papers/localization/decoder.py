@@ -1,9 +1,6 @@
 """The decoder that Bao et al. 2024 train (section 7, appendix D): fairseq's `transformer_lm`, Post-LN, in plain torch.
 
-Written for speed on one processor core: one matrix for queries, keys and values, attention without a kept T×T
-matrix, and a loss that is differentiated while it is computed (`next_token_loss`), so that no logits of a whole
-batch are kept. `as_opt` gives the same function as a model that `transformers` opens. Nothing here knows a text, a
-penalty or an optimizer.
+Written for speed on one processor core; `as_opt` gives the same function as a model that `transformers` opens.
 """
 
 from __future__ import annotations
@@ -74,10 +71,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding times √d plus fixed sinusoids, dropout, the blocks; an untied output matrix without bias.
-
-    Initial weights are fairseq's, drawn from torch's global generator.
-    """
+    """Embedding times √d plus fixed sinusoids, dropout, the blocks; an untied output matrix without bias."""
 
     positions: Tensor
 
@@ -171,12 +165,9 @@ def next_token_loss(
 ) -> Float[Tensor, ""]:
     """Mean −ln softmax(h Wᵀ)[target] in nats, with its gradient; products and softmax in `dtype`, sums in float64.
 
-    In bfloat16 logits and probabilities are rounded to eight bits: at the published sizes the mean loss of a batch is
-    off by less than 0.002 and its gradient by less than 1 % of its norm. For 4,096 tokens, 2,048 words and width 32 it
-    takes 9 ms of one core, loss and gradient, where cross-entropy of kept float32 logits takes 116.
+    In bfloat16 the mean loss is off by less than 0.002 and its gradient by less than 1 % of its norm, 12 times as fast.
     """
-    loss: Tensor = _NextTokenLoss.apply(hidden, unembedding, targets, dtype)
-    return loss
+    return _NextTokenLoss.apply(hidden, unembedding, targets, dtype)
 
 
 def as_opt(decoder: Decoder) -> OPTForCausalLM:

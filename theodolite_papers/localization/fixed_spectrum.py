@@ -1,9 +1,7 @@
 """Section 5 of Bao et al. 2024 on expressivity, and section 4 on width: what |tr W| does at a fixed tr W², by d.
 
-"If |tr W| is maximized for a fixed tr W², the convergence to the rank collapse becomes slow" (A2) rests on the bound of
-‖W_QK‖₁ by |tr W|, eq. 7. Spectra are drawn with both moments exactly as asked for, attention without skip connections
-or feed-forward layers, as in Dong et al. 2021, is applied layer by layer, and both printed chains of bounds are
-evaluated. No model and no text is read.
+Spectra are drawn with both moments exact, attention without skip connections or feed-forward layers (Dong et al. 2021)
+is applied layer by layer, and both printed chains of bounds are evaluated.
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ from theodolite.estimates import Estimate, Estimates
 from theodolite.judging import Criterion, judge, mix_of
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number
 from theodolite.theory import curve_width, propagation_exact, scale_bound, trace_bound
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import Line
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 
 SHARES = (-1.0, -0.5, 0.0, 0.5, 1.0)
 """tr W over its largest value at this tr W², √(d tr W²): eq. 5."""
@@ -53,8 +48,7 @@ LENGTH = 64
 class Setting:
     """What is simulated; the sizes are ours.
 
-    width: d. length: T tokens, independent N(0, I), each attending to all. layers: of attention alone; after a
-    fourth, rounding is what is left. draws: W_QK, as many for each tr W and scale. scales: √(tr W²)/λ, λ = √d.
+    T independent N(0, I) tokens, each attending to all. draws: W_QK of each tr W and scale. scales: √(tr W²)/λ, λ = √d.
     """
 
     width: int = 64
@@ -83,8 +77,7 @@ def left_by_layer(
 ) -> Float64[Tensor, " layers"]:
     """‖X − 1x̄ᵀ‖_F/‖X‖_F after each layer X ← softmax(X W_QK Xᵀ/λ) X: what is not of rank one (Dong et al. 2021).
 
-    x̄ is the mean token. Values are the tokens, and X is scaled back to its first size after each layer, so that every
-    layer has logits of the same size; the ratio does not know.
+    Values are the tokens, and X is scaled back to its first size after each layer, which the ratio does not know.
     """
     size, left = tokens.norm(), []
     for _ in range(layers):
@@ -96,11 +89,7 @@ def left_by_layer(
 
 @dataclass(frozen=True)
 class Collapse:
-    """Simulated heads, S scales, P values of tr W, D draws.
-
-    left: (S, P, D, layers), as `left_by_layer`. entry_sum: (S, P, D), ‖W_QK‖₁. links: chain and link → share of all
-    heads for which it holds.
-    """
+    """Simulated heads: what is left and ‖W_QK‖₁ by scale, tr W and draw; (chain, link) → share of heads."""
 
     left: Tensor
     entry_sum: Tensor
@@ -224,8 +213,7 @@ def collapse(study: Study, outcome: Outcome) -> None:
         "layers",
         "How fast attention alone makes all tokens alike",
         by_name("√(tr W²)/λ", [f"{scale:g}" for scale in SETTING.scales], draw, grid=True),
-        "What is not of rank one after each layer of attention without skip connections, mean over draws of W_QK; "
-        "tokens are independent and normal.",
+        "What is not of rank one after each layer of attention alone, mean over draws of W_QK; random tokens.",
         "lines of a large |tr W| above that of tr W = 0, if it slowed the collapse.",
         f"{BAO}, section 5; the simulation is ours",
     )

@@ -1,8 +1,7 @@
 """Section 3 of Bao et al. 2024: does a token that propagates contribute to the gradient of W_QK?
 
-∇_{W_QK} J = λ⁻¹ Σ_i (∂J/∂ω_i) x_i x_Tᵀ for the logits ω of the last query, J the loss of the next token: token i's
-share is |∂J/∂ω_i|·‖x_i‖ over the sum of all. The paper drops all terms but those of ρ_i; here nothing is approximated,
-and the attention is the model's own softmax.
+∇_{W_QK} J = λ⁻¹ Σ_i (∂J/∂ω_i) x_i x_Tᵀ for the last query's logits ω: token i's share is |∂J/∂ω_i|·‖x_i‖ over the
+sum of all. The paper drops all terms but those of ρ_i; here nothing is approximated.
 """
 
 from __future__ import annotations
@@ -27,14 +26,11 @@ from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import head_name, number
 from theodolite.theory import empirical_propagation
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import Line
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 
 CONTEXTS = 128  # read at most: a backward pass each
 BATCH = 8
@@ -51,10 +47,7 @@ ORDERS = Criterion("more than", 0.0, "“ρ_i characterizes its strength”: the
 
 @dataclass(frozen=True)
 class Shares:
-    """Of every context and head: which keys of the last query propagate, and their shares of the gradient.
-
-    propagates, share: (contexts, heads of all layers, keys). places: layer and head of each.
-    """
+    """Which keys of the last query propagate, and their shares of the gradient; layer and head of each."""
 
     propagates: Bool[Tensor, "contexts heads keys"]
     share: Float[Tensor, "contexts heads keys"]
@@ -91,9 +84,7 @@ class _LastQuery(Hooks):
 def last_query(
     model: OpenModel, contexts: Int[Tensor, "contexts positions"]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each layer the logits ω of the query that predicts the last token, and ∂J/∂ω, (contexts, heads, keys), and
-    the norms of what attention reads, (contexts, keys). J is the sum over contexts of that prediction's loss.
-    """
+    """Of each layer the last query's logits ω, ∂J/∂ω, (contexts, heads, keys), and the norms of attention's input."""
     if model.source.predict is None:
         raise UsageError(f"{model.id} has no output head that is read, so that it has no loss")
     hooks = _LastQuery()
@@ -144,10 +135,7 @@ def advantage(shares: Shares) -> Estimates:
 
 
 def order(shares: Shares) -> Estimates:
-    """Rank correlation over positions of ρ_i with the mean share of token i, head by head: mean over parts of the text.
-
-    A head all of whose tokens propagate alike has none.
-    """
+    """Rank correlation over positions of ρ_i with token i's mean share, head by head: mean over parts of the text."""
     by_part = []
     for part in torch.arange(len(shares.share)).chunk(PARTS):
         rho, share = shares.propagates[part].double().mean(0), shares.share[part].nanmean(0)
@@ -220,8 +208,7 @@ def _draw(outcome: Outcome, shares: Shares) -> None:
         "heads",
         "ρ_i and token i's share of the gradient",
         by_name("head", [head_name(*place) for place in shares.places], draw, grid=True),
-        "For the last query of every context: how often token i propagates, and the mean of |∂J/∂ω_i|·‖x_i‖ as a share "
-        "of all tokens', over its largest value. J is the loss of the next token.",
+        "For the last query: how often token i propagates, and its mean share of the loss's gradient.",
         "whether both curves have their peaks at the same tokens.",
         f"{BAO}, section 3; the comparison is ours",
         wide=True,

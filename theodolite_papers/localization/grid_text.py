@@ -55,9 +55,7 @@ def _order(windows: int, seed: int, epoch: int) -> Int[Tensor, " windows"]:
 class TextFiles:
     """Which texts, and how they are cut.
 
-    train, held_out: UTF-8 files. length: tokens of a context. batch: contexts per step; the training text must fill
-    one. vocabulary: tokens of a byte-level BPE; None: one token per word, every word of the training text, as
-    published.
+    length: tokens of a context. batch: contexts per step. vocabulary: of a byte-level BPE; None: one token per word.
     """
 
     train: Path

@@ -20,16 +20,13 @@ from theodolite.measure.rank_correlation import partial_rank_correlation, rank_c
 from theodolite.passes.head_predictions import SUFFIX, Prediction, from_increments, from_survey
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, head_labels, need, need_column
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import percent, with_error
 from theodolite.theory import curve_width, regime_of_curve
 from theodolite.theory.regimes import UNDEFINED
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import Line
 from theodolite_papers.drawing.theory import head_scatter
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 from theodolite_papers.localization.text_as_walk import text_walk
 
 Indices = npt.NDArray[np.int64]
@@ -41,11 +38,7 @@ LEAST_HEADS = 8
 def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estimate:
     """A number over heads, with its error from leaving out one layer after the other (jackknife).
 
-    Heads of one layer are not independent: they read one stream, and what is predicted from it may miss them alike.
-
-    statistic: indices of some of the heads → the number of these. layers: the layer of each head, (heads,).
-
-    Returns no error below `LEAST_HEADS`.
+    Heads of one layer are not independent. statistic: of heads by their indices. No error below `LEAST_HEADS`.
     """
     heads, of = np.arange(len(layers)), np.unique(layers)
     value = statistic(heads) if len(heads) else math.nan
@@ -83,10 +76,7 @@ def _correlation(of: Callable[..., Floats], columns: tuple[Floats, ...], layers:
 
 
 def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[Estimate, float]:
-    """Cohen's κ of two namings of the same heads (Cohen 1960), and the share of heads in which they agree.
-
-    first, second: names, (heads,); heads that are `UNDEFINED` in either are left out.
-    """
+    """Cohen's κ of two namings of the heads (Cohen 1960), those `UNDEFINED` left out, and the share that agree."""
     known = (first != UNDEFINED) & (second != UNDEFINED)
     names = np.unique(np.concatenate([first[known], second[known]]))
     first_codes, second_codes = (np.searchsorted(names, values[known]) for values in (first, second))
@@ -110,10 +100,7 @@ def curve_errors(
 
 
 def others_median(curve: Float[Tensor, "heads positions"]) -> Float[Tensor, "heads positions"]:
-    """For every head the median of all others, at each position: a prediction that knows nothing of the head.
-
-    No one curve has a smaller mean absolute error over the others. NaN where no other head has a number.
-    """
+    """For every head the median of all others, at each position: a prediction that knows nothing of the head."""
     ordered, order = curve.sort(dim=0)  # NaN last
     rank, known = order.argsort(dim=0), curve.isfinite()
     others = known.sum(dim=0) - known.long()
@@ -242,10 +229,7 @@ def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
 def judge_curves(
     outcome: Outcome, predictions: dict[str, Prediction], measured: Tensor, layers: Indices
 ) -> dict[str, Estimate]:
-    """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head.
-
-    Returns the error of each source's curves, and of that baseline (`others`).
-    """
+    """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head."""
     baseline = curve_errors(others_median(measured), measured).numpy()
     errors = {"others": mean_over_heads(baseline, layers)}
     for name, label in SOURCES.items():
@@ -282,11 +266,7 @@ def _judge_regimes(
 def judge_entropy(
     outcome: Outcome, numbers: dict[str, Floats], entropy: Floats, trace: Floats, layers: Indices
 ) -> None:
-    """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed.
-
-    numbers: `eta` of W_QK Σ̂, and `width`, the measured share of positions that propagate; (heads,), as the others.
-    trace: |tr W|.
-    """
+    """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed."""
     smaller = "Heads whose spectrum has a smaller scale have a higher entropy"
     for claim, name, what in (
         (smaller, "eta", f"η, from {SOURCES['text']},"),
@@ -337,8 +317,7 @@ def _draw_scatter(outcome: Outcome, run: Run, predictions: dict[str, Prediction]
         "heads",
         "Predicted and measured signal propagation of every head",
         by_name("from", list(SOURCES.values()), draw),
-        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point per head; "
-        "violet blocks are early, green ones late.",
+        "Mean of ρ over keys, predicted and measured, one point per head; violet: early blocks, green: late.",
         "points on a rising line. A column of points says that the prediction does not tell heads apart.",
         f"{BAO}, section 4; the comparison with real heads is ours",
         wide=True,
@@ -358,10 +337,8 @@ def _draw_curves(outcome: Outcome, run: Run, predictions: dict[str, Prediction],
         "curves",
         "ρ of one head, measured and predicted",
         by_name("head", head_labels(run), draw),
-        "Share of contexts in which the key at θ = i/T propagates to the last query, and what the exact moments of a "
-        "random walk predict from W_QK, from W_QK Σ̂ and from the increments' covariance.",
-        "whether any prediction follows the measured curve. Where none does, the tokens of this layer do not "
-        "follow a random walk.",
+        "Share of contexts in which the key at θ = i/T propagates to the last query, measured and predicted.",
+        "whether any prediction follows the measured curve; where none does, tokens follow no random walk.",
         f"{BAO}, section 4, with the exact moments at finite T",
         wide=True,
     )
@@ -378,8 +355,7 @@ def _draw_correlations(outcome: Outcome, correlation_of: Correlations) -> None:
         "correlations",
         "Rank correlations over heads",
         drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),
-        "Of a predicted number with a measured one over all heads, with 95 % intervals from leaving out one "
-        "layer after the other.",
+        "Correlation of prediction and measurement over all heads, with 95 % intervals.",
         "tall bars: the spectrum predicts what the head does. η → entropy below 0 is what the paper expects.",
         f"{BAO}, sections 4 and 5; the correlations are ours",
         wide=True,

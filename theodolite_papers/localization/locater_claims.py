@@ -1,8 +1,7 @@
-"""What Bao et al. 2024 claim of training with LocAteR, judged on a grid of training runs; nothing is drawn here.
+"""What Bao et al. 2024 claim of training with LocAteR, judged on a grid of training runs, paired by seed.
 
-By differences paired by seed. The paper does not say which loss its penalty was added to, the mean of a batch's tokens
-or their sum, which fairseq makes: its κ means 4,096 times less there. What it claims is decided where both readings
-answer alike; what it claims of the end of training, where training was as long.
+The paper does not say whether its penalty was added to the mean loss of a batch's tokens or to their sum, as fairseq's:
+claims are decided where both readings answer alike.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ def common_step(runs: Sequence[GridRun]) -> int:
 
 
 def at_step(runs: Sequence[GridRun], step: int) -> pd.DataFrame:
-    """One row per training run: `setting` (without its seed), `label`, `seed`, `lowest_step` and `MEASURES`, at `step`.
-
-    The lowest loss is that of all steps up to `step`; ρ is averaged over them.
-    """
+    """One row per training run: `setting` (without seed), `label`, `seed`, `lowest_step` and `MEASURES`, to `step`."""
     rows = []
     for run in runs:
         losses = run.losses[run.losses["step"] <= step]
@@ -104,8 +100,7 @@ def profile(run: GridRun, step: int) -> Floats:
         return values[0] if len(values) else np.full(run.propagation.shape[-1], np.nan)
     between = np.diff(at[chosen])  # early steps are measured more often, and count by their time all the same
     middle = (values[1:] + values[:-1]) / 2
-    mean: Floats = (between[:, None] * middle).sum(axis=0) / between.sum()
-    return mean
+    return (between[:, None] * middle).sum(axis=0) / between.sum()
 
 
 def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
@@ -124,10 +119,7 @@ def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, relative: bool) -> Estimate:
-    """`of` − `against` in a measure, paired by seed; relative: the difference of their logarithms.
-
-    Losses are logarithms of perplexities already.
-    """
+    """`of` − `against` in a measure, paired by seed; relative: the difference of their logarithms."""
     values = []
     for setting in (of, against):
         by_seed = rows[rows["setting"] == setting].set_index("seed")[name]
@@ -137,10 +129,7 @@ def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, 
 
 
 def left_out(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str) -> Estimate:
-    """The best setting of the first group minus that of the second, in a measure of which less is better.
-
-    For every seed the best are those of the other seeds' means, so that none is judged on what it was chosen by.
-    """
+    """The best setting of the first group minus that of the second, each chosen by the means of the other seeds."""
     table = rows.pivot(index="seed", columns="label", values=name)
     table = table[[label_of(setting) for group in groups for setting in group]].dropna()
     values = []
@@ -154,10 +143,7 @@ def left_out(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str)
 def distinct(
     rows: pd.DataFrame, settings: Sequence[Setting], name: str, apart: Criterion
 ) -> list[list[Setting]]:
-    """Settings in groups of rising `name`; within one, no setting is decided to differ from the group's first.
-
-    apart: of the difference of logarithms, paired by seed.
-    """
+    """Settings in groups of rising `name`; within one, no setting is decided to differ from the group's first."""
     means = rows.groupby("setting", sort=False)[name].mean()
     groups: list[list[Setting]] = []
     for setting in sorted(settings, key=lambda each: means[each]):
@@ -173,11 +159,8 @@ def distinct(
 def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str, against: str) -> Estimate:
     """How `name` goes with `against` over groups of settings, each the mean of its members; one value per seed.
 
-    Of three groups or more the rank correlation; of two, whose ranks could only agree or not, the difference of
-    `name` from the one with the smaller `against` to the other.
-
-    A few rank correlations over a few groups are often alike by chance, and then have no spread. Where their interval
-    is narrower than that of as many correlations of what has nothing to do with each other, it is taken for theirs.
+    Of three groups or more the rank correlation, of two the difference. Where its interval is narrower than that of
+    correlations of unrelated things, it is taken for theirs: a few are often alike by chance, without any spread.
     """
     values = []
     for _, of_seed in rows.groupby("seed"):
@@ -201,10 +184,8 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
 class Comparable:
     """The training runs of one depth and width, all at one step.
 
-    published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss that
-    κ weighs against: the readings of what the paper did. others: other ways of LocAteR, in words → settings by
-    rising κ₂. decays: settings without LocAteR by rising weight decay. plain: the one of them with the published
-    decay, None where it was not trained.
+    published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss. others:
+    other ways of LocAteR, in words → settings by rising κ₂. decays: settings without LocAteR; plain: the published one.
     """
 
     runs: list[GridRun]
@@ -273,12 +254,7 @@ def in_both_readings(
     estimates: dict[Reduction, Estimate],
     criterion: Criterion,
 ) -> None:
-    """Judge a claim under either reading of κ: decided where both were trained and answer alike.
-
-    It does not fail before the published number of steps: an effect may come later.
-
-    estimates: of the readings that were trained.
-    """
+    """Judge a claim under either reading of κ: decided where both answer alike, and fails at published steps only."""
     parts = [
         judge(claim, f"{what}, {READINGS[reduction]}", estimate, criterion)
         for reduction, estimate in estimates.items()

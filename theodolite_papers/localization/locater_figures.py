@@ -17,24 +17,9 @@ from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import grammar
 from theodolite.report.drawing.grammar import heat, line
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, for_plotly, number
-from theodolite_papers.experiment import Experiment, Study, experiment, of_trainings
-from theodolite_papers.localization.locater_claims import (
-    READINGS,
-    Comparable,
-    by_setting,
-    comparable,
-    judge_grid,
-    label_of,
-    phases,
-    profile,
-    stripes,
-    wider,
-    without_seed,
-)
+from theodolite_papers.experiment import BAO, Experiment, Outcome, Study, by_name, experiment, of_trainings
+from theodolite_papers.localization import locater_claims as judged
 from theodolite_papers.localization.locater_grid import GridRun, read_grid
 from theodolite_papers.localization.locater_training import PUBLISHED_STEPS, Setting
 
@@ -46,10 +31,7 @@ MOST_COLUMNS = 400
 
 @dataclass(frozen=True)
 class Panel:
-    """One measure: a title, and for every line the middle and the lowest and highest value over seeds, (S,) each.
-
-    `logarithmic`: the vertical axis. `window`: its range, None for all.
-    """
+    """One measure: a title, and for every line the middle and the lowest and highest value over seeds, (S,) each."""
 
     title: str
     lines: Sequence[tuple[Floats, Floats, Floats]]
@@ -58,10 +40,7 @@ class Panel:
 
 
 def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]) -> go.Figure:
-    """Panels of the same lines against training step, with the range over seeds as a band.
-
-    names: of the lines, at most seven. steps: of each line. shown: the panels, two in a row.
-    """
+    """Panels of the same lines against training step, with the range over seeds as a band."""
     down = -(-len(shown) // ACROSS)
     drawn = []
     for index, panel in enumerate(shown):
@@ -83,10 +62,7 @@ def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]
 
 
 def propagation_map(steps: Floats, propagation: Floats) -> go.Figure:
-    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down.
-
-    steps: (S,). propagation: (S, T).
-    """
+    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down."""
     columns = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
     length = propagation.shape[1]
     hover = "step %{x:.0f}, position %{y}: %{z:.3f}<extra></extra>"
@@ -117,13 +93,13 @@ SMALLER = (
 
 
 def _lines(
-    data: Comparable, settings: Sequence[Setting], table: str, name: str
+    data: judged.Comparable, settings: Sequence[Setting], table: str, name: str
 ) -> tuple[list[Floats], list[Any]]:
     """Steps of each setting, and its mean, lowest and highest value over seeds; perplexities for losses."""
     steps, lines = [], []
     for setting in settings:
         columns = []
-        for run in (p for p in data.runs if without_seed(p.setting) == setting):
+        for run in (p for p in data.runs if judged.without_seed(p.setting) == setting):
             frame = run.losses if table == "losses" else run.heads[run.heads["layer"] == 0]
             columns.append(frame.set_index("step")[name])
         values = pd.concat(columns, axis=1, join="inner").to_numpy(dtype=np.float64)
@@ -135,7 +111,7 @@ def _lines(
 
 
 def _draw_curves(
-    outcome: Outcome, data: Comparable, settings: Sequence[Setting], key: str, title: str
+    outcome: Outcome, data: judged.Comparable, settings: Sequence[Setting], key: str, title: str
 ) -> None:
     shown = []
     steps: list[Floats] = []
@@ -154,7 +130,7 @@ def _draw_curves(
     outcome.figure(
         key,
         title,
-        panels([label_of(setting) for setting in settings], steps, shown),
+        panels([judged.label_of(setting) for setting in settings], steps, shown),
         "Lines are means over seeds, bands reach from the lowest seed to the highest; of the first layer's head.",
         "whether the lines lie in the order of κ₂, and whether they are further apart than their bands.",
         f"{BAO}, Figs. 6 and 8 to 12",
@@ -162,21 +138,20 @@ def _draw_curves(
     )
 
 
-def _draw_maps(outcome: Outcome, data: Comparable) -> None:
+def _draw_maps(outcome: Outcome, data: judged.Comparable) -> None:
     settings = [*(s for group in data.with_locater.values() for s in reversed(group)), *data.decays]
     settings = list(dict.fromkeys(settings))  # κ₂ = 0 begins the printed gradient's, too
 
     def draw(place: int) -> go.Figure:
-        first = next(p for p in data.runs if without_seed(p.setting) == settings[place])
+        first = next(p for p in data.runs if judged.without_seed(p.setting) == settings[place])
         steps, propagation = np.array(first.propagation_steps, dtype=np.float64), first.propagation[:, 0]
         return propagation_map(steps, propagation.numpy().astype(np.float64))
 
     outcome.figure(
         "maps",
         "ρ over training",
-        by_name("setting", [label_of(setting) for setting in settings], draw),
-        "The signal propagation probability of every key position for the last query of the first layer, measured "
-        "on the same held-out windows; of the first seed.",
+        by_name("setting", [judged.label_of(setting) for setting in settings], draw),
+        "Signal propagation probability of every key for the last query of the first layer; the first seed.",
         "horizontal stripes: positions that stay high or low.",
         f"{BAO}, Fig. 7",
         wide=True,
@@ -185,20 +160,23 @@ def _draw_maps(outcome: Outcome, data: Comparable) -> None:
     exact = [setting for settings in data.published.values() for setting in (settings[0], settings[-1])]
     chosen = list(dict.fromkeys([*exact, *([data.plain] if data.plain else [])]))[: len(style.CATEGORIES)]
     curves = [
-        np.mean([profile(p, data.step) for p in data.runs if without_seed(p.setting) == setting], axis=0)
+        np.mean(
+            [judged.profile(p, data.step) for p in data.runs if judged.without_seed(p.setting) == setting],
+            axis=0,
+        )
         for setting in chosen
     ]
     outcome.figure(
         "profiles",
         "ρ by position, averaged over training",
-        profiles([label_of(setting) for setting in chosen], curves),
+        profiles([judged.label_of(setting) for setting in chosen], curves),
         f"Mean over time to step {data.step} and over seeds.",
         "whether a line is flat.",
         f"{BAO}, Fig. 7",
     )
 
 
-def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
+def _read(outcome: Outcome, data: judged.Comparable, recipe: dict[str, Any]) -> None:
     """The headline numbers, the tables, and where the training runs come from."""
     trained = min(int(p.summary["step"]) if p.summary else data.step for p in data.runs)
     further = (
@@ -207,7 +185,7 @@ def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
     outcome.read("step at which all are compared", number(data.step) + further, number(PUBLISHED_STEPS))
     words = "words" if recipe["vocabulary"] is None else f"{recipe['vocabulary']} BPE"
     outcome.read("tokens", words, "words of WikiText-2")
-    table = by_setting(data.rows)
+    table = judged.by_setting(data.rows)
     for row in table.to_dict(orient="records"):
         outcome.read(
             f"{row['setting']}, {counted(row['seeds'], 'seed')}",
@@ -221,17 +199,14 @@ def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
 
 
 def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> None:
-    """Verdicts, curves, maps and tables of the training runs of one depth and width.
-
-    recipe: of their grid, as `read_grid` gives it.
-    """
-    data = comparable(runs)
+    """Verdicts, curves, maps and tables of the training runs of one depth and width."""
+    data = judged.comparable(runs)
     _read(outcome, data, recipe)
-    judge_grid(outcome, data)
+    judged.judge_grid(outcome, data)
     for reduction, settings in data.published.items():
         shown = [*settings, *([data.plain] if data.plain else [])]
         key = "curves" if reduction == "mean" else f"curves-{reduction}"
-        _draw_curves(outcome, data, shown, key, f"Training with LocAteR, {READINGS[reduction]}")
+        _draw_curves(outcome, data, shown, key, f"Training with LocAteR, {judged.READINGS[reduction]}")
     if len(data.decays) > 1:
         _draw_curves(outcome, data, data.decays, "decays", "Training with plain weight decay")
     for place, (how, settings) in enumerate(data.others.items()):
@@ -241,10 +216,7 @@ def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> N
 
 
 def _of_shape(study: Study, shape: tuple[int, int] | None) -> tuple[list[GridRun], dict[str, Any]]:
-    """The grid's training runs of some layers and width, and its recipe.
-
-    `shape` None: those of Fig. 6, as Fig. 7 is published, where they were trained, else the first.
-    """
+    """The grid's training runs of some layers and width, and its recipe."""
     purpose = "figures 6 to 12 of localization are read from a grid of training runs"
     recipe, runs = read_grid(study.training_folder("grid", purpose, COMMAND))
     shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})
@@ -285,11 +257,11 @@ OF_SHAPES = [_of_published_shape(place, *shape) for place, shape in FIGURES.item
 )
 def figure_7(study: Study, outcome: Outcome) -> None:
     runs, recipe = _of_shape(study, None)
-    data = comparable(runs)
+    data = judged.comparable(runs)
     _read(outcome, data, recipe)
-    stripes(outcome, data)
-    phases(outcome, data)
-    wider(outcome, read_grid(study.provenance["grid"]["folder"])[1])
+    judged.stripes(outcome, data)
+    judged.phases(outcome, data)
+    judged.wider(outcome, read_grid(study.provenance["grid"]["folder"])[1])
     _draw_maps(outcome, data)
 
 

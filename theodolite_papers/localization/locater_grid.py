@@ -1,19 +1,13 @@
-"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, resumable."""
+"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, resumable."""
 
 from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -26,11 +20,10 @@ from rich.console import Console
 from torch import Tensor
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
-from theodolite.models.loading import hide_progress_bars
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.system.checksums import read_checked
 from theodolite.system.files import check_target, disk_errors, folder_purpose
-from theodolite.system.interrupt import ENDING, STOPPING, handling, interruptible
+from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.processor import multiplies_halves
 from theodolite.system.threads import using_threads as using
 from theodolite.train.penalty import Gradient
@@ -58,17 +51,13 @@ def train_locater(
     reduction: str = "mean",
     off_at: int | None = None,
     vocabulary: str | None = None,
-    side_by_side: int = 1,
     device: str = "cpu",
     **numbers: str | None,
 ) -> list[str]:
     """Train what is missing of the grid; returns a line on each training run.
 
-    text, held_out: files to train on and to judge on. seeds, steps: how many of each. gradient: exact or published.
-    reduction: of the loss that the penalty is added to: mean or sum. off_at: updates after which there is no
-    penalty. vocabulary: tokens of the BPE, or `words`. side_by_side: processes, a core for each; device: of all of
-    them. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`, joined by commas; an empty text:
-    none of them. None, here and above: as published.
+    vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`,
+    joined by commas; an empty text: none of them. None: as published.
     """
     for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
         if given not in get_args(choices):
@@ -88,7 +77,7 @@ def train_locater(
     ).settings()
     files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
     steps = PUBLISHED_STEPS if steps is None else steps
-    train_grid(Job(out, recipe, steps, device), settings, files, console, side_by_side)
+    train_grid(Job(out, recipe, steps, device), settings, files, console)
     names = {setting.name for setting in settings}
     summaries = {run.setting.name: run.summary for run in read_grid(out)[1] if run.summary}
     unfinished = [name for name in names if name not in summaries or summaries[name]["step"] < steps]
@@ -137,9 +126,8 @@ CLAIM = "grid.json"
 class Grid:
     """The published settings, and as many weight decays without LocAteR.
 
-    layers, widths: depths and d; every combination of all that follows at each. seeds: 0 … seeds − 1. scales,
-    means: κ₁ and κ₂ of the LocAteR training runs, every combination. decays: of the training runs without LocAteR;
-    0.01 is the published one. gradient, reduction, off_at: of the LocAteR training runs, as in `Setting`.
+    seeds: 0 … seeds − 1. scales, means: κ₁ and κ₂ of the LocAteR training runs. decays: of those without; 0.01 is the
+    published one. gradient, reduction, off_at: as in `Setting`.
     """
 
     layers: tuple[int, ...] = (1,)
@@ -155,11 +143,7 @@ class Grid:
     def settings(self) -> list[Setting]:
         """Every setting; a seed's before the next seed's."""
         settings = []
-        how: dict[str, Any] = {
-            "gradient": self.gradient,
-            "reduction": self.reduction,
-            "off_at": self.off_at,
-        }
+        how: dict[str, Any] = {"gradient": self.gradient, "reduction": self.reduction, "off_at": self.off_at}
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
             place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
             settings += [
@@ -180,11 +164,9 @@ class Job:
     device: str
 
 
-def train_grid(
-    job: Job, settings: list[Setting], files: TextFiles, console: Console, side_by_side: int = 1
-) -> None:
-    """Bring every setting to `job.steps` steps, `side_by_side` of them at a time, each on a core of its own."""
-    for what, number in (("setting", len(settings)), ("step", job.steps), ("process", side_by_side)):
+def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Console) -> None:
+    """Bring every setting to `job.steps` steps."""
+    for what, number in (("setting", len(settings)), ("step", job.steps)):
         if number < 1:
             raise UsageError(f"there is nothing to train: give at least one {what}.")
     for setting in settings:
@@ -195,19 +177,13 @@ def train_grid(
     with FileLock(job.folder / "lock"):
         kept_text(job.folder, files)
         _claim(job)
-    console.print(
-        f"{len(settings)} training runs of {job.steps} steps in {job.folder}, {side_by_side} at a time"
-    )
+    console.print(f"{len(settings)} training runs of {job.steps} steps in {job.folder}")
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     with interruptible(lambda: say(STOPPING)) as pressed:
-        if side_by_side == 1:
-            failed = _train_all(settings, job, pressed, say)
-        else:
-            shares = [settings[first::side_by_side] for first in range(side_by_side)]
-            failed = _train_in_processes([share for share in shares if share], job, pressed, say)
+        failed = _train_all(settings, job, pressed, say)
     if failed:
         raise WorkError("; ".join(failed))
 
@@ -253,80 +229,12 @@ def _train_all(
     return list(failed.values())
 
 
-def _train_in_processes(
-    shares: list[list[Setting]], job: Job, pressed: Callable[[], bool], say: Callable[[str], None]
-) -> list[str]:
-    """A process for each share; they hear of Ctrl-C from here, and stop when this process is gone."""
-    context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    failed: list[str] = []
-    workers, open_ends = [], []
-    for share in shares:
-        receive, send = context.Pipe(duplex=False)
-        worker = context.Process(target=_worker, args=(share, job, stop, os.getpid(), send), daemon=True)
-        with _ignored_signals():
-            worker.start()
-        send.close()  # so that the end of the process is the end of the pipe
-        workers.append(worker)
-        open_ends.append(receive)
-    try:
-        while open_ends:
-            if pressed():
-                stop.set()
-            ready = wait(open_ends, timeout=0.5)
-            for end in [end for end in open_ends if end in ready]:
-                try:
-                    kind, line = end.recv()
-                except EOFError:
-                    open_ends.remove(end)
-                    continue
-                if kind == "failed":
-                    failed.append(line)
-                else:
-                    say(line)
-    except BaseException:
-        for worker in workers:
-            worker.kill()  # which does no harm; they ignore what is gentler
-        raise
-    for worker in workers:
-        worker.join()
-        if worker.exitcode:
-            failed.append(f"a process ended with status {worker.exitcode}; rerun the command")
-    return failed
-
-
-@contextmanager
-def _ignored_signals() -> Iterator[None]:
-    """What is started here ignores what reaches every process of a terminal, such as Ctrl-C: the first one decides."""
-    is_main = threading.current_thread() is threading.main_thread()
-    with handling(ENDING if is_main else [], signal.SIG_IGN):
-        yield
-
-
-def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connection) -> None:
-    def stopped() -> bool:
-        return stop.is_set() or os.getppid() != parent
-
-    def say(line: str) -> None:
-        if os.getppid() == parent:
-            send.send(("said", line))
-
-    hide_progress_bars()
-    try:
-        for line in _train_all(share, job, stopped, say):
-            send.send(("failed", line))
-    except TheodoliteError as error:
-        send.send(("failed", str(error)))
-
-
 @dataclass(frozen=True)
 class GridRun:
     """What one training run of a grid has given so far.
 
-    losses: `step`, `training_loss`, `held_out_loss`, `held_out_loss_se`. heads: `step`, `layer`, `trace`,
-    `trace_of_square`, `frobenius_squared`, `entropy`, `propagation`. propagation: ρ_i of the last query, (steps,
-    layers, T), float32, for `propagation_steps`. summary: the model of the last step on all held-out text; None
-    before its grid's last step.
+    propagation: ρ_i of the last query, for `propagation_steps`. summary: on all held-out text; None before the last
+    step.
     """
 
     setting: Setting

@@ -1,9 +1,7 @@
 """One training run of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
 
-A training run lives in a folder and resumes from its checkpoint to whatever step is asked for next; the learning rate
-is fixed, so no step depends on how many will follow. What is random in a step follows from (seed, step), hence the same
-seed gives the same bytes on a processor, stopped and begun again or not; and training runs of one seed see the same
-batches, initial weights and dropout, which pairs them. Which training runs make up a grid is not known here.
+It lives in a folder and resumes from its checkpoint to any further step, with the same bytes. Runs of one seed see the
+same batches, initial weights and dropout, which pairs them.
 """
 
 from __future__ import annotations
@@ -30,14 +28,7 @@ from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 from theodolite_papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite_papers.localization.grid_text import GridText
-from theodolite_papers.training.training_loop import (
-    CHECKPOINT,
-    another_training_run,
-    check_numbers,
-    load_checkpoint,
-    save_checkpoint,
-    updates,
-)
+from theodolite_papers.training import training_loop
 
 PUBLISHED_STEPS = 50_000
 BETAS = (0.9, 0.999)
@@ -81,9 +72,8 @@ class Recipe:
 class Setting:
     """What distinguishes one training run.
 
-    scale, mean: κ₁ and κ₂, both on every layer's head. gradient: of the second term (`locater_penalty`). reduction:
-    of the loss that the penalty is added to. off_at: updates after which there is no penalty; None: there always
-    is.
+    scale, mean: κ₁ and κ₂. reduction: of the loss that the penalty is added to. off_at: updates after which there is
+    none.
     """
 
     layers: int = 1
@@ -115,7 +105,7 @@ class Setting:
             raise UsageError(f"{self.name}: there is no such reduction; choose mean or sum.")
         if self.off_at is not None and self.off_at < 1:
             raise UsageError(f"{self.name}: the penalty ends before it begins; give a step of 1 or more.")
-        check_numbers(self.seed)
+        training_loop.check_numbers(self.seed)
 
 
 def published_rate(width: int) -> float:
@@ -141,10 +131,7 @@ class LocaterTraining:
         )
         self.model = Decoder(shape).to(self.device)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            betas=BETAS,
-            weight_decay=setting.weight_decay,
-            fused=True,
+            self.model.parameters(), betas=BETAS, weight_decay=setting.weight_decay, fused=True
         )
         self.summed = torch.zeros(
             (), dtype=torch.float64, device=self.device
@@ -157,8 +144,8 @@ class LocaterTraining:
         }
         known = asdict(setting)
         if folder_purpose(folder / "setting.json", known) != known:
-            raise another_training_run(folder)
-        self.step, kept = load_checkpoint(self._checkpoint, self.model, self.optimizer)
+            raise training_loop.another_training_run(folder)
+        self.step, kept = training_loop.load_checkpoint(self._checkpoint, self.model, self.optimizer)
         if kept:
             self.summed.copy_(kept["summed"])
             self.history = {name: kept[f"history/{name}"] for name in self.history}
@@ -168,7 +155,7 @@ class LocaterTraining:
         if self.step == 0 and not len(self.history["steps"]):
             self._record()
         began = self.step
-        steps = updates(
+        steps = training_loop.updates(
             self.model,
             self.optimizer,
             self._loss,
@@ -233,7 +220,9 @@ class LocaterTraining:
                 self.folder / "propagation.safetensors", lambda path: write_checked(path, curves)
             )
         # Last: a training run killed before this resumes from an older one, and writes all of them again.
-        save_checkpoint(self._checkpoint, self.model, self.optimizer, {"step": str(self.step)}, tensors)
+        training_loop.save_checkpoint(
+            self._checkpoint, self.model, self.optimizer, {"step": str(self.step)}, tensors
+        )
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""
@@ -248,7 +237,7 @@ class LocaterTraining:
 
     @property
     def _checkpoint(self) -> Path:
-        return self.folder / CHECKPOINT
+        return self.folder / training_loop.CHECKPOINT
 
     def _loss(self, step: int) -> Tensor:
         setting, recipe = self.setting, self.recipe

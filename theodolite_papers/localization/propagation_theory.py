@@ -12,14 +12,12 @@ from torch import Tensor
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO, ZHAI
-from theodolite.report.outcome import Outcome
+from theodolite.report.measures import ZHAI
 from theodolite.system.wording import number
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import CORRECTED, PUBLISHED, Line
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 
 BOUND_LENGTHS = (16, 64, 512, 4096)
 NU = torch.linspace(0, 30, 601, dtype=torch.float64)
@@ -83,8 +81,7 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
         "bounds",
         "Lower bound of the attention entropy",
         by_name("tokens", [f"T = {length}" for length in BOUND_LENGTHS], draw),
-        "The exact bound for T tokens, its form for large T, eq. 9 as printed, and the highest entropy that T "
-        "outcomes have.",
+        "The exact bound for T tokens, its form for large T, eq. 9 as printed, and the highest entropy.",
         "a printed curve far above ln T, which no entropy exceeds; the exact one starts at ln T and only falls.",
         f"{ZHAI}, Theorem 3.1; {BAO}, eq. 9 and Fig. 4",
         wide=True,
@@ -154,8 +151,7 @@ def softmax(study: Study, outcome: Outcome) -> None:
             (0.0, 1.0),
             signed=("S̃ − S",),
         ),
-        "The value of the first of two inputs under softmax, under its first-order expansion at 0 clamped to "
-        "[0, 1], and the difference. Both depend on ω₁ − ω₂ alone.",
+        "Softmax of two inputs, its first-order expansion at 0 clamped to [0, 1], and the difference.",
         "the diagonal, where both agree, and two bands along it where the clamp sets in and they differ most.",
         f"{BAO}, Fig. 1 and section 2",
         wide=True,
@@ -217,8 +213,7 @@ def by_spectrum(study: Study, outcome: Outcome) -> None:
         "maps",
         "ρ(θ) over ξ, published and corrected",
         by_name("η", [f"η = {value:g}" for value in ETAS], draw_map),
-        "Probability that the token at relative position θ propagates, for every ξ; one η at a time. The printed "
-        "variance grows towards the end of the context; the right one is symmetric about its middle.",
+        "Probability that the token at relative position θ propagates, for every ξ. Dashed: as printed.",
         "late sites at the right and early ones at the left for small η, a band at θ = ½ for η ≥ 0.5.",
         SOURCE_2,
         wide=True,
@@ -281,8 +276,7 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
         "curves",
         "ρ(θ) at large ξ and small η",
         by_name("ξ and η", labels, draw, grid=True),
-        "Probability that the token at θ propagates, for both readings of Fig. 3: those of its caption, and the one of "
-        "the text. Shaded: where Lemma 2's limit for r = 5.12 is 1.",
+        "Probability that the token at θ propagates, for both readings of Fig. 3. Shaded: where Lemma 2's limit is 1.",
         "a step up at ½ that stays up for ξη = 1.28, and comes down again at 0.695 for ξη = 5.12.",
         f"{BAO}, Fig. 3 and Lemma 2",
         wide=True,

@@ -8,29 +8,17 @@ import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
+from theodolite import theory
 from theodolite.estimates import Estimate
 from theodolite.judging import Criterion, Verdict, judge, mix_of
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
-from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, with_error
-from theodolite.theory import (
-    Simulation,
-    WalkSetting,
-    curve_width,
-    propagation,
-    propagation_exact,
-    propagation_finite,
-    regime,
-    simulate_walks,
-)
 from theodolite.theory.walks import COVARIANCES, over_draws
 from theodolite_papers.drawing import localization as drawing
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
 
-SETTING = WalkSetting()
+SETTING = theory.WalkSetting()
 
 PREDICTED = {
     "published": "Eq. 6 as printed gives ρ of random walks",
@@ -59,25 +47,22 @@ LOCALIZED = "At a fixed mean, localized attention has the higher entropy (A2 of 
 LEAST_ENTROPY = 0.02  # nats, where the axis begins
 
 
-def predictions(sim: Simulation, setting: WalkSetting) -> dict[str, Tensor]:
+def predictions(sim: theory.Simulation, setting: theory.WalkSetting) -> dict[str, Tensor]:
     """ρ_1 … ρ_T of every pair and drawn spectrum, (P, D, T): the keys of `PREDICTED`."""
     spectra, size, temperature = sim.eigenvalues, setting.length, setting.temperature
     trace, square = spectra.sum(-1), spectra.square().sum(-1)
     theta = torch.arange(1, size + 1, dtype=torch.float64) / size
     xi, eta = trace / square.sqrt(), square.sqrt() / temperature
-    curves = {name: propagation(theta, xi, eta, name) for name in ("published", "corrected")}
-    curves["finite"] = propagation_finite(trace, square, square, size, temperature)
-    curves["exact"] = propagation_exact(spectra, size, temperature)
+    curves = {name: theory.propagation(theta, xi, eta, name) for name in ("published", "corrected")}
+    curves["finite"] = theory.propagation_finite(trace, square, square, size, temperature)
+    curves["exact"] = theory.propagation_exact(spectra, size, temperature)
     return curves
 
 
-def share_beyond_error(sim: Simulation, predicted: Tensor) -> Tensor:
+def share_beyond_error(sim: theory.Simulation, predicted: Tensor) -> Tensor:
     """Share of pairs and positions at which a prediction is more than `FAR` standard errors away, by draw: (D,).
 
-    The error is that of as many walks with the predicted probability, and at least one walk in all: the observed
-    share gives none where no walk, or every walk, propagates.
-
-    predicted: (P, D, T), for the spectra of these very draws.
+    The error is that of as many walks with the predicted probability, and at least one walk in all.
     """
     error = (predicted * (1 - predicted) / sim.walks).clamp_min(0).sqrt().clamp_min(1 / sim.walks)
     return ((predicted - sim.propagates).abs() > FAR * error).double().mean((0, 2))
@@ -91,7 +76,7 @@ def share_beyond_error(sim: Simulation, predicted: Tensor) -> Tensor:
 )
 def figure_5(study: Study, outcome: Outcome) -> None:
     seed = study.provenance.get("seed") or 0
-    sims = {name: simulate_walks(SETTING, name, seed) for name in COVARIANCES}
+    sims = {name: theory.simulate_walks(SETTING, name, seed) for name in COVARIANCES}
     of_draws = {name: predictions(sim, SETTING) for name, sim in sims.items()}
     predicted = {
         name: {key: curve.mean(1) for key, curve in curves.items()} for name, curves in of_draws.items()
@@ -137,8 +122,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         "entropy",
         "Attention entropy by mean and scale of the eigenvalues",
         by_name("Σ", list(COVARIANCES), draw),
-        "Entropy of the softmax of the last query's logits, mean over walks and draws of W_QK, with standard errors "
-        f"over draws; the highest possible is ln {SETTING.length} = {np.log(SETTING.length):.2f}.",
+        "Entropy of the last query's softmax, mean over walks and draws of W_QK, with standard errors over draws.",
         "lines that fall to the right, if a small scale meant a high entropy at every mean.",
         f"{BAO}, Fig. 5 right",
     )
@@ -146,11 +130,10 @@ def figure_5(study: Study, outcome: Outcome) -> None:
 
 def _by_scale(values: Tensor) -> Floats:
     """One number per pair as (means, scales)."""
-    grid: Floats = values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
-    return grid
+    return values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
 
 
-def _draw_curves(outcome: Outcome, name: str, sim: Simulation, predicted: dict[str, Tensor]) -> None:
+def _draw_curves(outcome: Outcome, name: str, sim: theory.Simulation, predicted: dict[str, Tensor]) -> None:
     observed, positions = sim.propagation.numpy(), np.arange(1, SETTING.length + 1, dtype=np.float64)
     walks, draws = (error.numpy() for error in sim.propagation_errors())
     covariance = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
@@ -163,18 +146,15 @@ def _draw_curves(outcome: Outcome, name: str, sim: Simulation, predicted: dict[s
         name,
         f"Simulated signal propagation, {name} Σ",
         by_name("mean ± scale", [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs], draw, grid=True),
-        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in "
-        f"which token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
-        "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and over walks (thick).",
-        "points on the exact line for every pair; the dashed published one is far from them in the middle of the "
-        "context wherever η is not small.",
+        f"Share of {SETTING.walks} random walks (d = {SETTING.width}, {covariance}) in which token i propagates.",
+        "points on the exact line; the dashed published one is far from them wherever η is not small.",
         f"{BAO}, Fig. 5 left; the pairs of mean and scale are ours",
         wide=True,
     )
 
 
 def _judge_predictions(
-    outcome: Outcome, sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]
+    outcome: Outcome, sims: dict[str, theory.Simulation], predicted: dict[str, dict[str, Tensor]]
 ) -> None:
     points = f"{len(COVARIANCES)} Σ, {len(SETTING.pairs)} pairs, {SETTING.length} positions"
     walks = SETTING.walks * SETTING.draws
@@ -193,12 +173,10 @@ def _judge_predictions(
         )
 
 
-def _least_gain(sims: dict[str, Simulation], values: dict[str, Tensor], along: str) -> tuple[Estimate, str]:
-    """The least favourable of all paired differences, with its error over draws, and where it is.
-
-    values: a number for each pair and draw, (P, D). along: "scale": largest less smallest scale, at every mean but
-    0; "mean": smallest (but 0) less largest mean, at every scale.
-    """
+def _least_gain(
+    sims: dict[str, theory.Simulation], values: dict[str, Tensor], along: str
+) -> tuple[Estimate, str]:
+    """The least favourable of all paired differences along "scale" or "mean", with its error over draws, and where."""
     gains = []
     for name in sims:
         grid = values[name].unflatten(0, (len(SETTING.means), len(SETTING.scales)))[1:]
@@ -211,8 +189,8 @@ def _least_gain(sims: dict[str, Simulation], values: dict[str, Tensor], along: s
     return Estimate(value, error, SETTING.draws, "draws"), where
 
 
-def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
-    widths = {name: curve_width(sim.propagates) for name, sim in sims.items()}
+def _judge_localization(outcome: Outcome, sims: dict[str, theory.Simulation]) -> None:
+    widths = {name: theory.curve_width(sim.propagates) for name, sim in sims.items()}
     for along, change, contrast in (
         ("scale", "smaller scales", "at the largest scale less that at the smallest, mean not 0"),
         ("mean", "larger means", "at the smallest mean but 0 less that at the largest"),
@@ -233,11 +211,10 @@ def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
     judge_at_fixed_means(outcome, sims, widths)
 
 
-def judge_at_fixed_means(outcome: Outcome, sims: dict[str, Simulation], widths: dict[str, Tensor]) -> None:
-    """A2 of section 5, of a fixed mean that is not 0: each mean and Σ is a part, and some may be so and others not.
-
-    widths: effective share of positions of every pair and draw, (P, D).
-    """
+def judge_at_fixed_means(
+    outcome: Outcome, sims: dict[str, theory.Simulation], widths: dict[str, Tensor]
+) -> None:
+    """A2 of section 5, of a fixed mean that is not 0: each mean and Σ is a part, and some may be so and others not."""
     entropy: list[Verdict] = []
     localized: list[Verdict] = []
     for name, sim in sims.items():
@@ -265,11 +242,11 @@ def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
     return Estimate.mean(by_draw.numpy(), "draws")
 
 
-def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
+def _pairs(sims: dict[str, theory.Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
     """One row per covariance and pair."""
     parts = []
     for name, sim in sims.items():
-        square, widths = sim.eigenvalues.square().sum(-1), curve_width(sim.propagates)
+        square, widths = sim.eigenvalues.square().sum(-1), theory.curve_width(sim.propagates)
         xi, eta = sim.eigenvalues.sum(-1) / square.sqrt(), square.sqrt() / SETTING.temperature
         walks, draws = sim.entropy_errors()
         columns = {
@@ -287,11 +264,11 @@ def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]])
         places = pd.DataFrame(SETTING.pairs, columns=["mean", "scale"])
         places.insert(0, "covariance", name)
         part = places.assign(**{key: value.numpy() for key, value in columns.items()})
-        parts.append(part.assign(regime=regime(part["xi"].to_numpy(), part["eta"].to_numpy())))
+        parts.append(part.assign(regime=theory.regime(part["xi"].to_numpy(), part["eta"].to_numpy())))
     return pd.concat(parts, ignore_index=True)
 
 
-def _points(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
+def _points(sims: dict[str, theory.Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
     """One row per covariance, pair and token."""
     rows = []
     for name, sim in sims.items():

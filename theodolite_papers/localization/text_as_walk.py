@@ -11,24 +11,14 @@ from theodolite.accumulate.sums import State
 from theodolite.accumulate.walks import LAGS, WalkSums, simulated_walk
 from theodolite.estimates import Estimates
 from theodolite.judging import Criterion
-from theodolite.measure.walks import (
-    MEASURES,
-    autocorrelations,
-    mean_gram,
-    pair_table,
-    steps_shared,
-    walk_table,
-)
+from theodolite.measure import walks
 from theodolite.passes.walk_pass import TextWalk, read_walk
 from theodolite.report import style
 from theodolite.report.data import OF_GROUPS, Floats
-from theodolite.report.exhibit import by_layer, by_name
-from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, with_error
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import Line
-from theodolite_papers.experiment import Study, experiment
+from theodolite_papers.experiment import BAO, Outcome, Study, by_layer, by_name, experiment
 
 TEXT, RANDOM, WALK = "text", "random tokens", "simulated walk"
 LINES = {
@@ -98,8 +88,8 @@ def walk(study: Study, outcome: Outcome) -> None:
         RANDOM: (random_walk.inputs, random_walk.input_state),
         WALK: simulated_walk(text.inputs, text.input_state, seed),
     }
-    tables = {name: walk_table(*of) for name, of in sums.items()}
-    residual = walk_table(text.residual, text.residual_state)
+    tables = {name: walks.walk_table(*of) for name, of in sums.items()}
+    residual = walks.walk_table(text.residual, text.residual_state)
     _read(outcome, tables | {f"{TEXT}, residual stream": residual})
     _judge(outcome, tables[TEXT], tables[RANDOM], residual)
     layers = pd.concat(
@@ -111,7 +101,7 @@ def walk(study: Study, outcome: Outcome) -> None:
     )
     first = ["tokens", "vectors"]
     outcome.tables["layers"] = layers[[*first, *(name for name in layers if name not in first)]]
-    outcome.tables["pairs"] = pair_table(*sums[TEXT])
+    outcome.tables["pairs"] = walks.pair_table(*sums[TEXT])
     _draw_moments(outcome, sums)
     _draw_growth(outcome, sums)
     _draw_increments(outcome, sums)
@@ -134,7 +124,7 @@ def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
             values, errors = _column(table, name)
             middle = len(values) // 2
             by_source.append(f"{source} {with_error(float(values[middle]), float(errors[middle]))}")
-        outcome.read(f"{MEASURES[name]}, middle layer", "; ".join(by_source), f"a walk: {of_a_walk}")
+        outcome.read(f"{walks.MEASURES[name]}, middle layer", "; ".join(by_source), f"a walk: {of_a_walk}")
     outcome.read(
         "lowest R² of the simulated walk over layers: what this test gives for a true walk",
         number(float(tables[WALK]["r_squared"].min())),
@@ -148,30 +138,30 @@ def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual:
         (f"What attention reads has {second_moments} (Assumption 1, Remark 3)", text),
         (f"The residual stream has {second_moments}", residual),
     ):
-        outcome.claim(claim, MEASURES["r_squared"], _estimates(*_column(table, "r_squared")), EXPLAINS)
+        outcome.claim(claim, walks.MEASURES["r_squared"], _estimates(*_column(table, "r_squared")), EXPLAINS)
     of_text, error_of_text = _column(text, "autocorrelation")
     outcome.claim(
         "The increments of what attention reads are uncorrelated (Assumption 1)",
-        f"|{MEASURES['autocorrelation']}|",
+        f"|{walks.MEASURES['autocorrelation']}|",
         _estimates(np.abs(of_text), error_of_text),
         UNCORRELATED,
     )
     outcome.claim(
         "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
-        MEASURES["growth"],
+        walks.MEASURES["growth"],
         _estimates(*_column(text, "growth")),
         GROWTH_EXPONENT,
     )
     outcome.claim(
         "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
-        MEASURES["frobenius"],
+        walks.MEASURES["frobenius"],
         _estimates(*_column(text, "frobenius")),
         NEAR,
     )
     of_random, error_of_random = _column(random, "autocorrelation")
     outcome.claim(
         "Text drifts where random tokens do not (Remark 3)",
-        f"{MEASURES['autocorrelation']}, text less random tokens",
+        f"{walks.MEASURES['autocorrelation']}, text less random tokens",
         _estimates(of_text - of_random, np.hypot(error_of_text, error_of_random)),
         DRIFTS,
     )
@@ -182,8 +172,8 @@ def _draw_moments(outcome: Outcome, sums: Sums) -> None:
     at = np.array(text_sums.shown, dtype=np.float64) + 1
 
     def draw(layer: int) -> go.Figure:
-        grams = {name: mean_gram(state, layer).numpy() for name, (_, state) in sums.items()}
-        grams["min(s, t)"] = steps_shared(text_sums).numpy()
+        grams = {name: walks.mean_gram(state, layer).numpy() for name, (_, state) in sums.items()}
+        grams["min(s, t)"] = walks.steps_shared(text_sums).numpy()
         least = np.finfo(np.float64).tiny
         pictures = {name: gram / max(float(np.abs(gram).max()), least) for name, gram in grams.items()}
         titles = ("t", "s", "over the largest")
@@ -194,10 +184,8 @@ def _draw_moments(outcome: Outcome, sums: Sums) -> None:
         "moments",
         "E[x_s·x_t] of what attention reads",
         by_layer(count, draw),
-        "Mean over contexts, each picture over its own largest value: the text of the run, random tokens, Gaussian "
-        "random walks with the covariance of the text's increments, and what Assumption 1 says.",
-        "whether the text looks like the two pictures on the right: strong in the lower right corner only, with "
-        "level sets that run along two sides of squares. A flat picture with a strong diagonal is no walk.",
+        "Mean over contexts: the text, random tokens, Gaussian random walks, and what Assumption 1 says.",
+        "whether the text looks like the right pictures: strong in the lower right corner only.",
         f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
         wide=True,
     )
@@ -208,7 +196,7 @@ def _draw_growth(outcome: Outcome, sums: Sums) -> None:
     at = np.array(text_sums.shown, dtype=np.float64) + 1
 
     def draw(layer: int) -> go.Figure:
-        norms = [mean_gram(state, layer).diagonal().numpy() for _, state in sums.values()]
+        norms = [walks.mean_gram(state, layer).diagonal().numpy() for _, state in sums.values()]
         log = {"type": "log", "dtick": 1}
         values, titles = [norm / norm[0] for norm in norms], ("t", "E‖x_t‖² over E‖x_1‖²")
         return drawing.curves(at, list(LINES.values()), values, titles, xaxis=log, yaxis=log)
@@ -228,7 +216,7 @@ def _draw_increments(outcome: Outcome, sums: Sums) -> None:
     lags = np.arange(1, LAGS + 1, dtype=np.float64)
 
     def draw(layer: int) -> go.Figure:
-        values = [autocorrelations(*of, layer)[1:].numpy() for of in sums.values()]
+        values = [walks.autocorrelations(*of, layer)[1:].numpy() for of in sums.values()]
         titles = ("lag", "E[ε_t·ε_{t+lag}] / E‖ε_t‖²")
         return drawing.curves(lags, list(LINES.values()), values, titles, yaxis={"range": [-0.6, 0.3]})
 
@@ -237,8 +225,7 @@ def _draw_increments(outcome: Outcome, sums: Sums) -> None:
         "increments",
         "Autocorrelation of the increments",
         by_layer(count, draw),
-        "ε_t = x_{t+1} − x_t of what the attention module reads. Tokens that are independent of their neighbours have "
-        "−½ at lag 1 and 0 after it.",
+        "ε_t = x_{t+1} − x_t of the attention module's input. Independent tokens have −½ at lag 1 and 0 after it.",
         "0 at every lag, as for the simulated walk.",
         f"{BAO}, Assumption 1",
     )
@@ -254,7 +241,7 @@ def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
         "layers",
         "How closely each layer follows a random walk",
         by_name("measure", list(BY_LAYER.values()), draw),
-        "; ".join(f"{label}: {MEASURES[name]}" for name, label in BY_LAYER.items()),
+        "; ".join(f"{label}: {walks.MEASURES[name]}" for name, label in BY_LAYER.items()),
         "the text's line on that of the simulated walk.",
         f"{BAO}, Assumption 1; the measures are ours",
     )

@@ -40,10 +40,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Streams:
-    """Token ids by source: one stream for training, separate windows of length+1 tokens for validation.
-
-    In a training stream, documents end with the end-of-text token.
-    """
+    """Token ids by source: one stream for training, separate windows of length+1 tokens for validation."""
 
     names: tuple[str, ...]
     shares: Float[np.ndarray, " sources"]
@@ -82,10 +79,8 @@ def mixed_with_tasks(
 ) -> Batch:
     """Make a share of the contexts ones of a task: `config.repeats` of induction, `config.backcopies` of backcopy.
 
-    Induction: 8 to half a window of tokens (their logarithm is uniform), again and again from the second place on:
-    random ones, or in a third those of the text. Backcopy (after Guo et al. 2024, "Active-dormant attention heads"):
-    behind some tokens of the text stand the trigger and once more the token, so that a head is needed there and has
-    nothing to do elsewhere.
+    Induction: 8 to half a window of tokens, random or of the text, again and again. Backcopy (Guo et al. 2024,
+    "Active-dormant attention heads"): behind some tokens stand the trigger and once more the token.
     """
     random = np.random.default_rng([*seed, 1])  # not the numbers that drew the contexts
     window = tokens.shape[1]
@@ -120,9 +115,8 @@ def python_sources() -> list[Source]:
 def split_sources(sources: Sequence[Source], seed: int) -> tuple[list[Source], list[Source]]:
     """Split documents into training and validation, which gets about `HELD_OUT` of each source's characters.
 
-    Documents with the same label, or with a paragraph of `LINKING_CHARACTERS` in common (white space aside),
-    go to the same side, whatever source they are in: what is held out was not read under another name. A
-    source whose documents are too large or too closely linked for this keeps them all for training.
+    Documents with the same label, or a paragraph of `LINKING_CHARACTERS` in common, go to the same side; a source whose
+    documents are too closely linked for this keeps them all for training.
     """
     groups = iter(_linked([document for source in sources for document in source.documents]))
     of_document = [[next(groups) for _ in source.documents] for source in sources]
@@ -169,11 +163,7 @@ def _linked(documents: Sequence[Document]) -> list[int]:
 
 
 def train_tokenizer(sources: Sequence[Source], vocabulary: int, seed: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with one special token, `END_OF_TEXT` (id 0).
-
-    Each source gives text in proportion to its share. Raises `UsageError` when there is too little text for
-    `vocabulary` tokens.
-    """
+    """A byte-level BPE tokenizer with one special token, `END_OF_TEXT` (id 0); each source by its share."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -209,10 +199,7 @@ def _by_share(sources: Sequence[Source], seed: int) -> Iterator[str]:
 def token_streams(
     tokenizer: Tokenizer, training: Sequence[Source], validation: Sequence[Source], length: int
 ) -> Streams:
-    """Streams for training, and non-overlapping windows of length+1 cut within each held-out document.
-
-    Raises `UsageError` when the training text of a source is shorter than one window.
-    """
+    """Streams for training, and non-overlapping windows of length+1 cut within each held-out document."""
     window = length + 1
     end = 0  # the id of END_OF_TEXT, the first token that the tokenizer was given
     train, held = [], []
@@ -241,9 +228,7 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[Int
 def bigram_loss(streams: Streams, contexts: Int[Tensor, "contexts window"], vocabulary: int) -> float:
     """Loss, in nats per token, of the best interpolated bigram model on all tokens of `contexts` but the first.
 
-    P(b|a) = (n(a,b) + κ P(b)) / (n(a) + κ), P(b) add-one smoothed; the counts n are those of the training
-    streams, weighted by how often a batch draws from each. κ is chosen on `contexts` themselves, which
-    favours the bigram.
+    P(b|a) = (n(a,b) + κ P(b)) / (n(a) + κ), P(b) add-one smoothed; κ is chosen on `contexts`, which favours the bigram.
     """
     counts = np.zeros((vocabulary, vocabulary))
     total = sum(len(stream) for stream in streams.train)

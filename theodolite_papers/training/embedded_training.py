@@ -1,10 +1,6 @@
 """The seeded trainer that made the embedded model, and can make others like it.
 
-`train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`models.py`) on it with plain PyTorch,
-and writes a folder that `transformers` opens. It is made for a few million parameters on a few processor cores: no
-distribution, no other architectures, no options beyond `EmbeddedConfig`. The same seed gives the same bytes on the
-same machine, number of threads and package versions, also when the run was killed and resumed in between: the order
-of batches follows from (seed, step) alone.
+The same seed gives the same bytes on the same machine, threads and package versions, also when killed and resumed.
 """
 
 from __future__ import annotations
@@ -23,17 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite import __version__
 from theodolite.errors import UsageError
-from theodolite_papers.training.embedded_text import (
-    END_OF_TEXT,
-    Batch,
-    Streams,
-    bigram_loss,
-    mixed_with_tasks,
-    python_sources,
-    split_sources,
-    token_streams,
-    train_tokenizer,
-)
+from theodolite_papers.training import embedded_text as text
 from theodolite_papers.training.model_folder import ModelTraining, check_training, phase, train_into
 from theodolite_papers.training.models import EmbeddedConfig, embedded_model
 
@@ -82,11 +68,7 @@ which its tokenizer adds.
 
 @dataclass(frozen=True)
 class EmbeddedResult:
-    """The result of a training run. Losses are in nats per token, measured in float32, by source where held out.
-
-    `train_loss` is of windows of the training text, drawn as in training. `bigram_loss` is of the best
-    interpolated bigram model of the same training tokens, on the same validation tokens as `validation_loss`.
-    """
+    """The result of a training run. Losses are in nats per token, measured in float32, by source where held out."""
 
     folder: Path
     threads: int
@@ -100,25 +82,18 @@ class EmbeddedResult:
 
 
 def train_embedded_model(
-    out: str | Path,
-    *,
-    config: EmbeddedConfig | None = None,
-    threads: int = 2,
-    console: Console | None = None,
+    out: str | Path, *, config: EmbeddedConfig | None = None, threads: int = 2, console: Console | None = None
 ) -> EmbeddedResult:
-    """Train a tokenizer and a model on Python's own text, and write the folder `out`.
-
-    A training run that was killed resumes when it is called again with the same arguments.
-    """
+    """Train a tokenizer and a model on Python's own text, and write the folder `out`."""
     out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
     check_training(out, config, threads)
     _check_shares(config)
     with phase("reading Python's text", console):
-        training, validation = split_sources(python_sources(), config.seed)
+        training, validation = text.split_sources(text.python_sources(), config.seed)
     with phase("training the tokenizer", console):
-        tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
+        tokenizer = text.train_tokenizer(training, config.vocabulary, config.seed)
     with phase("tokenizing", console):
-        streams = token_streams(tokenizer, training, validation, config.length)
+        streams = text.token_streams(tokenizer, training, validation, config.length)
 
     def progress(model: PreTrainedModel, loss: float) -> str:
         losses = _validation_loss(model, streams, config, SHOWN_CONTEXTS)
@@ -146,12 +121,12 @@ def _check_shares(config: EmbeddedConfig) -> None:
         )
 
 
-def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Batch:
+def _batch(streams: text.Streams, config: EmbeddedConfig, step: int) -> text.Batch:
     tokens = streams.batch(step, size=config.batch, length=config.length, seed=config.seed)
-    return mixed_with_tasks(tokens, streams.trigger, config, [config.seed, step])
+    return text.mixed_with_tasks(tokens, streams.trigger, config, [config.seed, step])
 
 
-def _training_loss(model: PreTrainedModel, batch: Batch, config: EmbeddedConfig) -> Float[Tensor, ""]:
+def _training_loss(model: PreTrainedModel, batch: text.Batch, config: EmbeddedConfig) -> Float[Tensor, ""]:
     """Mean over the tokens of a batch that can be predicted."""
     tokens, predictable = batch
     losses = _losses(model, tokens, config)[predictable[:, 1:]]
@@ -171,7 +146,7 @@ def _losses(
 
 @torch.no_grad()
 def _validation_loss(
-    model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, most: int | None = None
+    model: PreTrainedModel, streams: text.Streams, config: EmbeddedConfig, most: int | None = None
 ) -> dict[str, float]:
     """Mean loss of the held-out contexts of each source that has some (the first `most` of them)."""
     return {
@@ -183,7 +158,7 @@ def _validation_loss(
 
 
 def _result(
-    out: Path, model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, threads: int
+    out: Path, model: PreTrainedModel, streams: text.Streams, config: EmbeddedConfig, threads: int
 ) -> EmbeddedResult:
     exact = replace(config, bfloat16=False, repeats=0.0, backcopies=0.0)
     beyond = range(config.steps, config.steps + TRAIN_LOSS_BATCHES)  # windows that no step was trained on
@@ -201,18 +176,20 @@ def _result(
         },
         train_loss=float(torch.stack(train).mean()),
         validation_loss=_validation_loss(model, streams, exact),
-        bigram_loss={name: bigram_loss(streams, ids, config.vocabulary) for name, ids in held_out.items()},
+        bigram_loss={
+            name: text.bigram_loss(streams, ids, config.vocabulary) for name, ids in held_out.items()
+        },
     )
 
 
 def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+        single=f"{text.END_OF_TEXT} $A", special_tokens=[(text.END_OF_TEXT, 0)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
+        bos_token=text.END_OF_TEXT,
+        eos_token=text.END_OF_TEXT,
         model_max_length=config.length,
     )
 

@@ -1,7 +1,6 @@
 """A model that is trained into a folder which `transformers` opens: what the trainers of text and of tasks share.
 
-Until it is finished, everything is in `<out>.partial`, which says from the start which training run it is of, so that
-another one takes nothing from it. A training run that was killed resumes from its last checkpoint there.
+Until it is finished everything is in `<out>.partial`; a killed training run resumes from its last checkpoint there.
 """
 
 from __future__ import annotations
@@ -67,11 +66,10 @@ Result = TypeVar("Result")
 class ModelTraining(Generic[Result]):
     """What distinguishes one training run into a folder from another.
 
-    build: the untrained model; torch's global generator is seeded before. data: names and hashes of what it is
-    trained on, by which an unfinished training run is known. loss: the mean loss of a step's batch, a scalar with a
-    graph. progress: what to print at a checkpoint, given the model and the loss of the step before. measure: the
-    result, of the finished model. page: name and text of the file beside the weights that states the result.
-    series: numbers of updates after which a copy of the model is kept.
+    build: the untrained model; torch's generator is seeded before. data: names and hashes of what it is trained on.
+    loss: of a step's batch. progress: what to print at a checkpoint. measure: the result, of the finished model.
+    page: name and text of the file that states it. series: numbers of updates after which a copy of the model is
+    kept.
     """
 
     config: ModelConfig
@@ -166,8 +164,7 @@ def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
     lacking = sorted(info["missing_keys"])
     if lacking:
         raise UsageError(f"{out} is damaged ({lacking[0]} is missing); {advice}")
-    finished: PreTrainedModel = trained
-    return finished
+    return trained
 
 
 def _fit(

@@ -1,9 +1,7 @@
 """The small models of Song & Zhong 2024 (appendix A.2 and D.3), trained here: characters, and addition.
 
-GPT-2's architecture with learned positions, or the same with rotary ones (GPT-NeoX without its parallel
-residual). `train_task_model` writes a folder that `transformers` opens, with `training.json` next to the weights: every
-setting, the losses, the accuracies. The text comes from the caller, additions from a seed. The same seed gives the
-same bytes on the same machine, number of threads and package versions, also when it was killed in between.
+`training.json` next to the weights has every setting, the losses and the accuracies. The same seed gives the same bytes
+on the same machine, threads and package versions, also when killed and resumed.
 """
 
 from __future__ import annotations
@@ -35,17 +33,11 @@ PUBLISHED = {
 
 
 def train_task_model(
-    out: str | Path,
-    task: Task,
-    config: TaskModelConfig,
-    *,
-    threads: int = 2,
-    console: Console | None = None,
+    out: str | Path, task: Task, config: TaskModelConfig, *, threads: int = 2, console: Console | None = None
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
-    A training run that was killed resumes when it is called again with the same arguments. With `config.series` the
-    weights of the steps of `SERIES`, and of the last one, are kept.
+    A killed training run resumes. With `config.series` the weights of the steps of `SERIES`, and of the last, are kept.
     """
     out = Path(out)
     check_training(out, config, threads)

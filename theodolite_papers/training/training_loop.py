@@ -1,7 +1,6 @@
 """The loop that all toy models are trained with: a learning rate by step, an update after the other, a checkpoint.
 
-It knows no text, no task, no architecture and no folder. Whatever is random in a step is drawn from (seed, step)
-alone, so that a training run which was killed and resumed gives the same bytes as one that was not.
+Whatever is random in a step is drawn from (seed, step) alone, so that a resumed training run gives the same bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate of every step: up to its peak on a line from 0, and then what `decay` says.
-
-    warm_up: steps of the line. decay: none: it stays there. cosine: to `FINAL_RATE` of the peak. linear: to 0.
-    steps: of the training run, at whose end the decay ends.
-    """
+    """The learning rate by step: a line from 0 over `warm_up`, then level, a cosine to `FINAL_RATE`, or a line to 0."""
 
     peak: float
     warm_up: int = 1
@@ -64,9 +59,7 @@ def updates(
 ) -> Iterator[tuple[int, Tensor]]:
     """Train `model` in place, and yield after every update how many were done, and the loss before it.
 
-    loss: of a step's batch, a scalar with a graph. rate: the learning rate of a step. steps: those to take. seed:
-    of what is random in the model, such as dropout; None: nothing is. clip: what is done to the gradient before an
-    update.
+    seed: of what is random in the model, such as dropout. clip: what is done to the gradient before an update.
     """
     for step in steps:
         learning_rate = rate(step)

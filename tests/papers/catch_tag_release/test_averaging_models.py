@@ -16,7 +16,7 @@ from theodolite.report.outcome import Outcome
 from theodolite.system.wording import for_plotly
 from theodolite.theory.averaging import averaging_model
 from theodolite_papers.catalogue import EXPERIMENTS
-from theodolite_papers.catch_tag_release import averaging_construction
+from theodolite_papers.catch_tag_release import averaging_construction, averaging_training
 from theodolite_papers.catch_tag_release import averaging_models as averaging
 from theodolite_papers.catch_tag_release.averaging_figures import BELOW
 from theodolite_papers.catch_tag_release.averaging_models import (
@@ -150,7 +150,7 @@ def test_measures_of_the_construction() -> None:
 
 def test_the_trainings_are_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Determinism alone; `test_averaging_training.py` has the training's oracle. As many rows as seeds."""
-    monkeypatch.setattr(averaging, "train_averaging", partial(train_averaging, steps=10))
+    monkeypatch.setattr(averaging_training, "train_averaging", partial(train_averaging, steps=10))
     monkeypatch.setattr(averaging, "RECIPES", {kind: 2 for kind in averaging.RECIPES})
     monkeypatch.setattr(averaging, "HELD_OUT_SEQUENCES", 100)
     progress: list[tuple[str, int, int]] = []

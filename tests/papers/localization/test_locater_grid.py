@@ -1,4 +1,4 @@
-"""Oracles: a grid in one process against one in two, one in a go against one that was stopped; the paper's settings."""
+"""Oracles: a grid in one go against one that was stopped; the paper's settings."""
 
 from __future__ import annotations
 
@@ -57,15 +57,6 @@ def test_the_published_grid() -> None:
     assert {s.weight_decay for s in first if s.scale == 100} == {0.01}
     assert sorted(s.weight_decay for s in first if s.scale == s.mean == 0) == [0, 0.01, 0.1, 1, 10]
     assert [s.seed for s in settings[:30]] == [0] * 10 + [1] * 10 + [2] * 10
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_bytes_of_one(files: TextFiles, tmp_path: Path) -> None:
-    """Oracle: one process. The second grid is also asked for fewer steps first, in shorter rounds."""
-    train_grid(Job(tmp_path / "one", RECIPE, 5, "cpu"), SETTINGS, files, console())
-    train_grid(Job(tmp_path / "two", RECIPE, 3, "cpu"), SETTINGS[:1], files, console())
-    train_grid(Job(tmp_path / "two", RECIPE, 5, "cpu"), SETTINGS, files, console(), side_by_side=2)
-    assert hashes(tmp_path / "two") == hashes(tmp_path / "one")
 
 
 def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
