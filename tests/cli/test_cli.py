@@ -291,10 +291,7 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         ),
         "a place for no files": ([*survey, text, "--length", 32, "--out", "/proc/run"], "cannot write"),
         "bad device": (["survey", model, "--device", "abacus"], "abacus"),
-        "unwritable": (
-            [*survey, text, "--length", 32, "--out", text / "run"],
-            "is a file, not a folder",
-        ),
+        "unwritable": ([*survey, text, "--length", 32, "--out", text / "run"], "is a file, not a folder"),
     }
 
 

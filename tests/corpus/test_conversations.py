@@ -26,10 +26,7 @@ TURNS = [
     {"role": "user", "content": "What is the sum of one and two, please?"},
     {"role": "assistant", "content": "Three."},
 ]
-SHAREGPT = [
-    {"from": "human", "value": TURNS[0]["content"]},
-    {"from": "gpt", "value": TURNS[1]["content"]},
-]
+SHAREGPT = [{"from": "human", "value": TURNS[0]["content"]}, {"from": "gpt", "value": TURNS[1]["content"]}]
 
 
 @pytest.fixture

@@ -435,13 +435,7 @@ def _close(got: Any, expected: Any, tolerance: float, what: Any) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale, err_msg=str(what))
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "kinds"),
-    slow_but(
-        CASES[:2],
-        CASES,
-    ),
-)
+@pytest.mark.parametrize(("family", "dtype", "kinds"), slow_but(CASES[:2], CASES))
 def test_every_column_and_array_equals_the_dense_computation(family, dtype, kinds, strong):
     ids = some_ids()
     model = open_model(strong(family), dtype=dtype)

@@ -35,10 +35,7 @@ def merged(model: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("modules", "options"),
-    [
-        (("q_proj", "v_proj"), {"use_rslora": True}),
-        (("q_proj", "k_proj"), {"layers_to_transform": [1]}),
-    ],
+    [(("q_proj", "v_proj"), {"use_rslora": True}), (("q_proj", "k_proj"), {"layers_to_transform": [1]})],
 )
 def test_the_penalty_is_that_of_the_merged_weights(modules, options):
     """Oracle: PEFT's own merged model, and the d×d penalty of its weights."""

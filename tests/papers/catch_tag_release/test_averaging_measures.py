@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from theodolite_papers.catch_tag_release.averaging_models import (
-    error_of_ratio,
-    random_directions,
-)
+from theodolite_papers.catch_tag_release.averaging_models import error_of_ratio, random_directions
 
 
 def test_the_error_of_a_ratio_is_that_of_resampled_sequences():

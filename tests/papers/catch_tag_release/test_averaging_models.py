@@ -19,10 +19,7 @@ from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.catch_tag_release import averaging_construction
 from theodolite_papers.catch_tag_release import averaging_models as averaging
 from theodolite_papers.catch_tag_release.averaging_figures import BELOW
-from theodolite_papers.catch_tag_release.averaging_models import (
-    judge_models,
-    measured,
-)
+from theodolite_papers.catch_tag_release.averaging_models import judge_models, measured
 from theodolite_papers.catch_tag_release.averaging_training import (
     PUBLISHED,
     QK_NORM,

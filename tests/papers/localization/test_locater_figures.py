@@ -31,12 +31,7 @@ from theodolite_papers.localization.locater_claims import (
     pace_change,
     wider,
 )
-from theodolite_papers.localization.locater_figures import (
-    OF_SHAPES,
-    figure_7,
-    fill,
-    grid_provenance,
-)
+from theodolite_papers.localization.locater_figures import OF_SHAPES, figure_7, fill, grid_provenance
 from theodolite_papers.localization.locater_grid import GridRun, read_grid
 from theodolite_papers.localization.locater_training import Reduction, Setting
 
