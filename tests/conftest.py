@@ -76,9 +76,8 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     and threading.current_thread() is threading.main_thread()
 ):
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # as a shell leaves it, which runs tests in the background
+    # As a shell leaves it, which runs tests in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -188,9 +188,8 @@ def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeyp
     names = ["noisy", "noisy, layer 0 without rank 8", "noisy, layer 0 without a random part"]
     assert [audit.other for audit in compared.audits] == names
     assert [audit.reference for audit in compared.audits] == ["planted", "noisy", "noisy"]
-    assert (
-        work.opened_sources == [str(damaged()), str(damaged("noisy"))] * 3
-    )  # once for each to check, to survey, and for the prompt
+    # Once for each to check, to survey, and for the prompt.
+    assert work.opened_sources == [str(damaged()), str(damaged("noisy"))] * 3
     table = compared.outcome.tables["sinks_of_the_layer"]
     planted_there = [sink for sink in planted.SINKS if sink[0] == 0]
     assert (table["with_term"] == 1).sum() == len(planted_there)

@@ -154,9 +154,7 @@ def paired(pairs: list[tuple[float, float]], before: list[tuple[float, float]]) 
     return r[0] - r[1], math.sqrt((influence**2).sum() * effective / (effective - 1))
 
 
-def catch(
-    kept: Kept, layer: int, context: int, head: int, stretches: bool = False
-) -> tuple[dict[int, float], set[int], np.ndarray, np.ndarray]:
+def catch(kept, layer, context, head, stretches=False):
     """Sinks with what they receive, those of a stretch, which queries count, and who caught each (−2: none)."""
     p, seen = kept.attention[layer, context, head], kept.visible[layer]
     length = len(p)
@@ -187,9 +185,7 @@ def catch(
     return sinks, of_stretch, counts, caught
 
 
-def expected(
-    kept: Kept, ids: np.ndarray, stretches: bool = False
-) -> tuple[dict[tuple, dict], dict[tuple, dict]]:
+def expected(kept, ids, stretches=False):
     """Rows of `traces` by (layer, head, kind, token) and of `heads` by (layer, head), arrays included."""
     layers, contexts, heads, length, _ = kept.attention.shape
     traces: dict[tuple, dict[str, Any]] = {}
@@ -259,9 +255,7 @@ def expected(
     )
 
 
-def _release(
-    of: dict[int, list], layer: int, layers: int, sums: dict[int, float], shifted: float
-) -> dict[str, Any]:
+def _release(of, layer, layers, sums, shifted):
     """Columns and arrays of η² at the head's output (place −1) and in the stream.
 
     `sums`: of squares that a random grouping explains, by place; `shifted`: one shifted along the context.

@@ -15,9 +15,8 @@ from tests.train.test_locater import MEAN, SCALE, dense_penalty
 from theodolite.errors import UsageError
 from theodolite.train import GeometryMonitor, Locater
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated"
-)  # which PEFT asks for
+# Which PEFT asks for.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 
 def adapted(family: str = "llama3", modules: Any = ("q_proj", "v_proj"), **options: Any) -> Any:

@@ -150,9 +150,8 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(found)
     assert at_sinks.parts[0].error == pytest.approx((1 - 0.025 ** (1 / 200)) / stats.t.ppf(0.975, 7))
     assert "0.500" in at_sinks.evidence
     assert "0.200" in sinks_at.evidence
-    assert (
-        "50\u00a0%" in at_sinks.evidence
-    )  # 7, 9 and 9 of six, and 7 at position 0 is not the token after it
+    # 7, 9 and 9 of six, and 7 at position 0 is not the token after it.
+    assert "50\u00a0%" in at_sinks.evidence
     nothing = judged_by(judge_sinks, (found, sinks[:0]), [], corpus)
     assert {verdict.evidence for verdict in nothing} == {"no attention sink in this run"}
 

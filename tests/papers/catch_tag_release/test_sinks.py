@@ -126,9 +126,8 @@ def test_the_largest_of_more_layers_must_gain_more():
     standard errors for one later layer, 2.58 and 2.66 for two, 2.83 and 2.94 for four.
     """
     last = HEADS.assign(layer=3, gain=[0.024, 0.024, -0.1, 0.5])
-    assert (
-        judged_by(judge_release, last, 4).answer == "holds"
-    )  # two of three, of whom there is one later layer
+    # Two of three, of whom there is one later layer.
+    assert judged_by(judge_release, last, 4).answer == "holds"
     assert judged_by(judge_release, last.assign(layer=2), 4).answer == "not decided"  # the better one of two
     assert judged_by(judge_release, HEADS.assign(layer=2, gain=0.027), 4).answer == "holds"
     assert judged_by(judge_release, HEADS.assign(layer=0, gain=0.027), 4).answer == "not decided"

@@ -105,9 +105,8 @@ def test_a_claim_needs_the_named_constituent_to_keep_half_and_most(run):
         same={"context": 0.5, "cvec-cvec": 0.4},
         induction={"context": 0.5, "cvec-cvec": 0.5},
     )
-    assert (
-        _answers(Study(held).outcome(attribution)) == [FAILS, HOLDS] + [HOLDS] * 4
-    )  # same, previous, shifted
+    # Same, previous, shifted.
+    assert _answers(Study(held).outcome(attribution)) == [FAILS, HOLDS] + [HOLDS] * 4
     failed = _attribution(
         run,
         previous={"position": 0.4, "pos-pos": 0.4},
@@ -268,9 +267,8 @@ def test_roughness_is_claimed_of_additions_only(run, monkeypatch):
     rough, smooth = np.full(16, 0.5), np.full(16, 0.7)
     assert rough_verdict(additions, rough, 32).answer == HOLDS
     assert rough_verdict(additions, smooth, 32).answer == FAILS
-    assert (
-        rough_verdict(additions, np.r_[rough[:11], smooth[:5]], 32).answer == UNDECIDED
-    )  # 11 of 16: p = 0.1
+    # 11 of 16: p = 0.1.
+    assert rough_verdict(additions, np.r_[rough[:11], smooth[:5]], 32).answer == UNDECIDED
     assert rough_verdict(additions, rough, 12).answer == UNTESTABLE
     assert rough_verdict(Study(run), rough, 32).answer == UNTESTABLE
 

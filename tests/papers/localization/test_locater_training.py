@@ -22,7 +22,6 @@ from theodolite_papers.localization.grid_text import GridText, TextFiles, kept_t
 from theodolite_papers.localization.locater_training import (
     LocaterTraining,
     Recipe,
-    Reduction,
     Setting,
     measured,
     published_rate,
@@ -100,9 +99,7 @@ def test_an_epoch_takes_a_window_once(text: GridText) -> None:
 
 
 @pytest.mark.parametrize(("reduction", "share"), [("mean", 1.0), ("sum", 1 / (4 * 32))])
-def test_first_step_in_closed_form(
-    reduction: Reduction, share: float, text: GridText, tmp_path: Path
-) -> None:
+def test_first_step_in_closed_form(reduction, share, text, tmp_path):
     """Oracle: p (1 − rate·decay) − rate·g/(|g| + 1e-8), g by autograd of kept logits and of d×d matrices.
 
     Against the loss summed over 4 × 32 tokens the penalty weighs so much less.

@@ -133,9 +133,7 @@ def test_accuracy_counts_the_answers_that_are_right() -> None:
         assert task._accuracy(Adder(), digits, 300) == pytest.approx(1 - wrong / 300)
 
 
-def test_a_kill_while_the_folder_is_finished_loses_no_series(
-    tmp_path: Path, play: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_the_folder_is_finished_loses_no_series(tmp_path, play, monkeypatch):
     """Oracle: the series that was there before."""
     task, out = Characters.of_file(play, 16), tmp_path / "out"
     config = replace(TINY, series=True)
@@ -199,9 +197,7 @@ def test_rates_are_as_published() -> None:
         ("missing.txt", {}, "cannot be read as UTF-8 text"),
     ],
 )
-def test_what_cannot_be_trained_is_said_in_a_line(
-    tmp_path: Path, text: str | None, options: dict, says: str
-) -> None:
+def test_what_cannot_be_trained_is_said_in_a_line(tmp_path, text, options, says):
     """Oracle: the words."""
     train = (
         partial(train_addition, digits="10")

@@ -82,9 +82,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return hashes(out)
 
 
-def test_a_series_is_not_taken_over_by_another_training(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_series_is_not_taken_over_by_another_training(tmp_path, uninterrupted, monkeypatch):
     """Oracle: the words, before there is a checkpoint; the uninterrupted run for the training it is of."""
     partial = tmp_path / "m.partial"
     at_step(monkeypatch, 1, kill)
@@ -104,9 +102,7 @@ def test_a_series_is_not_taken_over_by_another_training(
     assert not partial.exists()
 
 
-def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(tmp_path, uninterrupted, monkeypatch):
     """Oracle: the uninterrupted run. Without a checkpoint nobody knows whose the series is."""
     partial = tmp_path / "m.partial"
     begun = at_step(monkeypatch, 5, kill)
@@ -133,9 +129,7 @@ def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(
         adder(tmp_path / "n")
 
 
-def test_ctrl_c_saves_the_last_whole_step(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_saves_the_last_whole_step(tmp_path, uninterrupted, monkeypatch):
     """Oracle: the signal itself, in the middle of the update of step 1 of 6, and the uninterrupted run."""
     begun = at_step(monkeypatch, -1, press)
     update = torch.optim.AdamW.step
@@ -158,9 +152,7 @@ def test_ctrl_c_saves_the_last_whole_step(
     assert hashes(tmp_path / "m") == uninterrupted
 
 
-def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(tmp_path, uninterrupted, monkeypatch):
     """Oracle: the checkpoint of step 4, and the uninterrupted run."""
     at_step(monkeypatch, 5, lambda: (press(), press()))
     with pytest.raises(KeyboardInterrupt):
@@ -172,9 +164,7 @@ def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(
     assert hashes(tmp_path / "m") == uninterrupted
 
 
-def test_a_finished_training_is_done(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_training_is_done(tmp_path, uninterrupted, monkeypatch):
     """Oracle: its own files, after a kill behind the rename (which leaves more), and the words."""
     adder(tmp_path / "m")
     (tmp_path / "m.partial" / "series").mkdir(parents=True)
