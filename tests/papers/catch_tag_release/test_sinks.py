@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import planted
+from tests.papers.shared import verdicts_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
@@ -38,9 +39,7 @@ def run(model):
 
 
 def judged_by(judge, *evidence):
-    outcome = Outcome()
-    judge(outcome, *evidence)
-    (verdict,) = outcome.verdicts
+    (verdict,) = verdicts_of(judge, *evidence)
     return verdict
 
 

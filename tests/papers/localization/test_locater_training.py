@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import replace
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.papers.shared import hashes
 from theodolite.errors import UsageError, WorkError
 from theodolite_papers.localization.decoder import Decoder
 from theodolite_papers.localization.grid_text import GridText, TextFiles, kept_text, load_text
@@ -46,11 +46,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TextFiles:
 @pytest.fixture(scope="module")
 def text(files: TextFiles) -> GridText:
     return files.read()
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_windows_predict_every_token_once(files: TextFiles, text: GridText) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.papers.shared import quiet
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
 from theodolite_papers.training import command, embedded_training, training_loop
@@ -58,10 +57,6 @@ def few_sources() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedded_training, "python_sources", sources)
         yield
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -13,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.papers.shared import quiet
 from theodolite.corpus.addition_task import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
 from theodolite_papers.training.command import train_addition, train_characters
@@ -23,10 +22,6 @@ from theodolite_papers.training.task_models import PUBLISHED, train_task_model
 from theodolite_papers.training.tasks import IGNORED, Additions, Characters
 
 TINY = replace(PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
 
 
 @pytest.fixture

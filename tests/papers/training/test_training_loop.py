@@ -5,8 +5,6 @@ By way of the trainer of additions, which is the quickest.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,38 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
+from tests.papers.shared import hashes, quiet
+from tests.papers.training.test_task_models import TINY
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import read_checked
 from theodolite.system.locks import locked
-from theodolite_papers.training.task_models import PUBLISHED, train_task_model
+from theodolite_papers.training.task_models import train_task_model
 from theodolite_papers.training.tasks import Additions
 from theodolite_papers.training.training_loop import LearningRate
 
-SERIES = replace(
-    PUBLISHED["addition"],
-    layers=1,
-    heads=2,
-    width=16,
-    batch=8,
-    steps=6,
-    series=True,
-    checkpoint_every=4,
-    dropout=0.2,
-)
+SERIES = replace(TINY, series=True, checkpoint_every=4, dropout=0.2)
 """Nothing but the weights of step 0 is written before step 4."""
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def adder(out: Path, **change: object) -> None:
-    train_task_model(
-        out, Additions(), replace(SERIES, **change), threads=1, console=Console(file=io.StringIO())
-    )
+    train_task_model(out, Additions(), replace(SERIES, **change), threads=1, console=quiet())
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, wanted: int, act: Callable[[], object]) -> list[int]:
