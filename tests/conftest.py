@@ -35,10 +35,9 @@ if not HANDS_OUT:
     import torch
     import transformers
     from threadpoolctl import threadpool_limits
-    from typer.testing import CliRunner
 
     from tests import checkpoints
-    from theodolite.cli.app import app
+    from tests.calls import call
     from theodolite.models import OpenModel, open_model
     from tools import small_models
 
@@ -76,9 +75,8 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     and threading.current_thread() is threading.main_thread()
 ):
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # as a shell leaves it, which runs tests in the background
+    # As a shell leaves it, which runs tests in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -124,27 +122,37 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _command(name: str, *words: object) -> None:
-    result = CliRunner().invoke(app, [name, *map(str, words)])
-    assert result.exit_code == 0, result.stderr
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file of text."""
+    path = tmp_path / "text.txt"
+    path.write_text(
+        "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
+    )
+    return path
+
+
+def _written(command: str, model: Path, rows: Path, folder: Path, *options: object) -> Path:
+    """The folder that a command wrote about the rows."""
+    read = (model, "--corpus", rows, "--label-column", "kind", "--length", 32, *options)
+    status, _, stderr = call(command, *read, "--out", folder)
+    assert status == 0, stderr
+    return folder
 
 
 @pytest.fixture(scope="session")
 def surveyed(checkpoint, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a survey of a tiny GPT-2, with its page: of two contexts a label. To be read, not changed."""
     folder = tmp_path_factory.mktemp("surveyed") / "run"
-    of = ("--corpus", rows, "--label-column", "kind", "--per-label", 2, "--length", 32)
-    _command("survey", checkpoint("gpt2"), *of, "--out", folder)
-    return folder
+    return _written("survey", checkpoint("gpt2"), rows, folder, "--per-label", 2)
 
 
 @pytest.fixture(scope="session")
 def traced(checkpoint, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of a trace of four contexts."""
-    folder = tmp_path_factory.mktemp("traced") / "run"
-    of = ("--corpus", rows, "--label-column", "kind", "--contexts", 4, "--length", 32)
-    _command("trace", checkpoint("gpt2"), *of, "--out", folder)
-    return folder
+    return _written(
+        "trace", checkpoint("gpt2"), rows, tmp_path_factory.mktemp("traced") / "run", "--contexts", 4
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose what is run

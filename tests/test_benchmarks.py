@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import (
-    gpu,
-    qk_clip,
-)
+from benchmarks import gpu, qk_clip
 from benchmarks.ratios import Ratio
 from tools import site_pages
 

@@ -27,9 +27,7 @@ SECONDS = 300  # of a cell; a whole notebook takes less than a minute on a core 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Jupyter's own packages
 
 
-def executed(
-    name: str, ask: str, monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> tuple[Any, dict[str, Any]]:
+def executed(name, ask, monkeypatch, folder):
     """A notebook with its outputs, and the dictionary that the expression `ask` gives in it at the end."""
     monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype")
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
@@ -66,9 +64,8 @@ def test_a_notebook_is_kept_with_its_outputs_under_its_title(name: str) -> None:
     nbformat.validate(notebook)
     assert notebook.cells[0].source.splitlines()[0] == f"# {TITLES[name]}"
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == [
-        *range(1, len(code) + 1)
-    ]  # run once, from top to bottom
+    # Run once, from top to bottom.
+    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
     outputs = [output for cell in code for output in cell.outputs]
     assert outputs
     assert not any(output.output_type == "error" for output in outputs)

@@ -15,11 +15,7 @@ OF_PIXELS = {"image_size": SIDE, "patch_size": PATCH}
 FAMILIES = {
     "vit": ("ViTModel", "ViTConfig", {"intermediate_size": 32}),
     "dinov2": ("Dinov2Model", "Dinov2Config", {}),
-    "dinov2_registers": (
-        "Dinov2WithRegistersModel",
-        "Dinov2WithRegistersConfig",
-        {"num_register_tokens": 4},
-    ),
+    "dinov2_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", {"num_register_tokens": 4}),
     "siglip": ("SiglipVisionModel", "SiglipVisionConfig", {"intermediate_size": 32}),
     "clip": ("CLIPVisionModel", "CLIPVisionConfig", {"intermediate_size": 32}),
 }

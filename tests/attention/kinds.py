@@ -79,9 +79,7 @@ def dense_weights(inputs: AttentionInputs, logits: torch.Tensor) -> tuple[torch.
     return weights, torch.zeros_like(weights[..., 0])
 
 
-def dense(
-    inputs: AttentionInputs, extra: torch.Tensor | float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def dense(inputs, extra=0.0):
     """Weights, output (B, T, H, w) and weight of the learned column; `extra` is added to the logits."""
     weights, learned = dense_weights(inputs, dense_logits(inputs) + extra)
     return weights, (weights @ _repeated(inputs, inputs.value)).transpose(1, 2), learned

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, dense, dense_logits, make, masked_by_bias
-from theodolite.attention.summary import (
-    AttentionSummary,
-    attention_summary,
-    summarise,
-    weights_at,
-)
+from theodolite.attention.summary import AttentionSummary, attention_summary, summarise, weights_at
 from theodolite.errors import UsageError
 
 module = sys.modules["theodolite.attention.inputs"]

@@ -28,17 +28,7 @@ from tests.chaos.commands import (
     is_refusal,
     other_bytes,
 )
-from tests.chaos.tampering import (
-    CHANGED,
-    EXTRA,
-    GONE,
-    OTHER_JSON,
-    TENSORS,
-    Tampering,
-    entries,
-    swap,
-    tables,
-)
+from tests.chaos.tampering import CHANGED, EXTRA, GONE, OTHER_JSON, TENSORS, Tampering, entries, swap, tables
 from tests.inputs import hostile
 
 SECONDS, GROWTH = 20, 2 << 30

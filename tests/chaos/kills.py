@@ -75,9 +75,7 @@ def trials(seed: int, share: float) -> Iterator[Trial]:
         yield from of_command(str(name), random, COMMANDS[name].kills, MOMENTS, len(ASKING))
 
 
-def of_command(
-    name: str, random: np.random.Generator, at_events: int, at_moments: int = 0, asked: int = 0
-) -> Iterator[Trial]:
+def of_command(name, random, at_events, at_moments=0, asked=0):
     """One command, killed at so many file events and moments, and asked to end so often."""
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         forks = Forks(Path(folder), name)
@@ -142,13 +140,7 @@ class Forks:
         assert not other_bytes(*results), f"{name} gives other bytes by itself"
         self.expected, self.events = results[0], notes.read_text().splitlines()
 
-    def disturbed(
-        self,
-        watch: Watch | None = None,
-        signal_after: tuple[float, int] | None = None,
-        anew: bool = True,
-        after: Callable[[], object] = lambda: None,
-    ) -> tuple[int, str]:
+    def disturbed(self, watch=None, signal_after=None, anew=True, after=lambda: None):
         """Run it, from its beginning unless it goes on: its status, −N where signal N ended it, and what it said."""
         if anew:
             self.files.restore()

@@ -23,6 +23,7 @@ import torch
 from typer import Exit
 from typer.testing import CliRunner
 
+from tests.calls import call, same_bytes
 from tests.processes import Started, command
 from tests.slow import slow_but
 from theodolite import __version__, models
@@ -35,20 +36,6 @@ from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
 from theodolite.system import allocator
 from theodolite_papers import ALIASES, EXPERIMENTS
-
-TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-def call(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_survey_writes_a_run_and_a_report(checkpoint, text, tmp_path):
@@ -291,10 +278,7 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         ),
         "a place for no files": ([*survey, text, "--length", 32, "--out", "/proc/run"], "cannot write"),
         "bad device": (["survey", model, "--device", "abacus"], "abacus"),
-        "unwritable": (
-            [*survey, text, "--length", 32, "--out", text / "run"],
-            "is a file, not a folder",
-        ),
+        "unwritable": ([*survey, text, "--length", 32, "--out", text / "run"], "is a file, not a folder"),
     }
 
 
@@ -371,14 +355,7 @@ def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, t
     assert not (tmp_path / "parts.lock").exists()
     assert "error: interrupted; rerun the command to resume" in stderr
     assert call("survey", model, *reading, "--out", parts)[0] == 0
-    for name in (
-        "layers.parquet",
-        "heads.parquet",
-        "sinks.parquet",
-        "arrays.safetensors",
-        "examples.parquet",
-    ):
-        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+    same_bytes(whole, parts)
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["parts", "whole"]
 
 

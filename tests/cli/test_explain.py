@@ -8,10 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import theodolite
-from theodolite.cli.app import app
+from tests.calls import call
 from theodolite.cli.error_pages import section_of, sections
 
 PACKAGE = Path(theodolite.__file__).parent
@@ -44,20 +43,18 @@ def test_there_are_messages_that_are_explained() -> None:
 
 def test_a_refusal_leads_to_its_explanation(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a word")
-    result = CliRunner().invoke(app, ["survey", "--corpus", str(tmp_path / "short.txt")])
-    error, more = result.stderr.splitlines()
+    error, more = call("survey", "--corpus", tmp_path / "short.txt")[2].splitlines()
     assert error.startswith("error: ")
     assert more == "more:  theodolite explain text-too-short"
     assert section_of(error) is sections()["text-too-short"]
     for asked in ("text-too-short", "Short", error):
-        explained = CliRunner().invoke(app, ["explain", asked])
-        assert explained.exit_code == 0
-        assert "Text too short" in explained.output
-        assert re.search(r"smaller\s+--length", re.sub(r"[│┃]", " ", explained.output))
+        status, stdout, _ = call("explain", asked)
+        assert status == 0
+        assert "Text too short" in stdout
+        assert re.search(r"smaller\s+--length", re.sub(r"[│┃]", " ", stdout))
 
 
 def test_the_list_and_what_is_not_in_it() -> None:
-    assert CliRunner().invoke(app, ["explain"]).output.split() == list(sections())
-    result = CliRunner().invoke(app, ["explain", "love"])
-    assert result.exit_code == 2
-    assert "nothing explains 'love': give one of families" in result.stderr
+    assert call("explain")[1].split() == list(sections())
+    status, _, stderr = call("explain", "love")
+    assert (status, "nothing explains 'love': give one of families" in stderr) == (2, True)

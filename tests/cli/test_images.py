@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import vision
-from tests.cli.test_cli import call
+from tests.calls import call
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import image_reader, open_model
 from theodolite.passes.run import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.cli.test_cli import call
+from tests.calls import call
 from theodolite.passes.run import TABLES, Run
 from theodolite.system.run_folders import differences
 

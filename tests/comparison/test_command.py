@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from tests import checkpoints, planted
+from tests.calls import call
 from tests.comparison.conftest import CORPUS, IDS
-from theodolite.cli.app import app
 from theodolite.comparison import read_outputs
 from theodolite.comparison.candidates import candidates_of, trace_head, without_term
 from theodolite.comparison.command import compare_models
@@ -28,11 +27,6 @@ from theodolite.sinks.trace import trace_sinks
 
 PROMPT_IDS = "theodolite.comparison.candidates.prompt_or_shipped"
 TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
-
-
-def call(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -188,9 +182,8 @@ def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeyp
     names = ["noisy", "noisy, layer 0 without rank 8", "noisy, layer 0 without a random part"]
     assert [audit.other for audit in compared.audits] == names
     assert [audit.reference for audit in compared.audits] == ["planted", "noisy", "noisy"]
-    assert (
-        work.opened_sources == [str(damaged()), str(damaged("noisy"))] * 3
-    )  # once for each to check, to survey, and for the prompt
+    # Once for each to check, to survey, and for the prompt.
+    assert work.opened_sources == [str(damaged()), str(damaged("noisy"))] * 3
     table = compared.outcome.tables["sinks_of_the_layer"]
     planted_there = [sink for sink in planted.SINKS if sink[0] == 0]
     assert (table["with_term"] == 1).sum() == len(planted_there)

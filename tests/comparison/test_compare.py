@@ -360,9 +360,8 @@ def test_spectra_by_hand():
     )
     part = compare(replace(first, heads=before), replace(first, heads=after)).part("spectra")
     assert part.table["status"].tolist() == ["survived", "lost", "lost", "lost"]
-    assert part.by_chance == pytest.approx(
-        (2 * 2) / 4
-    )  # either uniform head with the first or the third after
+    # Either uniform head with the first or the third after.
+    assert part.by_chance == pytest.approx((2 * 2) / 4)
     assert "same regime in 3" in part.sentence
     assert "L0H2 (2 → 2, late-site → uniform)" in part.sentence
 

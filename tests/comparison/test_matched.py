@@ -9,10 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import transformers
-from typer.testing import CliRunner
 
 from tests import checkpoints
-from theodolite.cli.app import app
+from tests.calls import call
 from theodolite.comparison import compare, matched_heads
 from theodolite.comparison.heads import ROLES
 from theodolite.comparison.matched import matches
@@ -110,22 +109,18 @@ def test_models_of_different_shapes_are_matched(tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(TEXT)
 
-    def call(*options):
-        own = ("compare", first, second, "--corpus", text, "--contexts", 8, "--out", out, *options)
-        return CliRunner().invoke(app, [str(word) for word in own])
-
+    own = ("compare", first, second, "--corpus", text, "--contexts", 8, "--out", out)
     for options, said in (
         ((), "first 128 and second 32"),
         (("--length", 32, "--prompt", "a b c d"), "leave out --prompt, --layer and --head"),
     ):
-        refused = call(*options)
-        assert refused.exit_code == 2
-        assert said in refused.stderr.replace("\n", " ")
+        status, _, stderr = call(*own, *options)
+        assert (status, said in stderr.replace("\n", " ")) == (2, True), stderr
         assert not list(out.glob("*/run.json"))
-    shown = call("--length", 32)
-    assert shown.exit_code == 0, shown.stderr
-    assert "matched heads" in shown.stdout
-    assert "only their heads are matched" in shown.stdout
+    status, stdout, stderr = call(*own, "--length", 32)
+    assert status == 0, stderr
+    assert "matched heads" in stdout
+    assert "only their heads are matched" in stdout
     table = pd.read_parquet(out / "sinks-compare" / "table-matched_heads.parquet")
     assert table["match"].str.fullmatch(r"L\d+H\d+|").all()
 

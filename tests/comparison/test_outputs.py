@@ -85,9 +85,8 @@ def test_the_share_that_is_kept_and_its_error_by_loops(pair):
         assert row["after"] == pytest.approx(1 - share)
         assert row["relative_difference"] == pytest.approx(share**0.5)
         assert row["norm_before"] == pytest.approx((whole.sum() / len(context)) ** 0.5)
-        left_out = [
-            (changed.sum() - changed[c]) / (whole.sum() - whole[c]) for c in range(len(IDS))
-        ]  # the jackknife
+        # The jackknife.
+        left_out = [(changed.sum() - changed[c]) / (whole.sum() - whole[c]) for c in range(len(IDS))]
         count = len(IDS)
         jackknife = np.sqrt((count - 1) * np.var(left_out))
         assert row["se"] == pytest.approx(jackknife, rel=0.15)

@@ -126,9 +126,8 @@ def test_figures_side_by_side_share_colours_and_mark_their_own_sinks():
 def test_the_page_tells_every_part_and_every_model(audits):
     made = outcome(audits)
     claims = {verdict.claim: verdict.answer for verdict in made.verdicts}
-    assert (
-        claims["The mechanism of planted survives in destroyed"] == "in part"
-    )  # 3 of 5 sinks, 15 of 16 heads
+    # 3 of 5 sinks, 15 of 16 heads.
+    assert claims["The mechanism of planted survives in destroyed"] == "in part"
     assert claims["destroyed, spectra"] == "in part"
     assert claims["destroyed, positional basis"] == "not decided"  # no error is known
     for audit in audits:  # the verdicts say what the sentences say

@@ -15,11 +15,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5ForConditionalGeneration
-from typer.testing import CliRunner
 
 from tests import checkpoints
+from tests.calls import call
 from theodolite import Run, open_model
-from theodolite.cli.app import app
 from theodolite.comparison.series import names_of, step_of
 from theodolite.errors import UsageError
 from theodolite.models.open import untrained
@@ -61,9 +60,9 @@ def series(tmp_path_factory) -> tuple[Path, dict[str, Path]]:
 
 
 def _survey(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["survey", *map(str, arguments), *SMALL])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    status, stdout, stderr = call("survey", *arguments, *SMALL)
+    assert status == 0, stderr
+    return stdout
 
 
 @pytest.mark.slow
@@ -101,9 +100,8 @@ def test_an_untrained_baseline_stands_beside(series, tmp_path):
     assert "Beside an untrained model" in page
     for run in (trained, random):
         assert f'data-v="{run.heads["entropy"].mean()}"' in page
-    refused = CliRunner().invoke(app, ["survey", str(model), "--baseline", "other", *SMALL])
-    assert refused.exit_code == 2
-    assert "there is no baseline other" in refused.stderr
+    status, _, stderr = call("survey", model, "--baseline", "other", *SMALL)
+    assert (status, "there is no baseline other" in stderr) == (2, True)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama3", "bert"])

@@ -26,10 +26,7 @@ TURNS = [
     {"role": "user", "content": "What is the sum of one and two, please?"},
     {"role": "assistant", "content": "Three."},
 ]
-SHAREGPT = [
-    {"from": "human", "value": TURNS[0]["content"]},
-    {"from": "gpt", "value": TURNS[1]["content"]},
-]
+SHAREGPT = [{"from": "human", "value": TURNS[0]["content"]}, {"from": "gpt", "value": TURNS[1]["content"]}]
 
 
 @pytest.fixture
@@ -56,9 +53,7 @@ def written(folder: Path, rows: list[Any], suffix: str = ".jsonl") -> Path:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("turns", [TURNS, SHAREGPT], ids=["roles", "sharegpt"])
-def test_a_context_of_a_conversation_is_what_the_template_makes_of_it(
-    tmp_path: Path, chats: PreTrainedTokenizerFast, turns: list[dict[str, str]], suffix: str
-) -> None:
+def test_a_context_of_a_conversation_is_what_the_template_makes_of_it(tmp_path, chats, turns, suffix):
     whole = chats.apply_chat_template(TURNS, tokenize=True, return_dict=True)["input_ids"]
     path = written(tmp_path, [turns], suffix)
     corpus = Corpus.from_path(path, chats, len(whole), text_column="messages")
@@ -68,9 +63,7 @@ def test_a_context_of_a_conversation_is_what_the_template_makes_of_it(
     assert make_stream(path, chats, Columns("messages")).contexts.tolist() == [whole]
 
 
-def test_a_tokenizer_that_puts_nothing_before_a_text_keeps_the_template_s_first_token(
-    tmp_path: Path, chats: PreTrainedTokenizerFast
-) -> None:
+def test_a_tokenizer_that_puts_nothing_before_a_text_keeps_the_template_s_first_token(tmp_path, chats):
     chats.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     whole = chats.apply_chat_template(TURNS, tokenize=True, return_dict=True)["input_ids"]
     corpus = Corpus.from_path(written(tmp_path, [TURNS]), chats, len(whole), text_column="messages")
@@ -86,9 +79,7 @@ def test_a_tokenizer_that_puts_nothing_before_a_text_keeps_the_template_s_first_
         ([], "neither text nor a conversation"),
     ],
 )
-def test_what_is_no_conversation_is_refused_with_its_place(
-    tmp_path: Path, chats: PreTrainedTokenizerFast, row: list[Any], says: str
-) -> None:
+def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, chats, row, says):
     with pytest.raises(UsageError, match=f"line 2: column 'messages'.*{says}"):
         Corpus.from_path(written(tmp_path, [TURNS, row]), chats, 16, text_column="messages")
 

@@ -97,9 +97,7 @@ def test_documents_are_cut_without_overlap_and_remainders_dropped(plain: PreTrai
     assert corpus.contexts.dtype == corpus.labels.dtype == torch.int64
 
 
-def test_short_documents_are_packed_by_label_with_the_end_of_text_between(
-    plain: PreTrainedTokenizerFast,
-) -> None:
+def test_short_documents_are_packed_by_label_with_the_end_of_text_between(plain):
     texts = ["ab", "xy", "cd", "longer", "zw"]
     corpus = Corpus.from_texts(texts, plain, 5, labels=["one", "two", "one", "one", "two"])
     end = [plain.eos_token_id]
@@ -138,9 +136,7 @@ def test_slow_tokenizers_are_framed_too_and_short_texts_joined_by_the_separator(
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_pieces_give_the_tokens_of_the_whole(
-    monkeypatch: pytest.MonkeyPatch, plain: PreTrainedTokenizerFast, kind: str
-) -> None:
+def test_pieces_give_the_tokens_of_the_whole(monkeypatch, plain, kind):
     monkeypatch.setattr(cutting, "CHUNK", 40)
     monkeypatch.setattr(cutting, "BREAK_WINDOW", 20)
     random = np.random.default_rng(0)
@@ -183,9 +179,7 @@ def test_a_line_without_end_is_read_in_bounded_pieces(plain: PreTrainedTokenizer
     assert longest == cutting.CHUNK
 
 
-def test_no_warning_about_long_sequences(
-    plain: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_warning_about_long_sequences(plain, caplog):
     import transformers
 
     plain.model_max_length = 8
@@ -201,9 +195,7 @@ def test_no_warning_about_long_sequences(
     assert not caplog.records
 
 
-def test_a_smaller_number_of_contexts_is_a_seeded_sample_in_reading_order(
-    plain: PreTrainedTokenizerFast,
-) -> None:
+def test_a_smaller_number_of_contexts_is_a_seeded_sample_in_reading_order(plain):
     text = "".join(f"{number:04d}" for number in range(200))
     every = Corpus.from_texts([text], plain, 4).contexts.tolist()
     some = [Corpus.from_texts([text], plain, 4, contexts=20, seed=seed) for seed in (0, 0, 1)]
@@ -232,9 +224,7 @@ def test_the_hash_is_stable_and_sees_tokens_labels_and_length(plain: PreTrainedT
     assert len(others | {of("abcdefgh", "x", 4)}) == 4
 
 
-def test_half_a_surrogate_pair_becomes_a_question_mark(
-    tmp_path: Path, plain: PreTrainedTokenizerFast
-) -> None:
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path, plain):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab\\ud800cd", "label": "\\udc00"}')
     corpus = Corpus.from_path(path, plain, 5)
@@ -443,9 +433,7 @@ def test_a_stream_is_read_until_enough_labels_are_complete(plain, data_set, rows
         ({"label_column": "kind", "label_rows": True}, "a row has one label"),
     ],
 )
-def test_labels_that_cannot_be_had_are_one_line(
-    tmp_path: Path, plain: PreTrainedTokenizerFast, options: dict, says: str
-) -> None:
+def test_labels_that_cannot_be_had_are_one_line(tmp_path, plain, options, says):
     path = labelled_rows(tmp_path / "t.jsonl")
     with pytest.raises(UsageError, match=says):
         Corpus.from_path(path, plain, 4, **options)

@@ -6,14 +6,13 @@ import io
 import json
 import math
 import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from theodolite.cli.app import app
+from tests.calls import call as called
 from theodolite.corpus.named import make_corpus
 from theodolite.corpus.streams import make_stream
 from theodolite.errors import UsageError
@@ -24,19 +23,7 @@ from theodolite.evaluate.perplexity import perplexity
 from theodolite.evaluate.scores import Score, table
 from theodolite.system.locks import locked
 
-TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 20
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-def call(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["evaluate", *(str(a) for a in arguments)])
-    return result.exit_code, result.stdout, result.stderr
+call = partial(called, "evaluate")
 
 
 def test_perplexity_and_few_shot_of_two_models(checkpoint, opened, text, tmp_path):

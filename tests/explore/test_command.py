@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import checkpoints
-from tests.cli.test_cli import call
+from tests.calls import call
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import open_model
 from theodolite.passes.survey import spectra, survey

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # the server is in this process; gradio's warnings are not ours
+# The server is in this process; gradio's warnings are not ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
 JSON = {"Content-Type": "application/json"}
 
 
@@ -84,6 +83,5 @@ def test_a_click_without_a_prompt_is_a_line(address):
     """As where the page was open while the server was started anew: its session has no prompt."""
     ((message, *others),) = event(address, "without", "show", None, "L0H0", "prompt:entropy", False, False, 1)
     assert "no prompt has been run yet: run one first" in message
-    assert not any(
-        isinstance(each, str) or "value" in (each or {}) for each in others
-    )  # what was shown stays
+    # What was shown stays.
+    assert not any(isinstance(each, str) or "value" in (each or {}) for each in others)

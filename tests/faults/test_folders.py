@@ -35,9 +35,8 @@ def one_error(stderr: str) -> str:
 
 
 @pytest.fixture
-def words(checkpoint, tmp_path: Path) -> list[object]:
-    (tmp_path / "text.txt").write_text(TEXT)
-    return [checkpoint("gpt2"), "--corpus", tmp_path / "text.txt", "--length", 32, "--contexts", 4]
+def words(checkpoint, text: Path) -> list[object]:
+    return [checkpoint("gpt2"), "--corpus", text, "--length", 32, "--contexts", 4]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -26,9 +26,8 @@ def kernels(device, monkeypatch):
         assert os.environ["TRITON_INTERPRET"] == "0"
     else:
         monkeypatch.setattr(attention_triton, "on_gpu", lambda tensor: True)
-        monkeypatch.setattr(
-            torch, "get_num_threads", lambda: 1
-        )  # Triton's interpreter is not made for threads
+        # Triton's interpreter is not made for threads.
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with torch.no_grad():
         yield
     assert not attention_triton._failed  # nothing fell back to torch

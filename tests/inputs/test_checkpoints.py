@@ -22,24 +22,12 @@ MOST_MEGABYTES = 450
 MOST_SECONDS = 60
 
 
-OF_EACH_KIND = [
-    "a missing tensor",
-    "NaN",
-    "a width of −1",
-    "a billion positions",
-    "an unknown architecture",
-    "an architecture that is a function",
-    "a pickle in disguise",
-    "remote code",
-    "2 GB of header claimed",
-    "a header of rubbish",
-    "overlapping tensors",
-    "a config nested deeply",
-    "an index that leads outside",
-    "a loop of links for the weights",
-    "a remote tokenizer",
-    "a tokenizer of rubbish",
-]
+OF_EACH_KIND = """
+a missing tensor; NaN; a width of −1; a billion positions; an unknown architecture; an architecture that is a function;
+a pickle in disguise; remote code; 2 GB of header claimed; a header of rubbish; overlapping tensors;
+a config nested deeply; an index that leads outside; a loop of links for the weights; a remote tokenizer;
+a tokenizer of rubbish"""
+OF_EACH_KIND = [name.strip() for name in OF_EACH_KIND.split(";")]
 
 
 def peak() -> float:

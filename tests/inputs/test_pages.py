@@ -13,10 +13,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import checkpoints
-from theodolite.cli.app import app
+from tests.calls import call
 
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
@@ -74,29 +73,20 @@ def pages(hostile_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
         ("trace", hostile_model, *reading, "--out", root / "trace"),
         ("reproduce", "sinks/figure2", hostile_model, *prompt, "--out", root / "prompt"),
     ):
-        result = CliRunner().invoke(app, [str(word) for word in words])
-        assert result.exit_code == 0, result.output
+        status, _, stderr = call(*words)
+        assert status == 0, stderr
     return sorted(root.rglob("index.html"))
 
 
 def shown(page: Path, folder: Path) -> tuple[str, str]:
     """The document after its scripts have run, and the log of the network."""
     log = folder / "net.json"
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--no-first-run",
-    ]
-    options += ["--disable-component-update", "--disable-sync", "--virtual-time-budget=3000", "--dump-dom"]
-    command = [
-        str(BROWSER),
-        *options,
-        f"--log-net-log={log}",
-        f"--user-data-dir={folder / 'profile'}",
-        page.as_uri(),
-    ]
+    options = (
+        "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run --dump-dom"
+    )
+    options += " --disable-component-update --disable-sync --virtual-time-budget=3000"
+    own = (f"--log-net-log={log}", f"--user-data-dir={folder / 'profile'}", page.as_uri())
+    command = [str(BROWSER), *options.split(), *own]
     done = subprocess.run(command, capture_output=True, timeout=120, check=True)
     return done.stdout.decode("utf-8", "replace"), log.read_text(encoding="utf-8", errors="replace")
 

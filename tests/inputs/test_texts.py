@@ -9,11 +9,10 @@ import resource
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.calls import call
 from tests.checkpoints import byte_tokenizer
 from tests.processes import Started
-from theodolite.cli.app import app
 from theodolite.corpus import documents as texts
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.cutting import encode
@@ -62,11 +61,9 @@ def test_texts_that_are_none(name: str, tmp_path: Path) -> None:
 def test_trainers_do_not_wait_for_what_has_no_end(name: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     REFUSED[name][0](path)
-    words = ["train", kind, "--text", str(path), "--out", str(tmp_path / "out")]
-    words += ["--held-out", str(path)] if kind == "locater" else []
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2
-    assert "there is no such file" in result.stderr
+    held_out = ("--held-out", path) if kind == "locater" else ()
+    status, _, stderr = call("train", kind, "--text", path, "--out", tmp_path / "out", *held_out)
+    assert (status, "there is no such file" in stderr) == (2, True)
 
 
 def test_a_folder_of_many_files_is_read_once_each(tmp_path: Path) -> None:
@@ -121,19 +118,8 @@ def test_names_of_files_may_be_any_bytes(checkpoint, tmp_path: Path) -> None:
         path.write_text("The theodolite stands on its tripod; one reads the angle. " * 20)
     for number, corpus in enumerate((folder, file)):
         out = tmp_path / str(number)
-        words = [
-            "survey",
-            checkpoint("gpt2"),
-            "--corpus",
-            corpus,
-            "--length",
-            32,
-            "--contexts",
-            4,
-            "--out",
-            out,
-        ]
-        result = CliRunner().invoke(app, [str(word) for word in words])
-        assert result.exit_code == 0, result.stderr
+        reading = ("--corpus", corpus, "--length", 32, "--contexts", 4)
+        status, _, stderr = call("survey", checkpoint("gpt2"), *reading, "--out", out)
+        assert status == 0, stderr
         told = Run.load(out).provenance["corpus"]
         assert "one-\\udcff.txt" in [*told["labels"], told["name"].rpartition("/")[2]]

@@ -8,11 +8,7 @@ import torch
 
 from tests.accumulate.test_attention import KINDS, make
 from theodolite.errors import UsageError
-from theodolite.measure.constituents import (
-    Constituents,
-    ShareSums,
-    share_sums,
-)
+from theodolite.measure.constituents import Constituents, ShareSums, share_sums
 from theodolite.theory.decomposition import PARTS
 
 BATCH, HEADS, LENGTH, WIDTH = 3, 4, 150, 8

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.measure.positional import (
-    argmax_property,
-    positional_heads,
-    qk_low_frequency,
-)
+from theodolite.measure.positional import argmax_property, positional_heads, qk_low_frequency
 
 
 def sample(seed: int, *shape: int) -> Tensor:

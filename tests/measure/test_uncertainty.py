@@ -114,9 +114,8 @@ def test_all_groups_together_have_the_numbers_of_the_table(shape):
         assert got.keys() == columns.keys()
         for name, values in columns.items():
             if "random" not in name:
-                tolerance = (
-                    0.02 if name == "relative_norm" else 1e-5
-                )  # of which a sketch sees the largest part
+                # Of which a sketch sees the largest part.
+                tolerance = 0.02 if name == "relative_norm" else 1e-5
                 assert got[name] == pytest.approx(values[layer], rel=tolerance, nan_ok=True), name
 
 

@@ -11,12 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from tests import checkpoints
 from tests.prune.families import FAMILIES, opened_anew
 from theodolite.errors import UsageError
-from theodolite.models.block_matrices import (
-    block_matrices,
-    left_dense,
-    one_expert_at_a_time,
-    tapped_products,
-)
+from theodolite.models.block_matrices import block_matrices, left_dense, one_expert_at_a_time, tapped_products
 
 
 @pytest.mark.parametrize("family", FAMILIES)

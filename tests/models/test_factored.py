@@ -9,13 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.errors import WorkError
-from theodolite.models.factored import (
-    PrunedMatrix,
-    packed,
-    read_matrices,
-    unpacked,
-    write_matrices,
-)
+from theodolite.models.factored import PrunedMatrix, packed, read_matrices, unpacked, write_matrices
 from theodolite.system.checksums import read_checked, write_checked
 
 

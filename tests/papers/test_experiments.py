@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.papers.shared import answers
 from tests.report.drawn import drawn
 from tests.report.synthetic import make_run, weights_only
 from theodolite.corpus.corpus import Corpus
@@ -36,10 +37,6 @@ CLAIMS = claims("geometry", "all of it", OF_THE_SURVEY)
 
 def changed(run: Run, **columns: object) -> Run:
     return replace(run, layers=run.layers.assign(**columns))
-
-
-def answers(outcome: Outcome) -> list[str]:
-    return [verdict.answer for verdict in outcome.verdicts]
 
 
 @pytest.mark.parametrize("name", FROM_THE_RUN)

@@ -128,9 +128,7 @@ def test_layers_are_measured_on_the_text_alone(run: Run, dense: tuple[np.ndarray
     assert run.provenance["corpus"]["trailing_special_tokens"] == 1
 
 
-def test_heads_are_asked_by_the_last_query_of_the_text(
-    run: Run, dense: tuple[np.ndarray, np.ndarray]
-) -> None:
+def test_heads_are_asked_by_the_last_query_of_the_text(run, dense):
     weights = dense[1]
     # Of a bidirectional model every query sees every key; logits are log-weights, up to a constant.
     logits = torch.from_numpy(np.log(weights[..., -2, :]))
@@ -153,9 +151,7 @@ def test_constituents_reach_to_the_end_of_a_context(model: OpenModel, corpus: Co
     assert of_context.total.shape[-1] == LENGTH
 
 
-def test_outliers_and_traces_are_of_the_text(
-    model: OpenModel, corpus: Corpus, dense: tuple[np.ndarray, np.ndarray]
-) -> None:
+def test_outliers_and_traces_are_of_the_text(model, corpus, dense):
     sizes = np.abs(dense[0])
     found = find_outliers(model, corpus).dimensions
     shape = (len(sizes), -1)

@@ -18,11 +18,10 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from tests import checkpoints
+from tests.calls import call
 from tests.ray_nodes import kill_a_reader, two_nodes
-from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
@@ -461,10 +460,9 @@ def test_the_command_stops_at_a_signal_and_goes_on(number, cluster, checkpoint, 
     assert stderr.rstrip().endswith("error: interrupted; rerun the command to resume")
     assert "Traceback" not in stderr
     assert not psutil.wait_procs(started, timeout=120)[1]
-    result = CliRunner().invoke(app, [*map(str, read), "--out", str(out)])
-    assert result.exit_code == 0, result.stderr
-    alone = CliRunner().invoke(app, [*map(str, read), "--out", str(tmp_path / "alone")])
-    assert alone.exit_code == 0, alone.stderr
+    for folder in (out, tmp_path / "alone"):
+        status, _, stderr = call(*read, "--out", folder)
+        assert status == 0, stderr
     assert_same(Run.load(out), Run.load(tmp_path / "alone"))
 
 
@@ -472,7 +470,7 @@ def test_the_command_stops_at_a_signal_and_goes_on(number, cluster, checkpoint, 
     ("arguments", "address"),
     [(["--ray"], "local"), (["--ray", "--json"], "local"), (["--ray", "auto"], "auto"), ([], None)],
 )
-def test_an_address_may_follow_or_not(arguments, address, checkpoint, tmp_path, monkeypatch):
+def test_an_address_may_follow_or_not(arguments, address, checkpoint, text, monkeypatch):
     seen: list[str | None] = []
 
     def asked(model, corpus, out, *, address=None, **options):
@@ -481,10 +479,7 @@ def test_an_address_may_follow_or_not(arguments, address, checkpoint, tmp_path, 
 
     monkeypatch.setattr("theodolite.passes.ray_survey.survey_on_ray", asked)
     monkeypatch.setattr("theodolite.passes.survey.survey", asked)
-    (tmp_path / "text.txt").write_text("one two three four " * 50)
-    command = ["survey", str(checkpoint("gpt2")), "--corpus", str(tmp_path / "text.txt"), "--length", "16"]
-    result = CliRunner().invoke(app, [*command, *arguments])
-    assert result.exit_code == 2
+    assert call("survey", checkpoint("gpt2"), "--corpus", text, "--length", 16, *arguments)[0] == 2
     assert seen == [address]
 
 
@@ -496,6 +491,5 @@ def test_an_address_may_follow_or_not(arguments, address, checkpoint, tmp_path, 
     ],
 )
 def test_options_that_say_nothing_are_refused(arguments, message):
-    result = CliRunner().invoke(app, ["survey", *arguments])
-    assert result.exit_code == 2
-    assert message in result.stderr
+    status, _, stderr = call("survey", *arguments)
+    assert (status, message in stderr) == (2, True)

@@ -15,6 +15,7 @@ from scipy.fft import dctn
 from scipy.stats import norm
 
 from tests import checkpoints, dense
+from tests.calls import same_bytes
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
@@ -253,14 +254,7 @@ def test_the_same_call_gives_the_same_bytes_and_is_not_run_twice(tmp_path, opene
     model = opened("gpt2")
     first = survey(model, corpus, tmp_path / "a", batch=5)
     survey(model, corpus, tmp_path / "b", batch=5)
-    for name in (
-        "layers.parquet",
-        "heads.parquet",
-        "sinks.parquet",
-        "arrays.safetensors",
-        "examples.parquet",
-    ):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    same_bytes(tmp_path / "a", tmp_path / "b")
     calls: list[int] = []
     again = survey(
         model, corpus, tmp_path / "a", batch=5, show_progress=lambda what, done, total: calls.append(done)
@@ -289,8 +283,7 @@ def test_every_pass_can_be_interrupted_and_resumed(tmp_path, opened, corpus):
             survey(model, corpus, tmp_path / "parts", show_progress=stop)
         assert set(begun) <= set(names[max(0, number - 1) :])
     survey(model, corpus, tmp_path / "parts")
-    for path in (tmp_path / "whole").glob("[!r]*.*"):  # but for run.json, which says how long it took
-        assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes(), path.name
+    same_bytes(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])

@@ -15,7 +15,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.cli.test_cli import TEXT, call, wait_for
+from tests.calls import call
+from tests.cli.test_cli import wait_for
 from tests.processes import Started, command
 from tests.prune.families import write
 from tests.slow import slow_but
@@ -26,13 +27,6 @@ from theodolite.report.drawing.pruning import error_map
 from theodolite.report.pruned_model import page_at
 
 RESULT = Path("report") / "sinks-prune" / "result.json"
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 def test_the_options_are_those_of_prune_model():

@@ -28,11 +28,7 @@ def t5(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("attention", "half", "other"),
-    [
-        (None, "decoder", "encoder"),
-        ("cross", "decoder", "encoder"),
-        ("encoder", "encoder", "decoder"),
-    ],
+    [(None, "decoder", "encoder"), ("cross", "decoder", "encoder"), ("encoder", "encoder", "decoder")],
 )
 def test_the_half_that_is_pruned_is_named_and_read_back(t5, tmp_path, attention, half, other):
     """The same call finds it finished, and puts it into the model."""

@@ -47,14 +47,7 @@ def removed_in_groups(scores: np.ndarray, kept: int, of: int) -> np.ndarray:
     return removed
 
 
-def slow_sparsegpt(
-    weight: np.ndarray,
-    hessian: np.ndarray,
-    sparsity: float,
-    pattern=None,
-    block: int = 128,
-    damping: float = 0.1,
-) -> np.ndarray:
+def slow_sparsegpt(weight, hessian, sparsity, pattern=None, block=128, damping=0.1):
     """The optimal brain surgeon input by input: the Hessian of the inputs that are left is inverted anew each time.
 
     Removing w_j costs w_j² / H⁻¹_jj and moves the others by −w_j H⁻¹_j / H⁻¹_jj, with H⁻¹ that of inputs j, j + 1 …

@@ -46,9 +46,7 @@ GPT2 = [
 ]
 
 
-def slowly_pruned(
-    model: transformers.PreTrainedModel, ids: torch.Tensor, method: str, sparsity: float
-) -> None:
+def slowly_pruned(model, ids, method, sparsity):
     gpt2 = isinstance(model, transformers.GPT2LMHeadModel)
     for block in model.transformer.h if gpt2 else model.model.layers:
         inputs: dict[str, np.ndarray] = {}
@@ -63,9 +61,7 @@ def slowly_pruned(
             part.copy_(torch.from_numpy(slow_matrix(part.double().numpy(), inputs[name], method, sparsity)))
 
 
-def _keeping(
-    module: nn.Module, name: str, inputs: dict[str, np.ndarray]
-) -> torch.utils.hooks.RemovableHandle:
+def _keeping(module, name, inputs):
     def keep(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if args:  # attention modules are called by keywords
             inputs[name] = args[0].flatten(0, -2).double().numpy()

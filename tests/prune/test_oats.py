@@ -26,9 +26,7 @@ def moments(inputs: int, seed: int = 0) -> np.ndarray:
     return np.exp(np.random.default_rng(seed + 100).normal(size=inputs))
 
 
-def slow_oats(
-    weight: np.ndarray, second_moment: np.ndarray, rank: int, entries: int, iterations: int, pattern=None
-) -> tuple[np.ndarray, np.ndarray, float]:
+def slow_oats(weight, second_moment, rank, entries, iterations, pattern=None):
     """Ŵ, the scaled sparse part, and ‖(W − Ŵ) D‖ / ‖W D‖; `entries` of each row, or N of every M of a pattern."""
     scale = np.sqrt(second_moment)
     scaled = weight * scale
@@ -53,9 +51,7 @@ def budget(outputs: int, inputs: int, sparsity: float, ratio: float) -> tuple[in
     return rank, inputs - int(inputs * (1 - (1 - ratio) * (1 - sparsity)))
 
 
-def tensors(
-    weight: np.ndarray, second_moment: np.ndarray, dtype=torch.float64
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors(weight, second_moment, dtype=torch.float64):
     return torch.from_numpy(weight).to(dtype), torch.from_numpy(second_moment)
 
 

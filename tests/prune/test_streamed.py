@@ -184,9 +184,8 @@ def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, mo
     with pytest.raises(UsageError, match="lies in the folder of the model that it is made of"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "llama3" / "out")
     monkeypatch.chdir(tmp_path)
-    refuse_inside(
-        tmp_path / "gpt2" / "out", "gpt2"
-    )  # a folder called as a model of the hub is not that model
+    # A folder called as a model of the hub is not that model.
+    refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
     write("gpt2", tmp_path / "gpt2")
     with pytest.raises(UsageError, match="lies in the folder of the model"):
         refuse_inside(tmp_path / "gpt2" / "out", "gpt2")

@@ -33,16 +33,7 @@ GROUPS = ("position", "context", "cross", "constant", "pos-pos", "cvec-cvec", "a
 REGIMES = ["uniform", "late-site", "early-site", "middle-site", "vanishing", "undefined"]
 
 
-def make_run(
-    *,
-    blocks: int = 3,
-    heads: int = 4,
-    length: int = 24,
-    width: int = 32,
-    head_width: int = 6,
-    contexts: int = 16,
-    seed: int = 0,
-) -> Run:
+def make_run(*, blocks=3, heads=4, length=24, width=32, head_width=6, contexts=16, seed=0):
     """A whole survey of a model of these sizes."""
     generator = np.random.default_rng(seed)
     layers = blocks + 1
@@ -249,9 +240,7 @@ def _heads(generator: np.random.Generator, blocks: int, heads: int, length: int)
     )
 
 
-def _geometry_arrays(
-    generator: np.random.Generator, layers: int, length: int, width: int, contexts: int
-) -> dict[str, np.ndarray[Any, Any]]:
+def _geometry_arrays(generator, layers, length, width, contexts):
     time = (np.arange(length) + 0.5) / length
     waves = np.stack([np.cos(np.pi * k * time) for k in range(1, 9)], axis=1)
     basis = np.stack(
@@ -285,9 +274,7 @@ def _geometry_arrays(
     }
 
 
-def _head_arrays(
-    generator: np.random.Generator, blocks: int, heads: int, length: int, head_width: int
-) -> dict[str, np.ndarray[Any, Any]]:
+def _head_arrays(generator, blocks, heads, length, head_width):
     shape = (blocks, heads, length)
     limit = np.log(np.arange(1, length + 1))
     half = generator.normal(size=(blocks, heads, head_width // 2, 2)) + np.array([0.7, 0])
@@ -335,9 +322,7 @@ def _examples(generator: np.random.Generator, length: int) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=names)
 
 
-def _provenance(
-    blocks: int, heads: int, length: int, width: int, head_width: int, contexts: int
-) -> dict[str, Any]:
+def _provenance(blocks, heads, length, width, head_width, contexts):
     return {
         "schema_version": 1,
         "versions": {"theodolite": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.7"},

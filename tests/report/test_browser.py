@@ -98,9 +98,7 @@ def violations(tab: Any, **options: Any) -> list[str]:
     [(PHONE, "light", "dark"), (DESKTOP, "dark", "light")],
     ids=["phone", "desktop"],
 )
-def test_axe_finds_nothing_and_nothing_scrolls_sideways(
-    show, kind: str, size, scheme: str, other: str
-) -> None:
+def test_axe_finds_nothing_and_nothing_scrolls_sideways(show, kind, size, scheme, other):
     tab = show(kind, size, scheme)
     if kind != "index":
         draw_the_first(tab)

@@ -28,9 +28,8 @@ def assert_shown(run: Run, page: Reader) -> None:
     figures = {name.removeprefix("data-"): data for name, data in page.data().items() if name[:5] == "data-"}
     assert figures.keys() == {exhibit.key for exhibit in EXHIBITS if exhibit.available(run)}
     for name, figure in figures.items():
-        assert figure["data"] or figure["layout"]["annotations"][0]["text"], (
-            name
-        )  # a sentence where there is nothing
+        # A sentence where there is nothing.
+        assert figure["data"] or figure["layout"]["annotations"][0]["text"], name
     assert {finding.topic for finding in summarise(run)} >= {"Health"}
 
 

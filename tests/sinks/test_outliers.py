@@ -41,9 +41,8 @@ def plant(family: str, scale: float = 1.0) -> torch.nn.Module:
             mlp, norm = f"transformer.h.{LAYER}.mlp", f"transformer.h.{LAYER}.ln_2"
             state[f"{mlp}.c_fc.weight"][:, 0] = 0
             state[f"{mlp}.c_fc.weight"][MARKER, 0] = 1.0
-            state[f"{mlp}.c_fc.bias"][
-                0
-            ] = -1.5  # the marker is about 3 behind the norm, 0 ± 0.3 for all others
+            # The marker is about 3 behind the norm, 0 ± 0.3 for all others.
+            state[f"{mlp}.c_fc.bias"][0] = -1.5
             state[f"{mlp}.c_proj.weight"][0] = 0
             state[f"{mlp}.c_proj.weight"][0, DIMENSION] = 1000.0
             state[f"{norm}.weight"][MARKER], state[f"{norm}.bias"][MARKER] = 1.0, 0.0

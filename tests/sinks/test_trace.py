@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from scipy.linalg import hadamard
 
 from tests import checkpoints, planted
+from tests.calls import same_bytes
 from tests.slow import slow_but
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.passes.run import Run
 from theodolite.sinks.trace import trace_sinks
@@ -154,9 +155,7 @@ def paired(pairs: list[tuple[float, float]], before: list[tuple[float, float]]) 
     return r[0] - r[1], math.sqrt((influence**2).sum() * effective / (effective - 1))
 
 
-def catch(
-    kept: Kept, layer: int, context: int, head: int, stretches: bool = False
-) -> tuple[dict[int, float], set[int], np.ndarray, np.ndarray]:
+def catch(kept, layer, context, head, stretches=False):
     """Sinks with what they receive, those of a stretch, which queries count, and who caught each (−2: none)."""
     p, seen = kept.attention[layer, context, head], kept.visible[layer]
     length = len(p)
@@ -187,9 +186,7 @@ def catch(
     return sinks, of_stretch, counts, caught
 
 
-def expected(
-    kept: Kept, ids: np.ndarray, stretches: bool = False
-) -> tuple[dict[tuple, dict], dict[tuple, dict]]:
+def expected(kept, ids, stretches=False):
     """Rows of `traces` by (layer, head, kind, token) and of `heads` by (layer, head), arrays included."""
     layers, contexts, heads, length, _ = kept.attention.shape
     traces: dict[tuple, dict[str, Any]] = {}
@@ -259,9 +256,7 @@ def expected(
     )
 
 
-def _release(
-    of: dict[int, list], layer: int, layers: int, sums: dict[int, float], shifted: float
-) -> dict[str, Any]:
+def _release(of, layer, layers, sums, shifted):
     """Columns and arrays of η² at the head's output (place −1) and in the stream.
 
     `sums`: of squares that a random grouping explains, by place; `shifted`: one shifted along the context.
@@ -435,13 +430,7 @@ def _close(got: Any, expected: Any, tolerance: float, what: Any) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale, err_msg=str(what))
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "kinds"),
-    slow_but(
-        CASES[:2],
-        CASES,
-    ),
-)
+@pytest.mark.parametrize(("family", "dtype", "kinds"), slow_but(CASES[:2], CASES))
 def test_every_column_and_array_equals_the_dense_computation(family, dtype, kinds, strong):
     ids = some_ids()
     model = open_model(strong(family), dtype=dtype)
@@ -540,9 +529,6 @@ def test_less_precision_changes_little(planted_run):
             np.testing.assert_allclose(got, exact.traces[name], atol=tolerance, err_msg=name)
 
 
-BYTES = ("traces.parquet", "heads.parquet", "arrays.safetensors")
-
-
 def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):
     model, ids = open_model(strong("bloom")), some_ids()
 
@@ -562,8 +548,7 @@ def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):
         assert not (tmp_path / "parts").exists()
         assert number == 0 or seen[0] == stops[number - 1]
     trace_sinks(model, ids, tmp_path / "parts", batch=2)
-    for name in BYTES:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
+    same_bytes(tmp_path / "whole", tmp_path / "parts")
     loaded = Run.load(tmp_path / "parts")
     pd.testing.assert_frame_equal(loaded.traces, whole.traces)
     pd.testing.assert_frame_equal(loaded.heads, whole.heads)
@@ -634,3 +619,11 @@ def test_other_misuse_is_refused_in_one_line(opened, tmp_path):
     trace_sinks(opened("gpt2"), some_ids(2), tmp_path / "run")
     with pytest.raises(UsageError, match="holds a run of another model, corpus or options"):
         trace_sinks(opened("gpt2"), some_ids(3), tmp_path / "run")
+
+
+def test_weights_that_are_no_numbers_are_refused_in_one_line(checkpoint):
+    model = open_model(checkpoint("gpt2"))
+    model.hf.transformer.h[1].mlp.c_fc.weight.data[0, 0] = math.nan
+    with pytest.raises(WorkError, match="NaN") as error:
+        trace_sinks(model, some_ids(2))
+    assert "\n" not in str(error.value)

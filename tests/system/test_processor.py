@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,9 +38,7 @@ def test_by_processor(monkeypatch: pytest.MonkeyPatch, machine: str, capability:
 
 
 @pytest.mark.parametrize("opened", [open_model, open_streamed])
-def test_a_slow_dtype_is_told(
-    opened: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_dtype_is_told(opened, tmp_path, monkeypatch):
     checkpoints.write("gpt2", tmp_path, dtype=torch.bfloat16)
     processor(monkeypatch, "x86_64", "AVX2")
     lines: list[str] = []

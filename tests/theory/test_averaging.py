@@ -14,9 +14,7 @@ from theodolite.theory.averaging import ABSENT, averaging_error, averaging_model
 LENGTH = 20
 
 
-def by_hand(
-    numbers: list[float], t: int, s_tag: float, b: float, d: float
-) -> tuple[float, np.ndarray, np.ndarray]:
+def by_hand(numbers, t, s_tag, b, d):
     """f(x), A¹ and H of one sequence, token by token; t from 1 as in the paper, 0 for no [SEP]."""
     tokens = [(0.0, -s_tag) if i == t else (x, -1.0) for i, x in enumerate(numbers, 1)]
     length = len(tokens)

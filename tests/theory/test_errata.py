@@ -72,9 +72,8 @@ def test_lemma_4_moments_of_a_token() -> None:
         steps[:, 0] *= start
         covariance = steps @ steps.mT
         with_tokens = token_weights @ covariance
-        torch.testing.assert_close(
-            with_tokens[:, -1], cross
-        )  # the weights sum to 0: where the walk starts is lost
+        # The weights sum to 0: where the walk starts is lost.
+        torch.testing.assert_close(with_tokens[:, -1], cross)
         variances = (with_tokens * token_weights).sum(-1) * covariance[-1, -1]
         assert torch.allclose(variances, variance_product) is ours
 

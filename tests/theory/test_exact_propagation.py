@@ -14,11 +14,7 @@ from torch import Tensor
 
 from tests.theory.test_propagation import finite_moments, walk_values
 from theodolite.errors import UsageError
-from theodolite.theory import (
-    probability_between,
-    propagation_exact,
-    propagation_exact_head,
-)
+from theodolite.theory import probability_between, propagation_exact, propagation_exact_head
 
 DOUBLE = torch.float64
 

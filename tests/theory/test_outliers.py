@@ -92,9 +92,8 @@ def test_the_limit_on_dimensions_is_exceeded_as_often_as_it_says(width):
     logs = torch.from_numpy(np.random.default_rng(width).normal(size=(layers, width)))
     rate = float((robust_z(logs).amax(-1) > dimension_limit(width, LEVEL)).double().mean())
     assert rate == pytest.approx(LEVEL, abs=3 * math.sqrt(LEVEL * (1 - LEVEL) / layers))
-    _, flagged = outlier_dimensions(
-        (0.5 * logs).exp(), LEVEL
-    )  # sizes that differ by a factor e at one deviation
+    # Sizes that differ by a factor e at one deviation.
+    _, flagged = outlier_dimensions((0.5 * logs).exp(), LEVEL)
     assert float(flagged.any(-1).double().mean()) <= rate
 
 

@@ -22,9 +22,7 @@ from theodolite.theory import (
 DOUBLE = torch.float64
 
 
-def walk_values(
-    matrix: Tensor, root: Tensor, length: int, draws: int, temperature: float, seed: int
-) -> Tensor:
+def walk_values(matrix, root, length, draws, temperature, seed):
     """s_1 … s_T of the last query over simulated walks with steps of covariance root·rootᵀ, (draws, T)."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randn(draws, length, len(matrix), generator=generator, dtype=DOUBLE) @ root.mT

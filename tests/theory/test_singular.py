@@ -24,8 +24,7 @@ def noisy(rows: int, columns: int, rank: int, correlation: float, seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "k"),
-    [(60, 60, 20), (120, 50, 20), (30, 100, 5), (45, 44, 0), (9, 8, 3)],
+    ("rows", "columns", "k"), [(60, 60, 20), (120, 50, 20), (30, 100, 5), (45, 44, 0), (9, 8, 3)]
 )
 def test_rank_and_threshold_are_those_of_the_reference(rows: int, columns: int, k: int) -> None:
     """The reference bisects the threshold to 1e-5, which is what the two may differ by."""

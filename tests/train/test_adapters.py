@@ -15,9 +15,8 @@ from tests.train.test_locater import MEAN, SCALE, dense_penalty
 from theodolite.errors import UsageError
 from theodolite.train import GeometryMonitor, Locater
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated"
-)  # which PEFT asks for
+# Which PEFT asks for.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 
 def adapted(family: str = "llama3", modules: Any = ("q_proj", "v_proj"), **options: Any) -> Any:
@@ -35,10 +34,7 @@ def merged(model: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("modules", "options"),
-    [
-        (("q_proj", "v_proj"), {"use_rslora": True}),
-        (("q_proj", "k_proj"), {"layers_to_transform": [1]}),
-    ],
+    [(("q_proj", "v_proj"), {"use_rslora": True}), (("q_proj", "k_proj"), {"layers_to_transform": [1]})],
 )
 def test_the_penalty_is_that_of_the_merged_weights(modules, options):
     """Oracle: PEFT's own merged model, and the d×d penalty of its weights."""

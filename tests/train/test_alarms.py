@@ -28,14 +28,7 @@ from theodolite.train.geometry import Geometry, GeometryReader
 IDS = torch.randint(checkpoints.VOCABULARY, (4, 48), generator=torch.Generator().manual_seed(1))
 
 
-def look(
-    step: int,
-    share: float = 0.8,
-    rho: float = 0.7,
-    residual: float = 0.9,
-    distance: float = 0.1,
-    regime: str | None = None,
-) -> Geometry:
+def look(step, share=0.8, rho=0.7, residual=0.9, distance=0.1, regime=None):
     """A look at one layer of two heads, of which the second is always healthy, and two residual layers."""
     heads = pd.DataFrame(
         {

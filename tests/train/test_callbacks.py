@@ -64,9 +64,7 @@ def trainer(folder: Path, *callbacks: TrainerCallback, **options: Any) -> Origin
 class Ruin(TrainerCallback):
     """Doubles the queries of layer 1, head 1 after every step."""
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         with torch.no_grad():
             attention = kwargs["model"].transformer.h[1].attn.c_attn
             attention.weight[:, 8:16] *= 4

@@ -103,8 +103,7 @@ def trained(change: str, inline: bool) -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize(
-    "change",
-    ["eager, autocast", pytest.param("checkpointing, reentrant", marks=pytest.mark.slow)],
+    "change", ["eager, autocast", pytest.param("checkpointing, reentrant", marks=pytest.mark.slow)]
 )
 def test_training_is_the_same_to_the_bit(change):
     plain, _ = trained(change, inline=False)
@@ -278,8 +277,7 @@ def looked_at_together(rank: int, kind: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind",
-    ["DDP", *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("FSDP2", "heads"))],
+    "kind", ["DDP", *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("FSDP2", "heads"))]
 )
 def test_the_micro_batches_of_two_processes_are_one_look(kind):
     expected = GeometryReader(model_of("mistral"), IDS).look()

@@ -24,9 +24,8 @@ IDS = torch.stack([example["input_ids"] for example in examples(4)])
 
 def work(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
     """One of the processes: the weights after a step of a plain loop, and after one of the Trainer."""
-    warnings.filterwarnings(
-        "error", message=".*strides.*"
-    )  # gradients in another layout would cost DDP copies
+    # Gradients in another layout would cost DDP copies.
+    warnings.filterwarnings("error", message=".*strides.*")
     plain = checkpoints.build("llama3").train()
     parallel = DistributedDataParallel(plain)
     locater = Locater(parallel, SCALE, MEAN)

@@ -151,11 +151,7 @@ def test_a_record_that_cannot_be_written_any_more_does_not_end_a_training(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        (range(64, 500, 64), [128, 256, 384]),
-        (range(150, 301), [200, 300]),
-    ],
+    ("steps", "expected"), [(range(64, 500, 64), [128, 256, 384]), (range(150, 301), [200, 300])]
 )
 def test_looks_come_as_soon_as_enough_steps_have_passed(steps, expected):
     """Oracle: by hand; single steps have their looks at multiples of `every`, wherever they begin."""

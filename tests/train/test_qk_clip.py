@@ -135,10 +135,7 @@ def expected_deepseek(state: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("family", "layers", "expect", "dtype"),
-    [
-        ("gpt2", 3, expected_gpt2, torch.bfloat16),
-        ("deepseek3", 2, expected_deepseek, torch.float64),
-    ],
+    [("gpt2", 3, expected_gpt2, torch.bfloat16), ("deepseek3", 2, expected_deepseek, torch.float64)],
 )
 def test_the_weights_are_scaled_as_the_paper_scales_them(family, layers, expect, dtype):
     """Oracle: the rule, applied to the parameters by their names; no other entry changes by a bit."""

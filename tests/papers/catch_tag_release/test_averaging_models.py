@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 import torch
 
+from tests.papers.catch_tag_release.test_averaging_training import constructed
+from tests.papers.shared import verdicts_of
 from tests.report.drawn import drawn, finite
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
-from theodolite.report.outcome import Outcome
 from theodolite.system.wording import for_plotly
 from theodolite.theory.averaging import averaging_model
 from theodolite_papers.catalogue import EXPERIMENTS
@@ -20,8 +21,10 @@ from theodolite_papers.catch_tag_release import averaging_construction, averagin
 from theodolite_papers.catch_tag_release import averaging_models as averaging
 from theodolite_papers.catch_tag_release.averaging_figures import BELOW
 from theodolite_papers.catch_tag_release.averaging_models import (
+    error_of_ratio,
     judge_models,
     measured,
+    random_directions,
 )
 from theodolite_papers.catch_tag_release.averaging_training import (
     PUBLISHED,
@@ -58,9 +61,7 @@ def models(*rows: tuple[str, float, dict[str, float]]) -> pd.DataFrame:
 
 
 def judged(table: pd.DataFrame, words: str) -> Verdict:
-    outcome = Outcome()
-    judge_models(outcome, table)
-    return next(verdict for verdict in outcome.verdicts if words in verdict.claim)
+    return next(verdict for verdict in verdicts_of(judge_models, table) if words in verdict.claim)
 
 
 def verdict(table: pd.DataFrame, words: str) -> str:
@@ -112,21 +113,10 @@ def test_a_tag_that_costs_no_more_than_random_directions_is_not_called_read():
     assert "residual variance 0.200" in judged(table, words).evidence
 
 
-def construction() -> PublishedModel:
-    model, built = PublishedModel([torch.Generator().manual_seed(0)]), averaging_model(12.0, d=0.1)
-    with torch.no_grad():
-        model.value_1.copy_(built.value_1)
-        model.query_2.copy_(built.query_key)
-        model.key_2.copy_(torch.eye(2))
-        model.value_2.copy_(built.value_2)
-        model.s_num.fill_(0)
-        model.s_tag.fill_(12)
-    return model
-
-
 def test_measures_of_the_construction() -> None:
     """Oracle: what the theorem says of it at s_tag = 12: a sink, a tag of size 11, rank one, and no error."""
-    model, initial = construction(), PublishedModel([torch.Generator().manual_seed(0)])
+    model = constructed(averaging_model(12.0, d=0.1), 12)
+    initial = PublishedModel([torch.Generator().manual_seed(0)])
     with torch.no_grad():
         initial.s_tag.fill_(1)  # [SEP] like any other token of number 0
         initial.s_num.fill_(0)
@@ -194,3 +184,26 @@ def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(shown, finite(rows["median"]), rtol=1e-5)
     shown = drawn(figures["rest"], name="tokens after [SEP]")
     np.testing.assert_allclose(shown, finite(rest[rest > 0]), rtol=1e-5)
+
+
+def test_the_error_of_a_ratio_is_that_of_resampled_sequences():
+    """Oracle: the spread of the ratio over 400 draws of as many sequences; each estimate of it is good to 10 %."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = torch.rand(400, 300, generator=generator) + 0.5
+    parts = 0.3 * wholes + 0.2 * torch.randn(400, 300, generator=generator) * wholes
+    ratios = parts.sum(-1) / wholes.sum(-1)
+    assert float(error_of_ratio(parts, wholes).mean()) == pytest.approx(float(ratios.std()), rel=0.1)
+    assert error_of_ratio(0.3 * wholes, wholes).max() < 1e-7
+
+
+def test_random_directions_are_uniform_in_what_is_written() -> None:
+    """Oracle: E v vᵀ is the projection on the span of what was written over its dimension, 4 standard errors."""
+    generator = torch.Generator().manual_seed(3)
+    basis = torch.linalg.qr(torch.randn(16, 3, generator=generator)).Q
+    sizes = torch.tensor([100.0, 1.0, 0.1])  # the size of what is written does not matter, only where
+    written = (torch.randn(1, 50, 20, 3, generator=generator) * sizes) @ basis.T
+    directions = random_directions(written, 4000, 0)[:, 0]
+    torch.testing.assert_close(directions.norm(dim=-1), torch.ones(4000), atol=1e-5, rtol=0)
+    mean = directions.T @ directions / 4000
+    assert float((mean - basis @ basis.T / 3).norm()) < 4 * 4000**-0.5
+    assert torch.equal(directions, random_directions(written, 4000, 0)[:, 0])

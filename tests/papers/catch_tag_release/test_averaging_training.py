@@ -30,17 +30,23 @@ def generators(*seeds: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-def test_the_papers_architecture_holds_the_construction() -> None:
-    """Oracle: `theory.averaging_model`, whose own oracle is numpy."""
-    model = PublishedModel(generators(0)).double()
-    built = averaging_model(9.0, 0.5, 2.0)
+def constructed(built, s_tag: float) -> PublishedModel:
+    """The paper's architecture with the weights of the theorem's construction."""
+    model = PublishedModel(generators(0))
     with torch.no_grad():
         model.value_1.copy_(built.value_1)
         model.query_2.copy_(built.query_key)
         model.key_2.copy_(torch.eye(2))
         model.value_2.copy_(built.value_2)
         model.s_num.fill_(0)
-        model.s_tag.fill_(9)
+        model.s_tag.fill_(s_tag)
+    return model
+
+
+def test_the_papers_architecture_holds_the_construction() -> None:
+    """Oracle: `theory.averaging_model`, whose own oracle is numpy."""
+    built = averaging_model(9.0, 0.5, 2.0)
+    model = constructed(built, 9).double()
     numbers, places = draw(generators(1), 50)
     forward_pass, known = model(numbers.double(), places), built(numbers.double(), places)
     torch.testing.assert_close(forward_pass.output, known.output)

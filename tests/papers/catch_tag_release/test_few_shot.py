@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.papers.training.test_embedded_training import quiet
+from tests.papers.shared import quiet
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import few_shot_accuracy
 from theodolite.models import open_model

@@ -10,11 +10,10 @@ import pytest
 import torch
 import transformers
 
-from tests.papers.training.test_embedded_training import quiet
+from tests.papers.shared import answers, quiet, verdicts_of
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
 from theodolite.evaluate.few_shot import few_shot_accuracy
 from theodolite.models import open_model
-from theodolite.report.outcome import Outcome
 from theodolite_papers.catch_tag_release import few_shot
 from theodolite_papers.catch_tag_release import few_shot_ablation as ablation
 from theodolite_papers.catch_tag_release.few_shot import PROMPT_SEED
@@ -125,10 +124,8 @@ def made_up(curves: dict[str, list[list[float]]]) -> pd.DataFrame:
     )
 
 
-def answers(curves: dict[str, list[list[float]]]) -> list[str]:
-    outcome = Outcome()
-    show_ablations(outcome, made_up(curves))
-    return [verdict.answer for verdict in outcome.verdicts]
+def of_curves(curves: dict[str, list[list[float]]]) -> list[str]:
+    return answers(verdicts_of(show_ablations, made_up(curves)))
 
 
 def test_verdicts_are_against_the_control_that_costs_most():
@@ -143,11 +140,11 @@ def test_verdicts_are_against_the_control_that_costs_most():
         WITHOUT: [[0.5, 0.5, 0.5, 0.6, 0.65, 0.7]],
         RANDOM: [[0.5, 0.6, 0.7, 0.7, 0.75, 0.8], [0.5, 0.5, 0.5, 0.5, 0.55, 0.6]],
     }
-    assert answers(curves) == ["holds", "holds", "fails", "fails"]
+    assert of_curves(curves) == ["holds", "holds", "fails", "fails"]
     curves[HIDDEN] = [[0.1, 0.2, 0.3, 0.4, 0.45, 0.5]]  # as much without examples
-    assert answers(curves)[:2] == ["holds", "fails"]
+    assert of_curves(curves)[:2] == ["holds", "fails"]
     # At chance already without examples: what is lost grows with what there was.
     curves[HIDDEN] = [[1 / RULES.values] * 6]
-    assert answers(curves)[:2] == ["holds", "not decided"]
+    assert of_curves(curves)[:2] == ["holds", "not decided"]
     curves[ATTENDED] = [[0.5, 0.5, 0.4, 0.4, 0.35, 0.2]]
-    assert answers(curves)[0] == "fails"
+    assert of_curves(curves)[0] == "fails"

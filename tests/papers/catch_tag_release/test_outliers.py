@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +11,10 @@ import torch
 from scipy import stats
 
 from tests import checkpoints
+from tests.papers.shared import verdicts_of
 from tests.sinks.test_outliers import DIMENSION, TOKEN, plant
 from theodolite.corpus.corpus import Corpus
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
@@ -65,12 +65,6 @@ def found(studied) -> Outliers:
     return study.cached("outliers", lambda: pytest.fail("read twice"))
 
 
-def judged_by(judge: Callable[..., None], *evidence: object) -> list[Verdict]:
-    outcome = Outcome()
-    judge(outcome, *evidence)
-    return outcome.verdicts
-
-
 def test_verdicts_on_a_planted_activation(studied, found):
     """Token 77 alone, 6 times in 690 tokens, in one dimension from layer 2 on; 5 of 8 sinks are such tokens.
 
@@ -94,7 +88,7 @@ def test_verdicts_on_a_planted_activation(studied, found):
         CLAIMS[name]: verdict for name, verdict in expected.items()
     }
     # Without parts of the text no number has an error.
-    assert all("(no standard error)" in verdict.evidence for verdict in judged_by(judge_massive, found))
+    assert all("(no standard error)" in verdict.evidence for verdict in verdicts_of(judge_massive, found))
     assert outcome.tables["massive"]["dimension"].unique().tolist() == [DIMENSION]
     assert outcome.runs["outliers"]["corpus"]["sha256"] == study.corpus.sha256
 
@@ -144,16 +138,15 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(found)
     sinks = pd.DataFrame([(7, False, 5), (9, False, 20), (7, False, 4)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[7, 7, 9, 1, 1, 9]] * 200), torch.zeros(200), [], 0)
     whole = replace(found, massive=massive)
-    at_sinks, sinks_at = judged_by(judge_sinks, (whole, sinks), [(whole, sinks)] * 8, corpus)
+    at_sinks, sinks_at = verdicts_of(judge_sinks, (whole, sinks), [(whole, sinks)] * 8, corpus)
     # Just half, in parts that are alike: 1 − 0.025^{1/200} = 0.018 more or less is not known.
     assert (at_sinks.answer, sinks_at.answer) == (UNDECIDED, FAILS)
     assert at_sinks.parts[0].error == pytest.approx((1 - 0.025 ** (1 / 200)) / stats.t.ppf(0.975, 7))
     assert "0.500" in at_sinks.evidence
     assert "0.200" in sinks_at.evidence
-    assert (
-        "50\u00a0%" in at_sinks.evidence
-    )  # 7, 9 and 9 of six, and 7 at position 0 is not the token after it
-    nothing = judged_by(judge_sinks, (found, sinks[:0]), [], corpus)
+    # 7, 9 and 9 of six, and 7 at position 0 is not the token after it.
+    assert "50\u00a0%" in at_sinks.evidence
+    nothing = verdicts_of(judge_sinks, (found, sinks[:0]), [], corpus)
     assert {verdict.evidence for verdict in nothing} == {"no attention sink in this run"}
 
 
@@ -173,7 +166,7 @@ def test_consistency_is_judged_without_the_dimensions_that_few_tokens_make(
 ):
     dimensions = pd.DataFrame({"consistency": consistency, "large_rms": True, "massive": massive})
     whole = replace(found, dimensions=dimensions)
-    (judged,) = judged_by(judge_consistency, whole, [whole] * 8)
+    (judged,) = verdicts_of(judge_consistency, whole, [whole] * 8)
     assert judged.answer == verdict
 
 
@@ -185,7 +178,7 @@ def test_the_error_is_that_of_a_mean_over_parts_of_the_text(found):
         return replace(found, dimensions=table)
 
     even, uneven = with_consistency(0.5), with_consistency(0.01)
-    (verdict,) = judged_by(judge_consistency, even, [even, even, even, uneven])
+    (verdict,) = verdicts_of(judge_consistency, even, [even, even, even, uneven])
     assert verdict.answer == UNDECIDED
     assert ": 1 ± 0.2 (4 parts)" in verdict.evidence
     corpus = Corpus.random_tokens(256, 24, 30)

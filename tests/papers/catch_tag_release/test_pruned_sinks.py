@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.papers.shared import verdicts_of
 from tests.report.drawn import drawn
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -64,8 +65,12 @@ def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
 def test_paired_verdicts():
     dense, oats = random_sinks(0, contexts=40), random_sinks(0, contexts=40)
     none = ModelSinks(dense.loss, torch.zeros_like(dense.sinks))
-    oats_answer = partial(answer, pruned_sinks._judge_oats, dense)
-    method_answer = partial(answer, pruned_sinks._judge_method, dense, name="Wanda")
+
+    def answer(judge, *pruned, **options) -> str:
+        return verdicts_of(judge, dense, *pruned, **options)[0].answer
+
+    oats_answer = partial(answer, pruned_sinks._judge_oats)
+    method_answer = partial(answer, pruned_sinks._judge_method, name="Wanda")
     assert oats_answer(oats) == "holds"
     assert oats_answer(none) == "fails"
     assert method_answer(oats, none) == "holds"
@@ -91,12 +96,6 @@ def test_what_a_random_part_does_as_well_is_not_the_low_rank_terms():
     assert low_rank_answer(0.8, 0.95) == "fails"
     assert low_rank_answer(0.8, 0.5) == "fails"
     assert low_rank_answer(0.0, 0.9) == "not decided"
-
-
-def answer(judge, *measured, **options):
-    outcome = Outcome()
-    judge(outcome, *measured, **options)
-    return outcome.verdicts[0].answer
 
 
 @pytest.fixture(autouse=True)

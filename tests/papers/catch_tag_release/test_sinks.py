@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import planted
+from tests.papers.shared import verdicts_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
@@ -17,12 +18,7 @@ from theodolite.models.prompts import Focus
 from theodolite.passes.survey import spectra
 from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import render
-from theodolite.report.sink_trace import (
-    judge_clusters,
-    judge_later,
-    judge_release,
-    show_trace,
-)
+from theodolite.report.sink_trace import judge_clusters, judge_later, judge_release, show_trace
 from theodolite.sinks.ablation import LOSS_CAUGHT, LOSS_DIFFERENCE, LOSS_OTHERS
 from theodolite.sinks.trace import trace_sinks
 from theodolite_papers.catch_tag_release.tag_ablation import ablated, against_others, traced
@@ -43,9 +39,7 @@ def run(model):
 
 
 def judged_by(judge, *evidence):
-    outcome = Outcome()
-    judge(outcome, *evidence)
-    (verdict,) = outcome.verdicts
+    (verdict,) = verdicts_of(judge, *evidence)
     return verdict
 
 
@@ -131,9 +125,8 @@ def test_the_largest_of_more_layers_must_gain_more():
     standard errors for one later layer, 2.58 and 2.66 for two, 2.83 and 2.94 for four.
     """
     last = HEADS.assign(layer=3, gain=[0.024, 0.024, -0.1, 0.5])
-    assert (
-        judged_by(judge_release, last, 4).answer == "holds"
-    )  # two of three, of whom there is one later layer
+    # Two of three, of whom there is one later layer.
+    assert judged_by(judge_release, last, 4).answer == "holds"
     assert judged_by(judge_release, last.assign(layer=2), 4).answer == "not decided"  # the better one of two
     assert judged_by(judge_release, HEADS.assign(layer=2, gain=0.027), 4).answer == "holds"
     assert judged_by(judge_release, HEADS.assign(layer=0, gain=0.027), 4).answer == "not decided"

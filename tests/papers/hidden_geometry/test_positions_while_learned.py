@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
-from rich.console import Console
 
+from tests.papers.shared import answers, quiet, verdicts_of
 from theodolite.corpus.addition_task import full_length
 from theodolite.corpus.named import addition_corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
 from theodolite.passes.survey import survey
-from theodolite.report.outcome import Outcome
 from theodolite_papers import EXPERIMENTS, Study, experiment
 from theodolite_papers.hidden_geometry import addition_check
 from theodolite_papers.hidden_geometry import positions_while_learned as training
@@ -43,7 +41,7 @@ def adder(tmp_path_factory):
     """A model trained on addition for 10 steps, with checkpoints at steps 0 and 10."""
     folder = tmp_path_factory.mktemp("training") / "adder"
     config = TaskModelConfig(2, 2, 16, 4, 10, 1e-3, "linear", bfloat16=False, series=True)
-    train_task_model(folder, Additions(), config, threads=1, console=Console(file=io.StringIO()))
+    train_task_model(folder, Additions(), config, threads=1, console=quiet())
     return open_model(folder)
 
 
@@ -59,11 +57,8 @@ def _of(run, model):
     return replace(run, provenance=run.provenance | {"model": described})
 
 
-def _answers(fill, *arguments) -> list[str]:
-    """Of the verdicts that a function adds to an outcome."""
-    outcome = Outcome()
-    fill(outcome, *arguments)
-    return [verdict.answer for verdict in outcome.verdicts]
+def _answers(fill, *evidence) -> list[str]:
+    return answers(verdicts_of(fill, *evidence))
 
 
 def _table(*rows: dict[str, float]) -> pd.DataFrame:

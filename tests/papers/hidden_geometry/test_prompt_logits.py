@@ -13,6 +13,7 @@ import transformers
 from typer.testing import CliRunner
 
 from tests.logits.test_attribution import planted  # noqa: F401  (a fixture)
+from tests.papers.shared import answers
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -51,10 +52,6 @@ def surveyed(opened):
         return surveys[family]
 
     return of
-
-
-def _answers(outcome) -> list[str]:
-    return [verdict.answer for verdict in outcome.verdicts]
 
 
 def _attribution(run, **only: dict[str, float]):
@@ -105,9 +102,8 @@ def test_a_claim_needs_the_named_constituent_to_keep_half_and_most(run):
         same={"context": 0.5, "cvec-cvec": 0.4},
         induction={"context": 0.5, "cvec-cvec": 0.5},
     )
-    assert (
-        _answers(Study(held).outcome(attribution)) == [FAILS, HOLDS] + [HOLDS] * 4
-    )  # same, previous, shifted
+    # Same, previous, shifted.
+    assert answers(Study(held).outcome(attribution)) == [FAILS, HOLDS] + [HOLDS] * 4
     failed = _attribution(
         run,
         previous={"position": 0.4, "pos-pos": 0.4},
@@ -115,14 +111,14 @@ def test_a_claim_needs_the_named_constituent_to_keep_half_and_most(run):
         induction={"position": 0.7, "pos-pos": 0.7},
     )
     outcome = Study(failed).outcome(attribution)
-    assert _answers(outcome) == [FAILS] * 6
+    assert answers(outcome) == [FAILS] * 6
     table = outcome.tables["attribution"].query("layer == 0").set_index(["pattern", "group"])
     assert table.loc[("previous", "position"), "kept"] == pytest.approx(0.3 / 0.7)
     assert table.loc[("previous", "position"), "left"] == pytest.approx(0.2 / 0.7)
     weak = replace(held, attribution=held.attribution.assign(score=0.19))
-    assert _answers(Study(weak).outcome(attribution)) == [UNTESTABLE] * 3
+    assert answers(Study(weak).outcome(attribution)) == [UNTESTABLE] * 3
     near_even = replace(held, attribution=held.attribution.assign(uniform=0.45))
-    assert _answers(Study(near_even).outcome(attribution)) == [UNTESTABLE] * 3
+    assert answers(Study(near_even).outcome(attribution)) == [UNTESTABLE] * 3
 
 
 def _shares(run, per_head: list[dict[tuple[str, str], float]]):
@@ -141,10 +137,10 @@ def test_positional_constituents_are_counted_where_they_are_the_largest(run):
     for count, answer, shown in ((10, HOLDS, "0.50"), (6, UNDECIDED, "0.30"), (0, FAILS, "0")):
         heads = [{pos: 0.6, context: 0.4}] * count + [{constant: 0.7, context: 0.3}] * (20 - count)
         outcome = Study(_shares(run, heads)).outcome(EXPERIMENTS["geometry/constituents"])
-        assert _answers(outcome) == [FAILS, answer]  # pos × mean is no PWPᵀ
+        assert answers(outcome) == [FAILS, answer]  # pos × mean is no PWPᵀ
         assert f": {shown} ± 0.1" in outcome.verdicts[1].evidence
         heads = [{("pos", "pos"): 0.6} | {context: 0.4}] * count + heads[count:]
-        assert _answers(Study(_shares(run, heads)).outcome(EXPERIMENTS["geometry/constituents"])) == [
+        assert answers(Study(_shares(run, heads)).outcome(EXPERIMENTS["geometry/constituents"])) == [
             answer,
             answer,
         ]
@@ -268,9 +264,8 @@ def test_roughness_is_claimed_of_additions_only(run, monkeypatch):
     rough, smooth = np.full(16, 0.5), np.full(16, 0.7)
     assert rough_verdict(additions, rough, 32).answer == HOLDS
     assert rough_verdict(additions, smooth, 32).answer == FAILS
-    assert (
-        rough_verdict(additions, np.r_[rough[:11], smooth[:5]], 32).answer == UNDECIDED
-    )  # 11 of 16: p = 0.1
+    # 11 of 16: p = 0.1.
+    assert rough_verdict(additions, np.r_[rough[:11], smooth[:5]], 32).answer == UNDECIDED
     assert rough_verdict(additions, rough, 12).answer == UNTESTABLE
     assert rough_verdict(Study(run), rough, 32).answer == UNTESTABLE
 
@@ -295,7 +290,7 @@ def test_calls_that_cannot_work_are_one_line(surveyed, monkeypatch):
     with pytest.raises(UsageError, match="name one with --layer and --head"):
         reproduce("geometry/figure6", bare, model)
     named = reproduce("geometry/figure6", bare, model, focus=Focus(layer=0, head=1))
-    assert _answers(named) == [UNTESTABLE] * 3
+    assert answers(named) == [UNTESTABLE] * 3
 
     def refuse(*_: object, **__: object):
         raise WorkError("layer 1 (h.1): its logits cannot be split: because")

@@ -112,9 +112,8 @@ def test_random_rotations_give_the_cosines_of_random_directions():
     single = random_cosines(one, one.roll(1), 2000).mean[:, 0]
     assert stats.kstest(single**2, stats.beta(0.5, (width - 1) / 2).cdf).pvalue > 0.01
     generator = torch.Generator().manual_seed(0)
-    basis = torch.randn(2, 30, 2, generator=generator) @ torch.randn(
-        2, 2, width, generator=generator
-    )  # of rank 2
+    # Of rank 2.
+    basis = torch.randn(2, 30, 2, generator=generator) @ torch.randn(2, 2, width, generator=generator)
     contexts = torch.randn(2, 20, width, generator=generator)
     chance = random_cosines(basis, contexts, 300)
     assert chance.mean.shape == (300, 2)
@@ -122,9 +121,8 @@ def test_random_rotations_give_the_cosines_of_random_directions():
     assert (np.abs(chance.mean.mean(0) - random_cosine(width)) < 4 * error).all()
     directions = torch.nn.functional.normalize(torch.randn(300, 30 * 20, width, generator=generator), dim=-1)
     independent = directions[..., 0].abs().mean(1).std()
-    assert (
-        chance.mean.std(0) > 2 * float(independent)
-    ).all()  # few dimensions: the mean of many pairs varies more
+    # Few dimensions: the mean of many pairs varies more.
+    assert (chance.mean.std(0) > 2 * float(independent)).all()
 
 
 def of_noise(size: float) -> tuple[GroupedBasis, torch.Tensor]:

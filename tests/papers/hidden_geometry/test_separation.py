@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.papers.shared import answers, verdicts_of
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNDECIDED
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.measure.clusters import clusters
 from theodolite.measure.geometry import contextual, random_maximum
 from theodolite_papers import Study, reproduce
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import quotient
-from theodolite_papers.hidden_geometry.separation import cluster_shares
+from theodolite_papers.hidden_geometry.separation import _deepens, cluster_shares
 
 CLUSTERS, INCOHERENCE = EXPERIMENTS["geometry/clusters"], EXPERIMENTS["geometry/incoherence"]
 
@@ -107,3 +108,17 @@ def test_the_error_of_a_quotient_is_that_of_drawn_ones():
     ratio, error = quotient(*(np.array([value]) for value in (0.6, 0.01, 0.2, 0.005)))
     assert ratio[0] == pytest.approx(3)
     assert error[0] == pytest.approx(drawn.std(), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("gap", "expected"),
+    [([0.1, 0.19, 0.31, 0.4, 0.52, 0.6, 0.71], HOLDS), ([0.1, 0.2, 0.3, 0.4], UNTESTABLE)],
+)
+def test_a_clear_trend_deepens_and_few_layers_show_none(gap, expected):
+    assert answers(verdicts_of(_deepens, np.array(gap))) == [expected]
+
+
+def test_a_random_walk_over_layers_deepens_by_chance_alone():
+    """Oracle: 2000 random walks over 7 layers; at one in twenty by chance, 100 hold, with an sd of 10."""
+    walks = np.random.default_rng(0).normal(size=(2000, 7)).cumsum(axis=1)
+    assert sum(answers(verdicts_of(_deepens, walk)) == [HOLDS] for walk in walks) <= 100

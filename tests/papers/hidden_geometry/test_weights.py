@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.papers.hidden_geometry.planted import grouped
+from tests.papers.shared import answers
 from tests.report.synthetic import make_run
 from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
@@ -67,15 +68,11 @@ def _noise(*size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(1)).double()
 
 
-def _answers(outcome) -> list[str]:
-    return [verdict.answer for verdict in outcome.verdicts]
-
-
 def test_planted_parts_are_found_where_they_are(run, monkeypatch):
     """Oracle: seven heads of eight hold V L Vᵀ, L of 5 × 5 signs, plus 2 % of noise, the last a diagonal of signs."""
     _text(monkeypatch, run, 1e-3 * _noise(3, 8, 47, WIDTH))
     outcome = Study(run, _model(run, positional=7, diagonal=1)).outcome(FIGURE_4)
-    assert _answers(outcome) == [HOLDS, FAILS, HOLDS]
+    assert answers(outcome) == [HOLDS, FAILS, HOLDS]
     table = outcome.tables["heads"]
     assert len(table) == 2 * HEADS
     positional, diagonal = table[table["head"] < 7], table[table["head"] == 7]
@@ -85,7 +82,7 @@ def test_planted_parts_are_found_where_they_are(run, monkeypatch):
     assert (diagonal["diagonal_ratio"] > 10).all()
     assert diagonal["corner_ratio"].between(0.5, 2).all()
     swapped = Study(run, _model(run, positional=1, diagonal=7)).outcome(FIGURE_4)
-    assert _answers(swapped) == [FAILS, HOLDS, FAILS]
+    assert answers(swapped) == [FAILS, HOLDS, FAILS]
 
 
 def test_directions_in_which_contexts_vary_are_not_those_of_positions(run, monkeypatch):
@@ -107,7 +104,7 @@ def test_directions_in_which_contexts_vary_are_not_those_of_positions(run, monke
 
 def test_noise_alone_has_neither_part(run):
     outcome = Study(run, _model(run, positional=0, diagonal=0)).outcome(FIGURE_4)
-    assert _answers(outcome) == [FAILS, FAILS, FAILS]
+    assert answers(outcome) == [FAILS, FAILS, FAILS]
 
 
 def test_the_corner_is_that_of_the_matrices_written_out(run):

@@ -8,7 +8,9 @@ import torch
 from scipy import stats
 
 from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.measure.walks import MEASURES
 from theodolite.passes.head_predictions import Prediction, from_increments, from_survey
 from theodolite.passes.survey import survey
 from theodolite.report.outcome import Outcome
@@ -86,3 +88,20 @@ def test_entropy_is_judged_at_a_fixed_trace():
         judge_entropy(outcome, {"eta": eta, "width": eta}, entropy, trace, np.arange(200) // 8)
         assert [verdict.answer for verdict in outcome.verdicts] == [answer] * 2
         assert np.sign(stats.spearmanr(eta, entropy).statistic) == -sign
+
+
+def test_the_page_of_the_walk_has_a_text_a_control_and_a_verdict_on_each(surveyed_gpt2):
+    run, model, _ = surveyed_gpt2
+    study = Study(*surveyed_gpt2)
+    outcome = study.outcome(EXPERIMENTS["localization/walk"])
+    table = outcome.tables["layers"]
+    assert set(table["tokens"]) == {"text", "random tokens", "simulated walk"}
+    assert set(MEASURES) < set(table.columns)
+    assert len(table) == 3 * model.layers + model.layers + 1
+    assert len(outcome.verdicts) == 6
+    assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
+    for exhibit in outcome.exhibits:
+        figure = exhibit.figure
+        assert len(exhibit.choice.variants()[exhibit.choice.options[-1].key]) == len(figure.data)
+    with pytest.raises(UsageError, match="reads the text of the run again"):
+        Study(run, model).outcome(EXPERIMENTS["localization/walk"])

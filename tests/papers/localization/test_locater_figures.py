@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -31,23 +30,16 @@ from theodolite_papers.localization.locater_claims import (
     pace_change,
     wider,
 )
-from theodolite_papers.localization.locater_figures import (
-    OF_SHAPES,
-    figure_7,
-    fill,
-    grid_provenance,
-)
+from theodolite_papers.localization.locater_figures import OF_SHAPES, figure_7, fill, grid_provenance
 from theodolite_papers.localization.locater_grid import GridRun, read_grid
-from theodolite_papers.localization.locater_training import Reduction, Setting
+from theodolite_papers.localization.locater_training import Setting
 
 STEPS = [0, 1, 2, 5, 10]
 MEANS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
 RECIPE = {"vocabulary": 2048, "length": 8}
 
 
-def finished_run(
-    setting: Setting, *, loss: float, scale: float, entropy: float, stripe: float = 0.0
-) -> GridRun:
+def finished_run(setting, *, loss, scale, entropy, stripe=0.0):
     """A training that ends at the given values; its lowest loss, 0.1 below the last, is at step 5."""
     noise = 1e-3 * setting.seed
     losses = pd.DataFrame(
@@ -64,9 +56,7 @@ def finished_run(
     return GridRun(setting, losses, heads, propagation, STEPS, None)
 
 
-def grid(
-    direction: float, seeds: int = 3, reductions: Sequence[Reduction] = ("mean", "sum"), **place: int
-) -> list[GridRun]:
+def grid(direction, seeds=3, reductions=("mean", "sum"), **place):
     """LocAteR at five κ₂ with an effect of 5 % a step of κ₂ (times `direction`), none, and two weight decays."""
     runs = []
     for seed in range(seeds):

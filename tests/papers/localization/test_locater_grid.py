@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import math
 from dataclasses import replace
@@ -13,8 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 from filelock import FileLock
-from rich.console import Console
 
+from tests.papers.shared import hashes, quiet
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import read_checked
 from theodolite_papers.localization import locater_grid as locater_command
@@ -33,15 +31,6 @@ def files(tmp_path: Path) -> TextFiles:
     for name, count in (("train.txt", 60), ("held.txt", 20)):
         (tmp_path / name).write_text("to be or not to be\nthat is the question\n" * count, encoding="utf-8")
     return TextFiles(tmp_path / "train.txt", tmp_path / "held.txt", length=16, batch=2, vocabulary=None)
-
-
-def console() -> Console:
-    return Console(file=io.StringIO())
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def step_of(folder: Path) -> int:
@@ -63,7 +52,7 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
     """Oracle: a grid in one go. Stopped in its second round, no training is more than a round ahead."""
     monkeypatch.setattr(module, "ROUND", 2)
     job = Job(tmp_path / "g", RECIPE, 6, "cpu")
-    train_grid(replace(job, folder=tmp_path / "whole"), SETTINGS, files, console())
+    train_grid(replace(job, folder=tmp_path / "whole"), SETTINGS, files, quiet())
     module.kept_text(job.folder, files)
     module._claim(job)
     asked = iter([False] * 12 + [True] * 99)
@@ -71,7 +60,7 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
     reached = [step_of(job.folder / "points" / setting.name) for setting in SETTINGS]
     assert 0 < min(reached) < 6
     assert max(reached) - min(reached) <= 2
-    screen = console()
+    screen = quiet()
     train_grid(job, SETTINGS, files, screen)
     assert hashes(job.folder) == hashes(tmp_path / "whole")
     recipe, points = read_grid(job.folder)
@@ -87,12 +76,12 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
 
 def test_a_damaged_checkpoint_stops_its_own_training_run_alone(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: the folder, and the message that names the file."""
-    train_grid(Job(tmp_path / "g", RECIPE, 1, "cpu"), SETTINGS[:2], files, console())
+    train_grid(Job(tmp_path / "g", RECIPE, 1, "cpu"), SETTINGS[:2], files, quiet())
     damaged, other = (tmp_path / "g/points" / setting.name for setting in SETTINGS[:2])
     checkpoint = damaged / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:-9])
     with pytest.raises(WorkError, match=f"{checkpoint} is damaged .* remove {damaged} to start over"):
-        train_grid(Job(tmp_path / "g", RECIPE, 3, "cpu"), SETTINGS[:2], files, console())
+        train_grid(Job(tmp_path / "g", RECIPE, 3, "cpu"), SETTINGS[:2], files, quiet())
     assert step_of(other) == 3
 
 
@@ -100,7 +89,7 @@ def test_a_damaged_checkpoint_stops_its_own_training_run_alone(files: TextFiles,
 def test_a_damaged_training_run_is_named(name: str, files: TextFiles, tmp_path: Path) -> None:
     """Oracle: the bytes that are gone."""
     job = Job(tmp_path / "g", RECIPE, 2, "cpu")
-    train_grid(job, SETTINGS[:1], files, console())
+    train_grid(job, SETTINGS[:1], files, quiet())
     path = tmp_path / "g" / "points" / SETTINGS[0].name / name
     for rest in (path.read_bytes()[:-9], b"", b"[" * 100_000):
         path.write_bytes(rest)
@@ -111,14 +100,14 @@ def test_a_damaged_training_run_is_named(name: str, files: TextFiles, tmp_path: 
     text = job.folder / "text.safetensors"
     text.write_bytes(text.read_bytes()[:-9])
     with pytest.raises(UsageError, match=r"text\.safetensors is damaged .*; remove .* to start over"):
-        train_grid(job, SETTINGS[:1], files, console())
+        train_grid(job, SETTINGS[:1], files, quiet())
 
 
 def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: the folder, while its lock is held here."""
     place = tmp_path / "g/points" / SETTINGS[0].name
     place.mkdir(parents=True)
-    screen = console()
+    screen = quiet()
     with FileLock(place / "lock"):
         train_grid(Job(tmp_path / "g", RECIPE, 2, "cpu"), SETTINGS[:2], files, screen)
     assert not (place / "checkpoint.safetensors").exists()
@@ -131,18 +120,18 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pyt
     job = Job(tmp_path / "g", RECIPE, 1, "cpu")
     with pytest.raises(UsageError, match="holds no grid"):
         read_grid(job.folder)
-    train_grid(job, SETTINGS[:1], files, console())
+    train_grid(job, SETTINGS[:1], files, quiet())
     with pytest.raises(UsageError, match="another recipe"):
-        train_grid(replace(job, recipe=replace(RECIPE, dropout=0.0)), SETTINGS[:1], files, console())
+        train_grid(replace(job, recipe=replace(RECIPE, dropout=0.0)), SETTINGS[:1], files, quiet())
     other = replace(files, held_out=files.train)
     with pytest.raises(UsageError, match="another text"):
-        train_grid(job, SETTINGS[:1], other, console())
+        train_grid(job, SETTINGS[:1], other, quiet())
     with pytest.raises(UsageError, match="at least one"):
-        train_grid(replace(job, steps=0), SETTINGS[:1], files, console())
+        train_grid(replace(job, steps=0), SETTINGS[:1], files, quiet())
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(UsageError, match="is no name of its own"):
-        train_grid(replace(job, folder=Path(".")), SETTINGS[:1], files, console())
+        train_grid(replace(job, folder=Path(".")), SETTINGS[:1], files, quiet())
     assert list(Path(".").iterdir()) == []
     (tmp_path / "empty/grid.json").write_text(json.dumps({}))
     with pytest.raises(UsageError, match="no saved training run"):
@@ -154,7 +143,7 @@ def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(locater_command, "Recipe", lambda **given: RECIPE)
     options = {"widths": "8,4", "scales": "7,100", "means": "1", "decays": "", "seeds": 1, "steps": 2}
     how: dict[str, Any] = {"reduction": "sum", "off_at": 1}
-    lines = train_locater(tmp_path / "g", files.train, files.held_out, console(), **options, **how)
+    lines = train_locater(tmp_path / "g", files.train, files.held_out, quiet(), **options, **how)
     points = read_grid(tmp_path / "g")[1]
     assert {(p.setting.width, p.setting.scale) for p in points} == {(8, 7), (8, 100), (4, 7), (4, 100)}
     assert {(p.setting.mean, p.setting.reduction, p.setting.off_at) for p in points} == {(1, "sum", 1)}
@@ -179,5 +168,5 @@ def test_the_command_refuses(change: dict[str, Any], words: str, files: TextFile
     """Oracle: the messages."""
     with pytest.raises(UsageError, match=words):
         train_locater(
-            tmp_path / "g", files.train, files.held_out, console(), **{"vocabulary": "words"} | change
+            tmp_path / "g", files.train, files.held_out, quiet(), **{"vocabulary": "words"} | change
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import replace
@@ -16,13 +15,13 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.papers.shared import hashes
 from theodolite.errors import UsageError, WorkError
 from theodolite_papers.localization.decoder import Decoder
 from theodolite_papers.localization.grid_text import GridText, TextFiles, kept_text, load_text
 from theodolite_papers.localization.locater_training import (
     LocaterTraining,
     Recipe,
-    Reduction,
     Setting,
     measured,
     published_rate,
@@ -47,11 +46,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TextFiles:
 @pytest.fixture(scope="module")
 def text(files: TextFiles) -> GridText:
     return files.read()
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_windows_predict_every_token_once(files: TextFiles, text: GridText) -> None:
@@ -100,9 +94,7 @@ def test_an_epoch_takes_a_window_once(text: GridText) -> None:
 
 
 @pytest.mark.parametrize(("reduction", "share"), [("mean", 1.0), ("sum", 1 / (4 * 32))])
-def test_first_step_in_closed_form(
-    reduction: Reduction, share: float, text: GridText, tmp_path: Path
-) -> None:
+def test_first_step_in_closed_form(reduction, share, text, tmp_path):
     """Oracle: p (1 − rate·decay) − rate·g/(|g| + 1e-8), g by autograd of kept logits and of d×d matrices.
 
     Against the loss summed over 4 × 32 tokens the penalty weighs so much less.

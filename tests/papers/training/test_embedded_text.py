@@ -124,9 +124,8 @@ def test_tasks_are_mixed_in_as_often_as_they_should_and_as_they_are_said_to_be()
     for kind, share in {"random repeat": 1 / 6, "repeat of text": 1 / 12, "backcopy": 1 / 4}.items():
         assert abs(kinds[kind] / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
     assert (min(periods), max(periods)) == (8, 32)
-    short = sum(period < 16 for period in periods) / len(
-        periods
-    )  # half of the way from 8 to 33, of logarithms
+    # Half of the way from 8 to 33, of logarithms.
+    short = sum(period < 16 for period in periods) / len(periods)
     expected = math.log(2) / math.log(33 / 8)
     assert abs(short - expected) < 4 * math.sqrt(expected * (1 - expected) / len(periods))
     assert triggers / kinds["backcopy"] == pytest.approx(0.2 * 21, rel=0.05)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.papers.shared import quiet
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
 from theodolite_papers.training import command, embedded_training, training_loop
@@ -60,26 +59,18 @@ def few_sources() -> Iterator[None]:
         yield
 
 
-def quiet() -> Console:
-    return Console(file=io.StringIO())
-
-
 @pytest.fixture(scope="module")
 def config() -> EmbeddedConfig:
     return WITH_TASKS
 
 
 @pytest.fixture(scope="module")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory, config: EmbeddedConfig
-) -> tuple[Path, embedded_training.EmbeddedResult]:
+def trained(tmp_path_factory, config):
     out = tmp_path_factory.mktemp("trained") / "model"
     return out, train_embedded_model(out, config=config, threads=1, console=quiet())
 
 
-def test_the_folder_opens_and_gives_the_losses_of_the_result(
-    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig
-) -> None:
+def test_the_folder_opens_and_gives_the_losses_of_the_result(trained, config):
     out, result = trained
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.dtype == torch.float32
@@ -141,9 +132,7 @@ def test_impossible_trainings_are_one_line_and_leave_nothing(tmp_path: Path, cha
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_folder_a_broken_loss_and_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_folder_a_broken_loss_and_a_full_disk(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="exists; give another folder"):
         train_embedded_model(tmp_path, config=SMALL, console=quiet())
     at = LearningRate.at
@@ -161,9 +150,7 @@ def test_an_existing_folder_a_broken_loss_and_a_full_disk(
     assert not (tmp_path / "m").exists()
 
 
-def test_the_card_states_data_steps_losses_and_the_call(
-    trained: tuple[Path, embedded_training.EmbeddedResult], config: EmbeddedConfig
-) -> None:
+def test_the_card_states_data_steps_losses_and_the_call(trained, config):
     out, result = trained
     text = (out / "README.md").read_text(encoding="utf-8")
     for name in ("first", "second"):

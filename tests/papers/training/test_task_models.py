@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -13,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.papers.shared import quiet
 from theodolite.corpus.addition_task import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
 from theodolite_papers.training.command import train_addition, train_characters
@@ -23,10 +22,6 @@ from theodolite_papers.training.task_models import PUBLISHED, train_task_model
 from theodolite_papers.training.tasks import IGNORED, Additions, Characters
 
 TINY = replace(PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
 
 
 @pytest.fixture
@@ -133,9 +128,7 @@ def test_accuracy_counts_the_answers_that_are_right() -> None:
         assert task._accuracy(Adder(), digits, 300) == pytest.approx(1 - wrong / 300)
 
 
-def test_a_kill_while_the_folder_is_finished_loses_no_series(
-    tmp_path: Path, play: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_the_folder_is_finished_loses_no_series(tmp_path, play, monkeypatch):
     """Oracle: the series that was there before."""
     task, out = Characters.of_file(play, 16), tmp_path / "out"
     config = replace(TINY, series=True)
@@ -199,9 +192,7 @@ def test_rates_are_as_published() -> None:
         ("missing.txt", {}, "cannot be read as UTF-8 text"),
     ],
 )
-def test_what_cannot_be_trained_is_said_in_a_line(
-    tmp_path: Path, text: str | None, options: dict, says: str
-) -> None:
+def test_what_cannot_be_trained_is_said_in_a_line(tmp_path, text, options, says):
     """Oracle: the words."""
     train = (
         partial(train_addition, digits="10")

@@ -5,8 +5,6 @@ By way of the trainer of additions, which is the quickest.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,38 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
+from tests.papers.shared import hashes, quiet
+from tests.papers.training.test_task_models import TINY
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import read_checked
 from theodolite.system.locks import locked
-from theodolite_papers.training.task_models import PUBLISHED, train_task_model
+from theodolite_papers.training.task_models import train_task_model
 from theodolite_papers.training.tasks import Additions
 from theodolite_papers.training.training_loop import LearningRate
 
-SERIES = replace(
-    PUBLISHED["addition"],
-    layers=1,
-    heads=2,
-    width=16,
-    batch=8,
-    steps=6,
-    series=True,
-    checkpoint_every=4,
-    dropout=0.2,
-)
+SERIES = replace(TINY, series=True, checkpoint_every=4, dropout=0.2)
 """Nothing but the weights of step 0 is written before step 4."""
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def adder(out: Path, **change: object) -> None:
-    train_task_model(
-        out, Additions(), replace(SERIES, **change), threads=1, console=Console(file=io.StringIO())
-    )
+    train_task_model(out, Additions(), replace(SERIES, **change), threads=1, console=quiet())
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, wanted: int, act: Callable[[], object]) -> list[int]:
@@ -82,9 +64,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return hashes(out)
 
 
-def test_a_series_is_not_taken_over_by_another_training(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_series_is_not_taken_over_by_another_training(tmp_path, uninterrupted, monkeypatch):
     """Oracle: the words, before there is a checkpoint; the uninterrupted run for the training it is of."""
     partial = tmp_path / "m.partial"
     at_step(monkeypatch, 1, kill)
@@ -104,9 +84,7 @@ def test_a_series_is_not_taken_over_by_another_training(
     assert not partial.exists()
 
 
-def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(tmp_path, uninterrupted, monkeypatch):
     """Oracle: the uninterrupted run. Without a checkpoint nobody knows whose the series is."""
     partial = tmp_path / "m.partial"
     begun = at_step(monkeypatch, 5, kill)
@@ -133,9 +111,7 @@ def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(
         adder(tmp_path / "n")
 
 
-def test_ctrl_c_saves_the_last_whole_step(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_saves_the_last_whole_step(tmp_path, uninterrupted, monkeypatch):
     """Oracle: the signal itself, in the middle of the update of step 1 of 6, and the uninterrupted run."""
     begun = at_step(monkeypatch, -1, press)
     update = torch.optim.AdamW.step
@@ -158,9 +134,7 @@ def test_ctrl_c_saves_the_last_whole_step(
     assert hashes(tmp_path / "m") == uninterrupted
 
 
-def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(tmp_path, uninterrupted, monkeypatch):
     """Oracle: the checkpoint of step 4, and the uninterrupted run."""
     at_step(monkeypatch, 5, lambda: (press(), press()))
     with pytest.raises(KeyboardInterrupt):
@@ -172,9 +146,7 @@ def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(
     assert hashes(tmp_path / "m") == uninterrupted
 
 
-def test_a_finished_training_is_done(
-    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_training_is_done(tmp_path, uninterrupted, monkeypatch):
     """Oracle: its own files, after a kill behind the rename (which leaves more), and the words."""
     adder(tmp_path / "m")
     (tmp_path / "m.partial" / "series").mkdir(parents=True)
