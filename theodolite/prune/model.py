@@ -133,7 +133,7 @@ class _Pruning:
     def planned(
         cls, model: OpenModel, corpus: Corpus, options: PruningOptions, show_progress: ShowProgress
     ) -> _Pruning:
-        """What is asked, checked against the model and the text before anything is pruned; errors as of `prune_model`."""
+        """What is asked, checked before anything is pruned against model and text; errors as of `prune_model`."""
         check_fit(model, corpus, least_contexts=1)
         if corpus.images is not None:
             raise UsageError(f"{model.id} reads images: only models of text are pruned")

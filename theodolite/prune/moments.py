@@ -65,7 +65,7 @@ class InputMoments:
 
     @torch.inference_mode()  # as the pass in which sums were made, which are changed in place
     def of(self, matrix: Matrix) -> Moments:
-        """Moments of the inputs of a matrix, unit ones with a count of 0 if there were none; `WorkError`: not finite."""
+        """Moments of the inputs of a matrix, unit ones with a count of 0 without any; `WorkError` if not finite."""
         at, device = matrix.holder.data_ptr(), matrix.holder.device
         first = self._first.get(at, at)
         if first not in self._sums and first not in self._moments:
