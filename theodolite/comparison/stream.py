@@ -98,7 +98,8 @@ def _massive(run: Run) -> pd.DataFrame:
         for name, position in (("massive_first", "first"), ("massive", "later"))
     ]
     counts = pd.concat(parts, ignore_index=True).query("count > 0")
-    return counts.astype({"position": object})  # pyarrow's texts cannot be merged where there are none
+    # pyarrow's texts cannot be merged where there are none; a table without rows knows no numbers.
+    return counts.astype({"position": object, "se": float})
 
 
 def _in_halves(run: Run, layer: np.ndarray, dimension: np.ndarray) -> Float[Tensor, "halves units"]:
