@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ def logit_norm(weights: HeadWeights | None, heads: int) -> Float[Tensor, " heads
 
 def localization_tables(
     state: State, exact: Sequence[bool], scalings: Sequence[float], length: int | None
-) -> tuple[dict[str, list[float | str]], dict[str, Tensor]]:
+) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
     """From the `layer_spectra` of all layers, stacked, to columns of the heads table and their arrays.
 
     Args:
