@@ -16,14 +16,7 @@ from theodolite.comparison.audit import Audit
 from theodolite.comparison.candidates import HeadOnPrompt, Measured
 from theodolite.comparison.sinks import KEY, kept_places
 from theodolite.comparison.survival import HALF, MORE_THAN_HARDLY_ANY, NEARLY_ALL, Survival
-from theodolite.judging import (
-    HOLDS,
-    Criterion,
-    Estimate,
-    Verdict,
-    judge,
-    mix_of,
-)
+from theodolite.judging import HOLDS, Criterion, Estimate, Verdict, judge, mix_of
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import by_name
@@ -34,34 +27,29 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 PAPER_ON_LOW_RANK = "Without the low-rank term of a layer its sinks are gone (section 3.2, Fig. 4)"
 LOW_RANK_CLAIM = "The low-rank term makes the sinks of its layer (section 3.2, Fig. 4)"
 PROMPT_SHOWN = 600  # characters of the prompt below the maps
-FEWEST_SINKS = 8
-"""Sink occurrences in the layer (head × context pairs) below which nothing is tested."""
-GONE = Criterion("less than", HALF, "ours")
-STAY = Criterion("at least", HALF, "ours")
-"""What is left of a layer's sinks without its low-rank term, and without a random part as large."""
+FEWEST_SINKS = 8  # of a layer (head × context pairs): below it nothing is tested
+GONE = Criterion("less than", HALF, "ours")  # what is left without the low-rank term
+STAY = Criterion("at least", HALF, "ours")  # and without a random part as large
 
 
 def outcome(
     audits: Sequence[Audit], measured: Sequence[Measured] = (), on_prompt: HeadOnPrompt | None = None
 ) -> Outcome:
-    """The page's content.
-
-    Args:
-        audits: at least one.
-        measured: the models, where they were at hand.
-        on_prompt: one head of each on a prompt.
-    """
+    """The page's content; `measured`: the models, where they were at hand; `on_prompt`: one head of each."""
     page = Outcome()
     if ablated := [model for model in measured if model.candidate.layer is not None]:
         _judge_term(page, ablated, {model.candidate.name: model for model in measured}, audits)
     for place, audit in enumerate(audits):
         _judge_parts(page, audit, explain=place == 0)
     for name in audits[0].tables:
-        tables = [
-            _with_model_names(audit, audit.tables[name]) if len(audits) > 1 else audit.tables[name]
-            for audit in audits
-            if name in audit.tables
-        ]
+        tables = [audit.tables[name] for audit in audits if name in audit.tables]
+        if len(audits) > 1:
+            tables = [
+                table.assign(before_in=audit.reference, after_in=audit.other)[
+                    ["before_in", "after_in", *table]
+                ]
+                for audit, table in zip([each for each in audits if name in each.tables], tables, strict=True)
+            ]
         filled = [table for table in tables if len(table)]
         page.tables[name] = pd.concat(filled or tables[:1], ignore_index=True)
     if on_prompt:
@@ -90,9 +78,8 @@ def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
         if len(part.table)
     }
     if matched.NAME in evidence:  # the only part
-        page.verdicts.append(
-            _judged(audit.part(matched.NAME), whole, f"{audit.summary} {evidence[matched.NAME]}")
-        )
+        words = f"{audit.summary} {evidence[matched.NAME]}"
+        page.verdicts.append(_judged(audit.part(matched.NAME), whole, words))
         return
     parts = [_judged(audit.part(name), f"{audit.other}, {name}", words) for name, words in evidence.items()]
     page.verdicts += [replace(mix_of(whole, parts), evidence=audit.summary), *parts, *audit.further]
@@ -101,15 +88,8 @@ def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
 def _judged(part: Survival, claim: str, sentence: str) -> Verdict:
     """What is left of a part, with the sentence on it and the limits."""
     left = number(part.family.value) if part.family.is_exact else part.family  # every unit is decided
-    limits = (
-        f"{NEARLY_ALL.side} {NEARLY_ALL.limit:g} is kept, at most {MORE_THAN_HARDLY_ANY.limit:g} lost (ours)"
-    )
-    return replace(part.verdict(claim), evidence=f"{sentence} Left: {left}; criterion: {limits}")
-
-
-def _with_model_names(audit: Audit, table: pd.DataFrame) -> pd.DataFrame:
-    """With the names of the two models in front."""
-    return table.assign(before_in=audit.reference, after_in=audit.other)[["before_in", "after_in", *table]]
+    limits = f"{NEARLY_ALL.side} {NEARLY_ALL.limit:g} is kept, at most {MORE_THAN_HARDLY_ANY.limit:g} lost"
+    return replace(part.verdict(claim), evidence=f"{sentence} Left: {left}; criterion: {limits} (ours)")
 
 
 def _of_the_layer(ablated: Sequence[Measured], audits: Sequence[Audit]) -> pd.DataFrame:
@@ -145,20 +125,14 @@ def _judge_term(
         for model in ablated
     ]
     shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (ablated[0].taken or {}).items()]
+    without = (("it", left[0], GONE), ("the random part", left[1], STAY))
     judged, control = (
-        judge(
-            LOW_RANK_CLAIM,
-            f"left at their place without {what}",
-            estimate,
-            criterion,
-        )
-        for what, estimate, criterion in (("it", left[0], GONE), ("the random part", left[1], STAY))
+        judge(LOW_RANK_CLAIM, f"left at their place without {what}", *of) for what, *of in without
     )
     evidence = (
         f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves "
         f"{percent(left[0].value)} of them at their place ({listed(shares)}), ablating a random part with the same "
-        f"singular values {percent(left[1].value)}; "
-        f"{judged.evidence}; {control.evidence}"
+        f"singular values {percent(left[1].value)}; {judged.evidence}; {control.evidence}"
     )
     # What stays without the term needs no control.
     verdict = mix_of(LOW_RANK_CLAIM, [judged, control]) if judged.answer == HOLDS else judged
@@ -173,17 +147,16 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
     for name, trace in on_prompt.traces.items():
         sinks = [int(position) for position in trace.sinks if position >= 0]
         names = [f"{position} “{shown_token(tokens[position])}”" for position in sinks]
-        listed_by_model.append(
-            f"{name}: " + (f"{counted(len(names), 'sink')} ({listed(names)})" if names else "no sink")
-        )
+        of_model = f"{counted(len(names), 'sink')} ({listed(names)})" if names else "no sink"
+        listed_by_model.append(f"{name}: {of_model}")
         attention[name] = figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
         output[name] = figures_prompt.by_dimension(trace.output.numpy(), tokens, sinks, scale_of=all_outputs)
     page.figure(
         "maps",
         f"Attention of {head}, model by model",
         drawing.parallel_map(attention, square=True),
-        f"One prompt, queries down, keys across; ▼ marks the sinks of the head in each model. "
-        f"{'; '.join(listed_by_model)}. The prompt: “{visible(on_prompt.prompt, PROMPT_SHOWN)}”",
+        f"One prompt, queries down, keys across; ▼: sinks. {'; '.join(listed_by_model)}. The prompt: "
+        f"“{visible(on_prompt.prompt, PROMPT_SHOWN)}”",
         "a strong column in one model that is weak or missing in another."
         if any((trace.sinks >= 0).any() for trace in on_prompt.traces.values())
         else "columns that differ. The head has no sink on this prompt: try another --prompt, --layer or --head.",
@@ -194,8 +167,8 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
         "outputs",
         f"Output of {head}, model by model",
         drawing.parallel_map(output),
-        f"What the head adds to the residual stream (through W_O), tokens down, dimensions across: the "
-        f"{figures_prompt.DIMENSIONS} largest at any token of any model, on one colour scale.",
+        f"What the head adds to the residual stream (o W_O): tokens down, the {figures_prompt.DIMENSIONS} largest "
+        "dimensions across, on one colour scale.",
         "columns of one colour below a sink: its tag. A model that lost the sink has none.",
         f"{ZHANG}, Fig. 4",
         wide=True,
@@ -210,11 +183,7 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
     layers = len(tables_of.get("positional basis", ()))
 
     def figure(
-        name: str,
-        title: str,
-        draw: Callable[[pd.DataFrame], go.Figure],
-        *caption: str,
-        wide: bool = False,
+        name: str, title: str, draw: Callable[[pd.DataFrame], go.Figure], *caption: str, wide: bool = False
     ) -> None:
         tables = {audit.other: part.table for audit in audits for part in audit.parts if part.name == name}
         if any(map(len, tables.values())):
@@ -227,8 +196,7 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         matched.NAME,
         "Heads matched by what they do",
         lambda table: drawing.scatter(table[table["match"] != ""], drawing.MATCH_DOTS),
-        "One dot per head of the first model: how deep it is, from the first head of the first block (0) to the last "
-        "of the last (1), and how deep its partner is. Partners have the most similar roles, entropy and propagation.",
+        "One dot per head: its depth (0 first, 1 last) and that of the most similar head of the other model.",
         "dots along the line: the two models do the same things at the same depth.",
         "ours",
     )
@@ -261,7 +229,7 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         "Entropy of attention, head by head",
         drawing.entropies,
         "Mean entropy of each head's attention, as a share of the maximum, and its change in nats.",
-        "strong colours on the right: heads that attend to fewer keys (blue) or more (orange) than before.",
+        "strong colours on the right: heads that attend to fewer keys (blue) or more (orange).",
         f"{BAO}, section 5",
         wide=True,
     )
@@ -278,8 +246,8 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         "positional basis",
         "Positions, layer by layer",
         drawing.positions,
-        "Rank and relative norm of the positional basis. Overlap: mean squared cosine between its leading "
-        "directions before and after; curve: similarity of the positions' Gram matrices, invariant to rotation.",
+        "Rank and relative norm of the positional basis; overlap: mean squared cosine of its leading directions; "
+        "curve: similarity of the Gram matrices.",
         "an overlap near 1. A low overlap with a high curve: the same positions, rotated.",
         f"{SONG}, Tables 1, 2 and 4",
         wide=True,

@@ -15,16 +15,7 @@ from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import sigmas
-from theodolite.judging import (
-    SIGMAS,
-    Answer,
-    Criterion,
-    Estimate,
-    Verdict,
-    judge,
-    mix_of,
-    untestable,
-)
+from theodolite.judging import SIGMAS, Answer, Criterion, Estimate, Verdict, judge, mix_of, untestable
 from theodolite.measure.uncertainty import half_sample_error
 from theodolite.report.data import Floats
 from theodolite.system.wording import counted, listed, percent

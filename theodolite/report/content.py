@@ -1,7 +1,4 @@
-"""What the page says besides its figures: key numbers, sink texts, tables, provenance; as plain values.
-
-The template turns them into HTML and escapes every string. Nothing here draws or writes.
-"""
+"""What the page says besides its figures: key numbers, sink texts, tables, provenance; as plain values."""
 
 from __future__ import annotations
 
@@ -73,16 +70,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an example: its text, the attention it receives (0 to 1, None unknown), whether it is a
-    sink.
-
-    `breaks`: the line ends that follow it, kept apart so that the token's mark does not reach into the next
-    line.
-    """
+    """A token of an example."""
 
     text: str
-    breaks: str
-    received: float | None
+    breaks: str  # the line ends that follow it, kept apart so that its mark does not reach into the next line
+    received: float | None  # attention, 0 to 1; None: unknown
     sink: bool
     hint: str
 
@@ -114,9 +106,7 @@ def tiles(run: Run) -> list[Tile]:
         if mean_and_error is None:
             return
         mean, error = mean_and_error
-        value, spread = (
-            rounded_with_error(100 * mean, 100 * error) if share else rounded_with_error(mean, error)
-        )
+        value, spread = rounded_with_error(*((100 * mean, 100 * error) if share else mean_and_error))
         if not spread:
             value = percent(mean) if share else number(mean, TILE_DIGITS)
         elif share:
@@ -139,21 +129,13 @@ def tiles(run: Run) -> list[Tile]:
         if values is not None:
             numbers.append(Tile(role.plural, str(int((values >= role.threshold).sum())), total))
     if share is None:
-        numbers += _weight_tiles(run)
-    return numbers
-
-
-def _weight_tiles(run: Run) -> list[Tile]:
-    numbers = [Tile("heads", str(len(run.heads)), "read from weights alone")]
-    trace, xi = column(run.heads, "trace"), column(run.heads, "xi_symmetric")
-    if trace is not None:
-        numbers.append(
-            Tile("positive trace", str(int((trace > 0).sum())), "heads whose queries prefer similar keys")
-        )
-    if xi is not None:
-        numbers.append(
-            Tile("median |ξ|", number(float(np.nanmedian(np.abs(xi)))), "concentration of the spectrum")
-        )
+        numbers.append(Tile("heads", str(len(run.heads)), "read from weights alone"))
+        if (trace := column(run.heads, "trace")) is not None:
+            positive = str(int((trace > 0).sum()))
+            numbers.append(Tile("positive trace", positive, "heads whose queries prefer similar keys"))
+        if (xi := column(run.heads, "xi_symmetric")) is not None:
+            median = number(float(np.nanmedian(np.abs(xi))))
+            numbers.append(Tile("median |ξ|", median, "concentration of the spectrum"))
     return numbers
 
 
@@ -193,23 +175,19 @@ def sink_tokens(run: Run) -> Table | None:
     rows = []
     for (token, first), group in run.sinks.groupby(["token", "first"], sort=True):
         best = group.sort_values(["contexts", "layer", "head"], ascending=[False, True, True]).iloc[0]
-        weights = group["contexts"].to_numpy(dtype=float)
-        position = float(np.average(group["position"].to_numpy(dtype=float), weights=weights))
-        rows.append((float(weights.sum()), str(token), bool(first), len(group), best, position))
-    rows.sort(key=lambda row: (-row[0], row[1], row[2]))
-    cells = [
-        [
+        contexts, share = float(group["contexts"].sum()), float(best["share"])
+        position = float(
+            np.average(group["position"].to_numpy(float), weights=group["contexts"].to_numpy(float))
+        )
+        cells = [
             Cell(shown_token(token)),
             Cell("first" if first else f"later (mean {number(position, 3)})", position),
             Cell(number(contexts), contexts),
-            Cell(str(heads), float(heads)),
-            Cell(
-                f"{head_name(int(best['layer']), int(best['head']))} ({percent(float(best['share']))})",
-                float(best["share"]),
-            ),
+            Cell(str(len(group)), float(len(group))),
+            Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),
         ]
-        for contexts, token, first, heads, best, position in rows[:SINK_TOKENS]
-    ]
+        rows.append((-contexts, str(token), bool(first), cells))
+    rows.sort(key=lambda row: row[:3])
     names = [
         ("token", "spaces are shown as ␣, line breaks as ↵"),
         ("position", "its mean position in the contexts where it is a sink"),
@@ -217,27 +195,25 @@ def sink_tokens(run: Run) -> Table | None:
         ("heads", "heads for which it is a sink"),
         ("strongest head", "the head for which it is a sink in most contexts, and the share of contexts"),
     ]
-    return Table(names, cells)
+    return Table(names, [row[3] for row in rows[:SINK_TOKENS]])
 
 
 def outlier_table(run: Run) -> Table | None:
     """The outlier dimensions with the largest values."""
     if run.outliers is None or not len(run.outliers):
         return None
-    ordered = run.outliers.sort_values(
-        ["maximum", "layer", "dimension"], ascending=[False, True, True], kind="stable"
+    order, directions = ["maximum", "layer", "dimension"], [False, True, True]
+    return frame_table(
+        run.outliers.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS)
     )
-    return frame_table(ordered.head(OUTLIER_ROWS))
 
 
 def frame_table(frame: pd.DataFrame | None) -> Table | None:
     """A data frame as a table, numbers short; None where it is empty."""
     if frame is None or not len(frame):
         return None
-    names = [str(name) for name in frame.columns]
-    headings = [
-        (heading(name), HEAD_MEASURES[name].meaning if name in HEAD_MEASURES else "") for name in names
-    ]
+    meanings = {name: measure.meaning for name, measure in HEAD_MEASURES.items()}
+    headings = [(heading(str(name)), meanings.get(name, "")) for name in frame.columns]
     rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
     return Table(headings, rows)
 
@@ -245,37 +221,28 @@ def frame_table(frame: pd.DataFrame | None) -> Table | None:
 def layers_table(run: Run) -> Table | None:
     """The layer table, each value with its standard error in one cell; sorting goes by the value."""
     frame = run.layers
-    measured = [name for name in frame.columns if not _is_error(frame, name)]
+    measured = [name for name in frame if name[-3:] != "_se" or name.removesuffix("_se") not in frame]
     table = frame_table(frame[measured])
-    if table is None:
-        return None
-    for index, name in enumerate(measured):
-        if f"{name}_se" not in frame.columns:
-            continue
-        for row, error in zip(table.rows, frame[f"{name}_se"], strict=True):
-            cell = row[index]
-            if cell.value is not None:
-                row[index] = Cell(with_error(cell.value, float(error)), cell.value)
+    for index, name in enumerate(measured if table else []):
+        for row, error in zip(table.rows, frame.get(f"{name}_se", ()), strict=False):
+            if (value := row[index].value) is not None:
+                row[index] = Cell(with_error(value, float(error)), value)
     return table
-
-
-def _is_error(frame: pd.DataFrame, name: str) -> bool:
-    return name.endswith("_se") and name.removesuffix("_se") in frame.columns
 
 
 def attribution_table(run: Run) -> Table | None:
     """The attribution table with the head's name in place of its layer and number."""
-    if run.attribution is None or not len(run.attribution):
-        return None
     return _with_head_names(run.attribution)
 
 
 def heads_table(run: Run) -> Table | None:
     """The head table with the head's name in place of its layer and number; sorting goes by both."""
-    return _with_head_names(run.heads) if len(run.heads) else None
+    return _with_head_names(run.heads)
 
 
-def _with_head_names(frame: pd.DataFrame) -> Table | None:
+def _with_head_names(frame: pd.DataFrame | None) -> Table | None:
+    if frame is None or not len(frame):
+        return None
     table = frame_table(frame.drop(columns=["layer", "head"]))
     if table is None:
         return None
@@ -297,11 +264,8 @@ def _cell(value: Any) -> Cell:
 def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
     """`"layer,head"` → groups of (title, value) pairs of every head measure, for the card of one head."""
     cards = {}
-    measures = [
-        measure
-        for name, measure in HEAD_MEASURES.items()
-        if name in run.heads.columns and not (name in ABSENT_AT_ZERO and not run.heads[name].any())
-    ]
+    columns = [name for name in run.heads if name not in ABSENT_AT_ZERO or run.heads[name].any()]
+    measures = [measure for name, measure in HEAD_MEASURES.items() if name in columns]
     for row in run.heads.to_dict("records"):
         groups: dict[str, list[tuple[str, str]]] = {}
         for measure in measures:

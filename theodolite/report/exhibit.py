@@ -1,8 +1,4 @@
-"""An exhibit of the page: a figure, its caption, its picker, and which runs can show it.
-
-A caption says what is drawn, what to look for, what is unhealthy, and where the formula comes from. No HTML,
-no drawing, and no particular exhibit is here.
-"""
+"""An exhibit of the page: a figure, its caption, its picker, and which runs can show it."""
 
 from __future__ import annotations
 
@@ -49,22 +45,16 @@ class Choice:
 
     def variants(self) -> dict[str, list[Patch]]:
         """Of every option the entries of each trace that are not the same in all options."""
-        drawn = {option.key: self.draw(option.key) for option in self.options}
-        traces = {key: _traces(each) for key, each in drawn.items()}
+        traces = {option.key: _traces(self.draw(option.key)) for option in self.options}
         changing = _changing(traces)
         return {
-            key: [
-                {name: trace.get(name) for name in names} for trace, names in zip(each, changing, strict=True)
-            ]
+            key: [{name: trace.get(name) for name in changing[place]} for place, trace in enumerate(each)]
             for key, each in traces.items()
         }
 
 
 def _traces(figure: go.Figure | Sketch) -> list[Patch]:
-    if isinstance(figure, Sketch):
-        return figure.traces
-    traces: list[Patch] = figure.to_plotly_json()["data"]
-    return traces
+    return figure.traces if isinstance(figure, Sketch) else list(figure.to_plotly_json()["data"])
 
 
 def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:

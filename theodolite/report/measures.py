@@ -76,8 +76,7 @@ _MEASURED = [
         "entropy",
         "entropy",
         ATTENTION,
-        "Mean Shannon entropy of the head's attention rows. Low: attention to a single key; high: near-uniform "
-        "attention.",
+        "Mean Shannon entropy of the head's attention rows. Low: a single key; high: near-uniform attention.",
         "amount",
         f"{ZHAI}; {BAO}, section 5",
         "nats",
@@ -95,8 +94,7 @@ _MEASURED = [
         "propagation",
         "signal propagation",
         ATTENTION,
-        "Share of the last query's keys whose piecewise-linear softmax value lies in [0, 1], so that their "
-        "signal reaches the gradient. 0: vanishing signal.",
+        "Share of the last query's keys that receive gradient (linearised softmax). 0: vanishing signal.",
         "share",
         f"{BAO}, section 3",
     ),
@@ -109,56 +107,27 @@ _MEASURED = [
     _of_role(LEARNED_SINK, SINKS, "models with a sink column, such as gpt-oss"),
 ]
 
+_SHARES = {
+    "position": "Share of the logits' variance across keys that depends on position only: pos on one side or both, "
+    "mean or bias on the other. Negative: it cancels other constituents.",
+    "context": "The share that depends on context only, with mean or bias on the other side.",
+    "cross": "The share with position on one side and context on the other.",
+    "constant": "The share with mean or bias on both sides: it depends on no token; with RoPE, on relative distance.",
+    "additive": "The share of a bias that the model adds to its logits, such as ALiBi.",
+}
+
 _CONSTITUENTS = [
-    Measure(
-        "share_position",
-        "logit share: position",
-        CONSTITUENTS,
-        "Share of the logits' variance across keys that depends on position only: pos on one side or both, mean or "
-        "bias on the other. Negative: it cancels other constituents.",
-        "balance",
-        f"{SONG}, section 5.2",
-    ),
-    Measure(
-        "share_context",
-        "logit share: context",
-        CONSTITUENTS,
-        "The share that depends on context only: what is neither mean nor position on one side or both, mean or bias "
-        "on the other.",
-        "balance",
-        f"{SONG}, section 5.2",
-    ),
-    Measure(
-        "share_cross",
-        "logit share: both",
-        CONSTITUENTS,
-        "The share with position on one side and context, what is neither mean nor position, on the other.",
-        "balance",
-        f"{SONG}, section 5.2",
-    ),
-    Measure(
-        "share_constant",
-        "logit share: constant",
-        CONSTITUENTS,
-        "The share with mean or bias on both sides: it varies only with the norm's scale of each token, or with rotary "
-        "positions with the distance.",
-        "balance",
-        f"{SONG}, section 5.2",
-    ),
-    Measure(
-        "share_additive",
-        "logit share: additive",
-        CONSTITUENTS,
-        "The share of a bias that the model adds to its logits, such as ALiBi.",
-        "balance",
-        f"{SONG}, section 5.2",
+    *(
+        Measure(f"share_{part}", name, CONSTITUENTS, meaning, "balance", f"{SONG}, section 5.2")
+        for part, meaning in _SHARES.items()
+        for name in [f"logit share: {'both' if part == 'cross' else part}"]
     ),
     Measure(
         "argmax_property",
         "argmax property",
         POSITIONAL,
-        "Share of positions t whose row of P̃WP̃ᵀ, P̃ = pos + mean, is largest at t itself among t' ≤ t. Above 0.8, "
-        "position alone makes the head attend at or near the query. Raw vectors, without the layer's norm.",
+        "Share of positions t whose row of P̃WP̃ᵀ, P̃ = pos + mean without the layer's norm, is largest at t itself "
+        "among t' ≤ t. Above 0.8, position alone makes the head attend at or near the query.",
         "share",
         f"{SONG}, eq. 8 and Fig. 25",
     ),
@@ -174,8 +143,7 @@ _CONSTITUENTS = [
         "pwp_low_frequency_10",
         "smoothness of PWPᵀ",
         POSITIONAL,
-        "Share of the energy of PWPᵀ in its 10 × 10 lowest frequencies: near 1, neighbouring positions get "
-        "similar logits.",
+        "Energy of PWPᵀ in its 10 × 10 lowest frequencies: near 1, neighbouring positions get similar logits.",
         "share",
         f"{SONG}, Table 3",
     ),
@@ -189,95 +157,42 @@ _CONSTITUENTS = [
     ),
 ]
 
+_OF_SPECTRUM = {
+    "regime": "Where signal should propagate: early, middle or late positions, all equally (uniform), none "
+    "(vanishing).",
+    "regime_margin": "How far what decides the regime is from its nearest threshold: 0.02 is borderline, 0.3 clear.",
+    "r": "tr W/λ. Far beyond ±2 with a small η the signal localizes in the middle; near 0 it is uniform.",
+    "xi_symmetric": "tr W/√tr W² of the symmetric part of W. Sign: late (+) or early (−); size: concentration of "
+    "the spectrum.",
+    "eta_symmetric": "√tr W²/λ of the symmetric part of W: the scale of the spectrum. Large: the signal vanishes.",
+    "xi": "tr W/√tr W². Empty where tr W² is negative: use the ξ of the symmetric part there.",
+    "eta": "√tr W²/λ. Empty where tr W² is negative.",
+    "trace": "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.",
+    "trace_of_square": "tr W², the sum of squared eigenvalues; negative where rotation outweighs stretching.",
+    "frobenius_squared": "‖W‖²_F = tr WᵀW, the size of the matrix. The term that LocAteR penalises.",
+    "mean": "tr W/d, over all d eigenvalues.",
+    "variance": "tr W²/d − (tr W/d)²: the variance of the eigenvalues' real parts less the mean square of their "
+    "imaginary parts. Small around a mean away from 0: localized attention without collapse.",
+}
+
+_SPECTRAL_COLUMNS: list[tuple[str, str, Scale, str]] = [
+    ("regime", "predicted regime", "kind", "Lemma 2"),
+    ("regime_margin", "margin of the regime", "share", "Lemma 2"),
+    ("r", "r = ξη", "signed", "Lemma 2"),
+    ("xi_symmetric", "ξ of the symmetric part", "signed", "eq. 6"),
+    ("eta_symmetric", "η of the symmetric part", "decades", "eq. 6"),
+    ("xi", "ξ", "signed", "eq. 6"),
+    ("eta", "η", "decades", "eq. 6"),
+    ("trace", "trace", "signed", "section 4"),
+    ("trace_of_square", "trace of the square", "signed", "section 4"),
+    ("frobenius_squared", "squared Frobenius norm", "decades", "section 6"),
+    ("mean", "spectrum mean", "signed", "eq. 8"),
+    ("variance", "spectrum variance", "signed", "eq. 8"),
+]
+
 _SPECTRAL = [
-    Measure(
-        "regime",
-        "predicted regime",
-        SPECTRUM,
-        "Where in the context signal propagates, as the spectrum predicts: early, middle or late positions, all "
-        "equally (uniform), or none (vanishing). Empty where undefined.",
-        "kind",
-        f"{BAO}, Lemma 2",
-    ),
-    Measure(
-        "regime_margin",
-        "margin of the regime",
-        SPECTRUM,
-        "How far the quantity that decides the regime is from its nearest threshold: 0.02 is a borderline case, 0.3 a "
-        "clear one.",
-        "share",
-        f"{BAO}, Lemma 2",
-    ),
-    Measure(
-        "r",
-        "r = ξη",
-        SPECTRUM,
-        "tr W/λ. Far beyond ±2 with a small η the signal localizes in the middle; near 0 it is uniform.",
-        "signed",
-        f"{BAO}, Lemma 2",
-    ),
-    Measure(
-        "xi_symmetric",
-        "ξ of the symmetric part",
-        SPECTRUM,
-        "tr W/√tr W² of the symmetric part of W. The sign says late (+) or early (−); the magnitude, how "
-        "concentrated the spectrum is around its mean.",
-        "signed",
-        f"{BAO}, eq. 6",
-    ),
-    Measure(
-        "eta_symmetric",
-        "η of the symmetric part",
-        SPECTRUM,
-        "√tr W²/λ of the symmetric part of W: the scale of the spectrum. Large values make the signal "
-        "vanish.",
-        "decades",
-        f"{BAO}, eq. 6",
-    ),
-    Measure(
-        "xi",
-        "ξ",
-        SPECTRUM,
-        "tr W/√tr W². Empty where tr W² is negative: use the ξ of the symmetric part there.",
-        "signed",
-        f"{BAO}, eq. 6",
-    ),
-    Measure("eta", "η", SPECTRUM, "√tr W²/λ. Empty where tr W² is negative.", "decades", f"{BAO}, eq. 6"),
-    Measure(
-        "trace",
-        "trace",
-        SPECTRUM,
-        "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.",
-        "signed",
-        f"{BAO}, section 4",
-    ),
-    Measure(
-        "trace_of_square",
-        "trace of the square",
-        SPECTRUM,
-        "tr W², the sum of squared eigenvalues; negative where rotation outweighs stretching.",
-        "signed",
-        f"{BAO}, section 4",
-    ),
-    Measure(
-        "frobenius_squared",
-        "squared Frobenius norm",
-        SPECTRUM,
-        "‖W‖²_F = tr WᵀW, the size of the matrix. The term that LocAteR penalises.",
-        "decades",
-        f"{BAO}, section 6",
-    ),
-    Measure("mean", "spectrum mean", SPECTRUM, "tr W/d, over all d eigenvalues.", "signed", f"{BAO}, eq. 8"),
-    Measure(
-        "variance",
-        "spectrum variance",
-        SPECTRUM,
-        "tr W²/d − (tr W/d)²: the variance of the eigenvalues' real parts less the mean square of their imaginary "
-        "parts, since eigenvalues of an asymmetric W are complex. Negative where the imaginary parts outweigh. Small "
-        "around a mean away from 0: localized attention without collapse.",
-        "signed",
-        f"{BAO}, eq. 8",
-    ),
+    Measure(name, title, SPECTRUM, _OF_SPECTRUM[name], scale, f"{BAO}, {where}")
+    for name, title, scale, where in _SPECTRAL_COLUMNS
 ]
 
 # Bao et al. 2024 state their results for W = W_QK Σ; the same columns with the text's own Σ̂ carry `_data`.

@@ -13,17 +13,11 @@ from theodolite.report.exhibit import Choice, Exhibit
 
 @dataclass(frozen=True)
 class Heading:
-    """What stands above an outcome.
+    """What stands above an outcome."""
 
-    Attributes:
-        name: `geometry/table1`.
-        title: what it shows.
-        paper: the paper's own finding in a sentence, with its section or figure.
-    """
-
-    name: str
+    name: str  # `geometry/table1`
     title: str
-    paper: str
+    paper: str  # the paper's own finding in a sentence, with its section or figure
 
 
 @dataclass(frozen=True)
@@ -37,21 +31,13 @@ class Reading:
 
 @dataclass
 class Outcome:
-    """What an experiment gives; it is filled in the order in which the page shows it.
+    """What an experiment gives; it is filled in the order in which the page shows it."""
 
-    Attributes:
-        readings: the headline numbers, next to the paper's where it prints them.
-        verdicts: on each claim that the experiment decides.
-        tables: name → table, with every number behind the figures.
-        exhibits: the figures with their captions.
-        runs: further runs that were surveyed: name → provenance.
-    """
-
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)  # headline numbers, next to the paper's
     verdicts: list[Verdict] = field(default_factory=list)
-    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
+    tables: dict[str, pd.DataFrame] = field(default_factory=dict)  # every number behind the figures
     exhibits: list[Exhibit] = field(default_factory=list)
-    runs: dict[str, dict[str, object]] = field(default_factory=dict)
+    runs: dict[str, dict[str, object]] = field(default_factory=dict)  # further ones: name → provenance
 
     def take(self, other: Outcome) -> None:
         """Add all of another outcome."""
@@ -92,12 +78,7 @@ class Outcome:
         *,
         wide: bool = False,
     ) -> None:
-        """Show a figure.
-
-        Args:
-            key: its name on the page. shows, look_for, source: the caption: what is drawn, what to see, whose it is.
-            figure: or what its picker offers. wide: as wide as the page.
-        """
+        """Show a figure, or what its picker offers; caption: what is drawn, what to see, whose it is."""
         choice = None
         if isinstance(figure, Choice):
             choice, figure = figure, figure.draw(figure.options[figure.start].key)

@@ -1,8 +1,4 @@
-"""Outcomes as files: a page that opens from disk, `result.json` and tables, and an index of all of a run's.
-
-The page keeps the report's rules: every string escaped, a content policy that lets only our two scripts run, the
-same outcome gives the same bytes. A folder is written under a temporary name and renamed.
-"""
+"""Outcomes as files: a page that opens from disk, `result.json` and tables, and an index of all of a run's."""
 
 from __future__ import annotations
 
@@ -35,17 +31,13 @@ SOURCES = {
 MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
 KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
 SCHEMA_VERSION = 2
-JUDGED = "judged"
-"""The table of a page that has the numbers behind its verdicts: `judging.table`."""
+JUDGED = "judged"  # the table with the numbers behind the verdicts
 
 
 def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:
-    """The folder of an experiment's outcome below `root`: one for each prompt, head or second text that was asked for.
+    """The folder of an experiment's outcome below `root`: one for each prompt, head or second text.
 
-    Args:
-        name: the experiment's.
-        root: where all outcomes of a run lie.
-        asked: what provenance has under `asked`: `prompt`, `layer`, `head`, `other`, as far as given.
+    `asked`: what provenance has under this name: `prompt`, `layer`, `head`, `other`, as far as given.
     """
     parts = [name.replace("/", "-")]
     asked = asked or {}
@@ -67,9 +59,7 @@ def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
     """What `result.json` holds: verdicts, numbers, provenance; NaN as null."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "name": experiment.name,
-        "title": experiment.title,
-        "paper": experiment.paper,
+        **vars(experiment),
         "verdicts": [verdict.words for verdict in outcome.verdicts],
         "readings": [vars(reading) for reading in outcome.readings],
         "tables": {name: records(frame) for name, frame in _tables(outcome).items()},
@@ -112,9 +102,7 @@ def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
     return rendered(
         "experiment.html.j2",
         {
-            "name": experiment.name,
-            "title": experiment.title,
-            "paper": experiment.paper,
+            **vars(experiment),
             "model": visible(provenance["model"]["id"], 80),
             # An experiment of a user's own has none.
             "source": SOURCES.get(experiment.name.partition("/")[0], ""),
@@ -153,12 +141,11 @@ def write_index(root: str | Path) -> Path | None:
         return None
     entries.sort(key=lambda entry: reading_order(entry["name"]))
     report = "../report/index.html"
-    has_report = root.name != "report" and (root / report).is_file()
     values = {
         "entries": entries,
         "damaged": [visible(name, 80) for name, entry in read.items() if entry is None],
         "model": entries[0]["model"],
-        "report": report if has_report else "",
+        "report": report if root.name != "report" and (root / report).is_file() else "",
     }
     page = rendered("experiments.html.j2", values)
     with disk_errors(root):
@@ -189,11 +176,8 @@ def tally(verdicts: list[Verdict]) -> str:
     counted = independent(verdicts)
     counts = {answer: sum(verdict.answer == answer for verdict in counted) for answer in MARKS}
     many = {HOLDS: "hold", FAILS: "fail"}
-    listed = ", ".join(
-        f"{count} {many.get(answer, answer) if count > 1 else answer}"
-        for answer, count in counts.items()
-        if count
-    )
+    words = {answer: many.get(answer, answer) if count > 1 else answer for answer, count in counts.items()}
+    listed = ", ".join(f"{count} {words[answer]}" for answer, count in counts.items() if count)
     repeated = "; claims judged by the same number count once" if len(counted) < len(verdicts) else ""
     return f"{len(counted)} claims: {listed}{repeated}" if len(verdicts) > 1 else ""
 

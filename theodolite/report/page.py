@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from theodolite.attention.summary import SINK_THRESHOLD
@@ -30,7 +29,7 @@ from theodolite.report.summary import Finding, health_line, summarise
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import visible
 
-SECTIONS = {
+SECTIONS = {  # identifier → name in the contents
     "position": "Position",
     "context": "Context",
     "depth": "Through the layers",
@@ -40,7 +39,6 @@ SECTIONS = {
     "sinks": "Sinks",
     "outliers": "Outliers",
 }
-"""Identifier of a section → its name in the contents."""
 
 SHOWN_IN = {"Localization": "heads"}  # topics that are not a section's name
 HEALTH = "Health"
@@ -170,22 +168,17 @@ def block_of(exhibit: Exhibit) -> Block:
     """What a template needs of an exhibit: its figure as JSON, and the choices of its picker."""
     figure, choice = exhibit.figure, exhibit.choice
     height = int(figure.layout.height or style.HEIGHT)
+    # Panels side by side, which a phone must not squeeze: x axes begin at several places.
+    broad = len({axis.domain[0] for axis in figure.select_xaxes() if axis.domain is not None}) > 1
     if choice is None:
-        return Block(exhibit, figure_json(figure, {}), height, _side_by_side(figure), [], None, [])
-    options, json = choice.options, figure_json(figure, choice.variants())
+        return Block(exhibit, figure_json(figure, {}), height, broad, [], None, [])
     groups: dict[str, list[Option]] = {}
-    for option in options:
+    for option in choice.options:
         groups.setdefault(option.group, []).append(option)
-    by_key = {option.key: option for option in options}
+    by_key = {option.key: option for option in choice.options}
     small = [by_key[key] for key in choice.grid if key in by_key]
-    first = options[choice.start]
-    return Block(exhibit, json, height, _side_by_side(figure), list(groups.items()), first, small)
-
-
-def _side_by_side(figure: go.Figure) -> bool:
-    """Whether panels are side by side, which a phone must not squeeze: x axes begin at several places."""
-    domains = [axis.domain for axis in figure.select_xaxes()]
-    return len({domain[0] for domain in domains if domain is not None}) > 1
+    json, first = figure_json(figure, choice.variants()), choice.options[choice.start]
+    return Block(exhibit, json, height, broad, list(groups.items()), first, small)
 
 
 def _topics(findings: list[Finding], shown: set[str]) -> list[tuple[str, str, list[Finding]]]:
@@ -194,10 +187,7 @@ def _topics(findings: list[Finding], shown: set[str]) -> list[tuple[str, str, li
     for finding in findings:
         topics.setdefault(finding.topic, []).append(finding)
     sections = {topic: SHOWN_IN.get(topic, topic.lower()) for topic in topics}
-    return [
-        (topic, sections[topic] if sections[topic] in shown else "", topic_findings)
-        for topic, topic_findings in topics.items()
-    ]
+    return [(topic, s if (s := sections[topic]) in shown else "", about) for topic, about in topics.items()]
 
 
 def themes() -> dict[str, Any]:

@@ -37,18 +37,15 @@ def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
     content = figure.to_plotly_json()
     content["layout"].pop("template", None)
     cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in content["data"]]
-    data = [
-        _packed_cosines(trace) if is_cosine else trace
-        for trace, is_cosine in zip(content["data"], cosines, strict=True)
-    ]
-    packed = {
-        key: [
-            _packed_cosines(patch) if is_cosine and "z" in patch else patch
-            for patch, is_cosine in zip(patches, cosines, strict=True)
-        ]
-        for key, patches in variants.items()
-    }
-    return script_json(_plain({"data": data, "layout": content["layout"], "variants": packed}))
+
+    def packed(traces: list[Patch]) -> list[Patch]:
+        pairs = zip(traces, cosines, strict=True)
+        return [_packed_cosines(trace) if is_cosine and "z" in trace else trace for trace, is_cosine in pairs]
+
+    patches = {key: packed(traces) for key, traces in variants.items()}
+    return script_json(
+        _plain({"data": packed(content["data"]), "layout": content["layout"], "variants": patches})
+    )
 
 
 def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,7 @@ import pandas as pd
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.estimates import most_extreme, sigmas
-from theodolite.judging import (
-    SIGMAS,
-    Criterion,
-    Estimate,
-)
+from theodolite.judging import SIGMAS, Criterion, Estimate
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing import sinks as drawing
@@ -54,17 +50,13 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     """
     traces, heads = run.traces, run.heads
     if "gain_se" not in traces:
-        raise UsageError(
-            "this trace was written by an older version and lacks standard errors of the release: trace again"
-        )
+        lacks = "lacks standard errors of the release"
+        raise UsageError(f"this trace was written by an older version and {lacks}: trace again")
     outcome.tables |= {"sinks": traces, "heads": heads}
     if not len(traces):
+        pays = f"no query pays one more than {SINK_THRESHOLD} on average"
         for claim in (LATER, TAGGED, RELEASED, COPIED, OUTLIER):
-            outcome.cannot_test(
-                claim,
-                "no key of any head is a sink in this text: "
-                f"no query pays one more than {SINK_THRESHOLD} on average",
-            )
+            outcome.cannot_test(claim, f"no key of any head is a sink in this text: {pays}")
         return
     model = run.provenance["model"]
     outcome.read("heads that have a sink", f"{len(heads)} of {int(model['layers'] * model['heads'])}")
@@ -72,9 +64,8 @@ def show_trace(outcome: Outcome, run: Run) -> None:
         outcome.read(f"sinks: {name}", _kind_summary(traces[traces["kind"] == kind]))
     for _, row in traces.head(3).iterrows():
         outcome.read(drawing.sink_name(row), _sink_summary(row))
-    later = traces[traces["kind"] == "later"]
+    weights, later = traces["tagged"].fillna(0).to_numpy(), traces[traces["kind"] == "later"]
     judge_later(outcome, later["share"], run.provenance["corpus"]["contexts"])
-    weights = traces["tagged"].fillna(0).to_numpy()
     judge_clusters(outcome, heads)
     judge_release(outcome, heads, model["layers"])
     judge_copy(outcome, traces["alignment"], weights)
@@ -87,10 +78,9 @@ def _figures(outcome: Outcome, traces: pd.DataFrame, heads: pd.DataFrame, releas
         "release",
         "Where each tag persists",
         drawing.release_map(traces, release),
-        "One row per sink, the strongest tags first; η²: the share of within-context variance that lies between "
-        "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
-        "in the residual stream, where it is far less, from the layer that enters the head's block on.",
-        "rows that are dark at “head”, and darker after the head's layer than before: a tag that is released.",
+        "One row per sink, strongest tags first; η²: the share of within-context variance between the tokens that the "
+        "sink caught and the others, in the head's output (own colours), then in the residual stream.",
+        "rows that are dark at “head”, and darker after the head's layer than before: a released tag.",
         f"{ZHANG}, section 2",
         wide=True,
     )
@@ -98,8 +88,7 @@ def _figures(outcome: Outcome, traces: pd.DataFrame, heads: pd.DataFrame, releas
         "strength",
         "How much is caught, and how strongly it is tagged",
         drawing.strength(traces),
-        "One dot per sink of a head: the share of all queries of the text that it catches, and η² of the head's "
-        "output by being caught or not.",
+        "One dot per sink of a head: the share of all queries that it catches, and η² of the head's output.",
         "dots to the right and up: sinks that mark many tokens clearly.",
         f"{ZHANG}, section 2",
     )
@@ -107,8 +96,8 @@ def _figures(outcome: Outcome, traces: pd.DataFrame, heads: pd.DataFrame, releas
         "kept",
         "The grouping before the head and after it",
         drawing.release_scatter(heads),
-        "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
-        "largest of all later layers; bars: the standard error of the difference. Dotted: nothing was added.",
+        "One dot per head: η² of its grouping in the residual stream before its block, and the largest after it; "
+        "bars: the standard error of the difference.",
         "dots well above the line. On it, the grouping was already there before the head.",
         f"{ZHANG}, section 2, Fig. 2d",
     )
@@ -122,10 +111,7 @@ def judge_later(outcome: Outcome, shares: pd.Series, contexts: int) -> None:
 
 
 def judge_clusters(outcome: Outcome, heads: pd.DataFrame) -> None:
-    """η² of the heads, each counted by the contexts that it rests on.
-
-    Heads share their contexts, so that their errors add up: their weighted mean is the most that the mean's can be.
-    """
+    """η² of the heads, each counted by its contexts; their errors add up, since they share contexts."""
     known = heads[heads["tag_se"].notna()]
     single = len(heads) - len(known)
     what = (
@@ -151,10 +137,8 @@ def judge_clusters(outcome: Outcome, heads: pd.DataFrame) -> None:
 def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
     """Whether most heads' grouping explains more of some later layer than of the one before the head.
 
-    The largest of several layers is looked at, so that its gain must be as unlikely as that of one layer would be
-    beyond its interval, divided by their number (Bonferroni). The intervals are Student's for the contexts that a head
-    rests on, and the heads' share the 5 % (`Estimates.looks`). Heads whose gain is neither more nor less count for
-    neither side.
+    The largest of several layers is looked at (Bonferroni), with Student's intervals for a head's contexts; the heads
+    share the 5 % (`Estimates.looks`). Heads whose gain is neither more nor less count for neither side.
     """
     clear = heads[heads["gain_se"].notna()]
     if not len(clear):
@@ -215,10 +199,11 @@ def _sinks(known: np.ndarray, count: float) -> str:
 def _kind_summary(rows: pd.DataFrame) -> str:
     if not len(rows):
         return "none"
-    heads_with = rows.groupby(["layer", "head"]).groups
-    heads = counted(len(heads_with), "head")
-    sinks, caught = counted(len(rows), "sink"), percent(float(rows["caught"].sum()) / len(heads_with))
-    return f"{sinks} of {heads}, which catch {caught} of a head's queries"
+    heads = rows.groupby(["layer", "head"]).ngroups
+    caught = percent(float(rows["caught"].sum()) / heads)
+    return (
+        f"{counted(len(rows), 'sink')} of {counted(heads, 'head')}, which catch {caught} of a head's queries"
+    )
 
 
 def _sink_summary(row: pd.Series) -> str:

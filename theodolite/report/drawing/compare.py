@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.report import style
-from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels, reference
+from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, heat, line, panels, reference
 from theodolite.report.drawing.prompt import MARK
 from theodolite.report.drawing.sinks import sink_name
 from theodolite.system.wording import for_plotly, head_name, number, percent
@@ -23,9 +23,7 @@ STATUS_COLOURS = {
     "new": style.GREEN,
     "undecided": style.GREY,
 }
-FEWEST = 0.004
-"""Where a share of 0 is drawn on a logarithmic axis."""
-
+FEWEST = 0.004  # where a share of 0 is drawn on a logarithmic axis
 BARE: dict[str, Any] = {"showgrid": False, "zeroline": False}
 GAP = 0.035  # between panels, of the figure's width
 COLUMNS = 4  # models side by side; more of them stand in several rows
@@ -36,21 +34,13 @@ WRAP = 110  # letters that the titles in a row share in a line
 
 @dataclass(frozen=True)
 class Dots:
-    """A table with one row per unit, of which two columns are drawn against each other, coloured by `status`.
-
-    Attributes:
-        before, after: the columns.
-        named: what is said of a row.
-        title: of both axes, before "before" and "after".
-        limits: of both axes; None: as wide as the dots need.
-        shares: logarithmic axes of shares, on which 0 has its place too.
-    """
+    """A table with one row per unit, of which two columns are drawn against each other, coloured by `status`."""
 
     before: str
     after: str
-    title: str
-    limits: tuple[float, float] | None = None
-    shares: bool = False
+    title: str  # of both axes, before "before" and "after"
+    limits: tuple[float, float] | None = None  # of both axes; None: as wide as the dots need
+    shares: bool = False  # logarithmic axes of shares, on which 0 has its place too
 
 
 SINK_DOTS = Dots("before", "after", "share of contexts", shares=True)
@@ -60,29 +50,21 @@ MATCH_DOTS = Dots("depth_before", "depth_after", "depth", (-0.05, 1.05))
 SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 
-def scatter(table: pd.DataFrame, dots: Dots) -> go.Figure:
+def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
     """One dot per unit, before on x and after on y; on the dotted line nothing changed."""
-    values = table[[dots.before, dots.after]].to_numpy(np.float64)
-    values = np.maximum(values, FEWEST) if dots.shares else values
-    largest = 1.0 if dots.shares or dots.limits else float(np.nanmax(values, initial=0.1))
-    diagonal = [FEWEST if dots.shares else 0.0, largest]
+    values = table[[shown.before, shown.after]].to_numpy(np.float64)
+    values = np.maximum(values, FEWEST) if shown.shares else values
+    largest = 1.0 if shown.shares or shown.limits else float(np.nanmax(values, initial=0.1))
+    diagonal = [FEWEST if shown.shares else 0.0, largest]
     traces: list[Any] = reference(diagonal, diagonal, "unchanged", showlegend=False)
     for status, colour in STATUS_COLOURS.items():
         of_status = (table["status"] == status).to_numpy()
-        x, y = values[of_status].T.astype(np.float32)
-        traces.append(
-            go.Scatter(
-                x=x,
-                y=y,
-                text=[_hover_text(row, dots) for _, row in table[of_status].iterrows()],
-                name=status,
-                mode="markers",
-                marker={"size": 9, "color": colour, "opacity": 0.75},
-                hovertemplate="%{text}<extra>" + status + "</extra>",
-            )
-        )
-    axis: dict[str, Any] = {"range": list(dots.limits)} if dots.limits else {}
-    if dots.shares:
+        x, y = values[of_status].T
+        texts = [_hover_text(row, shown) for _, row in table[of_status].iterrows()]
+        hover = "%{text}<extra>" + status + "</extra>"
+        traces.append(dots(x, y, texts, status, colour, hover, marker={"size": 9, "opacity": 0.75}))
+    axis: dict[str, Any] = {"range": list(shown.limits)} if shown.limits else {}
+    if shown.shares:
         ticks = [FEWEST, 0.01, 0.03, 0.1, 0.3, 1.0]
         axis = {
             "type": "log",
@@ -90,16 +72,16 @@ def scatter(table: pd.DataFrame, dots: Dots) -> go.Figure:
             "tickvals": ticks,
             "ticktext": ["none", *(percent(tick) for tick in ticks[1:])],
         }
-    titles = (f"{dots.title}, before", f"{dots.title}, after")
+    titles = (f"{shown.title}, before", f"{shown.title}, after")
     return style.figure(traces, *titles, height=420, layout={"xaxis": axis, "yaxis": axis})
 
 
-def _hover_text(row: pd.Series, dots: Dots) -> str:
+def _hover_text(row: pd.Series, shown: Dots) -> str:
     name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
     if "match" in row:
         name += f" → {row['match']}"
-    show = percent if dots.shares else number
-    text = f"{for_plotly(name)}<br>{dots.title}: {show(row[dots.before])} → {show(row[dots.after])}"
+    show = percent if shown.shares else number
+    text = f"{for_plotly(name)}<br>{shown.title}: {show(row[shown.before])} → {show(row[shown.after])}"
     return f"{text}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else text
 
 
@@ -115,14 +97,12 @@ def entropies(table: pd.DataFrame) -> go.Figure:
     ):
         grid = np.full((layer.max() + 1, head.max() + 1), np.nan)
         grid[layer, head] = table[column]
-        colours: dict[str, Any] = {
-            "showscale": bar is not None,
-            "colorbar": bar and style.colour_bar("", x=bar),
-        }
         hover = f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>"
         columns = BARE | {"dtick": max(1, grid.shape[1] // 12)}
         rows = BARE | {"dtick": max(1, len(grid) // 12), "autorange": "reversed"}
-        trace = heat(grid, limits[0], limits[1], hover, scale=scale, **colours)
+        trace = heat(
+            grid, *limits, hover, scale=scale, bar=None if bar is None else style.colour_bar("", x=bar)
+        )
         shown.append(Panel(name, [trace], "head", "" if shown else "layer", columns, rows))
     height = min(640, max(280, 150 + 26 * (int(layer.max()) + 1)))
     drawn = panels(shown, 3, height=height - HEADROOM)
@@ -133,12 +113,7 @@ def entropies(table: pd.DataFrame) -> go.Figure:
 
 
 def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
-    """Share of tokens beyond 6 by outlier dimension and residual layer, before and after.
-
-    Args:
-        table: one row per layer and dimension; blank where a dimension is no outlier. dimensions: the rows of the maps.
-        layers: of the residual stream.
-    """
+    """Share of tokens beyond 6 by outlier dimension (rows) and residual layer; blank where it is no outlier."""
     row = [dimensions.index(dimension) for dimension in table["dimension"]]
     highest = float(table[["before", "after"]].max(axis=None))
     shown: list[Panel] = []
@@ -156,16 +131,11 @@ def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.
     return panels(shown, 2, height=min(700, 170 + 22 * len(dimensions)) - HEADROOM, gaps=(2 * GAP, 0))
 
 
-POSITION_CURVES = {
-    "rank": {"before": ("rank_before", style.REFERENCE), "after": ("rank_after", style.MEASURED)},
-    "relative norm": {
-        "before": ("relative_norm_before", style.REFERENCE),
-        "after": ("relative_norm_after", style.MEASURED),
-    },
-    "overlap of the directions": {
-        "overlap": ("overlap", style.GREEN),
-        "curve": ("curve", style.PURPLE),
-    },
+POSITION_COLOURS = {
+    "before": style.REFERENCE,
+    "after": style.MEASURED,
+    "overlap": style.GREEN,
+    "curve": style.PURPLE,
 }
 
 
@@ -173,27 +143,28 @@ def positions(table: pd.DataFrame) -> go.Figure:
     """Rank, relative norm and retained directions of the positional basis by layer, before and after."""
     layer = table["layer"].to_numpy()
     axis = BARE | {"dtick": max(1, len(layer) // 8)}
-    named: set[str] = set()
     shown: list[Panel] = []
-    for title, curves in POSITION_CURVES.items():
+    for title, prefix, names in (
+        ("rank", "rank_", ("before", "after")),
+        ("relative norm", "relative_norm_", ("before", "after")),
+        ("overlap of the directions", "", ("overlap", "curve")),
+    ):
         traces: list[Any] = []
-        for name, (column, colour) in curves.items():
+        for name in names:
             hover = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
-            own: dict[str, Any] = {"hover": hover, "showlegend": name not in named}
-            traces += line(layer, table[column], name, colour, width=2, marker=6, **own)
-            named.add(name)
-        shown.append(
-            Panel(title, traces, "residual layer", "", axis, {"rangemode": "tozero", "zeroline": False})
-        )
+            own: dict[str, Any] = {"hover": hover, "showlegend": prefix != "relative_norm_"}  # named once
+            traces += line(
+                layer, table[prefix + name], name, POSITION_COLOURS[name], width=2, marker=6, **own
+            )
+        down = {"rangemode": "tozero", "zeroline": False}
+        shown.append(Panel(title, traces, "residual layer", "", axis, down))
     return panels(shown, 3, height=340 - HEADROOM, gaps=(2 * GAP, 0), layout={"legend": {"y": 1.12}})
 
 
 def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
-    """Figures of one head on one prompt in several models, next to each other; of the tokens only sinks are written.
+    """Heat maps of `drawing.prompt`, by the model's name, side by side; of the tokens only sinks are written.
 
-    Args:
-        figures: name of the model → a heat map of `figures_prompt`, all with the same colours.
-        square: cells as wide as high.
+    All have the same colours; `square`: cells as wide as high.
     """
     rows = -(-len(figures) // COLUMNS)
     columns = -(-len(figures) // rows)

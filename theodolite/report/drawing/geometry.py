@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from theodolite.passes.run import Run
 from theodolite.report import published, style
 from theodolite.report.data import Floats, array, blocks, column, evenly, need, need_column, provenance
-from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, heat, line
+from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, dots, heat, line
 from theodolite.report.style import order_colour
 from theodolite.system.wording import for_plotly, number
 
@@ -25,12 +25,11 @@ CURVES = 13
 ROUNDING = 1e-10  # of the largest singular value: less is no direction
 DCT_DECADES = 4
 CUTOFFS = (10, 5, 3, 1)
-INHERITED = {
+INHERITED = {  # rows of Table 3 → where a run has them, their colour, and the numbers published for GPT-2
     "PPᵀ": ("layers", "pp_low_frequency_", style.POSITION, published.LOW_FREQUENCY),
     "PWPᵀ": ("heads", "pwp_low_frequency_", style.SKY, published.LOW_FREQUENCY_PWP),
     "QK matrix": ("heads", "qk_low_frequency_", style.MEASURED, published.LOW_FREQUENCY_QK),
 }
-"""Rows of Table 3 → where a run has them, their colour, and the numbers published for GPT-2."""
 
 
 def _components(run: Run, layer: int) -> tuple[Any, Any]:
@@ -49,25 +48,16 @@ def spiral(run: Run, layer: int = 0) -> Sketch:
     positions, points = _components(run, layer)
     cvecs = array(run, "cvec_pca")
     contexts = np.zeros((0, 2)) if cvecs is None else cvecs[layer][evenly(cvecs.shape[1], SPIRAL_CONTEXTS)]
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "x": contexts[:, 0].astype(np.float32),
-            "y": contexts[:, 1].astype(np.float32),
-            "mode": "markers",
-            "name": "context vectors",
-            "marker": {"size": 3.5, "color": style.CONTEXT, "opacity": 0.4},
-            "hovertemplate": "a context vector<extra></extra>",
-        }
-    ]
-    dots = {"size": 5.5, "color": positions, "colorscale": style.ORDER, "cmin": 1, "cmax": positions[-1]}
+    look = ("context vectors", style.CONTEXT, "a context vector<extra></extra>")
+    traces = [dots(*contexts[:, :2].T, None, *look, marker={"size": 3.5, "opacity": 0.4})]
+    coloured = {"size": 5.5, "color": positions, "colorscale": style.ORDER, "cmin": 1, "cmax": positions[-1]}
     traces += line(
         points[:, 0],
         points[:, 1],
         "positions",
         style.GREY,
         width=1,
-        marker=dots | {"showscale": False, "line": {"width": 0}},
+        marker=coloured | {"showscale": False, "line": {"width": 0}},
         hover="position %{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
         customdata=positions,
     )

@@ -111,6 +111,23 @@ def line(
     return [*traces, own | more]
 
 
+def dots(
+    x: Any, y: Any, texts: Sequence[str] | None, name: str | None, colour: Any, hover: str, **more: Any
+) -> dict[str, Any]:
+    """Points of one kind, as Plotly's trace; `texts`: what hovering calls each of them, `%{text}` in `hover`."""
+    marker = {"size": 8, "color": colour} | more.pop("marker", {})
+    return {
+        "type": "scatter",
+        "x": np.asarray(x, np.float32),
+        "y": np.asarray(y, np.float32),
+        "text": None if texts is None else list(texts),
+        "name": name,
+        "mode": "markers",
+        "marker": marker,
+        "hovertemplate": hover,
+    } | more
+
+
 def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> list[dict[str, Any]]:
     """A thin grey line to hold others against, such as a threshold; `y` may be one number. Hovering passes it by."""
     heights = np.broadcast_to(y, np.shape(x))

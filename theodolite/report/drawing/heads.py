@@ -22,11 +22,12 @@ from theodolite.report.data import (
     column,
     entropy_limits,
     head_grid,
+    head_labels,
     heads_per_block,
 )
-from theodolite.report.drawing.grammar import Sketch, Sketched, head_cells, reference
+from theodolite.report.drawing.grammar import Sketch, Sketched, dots, head_cells, reference
 from theodolite.report.measures import ABSENT_AT_ZERO, HEAD_MEASURES, Measure
-from theodolite.system.wording import for_plotly, head_name, number
+from theodolite.system.wording import for_plotly, number
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 REGIMES = ("early", "middle", "late", "uniform", "vanishing")
@@ -154,41 +155,22 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     if xi is None or eta is None:
         raise UsageError("this run has no ξ and η of any head")
     kinds = np.array([regime_kind(value) for value in run.heads.get(f"regime{suffix}", [-1] * len(xi))])
-    names = np.array(
-        [head_name(int(a), int(b)) for a, b in zip(run.heads["layer"], run.heads["head"], strict=True)]
-    )
+    names = np.array(head_labels(run))
     traces: list[Any] = []
     for kind in range(-1, len(REGIMES)):
         in_regime = (kinds == kind) & np.isfinite(xi) & (eta > 0)
         if in_regime.any():
-            traces.append(
-                go.Scatter(
-                    x=xi[in_regime].astype(np.float32),
-                    y=eta[in_regime].astype(np.float32),
-                    text=names[in_regime].tolist(),
-                    mode="markers",
-                    name=REGIMES[kind] if kind >= 0 else "no regime",
-                    marker={"size": 8, "color": REGIME_COLOURS[kind] if kind >= 0 else style.SKY},
-                    hovertemplate="%{text}<br>ξ %{x:.4g}, η %{y:.4g}<extra></extra>",
-                )
-            )
+            known = (REGIMES[kind], REGIME_COLOURS[kind]) if kind >= 0 else ("no regime", style.SKY)
+            hover = "%{text}<br>ξ %{x:.4g}, η %{y:.4g}<extra></extra>"
+            traces.append(dots(xi[in_regime], eta[in_regime], names[in_regime], *known, hover))
     largest = float(np.nanmax(np.abs(xi))) or 1.0
     for sign in (-1, 1):
         boundary = np.geomspace(largest / 60, largest, 60) * sign
         traces += reference(boundary, 2 / np.abs(boundary), "|ξη| = 2", showlegend=sign > 0)
     low, high = np.log10(eta[eta > 0]).min(), np.log10(eta[eta > 0]).max()
-    return style.figure(
-        traces,
-        "ξ (sign and concentration)",
-        "η (scale)",
-        height=380,
-        layout={
-            "yaxis": {
-                "type": "log",
-                "dtick": "D2" if high - low < 2 else 1,
-                "tickformat": "~g",
-                "range": [low - 0.3, high + 0.3],
-            },
-            "xaxis": {"range": [-1.08 * largest, 1.08 * largest]},
-        },
-    )
+    up = {"type": "log", "dtick": "D2" if high - low < 2 else 1, "tickformat": "~g"}
+    layout = {
+        "yaxis": up | {"range": [low - 0.3, high + 0.3]},
+        "xaxis": {"range": [-1.08 * largest, 1.08 * largest]},
+    }
+    return style.figure(traces, "ξ (sign and concentration)", "η (scale)", height=380, layout=layout)

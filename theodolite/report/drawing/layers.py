@@ -29,20 +29,9 @@ def _curve_if_any(run: Run, name: str, label: str, colour: str, dash: str = "sol
 
 
 def _curve(run: Run, name: str, label: str, colour: str, dash: str = "solid") -> list[Any]:
-    values = need_column(run.layers, name)
-    errors, told, hover = _whiskers(run, name, label)
-    return line(
-        layer_numbers(run),
-        values,
-        label,
-        colour,
-        errors=errors,
-        dash=dash,
-        width=2.2,
-        marker=5,
-        hover=hover,
-        customdata=told,
-    )
+    values, (errors, told, hover) = need_column(run.layers, name), _whiskers(run, name, label)
+    look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5, "hover": hover, "customdata": told}
+    return line(layer_numbers(run), values, label, colour, errors=errors, **look)
 
 
 def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str] | None, str]:
@@ -58,7 +47,7 @@ def _band(run: Run, model: str, low: list[float], high: list[float], what: str) 
     """A shaded range over relative depth: the published layers are stretched onto this model's."""
     last = float(layer_numbers(run).max())
     x = [round(float(step), 4) for step in np.linspace(0, last, len(low))]
-    is_closest = model == published.closest(run)
+    is_closest, edge = model == published.closest(run), style.translucent(style.REFERENCE, style.BAND_EDGE)
     return [
         go.Scatter(
             x=x + x[::-1],
@@ -67,11 +56,7 @@ def _band(run: Run, model: str, low: list[float], high: list[float], what: str) 
             mode="lines",
             fill="toself",
             fillcolor=style.translucent(style.REFERENCE, style.BAND),
-            line={
-                "width": 0.8,
-                "color": style.translucent(style.REFERENCE, style.BAND_EDGE),
-                "dash": _DASHES[model],
-            },
+            line={"width": 0.8, "color": edge, "dash": _DASHES[model]},
             hoveron="fills",
             text=f"{model}: {what}",
             hoverinfo="text",
@@ -99,11 +84,7 @@ def _average_bands(run: Run, name: str, what: str) -> list[go.Scatter]:
 
 
 def _chart(run: Run, traces: list[go.Scatter], y: str, **layout: Any) -> go.Figure:
-    layers: Floats = layer_numbers(run)
-    axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
-    if len(layers) <= 14:
-        axis["dtick"] = 1
-    return style.figure(traces, "layer", y, layout={"xaxis": axis} | layout)
+    return style.figure(traces, "layer", y, layout={"xaxis": style.layer_axis(layer_numbers(run))} | layout)
 
 
 def rank(run: Run) -> go.Figure:
@@ -179,10 +160,8 @@ def incoherence(run: Run) -> go.Figure:
     traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:")
     traces += _curve_if_any(run, "incoherence_max", "largest", style.MEASURED, dash="dot")
     traces += _curve(run, "incoherence_mean", "mean", style.MEASURED)
-    random = "mean, random"
-    traces += _curve_if_any(run, "incoherence_random", random, style.REFERENCE, dash="dash")
-    largest = "largest, random"
-    traces += _curve_if_any(run, "incoherence_max_random", largest, style.REFERENCE, dash="dot")
+    for name, label, dash in (("_random", "mean, random", "dash"), ("_max_random", "largest, random", "dot")):
+        traces += _curve_if_any(run, f"incoherence{name}", label, style.REFERENCE, dash)
     return _chart(run, traces, "|cosine|", yaxis={"rangemode": "tozero"})
 
 
@@ -199,10 +178,8 @@ def clusters(run: Run) -> go.Figure:
 def norm(run: Run) -> go.Figure:
     """Mean ‖h‖₂ of tokens at every layer, and apart of the first and of a special token at the end (log axis)."""
     traces = _curve(run, "norm", "positions ≥ 1", style.MEASURED)
-    if column(run.layers, "norm_first") is not None:
-        traces += _curve(run, "norm_first", "first token", style.MEASURED, dash="dash")
-    if column(run.layers, "norm_last") is not None:
-        traces += _curve(run, "norm_last", "end token", style.MEASURED, dash="dot")
+    traces += _curve_if_any(run, "norm_first", "first token", style.MEASURED, dash="dash")
+    traces += _curve_if_any(run, "norm_last", "end token", style.MEASURED, dash="dot")
     return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": "D2", "tickformat": "~s"})
 
 
@@ -222,13 +199,14 @@ def rank_collapse(run: Run) -> go.Figure:
 
 def massive_activations(run: Run) -> go.Figure:
     """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
-    series = [("massive_activations", "positions ≥ 1", style.MEASURED)]
-    if column(run.layers, "massive_activations_first") is not None:
-        series.append(("massive_activations_first", "first token", "rgba(0,0,0,0)"))
-    if column(run.layers, "massive_activations_last") is not None:
-        series.append(("massive_activations_last", "end token", style.GREY))
     traces = []
-    for name, label, colour in series:
+    for name, label, colour in (
+        ("massive_activations", "positions ≥ 1", style.MEASURED),
+        ("massive_activations_first", "first token", "rgba(0,0,0,0)"),
+        ("massive_activations_last", "end token", style.GREY),
+    ):
+        if traces and column(run.layers, name) is None:
+            continue
         errors, told, hover = _whiskers(run, name, label)
         traces.append(
             go.Bar(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,10 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly
-from theodolite.report.drawing.grammar import heat
+from theodolite.report.drawing.grammar import dots, heat
 from theodolite.system.wording import for_plotly, shown_token
 
-LABELLED = 64
-"""Tokens that can all be written at an axis; of more, only some are."""
-
+LABELLED = 64  # tokens that can all be written at an axis; of more, only some are
 DIMENSIONS = 64
 STRIP = 34  # pixels: one row of coloured tokens
 MARK = "▼"
@@ -144,21 +143,13 @@ def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names
     Args:
         scores: (tokens, 2). groups: of each token. names: all groups, in order.
     """
-    hover_texts = np.array(_numbered(tokens))
-    group_of = np.array(groups)
-    dots = [
-        go.Scatter(
-            x=scores[group_of == name, 0].astype(np.float32),
-            y=scores[group_of == name, 1].astype(np.float32),
-            name=for_plotly(name),
-            mode="markers",
-            text=hover_texts[group_of == name].tolist(),
-            marker={"size": 8, "color": style.CATEGORIES[index % len(style.CATEGORIES)], "opacity": 0.8},
-            hovertemplate="%{text}<extra>" + for_plotly(name) + "</extra>",
-        )
-        for index, name in enumerate(names)
-    ]
-    return style.figure(dots, "first component", "second component", height=380)
+    hover_texts, group_of = np.array(_numbered(tokens)), np.array(groups)
+    traces = []
+    for name, colour in zip(names, itertools.cycle(style.CATEGORIES), strict=False):
+        chosen, label = group_of == name, for_plotly(name)
+        look = (hover_texts[chosen], label, colour, f"%{{text}}<extra>{label}</extra>")
+        traces.append(dots(*scores[chosen, :2].T, *look, marker={"opacity": 0.8}))
+    return style.figure(traces, "first component", "second component", height=380)
 
 
 def received(values: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:

@@ -13,7 +13,7 @@ from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, need
-from theodolite.report.drawing.grammar import heat, reference, rows_down
+from theodolite.report.drawing.grammar import dots, heat, reference, rows_down
 from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
 
 POSITION_BINS = 128
@@ -58,18 +58,13 @@ def sinks_by_position(run: Run) -> go.Figure:
 
 SHOWN_SINKS = 40
 ROW = 22  # pixels
-KIND_COLOURS = {
-    "first": style.BLUE,
-    "later": style.VERMILLION,
-    "learned": style.GREEN,
-    "stretch": style.ORANGE,
-}
 KIND_NAMES = {
     "first": "first token",
     "later": "later token",
     "learned": "learned column",
     "stretch": "local sink",
 }
+KIND_COLOURS = dict(zip(KIND_NAMES, (style.BLUE, style.VERMILLION, style.GREEN, style.ORANGE), strict=True))
 
 
 def sink_name(row: pd.Series) -> str:
@@ -79,13 +74,7 @@ def sink_name(row: pd.Series) -> str:
 
 
 def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
-    """η² of the strongest sinks: in the head's own output, then in every residual layer from the entering one on.
-
-    The column of the head's output has its own colour scale.
-
-    Args:
-        traces: the table, strongest first. release: its rows by residual layer.
-    """
+    """η² of the strongest sinks: in the head's own output, in colours of its own, then by residual layer."""
     strongest = traces.head(SHOWN_SINKS)
     names = [
         for_plotly(f"{number + 1}. {sink_name(row)}") for number, (_, row) in enumerate(strongest.iterrows())
@@ -120,31 +109,22 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
 
 def strength(traces: pd.DataFrame) -> go.Figure:
     """One dot per sink: the share of all queries that it catches, and η² of the head's output."""
-    dots = []
+    drawn = []
     for kind, name in KIND_NAMES.items():
         rows = traces[traces["kind"] == kind]
         if not len(rows):
             continue
-        hover_texts = [
+        texts = [
             f"{for_plotly(sink_name(row))}<br>a sink in {percent(row['share'])} of contexts, value vector aligned "
             f"with the tag at {number(row['alignment'])}"
             for _, row in rows.iterrows()
         ]
-        dots.append(
-            go.Scatter(
-                x=rows["caught"].to_numpy(np.float32),
-                y=rows["tag"].to_numpy(np.float32),
-                name=name,
-                mode="markers",
-                marker={"size": 8, "color": KIND_COLOURS[kind], "opacity": 0.8},
-                text=hover_texts,
-                hovertemplate="%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>",
-            )
-        )
+        hover = "%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>"
+        look = (texts, name, KIND_COLOURS[kind], hover)
+        drawn.append(dots(rows["caught"], rows["tag"], *look, marker={"opacity": 0.8}))
     layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
-    return style.figure(
-        dots, "share of all queries caught", "η² of the head's output", height=360, layout=layout
-    )
+    titles = ("share of all queries caught", "η² of the head's output")
+    return style.figure(drawn, *titles, height=360, layout=layout)
 
 
 def release_scatter(heads: pd.DataFrame) -> go.Figure:
@@ -156,27 +136,20 @@ def release_scatter(heads: pd.DataFrame) -> go.Figure:
         f"{head_name(r['layer'], r['head'])}, strongest at layer {r['released_layer']}"
         for _, r in heads.iterrows()
     ]
-    dots = go.Scatter(
-        x=heads["before"].to_numpy(np.float32),
-        y=heads["released"].to_numpy(np.float32),
+    bar = style.whole_bar("layer of the head", int(heads["layer"].max() - heads["layer"].min()))
+    of_heads = dots(
+        heads["before"],
+        heads["released"],
+        hover_texts,
+        None,
+        heads["layer"],
+        "%{text}<br>before the head %{x:.3f}, after the head %{y:.3f}<extra></extra>",
         error_y=style.error_bars(heads["gain_se"]),
-        mode="markers",
-        marker={
-            "size": 8,
-            "color": heads["layer"],
-            "colorscale": style.ORDER,
-            "showscale": True,
-            "colorbar": style.whole_bar(
-                "layer of the head", int(heads["layer"].max() - heads["layer"].min())
-            ),
-        },
-        text=hover_texts,
+        marker={"colorscale": style.ORDER, "showscale": True, "colorbar": bar},
         showlegend=False,
-        hovertemplate="%{text}<br>before the head %{x:.3f}, after the head %{y:.3f}<extra></extra>",
     )
     top = float(np.nanmax([heads["before"].max(), heads["released"].max(), 0.05])) * 1.05
     diagonal = reference([0, top], [0, top], "unchanged", showlegend=False)
     layout = {"xaxis": {"range": [0, top]}, "yaxis": {"range": [0, top]}}
-    return style.figure(
-        [*diagonal, dots], "η² before the head", "largest η² after the head", height=360, layout=layout
-    )
+    titles = ("η² before the head", "largest η² after the head")
+    return style.figure([*diagonal, of_heads], *titles, height=360, layout=layout)

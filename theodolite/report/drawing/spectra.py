@@ -31,14 +31,9 @@ def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") ->
     The other d − d_h eigenvalues are 0 and not drawn.
     """
     values = need(run, name)[layer, head].astype(np.float32)
-    points = {
-        "type": "scatter",
-        "x": values[:, 0],
-        "y": values[:, 1],
-        "mode": "markers",
-        "marker": {"size": 7, "color": style.PREDICTED, "opacity": 0.8, "line": {"width": 0}},
-        "hovertemplate": "%{x:.4g} + %{y:.4g} i<extra></extra>",
-    }
+    marker = {"size": 7, "color": style.PREDICTED, "opacity": 0.8, "line": {"width": 0}}
+    points = {"type": "scatter", "x": values[:, 0], "y": values[:, 1], "mode": "markers", "marker": marker}
+    points |= {"hovertemplate": "%{x:.4g} + %{y:.4g} i<extra></extra>"}
     layout = {"yaxis": {"scaleanchor": "x", "scaleratio": 1}, "xaxis": {"zeroline": True}}
     return Sketch([points], "real part", "imaginary part", 360, layout)
 
@@ -78,7 +73,7 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
 
 
 def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
-    """The entropy of uniform attention, which is the limit of all."""
+    """Entropy of uniform attention, the limit of all."""
     return line(positions, limits, "uniform attention", style.GREY, dash="dash", width=1.5, hover=hover)
 
 

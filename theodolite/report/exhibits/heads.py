@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from theodolite.measure.head_roles import COMMON_ROLES
@@ -20,10 +21,10 @@ OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))
 
 def _by_head(draw: Sketched[...], **more: str) -> Callable[[Run], Choice]:
     def choice(run: Run) -> Choice:
-        places = [(layer, head) for layer in range(blocks(run)) for head in range(heads_per_block(run))]
+        places = itertools.product(range(blocks(run)), range(heads_per_block(run)))
         options = [Option(f"{layer},{head}", head_name(layer, head)) for layer, head in places]
         return Choice(
-            "head", options, lambda key: draw.sketch(run, *map(int, key.split(",")), **more), mode="head"
+            "head", options, lambda key: draw.sketch(run, *map(int, key.split(",")), **more), "head"
         )
 
     return choice
@@ -45,8 +46,7 @@ _HEADS = [
         "Head map, by any measure",
         ("heads.trace",),
         lambda run: maps.head_map(run, maps.head_measures(run)[0].column),
-        "One cell per head. Hover for the meaning of the measure and the head's other values; click to open the "
-        "head below.",
+        "One cell per head: hover for its other values, click to open it below.",
         "rows or single cells that stand out.",
         "given with each measure",
         choice=_by_measure,
@@ -69,8 +69,7 @@ _HEADS = [
         "Regimes predicted by the spectra",
         ("heads.xi_symmetric", "heads.eta_symmetric"),
         maps.regime_plane,
-        "Every head by its ξ (mean against scale of the spectrum of W_QK) and η (scale over temperature); dotted: "
-        "|ξη| = 2.",
+        "Every head by ξ (mean over scale of W_QK's spectrum) and η (scale over temperature); dotted: |ξη| = 2.",
         "heads far left or right: a concentrated spectrum, hence localized attention.",
         f"{BAO}, eq. 6, Fig. 2 and Lemma 2",
         "heads at the top: vanishing signal.",
@@ -95,11 +94,10 @@ _ONE_HEAD = [
         "Constituents of its logits",
         ("constituents.share",),
         drawing.constituents,
-        "Share of the logits' variance across keys, in per cent, by constituent of the query (rows) and of the key "
-        "(columns): global mean, position, context, residual, and bias; shares below 0.5 % are blank. Hover for the "
-        "standard error over contexts. All shares sum to 100 %; negative ones cancel others.",
-        "one strong cell: pos · pos means a positional head, resid · resid one that matches tokens, a strong mean or "
-        "bias row one in which every query prefers the same keys.",
+        "Share of the logits' variance across keys, in per cent, by constituent of the query (rows) and the key "
+        "(columns); blank below 0.5 %. Negative shares cancel others; hover for standard errors over contexts.",
+        "one strong cell: pos · pos is a positional head, resid · resid matches tokens; a strong mean or bias row: "
+        "every query prefers the same keys.",
         f"{SONG}, section 5.2, with constituents that sum to the logits",
         choice=_by_head(drawing.constituents),
     ),
@@ -109,9 +107,8 @@ _ONE_HEAD = [
         "Eigenvalues of W_QK",
         ("arrays.spectrum",),
         spectra.spectrum,
-        "The eigenvalues of W_QK at relative distance 0 in the complex plane; zeros are left out. W_QK is "
-        "asymmetric, so they come in complex pairs, and their “spectrum variance”, spread along the real axis less "
-        "that along the imaginary one, can be negative.",
+        "The non-zero eigenvalues of W_QK (at relative distance 0) in the complex plane. Their “spectrum variance”, "
+        "the spread along the real axis less that along the imaginary one, can be negative.",
         "a cloud right of 0: tokens attend to similar keys; left of 0: to dissimilar ones.",
         f"{BAO}, section 4",
         choice=_by_head(spectra.spectrum),
@@ -122,8 +119,7 @@ _ONE_HEAD = [
         "Eigenvalues of W_QK Σ̂",
         ("arrays.spectrum_data",),
         lambda run: spectra.spectrum(run, name="spectrum_data"),
-        "The eigenvalues of W_QK Σ̂ in the complex plane, Σ̂ the covariance of this text's tokens; zeros are left out. "
-        "They come in complex pairs too, and their “spectrum variance” can be negative.",
+        "The non-zero eigenvalues of W_QK Σ̂ in the complex plane, Σ̂ the covariance of this text's tokens.",
         "a few large eigenvalues: the directions of the data that this head reads.",
         f"{BAO}, section 4",
         choice=_by_head(spectra.spectrum, name="spectrum_data"),
@@ -134,8 +130,8 @@ _ONE_HEAD = [
         "Signal propagation by position",
         ("arrays.propagation_predicted",),
         spectra.propagation,
-        "ρ(θ), the probability that the token at relative position θ reaches the gradient: measured on the "
-        "last query, and predicted for a random walk from the exact first two moments at this length.",
+        "ρ(θ): the probability that the token at relative position θ reaches the gradient, measured on the last query "
+        "and predicted for a random walk.",
         "where the measured curve is high, and whether the prediction with Σ̂ agrees.",
         f"{BAO}, eq. 6, Figs. 2 and 7; the printed variance 2θ² + 7/12 should read 2θ² − 2θ + 7/12",
         "near 0 everywhere: vanishing signal.",
@@ -154,18 +150,17 @@ _ONE_HEAD = [
     ),
 ]
 
-_SINKS = [
+HEAD_EXHIBITS = [
+    *_HEADS,
+    *_ONE_HEAD,
     SurveyExhibit(
         "sinks-by-position",
         "sinks",
         "Sinks by position",
         ("arrays.sink_by_position",),
         sinks.sinks_by_position,
-        "Share of contexts in which a position is a sink, for the layer's head where that is highest (neighbouring "
-        "positions are binned by their maximum).",
+        "Share of contexts in which a position is a sink of the layer's strongest head (bins show their maximum).",
         "a strong first column, and later columns that persist across layers.",
         f"{XIAO}; {ZHANG}, Fig. 2(a)",
     ),
 ]
-
-HEAD_EXHIBITS = [*_HEADS, *_ONE_HEAD, *_SINKS]

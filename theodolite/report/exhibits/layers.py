@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
-
-from theodolite.report.data import column, residual_layers
+from theodolite.report.data import residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
 from theodolite.report.drawing import outliers as maps
@@ -23,9 +21,8 @@ _POSITION = [
         "The positional basis and the context vectors of every layer",
         ("arrays.positional_pca",),
         geometry.spiral,
-        "Each layer's mean vector per position (violet: early, green: late) on the two directions in which these "
-        "means vary most, with context vectors (red) projected onto the same plane. Every axis "
-        "has its own scale.",
+        "Each layer's mean vector per position (violet: early, green: late) on its two main directions, and context "
+        "vectors (red) on the same plane; every axis has its own scale.",
         "a smooth, low-dimensional curve (a spiral in the published models), with the cloud of contexts clear of it.",
         f"{SONG}, Fig. 1",
         "a curve that breaks up or folds into a point before the last layer: position has been lost.",
@@ -40,7 +37,7 @@ _POSITION = [
         ("arrays.positional_pca",),
         geometry.waves,
         "The first three principal components of the positional basis against position.",
-        "slow waves, each with about half a period more than the one before.",
+        "cosine-like curves, each oscillating faster than the one before.",
         f"{SONG}, section 3",
         "jagged lines: neighbouring positions have unrelated vectors.",
         _by_layer(geometry.waves),
@@ -52,8 +49,7 @@ _POSITION = [
         "Singular values of the positional basis",
         ("arrays.singular_values",),
         geometry.singular_values,
-        "Singular values relative to the largest, with a large dot at the ScreeNOT rank; early layers in violet, late "
-        "ones in green.",
+        "Singular values over the largest (violet: early layers, green: late); large dot: the ScreeNOT rank.",
         "a sharp drop after about ten values.",
         f"{SONG}, Fig. 3, left",
         "a slow decline without a knee: no low-dimensional positional structure.",
@@ -65,8 +61,7 @@ _POSITION = [
         ("arrays.gram", "arrays.gram_position"),
         geometry.gram,
         "Cosines between all pairs: positions first, then contexts ordered by label.",
-        "smooth shading among positions (top left), nearly zero between positions and contexts, and one block per "
-        "label among contexts (bottom right).",
+        "smooth shading among positions, near zero between positions and contexts, a block per label of contexts.",
         f"{SONG}, Fig. 2",
         "fractures among positions, or strong colour between positions and contexts.",
         _by_layer(geometry.gram),
@@ -77,8 +72,7 @@ _POSITION = [
         "Frequencies of the positional Gram matrix",
         ("arrays.dct",),
         geometry.dct,
-        "The lowest 10 × 10 coefficients of the two-dimensional cosine transform of the positions' Gram matrix; each "
-        "step of the scale is a factor of ten.",
+        "The lowest 10 × 10 coefficients of the 2-D cosine transform of the positions' Gram matrix (log scale).",
         "energy concentrated in the top left corner.",
         f"{SONG}, Fig. 3, right",
         "energy far from the corner: a rough positional basis, as in models trained on addition.",
@@ -91,8 +85,7 @@ _POSITION = [
         "Rank of the positional basis",
         ("layers.rank",),
         curves.rank,
-        "The number of singular values above the noise level. Whiskers, here and below, are one standard error from "
-        "resampling contexts; a rank is an integer, so its error is coarse.",
+        "Singular values above the noise level. Whiskers, here and below: one standard error over contexts.",
         "about ten, falling slowly with depth.",
         f"ScreeNOT; {SONG}, Table 4",
     ),
@@ -122,8 +115,7 @@ _POSITION = [
         "Smoothness of the positional basis",
         ("layers.low_frequency_10",),
         curves.low_frequency,
-        "Share of the Gram matrix's energy in its K × K lowest frequencies; of patches, those below K over rows and "
-        "over columns.",
+        "How smoothly the vector changes with position: 1 smooth, 0 noise. Energy in the K × K lowest frequencies.",
         "K = 10 close to 1.",
         f"{SONG}, Tables 2 and 3",
         "K = 10 near one half, as in models trained on addition.",
@@ -159,9 +151,8 @@ _CONTEXT = [
         "Do context vectors cluster by label?",
         ("layers.silhouette",),
         curves.clusters,
-        "Mean silhouette of the labels (1: compact and separated, 0: no structure, below 0: closer to other labels), "
-        "and the agreement of k-means clusters with them (adjusted Rand index; 1: perfect, 0: chance). Both use the "
-        "directions of the context vectors, for labels with at least two contexts.",
+        "Silhouette of the labels (1: compact and separated, 0: no structure), and how well k-means finds them "
+        "(adjusted Rand index; 1: perfect, 0: chance), for labels with at least two contexts.",
         "both well above 0; many labels with few contexts each make that harder.",
         f"{SONG}, claim 2 of section 2; both indices are ours",
     ),
@@ -195,8 +186,7 @@ _DEPTH = [
         "Distance from rank collapse",
         ("layers.rank_collapse",),
         curves.rank_collapse,
-        "How far the tokens of a context are from being one vector: ‖X − 1x̄ᵀ‖_F/‖X‖_F; dashed: the threshold of the "
-        "health check.",
+        "How far a context's tokens are from being one vector, ‖X − 1x̄ᵀ‖_F/‖X‖_F; dashed: the health check's limit.",
         "a curve well above the dashed line.",
         f"{BAO}, section 5",
         "a decay to 0: all tokens become the same vector, and depth adds nothing.",
@@ -210,14 +200,12 @@ _OUTLIERS = [
         "Massive activations",
         ("layers.massive_activations",),
         curves.massive_activations,
-        "The number of activations above both 100 and 1000 times the layer's median magnitude.",
+        "Values over 100 and over 1000 × the layer's median, summed over the contexts.",
         "the layers where they appear and disappear; usually they are at the first token only.",
         f"{ZHANG}, section 2",
         "many at later tokens.",
-        when=lambda run: any(
-            np.nansum(values) > 0
-            for name in ("massive_activations", "massive_activations_first")
-            if (values := column(run.layers, name)) is not None
+        when=lambda run: (
+            run.layers.filter(["massive_activations", "massive_activations_first"]).sum().gt(0).any()
         ),
     ),
     SurveyExhibit(

@@ -7,9 +7,7 @@ from theodolite.report.drawing import patches
 from theodolite.report.exhibit import SurveyExhibit, by_layer_of
 from theodolite.report.measures import DARCET, SONG
 
-_BEFORE = (
-    "Tokens before the patches ([CLS], then registers, where there are any) are the cells above a picture."
-)
+_BEFORE = "Cells above a picture: [CLS], then registers."
 
 PATCH_EXHIBITS = [
     SurveyExhibit(
@@ -18,8 +16,7 @@ PATCH_EXHIBITS = [
         "The positional basis over rows and columns",
         ("arrays.example_picture", "arrays.positional_pca"),
         patches.patch_components,
-        "The first three principal components of each layer's mean vector per position, where the patches lie; each "
-        "has its own scale.",
+        "The first three principal components of each layer's mean vector per patch, each on its own scale.",
         "smooth slopes and waves over rows and columns: neighbouring patches have similar vectors.",
         f"{SONG}, section 3, for a grid",
         "a chequered or speckled map: neighbouring patches have unrelated vectors.",
@@ -32,8 +29,7 @@ PATCH_EXHIBITS = [
         "Frequencies of the positional basis over rows and columns",
         ("arrays.example_picture", "arrays.dct"),
         patches.patch_frequencies,
-        "How much of the positions' directions each of the lowest 10 × 10 frequencies of the two-dimensional cosine "
-        "transform holds; each step of the scale is a factor of ten.",
+        "The lowest 10 × 10 frequencies of the positions' directions over rows and columns (log scale).",
         "energy concentrated in the top left corner.",
         f"{SONG}, Fig. 3, right, for a grid",
         "energy far from the corner: a rough positional basis.",
