@@ -75,7 +75,7 @@ def one_line_errors(*, saves: bool = True) -> Iterator[None]:
     try:
         with ended_as_by_ctrl_c():
             yield
-            sys.stdout.flush()  # here, where a reader that has left is no error
+            print(end="", flush=True)  # here, where a reader that has left is no error; to nobody, nothing
     except TheodoliteError as error:
         if _tracebacks:
             raise
