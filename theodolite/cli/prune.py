@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import (
-    AsJson,
-    Batch,
-    Model,
-    Opening,
-    Text,
-    contexts_help,
-    one_of,
-    say_where,
-)
+from theodolite.cli.options import AsJson, Batch, Model, Opening, Text, contexts_help, one_of, say_where
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.prune.options import DAMPING, FORMS, METHODS, RANK_RATIO, PruningOptions

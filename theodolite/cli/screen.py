@@ -16,14 +16,7 @@ from io import TextIOWrapper
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from theodolite.cli.error_pages import section_of
 from theodolite.errors import TheodoliteError, UsageError, first_line
