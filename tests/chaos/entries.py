@@ -22,8 +22,8 @@ from theodolite.evaluate.few_shot import few_shot_answers
 from theodolite.evaluate.harness import harness
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.explore.one_head import view_head
-from theodolite.explore.view import catch_layer, head_tags, head_view, read_prompt, split_logits
-from theodolite.logits.constituents import constituents
+from theodolite.explore.view import catch_layer, head_tags, head_view, read_prompt
+from theodolite.logits.constituents import constituents, constituents_of_pass
 from theodolite.models import OpenModel, open_model
 from theodolite.models.lazy_weights import open_weights
 from theodolite.passes.survey import spectra, survey, survey_heads
@@ -46,7 +46,7 @@ def explored(model: OpenModel) -> list[Any]:
     read = read_prompt(model, IDS[0])
     caught = catch_layer(read.layers[1].inputs, read.trailing)
     view = head_view(read.tokens, read.layers[1].inputs, caught, 1, 0, read.trailing)
-    split = split_logits(model, read, 1, survey(model, CORPUS))
+    split = constituents_of_pass(model, read.layers[1], survey(model, CORPUS))
     return [read.measured, view, split, head_tags(model, read, caught, view)]
 
 

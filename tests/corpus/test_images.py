@@ -15,7 +15,7 @@ from PIL import Image
 from tests import vision
 from theodolite.corpus import images
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.named import make_corpus, make_image_corpus
+from theodolite.corpus.named import make_corpus
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import image_reader, open_model
@@ -182,7 +182,7 @@ def test_a_saved_data_set(tmp_path, reader, in_splits):
 def test_a_data_set_by_name(tmp_path, reader):
     (tmp_path / "data").mkdir()
     dataset().to_parquet(tmp_path / "data" / "train.parquet")
-    corpus = make_image_corpus(f"hf:{tmp_path / 'data'}", reader, 4)
+    corpus = make_corpus(f"hf:{tmp_path / 'data'}", reader, None, 4)
     assert len(corpus.contexts) == 4
     assert set(corpus.label_names) == {"cat", "dog"}
     with pytest.raises(UsageError, match="has no column of images"):

@@ -70,8 +70,7 @@ def serving() -> Callable[..., str]:
     """serving(subject, …) → the address of a page of theirs."""
     pytest.importorskip("gradio")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "True"  # the page says no, whatever the environment says
-    from theodolite.explore.server import application, serve
-    from theodolite.system.listening import listen
+    from theodolite.explore.server import application, listen, serve
 
     known: dict[tuple[str, ...], str] = {}
 

@@ -14,9 +14,9 @@ from tests import checkpoints
 from tests.explore.conftest import PROMPT, SINKS_PROMPT, subject_of
 from theodolite.errors import UsageError
 from theodolite.explore import figures, panel_html, panels
-from theodolite.explore.evidence import evidence, roles_of, shares_line, spectrum_line
+from theodolite.explore.panel_html import evidence, roles_of, shares_line, spectrum_line
 from theodolite.explore.panels import Shown
-from theodolite.explore.subject import MOST_CHARACTERS, check_pair, offered_prompts, prompt_ids
+from theodolite.explore.subject import MOST_CHARACTERS, Subject, check_pair, offered_prompts, prompt_ids
 from theodolite.explore.view import Sink, tag_colours
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
@@ -200,7 +200,7 @@ def test_heads_and_prompts_that_cannot_be_shown(subject, sharp):
         prompt_ids([bloom], "ab cd" * 400_000)  # before it is tokenized, which would take minutes
     assert len(prompt_ids([bloom], "a" * 512)) == 512
     assert prompt_ids([gpt2], "half \ud83d a pair") == prompt_ids([gpt2], "half ? a pair")
-    untold = replace(gpt2, model=replace(gpt2.model, tokenizer=None))
+    untold = Subject(gpt2.name, replace(gpt2.model, tokenizer=None), gpt2.run)
     with pytest.raises(UsageError, match="no tokenizer beside its weights"):
         prompt_ids([untold], PROMPT)
     for name, prompt in offered_prompts([sharp]).items():  # of 64 bytes at most

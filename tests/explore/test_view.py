@@ -131,4 +131,4 @@ def test_tags_need_tokens_that_are_no_sinks(sharp):
     ids = prompt_ids([sharp], "abcd")
     read, view = sharp.read(ids), sharp.view(ids, 0, 0)
     view.group[:] = LEFT_OUT
-    assert head_tags(sharp.model, read, sharp._caught(ids, 0), view) is None
+    assert head_tags(sharp.model, read, sharp._catches(ids, 0), view) is None

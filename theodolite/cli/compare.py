@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import (
-    AsJson,
-    Batch,
-    Opening,
-    Text,
-    say_where,
-    short_name,
-)
+from theodolite.cli.options import AsJson, Batch, Opening, Text, say_where, short_name
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded

@@ -24,7 +24,6 @@ from theodolite.system.interrupt import interruptible
 from theodolite.system.run_folders import check_run
 
 if TYPE_CHECKING:
-    from theodolite.explore.subject import Subject
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
@@ -85,9 +84,8 @@ def explore_command(
             raise UsageError("the page needs gradio: pip install 'theodolite[explore]'")
         with TemporaryDirectory(prefix="theodolite-explore-") as temporary:  # what gradio writes
             os.environ |= _GRADIO | {"GRADIO_TEMP_DIR": temporary}  # before it is imported
-            from theodolite.explore.server import application, serve
-            from theodolite.explore.subject import check_pair
-            from theodolite.system.listening import listen
+            from theodolite.explore.server import application, listen, serve
+            from theodolite.explore.subject import Subject, check_pair
 
             with listen(port) as listening:
                 opened = [opening.open(name) for name in names]
@@ -105,7 +103,7 @@ def explore_command(
                         return survey_heads(each, corpus, seed=text.seed, show_progress=show)
 
                 surveys = list(map(_loaded, opened, runs)) if runs else list(map(surveyed, opened))
-                app = application(_subjects(called, opened, surveys))
+                app = application(list(map(Subject, called, opened, surveys)))
                 serve(app, listening, lambda address: _say(address, browser))
 
 
@@ -122,12 +120,6 @@ def _loaded(model: OpenModel, folder: Path) -> Run:
     run = Run.load(folder)
     check_run(model, run)
     return run
-
-
-def _subjects(names: list[str], models: list[OpenModel], runs: list[Run]) -> list[Subject]:
-    from theodolite.explore.subject import Subject
-
-    return list(map(Subject, names, models, runs))
 
 
 def _say(address: str, browser: bool) -> None:

@@ -6,7 +6,7 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli import completion
 from theodolite.cli.screen import progress, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
-from theodolite.system.choices import check_attention, check_dtype, check_one_place, refuse_unread
+from theodolite.system.choices import DTYPES, check_attention, check_dtype, check_one_place, refuse_unread
 from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
@@ -27,6 +26,18 @@ if TYPE_CHECKING:
     from theodolite.corpus.documents import Columns
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
+
+
+def one_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """What a shell offers as the value of an option that is one of these words."""
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
+
+
+def _corpora(incomplete: str) -> list[str]:
+    from theodolite.corpus.spec import KEYWORDS
+
+    return one_of(KEYWORDS)(incomplete)
+
 
 DEFAULT_CONTEXTS = 256
 DEFAULT_LENGTH = 512
@@ -68,7 +79,7 @@ class Opening:
         str,
         typer.Option(
             help="auto (the checkpoint's), float32, bfloat16, float16 or float64.",
-            autocompletion=completion.dtypes,
+            autocompletion=one_of(DTYPES),
         ),
     ] = "auto"
     device: Annotated[
@@ -83,12 +94,7 @@ class Opening:
     ] = None
 
     def check(self, *models: str | None) -> None:
-        """Refuse what need not be opened to be refused, before any library of models is imported.
-
-        Raises:
-            UsageError: an unknown dtype or attention, two places, a folder that is no checkpoint, or a revision of what
-                is here.
-        """
+        """Refuse what need not be opened to be refused, before any library of models is imported."""
         check_dtype(self.dtype)
         check_attention(self.attention)
         check_one_place(self.device, self.device_map)
@@ -157,15 +163,13 @@ class Opening:
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
         """The model without its @REVISION, and how it is opened."""
+        options = {"dtype": self.dtype, "revision": self.revision, "attention": self.attention}
         if model is None or Path(model).exists():
-            return model, self._given(self.revision)
+            return model, options
         name, at, revision = model.partition("@")
         if at and self.revision is not None:
             raise UsageError(f"{model} has a revision, and so has --revision: give one")
-        return None if name == embedded.NAME else name, self._given(revision or self.revision)
-
-    def _given(self, revision: str | None) -> dict[str, Any]:
-        return {"dtype": self.dtype, "revision": revision, "attention": self.attention}
+        return None if name == embedded.NAME else name, options | ({"revision": revision} if revision else {})
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ class Text:
             help="A file or folder of .txt .md .jsonl .parquet, or of images, one label a subfolder; docs, held-out, "
             "code, wikitext-2, random, addition or few-shot; or hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text in "
             "every Python; of evaluate: held-out, its topics that the embedded model was not trained on].",
-            autocompletion=completion.corpora,
+            autocompletion=_corpora,
         ),
     ] = None
     length: Annotated[
@@ -228,11 +232,7 @@ class Text:
         return self.corpus is not None and holds_images(Path(self.corpus))
 
     def check(self) -> None:
-        """Refuse what need not be read to be refused, before any library of models is imported.
-
-        Raises:
-            UsageError: a text that is not there, a number out of range, options that do not go together.
-        """
+        """Refuse what need not be read to be refused, before any library of models is imported."""
         from theodolite.corpus.sampling import Choice, check_length
         from theodolite.corpus.spec import check_spec
 
@@ -242,11 +242,7 @@ class Text:
         check_spec(self.corpus, self.columns, self.per_label)
 
     def check_stream(self) -> None:
-        """Refuse what says how contexts are chosen, where the text is one sequence.
-
-        Raises:
-            UsageError: as `check`; options of contexts.
-        """
+        """As `check`, and refuse what says how contexts are chosen, where the text is one sequence."""
         named = [name for name, v in self.given().items() if v and name not in ("--corpus", "--length")]
         if named:
             raise UsageError(f"with --stride the text is one sequence: leave out {named[0]}")
@@ -259,6 +255,7 @@ class Text:
             UsageError: the model has no tokenizer or image processor, or the text gives no context.
             KeyboardInterrupt: `stopped()` is true.
         """
+        from theodolite.corpus.streams import make_stream
         from theodolite.models import image_reader
 
         of_images = model.vocabulary is None
@@ -272,7 +269,10 @@ class Text:
                     raise KeyboardInterrupt
                 status.update(f"reading the text: {count:,} {what}")
 
-            corpus = self._stream(reader) if stream and not of_images else self._read(model, reader, show)
+            if stream and not of_images:
+                corpus = make_stream(self.corpus, reader, self.columns)
+            else:
+                corpus = self._read(model, reader, show)
         if "tokens_read" in corpus.selection:
             say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")
         if short := corpus.selection.get("too_short"):
@@ -284,25 +284,16 @@ class Text:
         return corpus
 
     def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
-        from theodolite.corpus.images import refuse_length
-        from theodolite.corpus.named import make_corpus, make_image_corpus
+        from theodolite.corpus.named import make_corpus
 
         every = self.per_label is not None and not self.label_rows
-        contexts = self.contexts
+        contexts, length = self.contexts, self.length
         if contexts is None and not every:
             contexts = max(self.default_contexts, self.per_label or 0)
+        if length is None and model.vocabulary is not None:
+            length = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
         choice = (contexts, self.seed, self.columns, self.per_label)
-        if model.vocabulary is None:
-            refuse_length(self.length)
-            return make_image_corpus(self.corpus, reader, *choice, show_images=show)
-        longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
-        length = longest if self.length is None else self.length
         return make_corpus(self.corpus, reader, length, *choice, pack=not self.no_pack, show_tokens=show)
-
-    def _stream(self, reader: Any) -> Corpus:
-        from theodolite.corpus.streams import make_stream
-
-        return make_stream(self.corpus, reader, self.columns)
 
     def given(self) -> dict[str, object]:
         """The options that say what is read, to be refused where nothing is."""

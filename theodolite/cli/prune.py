@@ -11,19 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli import completion
-from theodolite.cli.options import (
-    AsJson,
-    Batch,
-    Model,
-    Opening,
-    Text,
-    contexts_help,
-    say_where,
-)
+from theodolite.cli.options import AsJson, Batch, Model, Opening, Text, contexts_help, one_of, say_where
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
-from theodolite.prune.options import DAMPING, RANK_RATIO, PruningOptions
+from theodolite.prune.options import DAMPING, FORMS, METHODS, RANK_RATIO, PruningOptions
 from theodolite.system.choices import refuse_unread
 from theodolite.system.interrupt import interruptible
 from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
@@ -58,7 +49,7 @@ class _Pruning:
         str,
         typer.Option(
             help="oats, sparsegpt, wanda or magnitude.",
-            autocompletion=completion.methods,
+            autocompletion=one_of(METHODS),
         ),
     ] = "oats"
     sparsity: Annotated[
@@ -99,7 +90,7 @@ class _Pruning:
         typer.Option(
             "--format",
             help="merged (for transformers), adapter (low-rank parts for PEFT) or factored (smaller, for theodolite).",
-            autocompletion=completion.forms,
+            autocompletion=one_of(FORMS),
         ),
     ] = "merged"
     errors: Annotated[
@@ -108,11 +99,7 @@ class _Pruning:
     ] = False
 
     def options(self, *, streamed: bool, **others: Any) -> PruningOptions:
-        """With those that stand elsewhere on the command line, checked.
-
-        Raises:
-            UsageError: as `PruningOptions.checked`; an option that would be ignored, or one that cannot be read.
-        """
+        """With those that stand elsewhere on the command line, checked."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         given |= {"sparsity": self._sparsity(), "skip": _names(self.skip)}
         options = PruningOptions(**given, **others).checked(streamed=streamed)

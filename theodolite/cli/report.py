@@ -7,11 +7,7 @@ from typing import Annotated
 
 import typer
 
-from theodolite.cli.options import (
-    AsJson,
-    finish,
-    finish_trace,
-)
+from theodolite.cli.options import AsJson, finish, finish_trace
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
 from theodolite.system.run_folders import check_run

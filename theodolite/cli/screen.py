@@ -16,14 +16,7 @@ from io import TextIOWrapper
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from theodolite.cli.error_pages import section_of
 from theodolite.errors import TheodoliteError, UsageError, first_line
@@ -75,7 +68,7 @@ def one_line_errors(*, saves: bool = True) -> Iterator[None]:
     try:
         with ended_as_by_ctrl_c():
             yield
-            sys.stdout.flush()  # here, where a reader that has left is no error
+            print(end="", flush=True)  # here, where a reader that has left is no error; to nobody, nothing
     except TheodoliteError as error:
         if _tracebacks:
             raise

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from theodolite.cli.cluster import Cluster
 from theodolite.cli.options import (
     AsJson,
     Batch,
@@ -43,6 +43,32 @@ Baseline = Annotated[
         "beside.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Options of the Ray cluster whose workers run the model, if one does."""
+
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Run on a Ray cluster at ADDRESS (auto for the one on this machine, or HOST:PORT); without an "
+            "address, start a local one (needs theodolite[ray]).",
+        ),
+    ] = None
+    actors: Annotated[
+        int | None, typer.Option(help="Maximum number of --ray workers [default: all that fit].")
+    ] = None
+
+    def opening(self, given: Opening) -> Opening:
+        """How the model is opened here: with workers, which have devices of their own, on the CPU."""
+        if self.ray is None:
+            refuse_unread("without --ray there are no workers", {"--actors": self.actors})
+            return given
+        devices = {"--device": given.device, "--device-map": given.device_map}
+        refuse_unread("--ray: each worker has one device", devices)
+        return replace(given, device="cpu")
 
 
 def survey_command(
@@ -143,13 +169,7 @@ def _survey_one(
         from theodolite.models.open import untrained
 
         with bars(stopped, of=baseline) as show:
-            survey(
-                untrained(opened, text.seed),
-                corpus,
-                folder / UNTRAINED,
-                batch=batch,
-                seed=text.seed,
-                show_progress=show,
-            )
+            beside, model_beside = folder / UNTRAINED, untrained(opened, text.seed)
+            survey(model_beside, corpus, beside, batch=batch, seed=text.seed, show_progress=show)
     with screen.status("writing the report"):
         return run, write_report(run, folder / "report")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from theodolite.corpus.building import numbered
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
 from theodolite.corpus.documents import TEXT_COLUMN, Columns
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
-from theodolite.corpus.images import ImageReader
+from theodolite.corpus.images import ImageReader, refuse_length
 from theodolite.corpus.spec import (
     CODE,
     DOCS,
@@ -33,8 +34,8 @@ DRAWN_AT_ONCE = 1000
 
 def make_corpus(
     spec: str | Path | None,
-    tokenizer: Tokenizer,
-    length: int,
+    tokenizer: Tokenizer | ImageReader,
+    length: int | None,
     contexts: int | None = None,
     seed: int = 0,
     columns: Columns = TEXT_COLUMN,
@@ -50,76 +51,41 @@ def make_corpus(
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
     `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label`, `pack` and
-    `show_tokens` as in `Corpus`.
+    `show_tokens` as in `Corpus`. With an `ImageReader` they are images, without a length: a path, or `hf:NAME…`.
     """
-    check_spec(spec, columns, per_label)
     name = DOCS if spec is None else str(spec)
-    if name == DOCS:
-        return Corpus.python_docs(tokenizer, length, contexts, seed, per_label, pack=pack)
-    if name == HELD_OUT:
-        return Corpus.python_docs(tokenizer, length, contexts, seed, held_out=True, pack=pack)
-    if name == CODE:
-        return Corpus.stdlib_code(tokenizer, length, contexts, seed, per_label, pack=pack)
     some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
-    if name == RANDOM:
-        return Corpus.random_tokens(tokenizer, length, some, seed)
-    if name == FEW_SHOT:
-        return few_shot_corpus(tokenizer, length, some, seed)
-    digits = digits_of(name)
-    if digits is not None:
-        return addition_corpus(tokenizer, length, some, seed, digits)
-    labels = (columns.label, columns.rows, per_label)
-    dataset = dataset_of(preset(name))
-    if dataset is not None:
-        of, config, split = dataset
-        return Corpus.from_dataset(
-            of,
-            tokenizer,
-            length,
-            some,
-            config or None,
-            split or "train",
-            columns.text,
-            seed,
-            *labels,
-            pack=pack,
-            show_tokens=show_tokens,
-        )
-    return Corpus.from_path(
-        name, tokenizer, length, contexts, seed, columns.text, *labels, pack=pack, show_tokens=show_tokens
-    )
-
-
-def make_image_corpus(
-    spec: str | Path | None,
-    reader: ImageReader,
-    contexts: int | None = None,
-    seed: int = 0,
-    columns: Columns = TEXT_COLUMN,
-    per_label: int | None = None,
-    *,
-    show_images: ShowTokens = lambda images: None,
-) -> Corpus:
-    """The images that `spec` names, as the model reads them: a path, or `hf:NAME[:CONFIG[:SPLIT]]`.
-
-    Args and errors are as for `make_corpus`.
-    """
-    if spec is None:
-        raise UsageError("the model reads images: give a folder of them, or hf:NAME (--corpus)")
-    name, labels = str(spec), (columns.label, columns.rows, per_label)
-    dataset = dataset_of(name)
-    if dataset is None:
+    if isinstance(tokenizer, ImageReader):
+        refuse_length(length)
+        if spec is None:
+            raise UsageError("the model reads images: give a folder of them, or hf:NAME (--corpus)")
         if name in KEYWORDS or digits_of(name) is not None:
             raise UsageError(
                 f"the model reads images, and {name} is text: give a folder of images, or hf:NAME"
             )
-        return Corpus.from_path(
-            name, reader, None, contexts, seed, columns.text, *labels, show_tokens=show_images
-        )
+    else:
+        assert length is not None
+        check_spec(spec, columns, per_label)
+        if name == DOCS:
+            return Corpus.python_docs(tokenizer, length, contexts, seed, per_label, pack=pack)
+        if name == HELD_OUT:
+            return Corpus.python_docs(tokenizer, length, contexts, seed, held_out=True, pack=pack)
+        if name == CODE:
+            return Corpus.stdlib_code(tokenizer, length, contexts, seed, per_label, pack=pack)
+        if name == RANDOM:
+            return Corpus.random_tokens(tokenizer, length, some, seed)
+        if name == FEW_SHOT:
+            return few_shot_corpus(tokenizer, length, some, seed)
+        if (digits := digits_of(name)) is not None:
+            return addition_corpus(tokenizer, length, some, seed, digits)
+    labels = (columns.label, columns.rows, per_label)
+    more: dict[str, Any] = {"pack": pack, "show_tokens": show_tokens}
+    dataset = dataset_of(preset(name))
+    if dataset is None:
+        return Corpus.from_path(name, tokenizer, length, contexts, seed, columns.text, *labels, **more)
     of, config, split = dataset
-    some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
-    of_split = (config or None, split or "train", columns.text, seed)
-    return Corpus.from_dataset(of, reader, None, some, *of_split, *labels, show_tokens=show_images)
+    place = (config or None, split or "train", columns.text, seed)
+    return Corpus.from_dataset(of, tokenizer, length, some, *place, *labels, **more)
 
 
 def addition_corpus(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +72,7 @@ def _read(path: Path) -> dict[str, list[Score]]:
 
 def _as_json(score: Score) -> dict[str, Any]:
     """Plain values; NaN and infinities become null."""
-    plain = {field.name: getattr(score, field.name) for field in fields(Score)}
-    plain["each"] = None if score.each is None else score.each.tolist()
+    plain = vars(score) | {"each": None if score.each is None else score.each.tolist()}
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
 

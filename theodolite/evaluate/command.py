@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,20 @@ def _harness(
         if stopped():
             raise KeyboardInterrupt
 
+    def measure(shots: int) -> list[Score]:
+        with bar(f"lm-eval, {counted(shots, 'example')}", "requests") as show:
+            return harness(
+                model,
+                questions.of_lm_eval,
+                [shots],
+                folder=questions.folder,
+                batch=BATCH if questions.batch is None else questions.batch,
+                limit=questions.limit,
+                download=questions.download,
+                before_pass=before_pass,
+                show_progress=show,
+            )
+
     asked = {
         "tasks": sorted(questions.of_lm_eval),
         "folder": questions.folder and _folder_hash(questions.folder),
@@ -162,34 +177,15 @@ def _harness(
     }
     scores: list[Score] = []
     for shots in questions.shots:
-        measure = partial(_harness_scores, model, questions, shots, before_pass, bar)
-        scores += answers.get({**model_key, **asked, "shots": shots}, measure)
+        scores += answers.get({**model_key, **asked, "shots": shots}, partial(measure, shots))
     return scores
-
-
-def _harness_scores(
-    model: OpenModel, questions: Questions, shots: int, before_pass: Callable[[], None], bar: Bar
-) -> list[Score]:
-    with bar(f"lm-eval, {counted(shots, 'example')}", "requests") as show:
-        return harness(
-            model,
-            questions.of_lm_eval,
-            [shots],
-            folder=questions.folder,
-            batch=BATCH if questions.batch is None else questions.batch,
-            limit=questions.limit,
-            download=questions.download,
-            before_pass=before_pass,
-            show_progress=show,
-        )
 
 
 def _folder_hash(folder: Path) -> str:
     """Hash of all files in a folder of tasks."""
     digest = hashlib.sha256()
-    for path in sorted(
-        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    ):
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    for path in sorted(files):
         digest.update(f"{path.relative_to(folder)}\n{path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -197,8 +193,6 @@ def _folder_hash(folder: Path) -> str:
 
 def lm_eval_version() -> str | None:
     """Version of the installed lm-eval; None if it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("lm-eval")
     except PackageNotFoundError:

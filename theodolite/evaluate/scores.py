@@ -17,6 +17,11 @@ from scipy import stats
 Z95 = 1.96
 """95 % quantile of |z|, for two-sided normal intervals."""
 
+COLUMNS = (
+    *("model", "task", "shots", "metric", "value", "value_se", "difference", "difference_se"),
+    *("chance", "best", "count", "batch", "version", "cut"),
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Score:
@@ -68,24 +73,9 @@ def table(scores: Sequence[Score]) -> pd.DataFrame:
         difference, error = math.nan, math.nan
         if first is not score and first.model != score.model:
             difference, error = _paired(first, score)
-        rows.append(
-            {
-                "model": score.model,
-                "task": score.task,
-                "shots": score.shots,
-                "metric": score.metric,
-                "value": score.value,
-                "value_se": score.error,
-                "difference": difference,
-                "difference_se": error,
-                "chance": score.chance,
-                "best": score.best,
-                "count": score.count,
-                "batch": score.batch,
-                "version": score.version,
-                "cut": score.cut,
-            }
-        )
+        compared = {"value_se": score.error, "difference": difference, "difference_se": error}
+        row = vars(score) | compared
+        rows.append({name: row[name] for name in COLUMNS})
     return pd.DataFrame(rows)
 
 

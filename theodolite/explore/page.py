@@ -189,36 +189,35 @@ def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | 
 def _side(name: str) -> dict[str, Any]:
     """The panels of one model, under its name where there are two."""
     side: dict[str, Any] = {}
+
+    def panel(title: str, text: str, **parts: str) -> None:
+        """A panel with its heading; each part a plot, or HTML, and its class."""
+        with gr.Column(min_width=400):
+            gr.Markdown(f"### {title}\n{text}")
+            for part, kind in parts.items():
+                side[part] = (
+                    gr.HTML(elem_classes=part)
+                    if kind == "html"
+                    else gr.Plot(show_label=False, elem_classes=kind)
+                )
+
     with gr.Column(min_width=420):
         if name:
             gr.HTML(panel_html.heading(name))
         with gr.Row():
-            with gr.Column(min_width=400):
-                gr.Markdown("### Heads\nRows are layers, columns heads. Click a head to show it.")
-                side["map"] = gr.Plot(show_label=False, elem_classes="head-map")
-                side["head"] = gr.HTML(elem_classes="head")
-            with gr.Column(min_width=400):
-                gr.Markdown(
-                    "### Attention\nEach row is a query token, each column a key; ▼ marks the head's sinks."
-                )
-                side["attention"] = gr.Plot(show_label=False, elem_classes="attention")
+            click = "Rows are layers, columns heads. Click a head to show it."
+            panel("Heads", click, map="head-map", head="html")
+            marked = "Each row is a query token, each column a key; ▼ marks the head's sinks."
+            panel("Attention", marked, attention="attention")
         with gr.Row():
-            with gr.Column(min_width=400):
-                gr.Markdown("### Sinks\nThe attention that each token receives.")
-                side["sinks"] = gr.HTML(elem_classes="sinks")
-            with gr.Column(min_width=400):
-                gr.Markdown("### Tags\nWhat the head writes at each token.")
-                side["tags"] = gr.HTML(elem_classes="tags")
+            panel("Sinks", "The attention that each token receives.", sinks="html")
+            panel("Tags", "What the head writes at each token.", tags="html")
         gr.Markdown(f"### Constituents of the logits\n{CONSTITUENTS}")
         side["not_split"] = gr.HTML()
         side["constituents"] = gr.Plot(show_label=False, elem_classes="constituents")
         with gr.Row():
-            with gr.Column(min_width=400):
-                gr.Markdown(
-                    "### Spectrum\nEigenvalues of the head's query-key matrix, with the text's covariance Σ̂."
-                )
-                side["spectrum"] = gr.Plot(show_label=False)
-            with gr.Column(min_width=400):
-                gr.Markdown("### Signal propagation\nρ predicted from the spectrum and measured on the text.")
-                side["propagation"] = gr.Plot(show_label=False)
+            with_text = "Eigenvalues of the head's query-key matrix, with the text's covariance Σ̂."
+            panel("Spectrum", with_text, spectrum="spectrum")
+            both = "ρ predicted from the spectrum and measured on the text."
+            panel("Signal propagation", both, propagation="propagation")
     return side

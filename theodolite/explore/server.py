@@ -14,9 +14,13 @@ import gradio as gr
 import uvicorn
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from theodolite.errors import UsageError
 from theodolite.explore.page import build
 from theodolite.explore.subject import Subject
-from theodolite.system.listening import HOST
+
+HOST = "127.0.0.1"
+FIRST_PORT, PORTS = 7860, 100
+"""Where a free port is looked for when none is named."""
 
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -61,6 +65,28 @@ def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),  # none is fetched
         root_path="",
     )
+
+
+def listen(port: int | None) -> socket.socket:
+    """A socket on this machine's own address, at `port` or the first free one from `FIRST_PORT` on; or `UsageError`."""
+    if port is not None and not 0 <= port <= 65535:
+        raise UsageError(f"{port} is not a port: use one from 1024 to 65535")
+    ports = range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]
+    for number in ports:
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((HOST, number))
+            listening.listen()
+            return listening
+        except OSError as error:
+            listening.close()
+            reason = error.strerror
+    if port is None:
+        raise UsageError(
+            f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free: name one with --port"
+        )
+    raise UsageError(f"port {port} cannot be used ({reason}): leave out --port, or name another")
 
 
 def serve(app: fastapi.FastAPI, listening: socket.socket, started: Callable[[str], None]) -> None:

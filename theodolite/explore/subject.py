@@ -9,7 +9,7 @@ import functools
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from theodolite.explore.view import (
     head_tags,
     head_view,
     read_prompt,
-    split_logits,
 )
+from theodolite.logits.constituents import constituents_of_pass
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
 from theodolite.models.prompts import shipped_prompt
@@ -57,7 +57,6 @@ class ConstituentsAndTags:
     no_tags: str = ""
 
 
-@dataclass(frozen=True, eq=False)
 class Subject:
     """One model, its survey, and cached results of the latest prompts; thread-safe.
 
@@ -67,52 +66,41 @@ class Subject:
         run: a survey of it on a text.
     """
 
-    name: str
-    model: OpenModel
-    run: Run
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    _caches: dict[str, Any] = field(default_factory=dict, repr=False)
+    def __init__(self, name: str, model: OpenModel, run: Run) -> None:
+        self.name, self.model, self.run = name, model, run
+        self._lock = threading.RLock()
+        self._passes = functools.lru_cache(KEPT_PROMPTS)(lambda ids: read_prompt(model, torch.tensor(ids)))
+        self._catches = functools.lru_cache(KEPT_LAYERS)(self._catch)
+        self._splits = functools.lru_cache(KEPT_LAYERS)(
+            lambda ids, layer: constituents_of_pass(model, self.read(ids).layers[layer], run)
+        )
 
     def read(self, ids: tuple[int, ...]) -> PromptPass:
         """The forward pass of a prompt."""
         with self._lock:
-            return self._cached("read", KEPT_PROMPTS, self._read)(ids)
+            return self._passes(ids)
 
     def view(self, ids: tuple[int, ...], layer: int, head: int) -> HeadView:
         """A head on the prompt; `UsageError` where there is no such head."""
         self.model.check_place(layer, head)
         with self._lock:
-            read = self.read(ids)
-            caught = self._caught(ids, layer)
+            read, caught = self.read(ids), self._catches(ids, layer)
             return head_view(read.tokens, read.layers[layer].inputs, caught, layer, head, read.trailing)
 
     def constituents_and_tags(self, ids: tuple[int, ...], layer: int, head: int) -> ConstituentsAndTags:
         """A layer's constituents on the prompt, and what the head writes."""
         with self._lock:
             forward_pass, view = self.read(ids), self.view(ids, layer, head)
-            split, not_split = _or_error(lambda: self._cached("split", KEPT_LAYERS, self._split)(ids, layer))
-            tags, no_tags = _or_error(
-                lambda: head_tags(self.model, forward_pass, self._caught(ids, layer), view)
-            )
+            split, not_split = _or_error(lambda: self._splits(ids, layer))
+            caught = self._catches(ids, layer)
+            tags, no_tags = _or_error(lambda: head_tags(self.model, forward_pass, caught, view))
             return ConstituentsAndTags(
                 split, tags, not_split, no_tags or ("" if tags else "too few tokens besides the sinks")
             )
 
-    def _caught(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
-        return self._cached("caught", KEPT_LAYERS, self._catch)(ids, layer)
-
-    def _read(self, ids: tuple[int, ...]) -> PromptPass:
-        return read_prompt(self.model, torch.tensor(ids))
-
     def _catch(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
         read = self.read(ids)
         return catch_layer(read.layers[layer].inputs, read.trailing)
-
-    def _split(self, ids: tuple[int, ...], layer: int) -> Constituents:
-        return split_logits(self.model, self.read(ids), layer, self.run)
-
-    def _cached(self, name: str, most: int, work: Any) -> Any:
-        return self._caches.setdefault(name, functools.lru_cache(most)(work))
 
 
 def _or_error(work: Any) -> tuple[Any, str]:

@@ -20,9 +20,7 @@ from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
-from theodolite.logits.constituents import constituents_of_pass
 from theodolite.measure.attribution import chosen_heads
-from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -124,22 +122,13 @@ def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
     """Run the model on a prompt and keep every layer's inputs; `WorkError` where they are NaN or infinite."""
     layers: list[LayerPass] = []
     visit_layers(model, ids[None], list(model.attending), layers.append)
-    refuse_not_finite(layers)
+    if not all(bool(torch.isfinite(layer_pass.stream).all()) for layer_pass in layers):
+        wider = wider_than(layers[0].stream.dtype)
+        raise WorkError(f"hidden states hold NaN or infinite values on this prompt: {wider}")
     trailing = trailing_special_tokens(model.tokenizer, ids[None])
     measured = _measured(model, ids, layers, trailing)
     by_layer = {layer_pass.layer: layer_pass for layer_pass in layers}
     return PromptPass(ids, tuple(token_texts(model, ids)), trailing, by_layer, measured)
-
-
-def refuse_not_finite(layers: Sequence[LayerPass]) -> None:
-    """Refuse streams with NaN or infinite values.
-
-    Raises:
-        WorkError: there are some.
-    """
-    if not all(bool(torch.isfinite(layer_pass.stream).all()) for layer_pass in layers):
-        wider = wider_than(layers[0].stream.dtype)
-        raise WorkError(f"hidden states hold NaN or infinite values on this prompt: {wider}")
 
 
 def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], trailing: int) -> Run:
@@ -174,14 +163,7 @@ def head_view(
     head: int,
     trailing: int,
 ) -> HeadView:
-    """One head's attention and sinks.
-
-    Args:
-        tokens: the prompt's, as text.
-        inputs, caught: of the head's layer.
-        layer, head: which.
-        trailing: special tokens at the prompt's end.
-    """
+    """One head's attention and sinks, from what its layer attends with and whom its sinks catch."""
     inputs = chosen_heads(inputs, [head])
     with torch.inference_mode():
         weights, visible, received = (of_heads[0] for of_heads in attention_paid(inputs))
@@ -209,23 +191,8 @@ def head_view(
     )
 
 
-def split_logits(model: OpenModel, read: PromptPass, layer: int, run: Run) -> Constituents:
-    """A layer's logits on the prompt by constituent, with μ and the positional basis of a survey.
-
-    Raises:
-        UsageError: the run's contexts are shorter than the prompt.
-        WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
-    """
-    return constituents_of_pass(model, read.layers[layer], run)
-
-
 @measures
-def head_tags(
-    model: OpenModel,
-    read: PromptPass,
-    caught: LayerCatch,
-    view: HeadView,
-) -> Tags | None:
+def head_tags(model: OpenModel, read: PromptPass, caught: LayerCatch, view: HeadView) -> Tags | None:
     """What the head writes, coloured; None where all tokens but two or fewer are sinks.
 
     Raises:

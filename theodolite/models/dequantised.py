@@ -109,12 +109,7 @@ def refuse_unreadable_layers(named: Iterable[tuple[str, nn.Module]]) -> None:
 def dequantised(name: str, layer: nn.Module) -> nn.Linear:
     """A plain layer in float64 that computes what the quantised one does, up to the rounding of activations.
 
-    Args:
-        name: for messages.
-        layer: in evaluation mode; it is asked, in its own dtype, and stays as it is.
-
-    Raises:
-        WorkError: the layer cannot be asked, or what it answers is no matrix times its input.
+    The layer is asked in evaluation mode and its own dtype, and stays as it is; `WorkError` where it cannot be read.
     """
     with _linear_part(name, layer) as (answer, width):
         _refuse_nonlinear(name, layer, answer, width)
@@ -289,16 +284,7 @@ def kinds_of(path: str | Path) -> dict[str, str]:
 
 
 def refuse_quantised_files(source: str | Path, model: nn.Module, files: Iterable[str | Path]) -> None:
-    """Refuse tensors that are weights only after a quantiser whom nothing names has scaled them.
-
-    Args:
-        source: for the message.
-        model: with the parameters that are wanted, and the config.
-        files: of safetensors.
-
-    Raises:
-        WorkError: a weight is stored in a type that is none of `FLOATS`, or scales are left beside one.
-    """
+    """Raise `WorkError` where files hold weights that are none of `FLOATS`, or scales, and no quantiser is named."""
     if getattr(model.config, "quantization_config", None):
         return
     kinds = {name: kind for path in files for name, kind in kinds_of(path).items()}

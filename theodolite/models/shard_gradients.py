@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from theodolite.errors import UsageError
-from theodolite.models.shards import (
-    Place,
-    dimensions_of_heads,
-    gathered,
-    is_dtensor,
-    of_own_heads,
-)
+from theodolite.models.shards import Place, dimensions_of_heads, gathered, is_dtensor, of_own_heads
 
 if distributed.is_available():
     from torch.distributed.tensor import DTensor

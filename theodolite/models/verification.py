@@ -55,8 +55,6 @@ def verify_attention(
     """Compare every attention module's output with the recomputed one; the attention inputs of each that attends.
 
     Args:
-        model, structure: the model, and where its attention modules are.
-        run: a forward pass.
         skip_overflow: compare nothing where the model's own outputs are NaN or infinite, as those of a training run
             that diverged: who measures it names the layer.
 
@@ -94,8 +92,6 @@ def check_recomputed(
     """Compare the output of an attention module with the one recomputed from its queries, keys and values.
 
     Args:
-        where: the layer, for the message.
-        own, recomputed: the two outputs.
         largest: bounds of the logits of this layer and of those before it, whose errors travel on.
         least: error that is rounding in any case.
 

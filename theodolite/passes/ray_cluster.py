@@ -46,11 +46,7 @@ class WorkerLost(Exception):
 
 
 def fetched(answer: Any, doing: str) -> Any:
-    """What a worker answered.
-
-    Args:
-        answer: the reference.
-        doing: what the call did, in words.
+    """What a worker answered; `doing`: what the call did, in words.
 
     Raises:
         TheodoliteError, MemoryError, OutOfMemoryError: what the worker raised.

@@ -35,13 +35,7 @@ OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *M
 
 
 def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
-    """All tables and arrays of a survey, from what its passes have left.
-
-    Args:
-        states: of the stages `facts` (what was surveyed), `corpus`, `shares`, `weights`, `patterns` and `attribution`,
-            or some of them.
-        extra: the accumulators that the survey was given, whose `columns` are added to the tables.
-    """
+    """All tables and arrays of a survey, from what its passes, or some, have left; `extra`: its added accumulators."""
     facts = states.notes["facts"]
     provenance: dict[str, Any] = facts["provenance"]
     tables: dict[str, pd.DataFrame] = dict.fromkeys(

@@ -40,10 +40,6 @@ class LayersPass:
     """What `read` gives of one layer after the other; only that is kept, and not the weights.
 
     State: the tensors that `read` gives, those of all layers joined along their first dimension.
-
-    Args:
-        layers: in the order in which they are read.
-        read: a layer's tensors.
     """
 
     def __init__(self, layers: Sequence[int], read: Callable[[int], State]) -> None:

@@ -67,25 +67,14 @@ WriteExtras = Callable[[Pruned, Path], object]
 def write_block(
     matrices: Sequence[Matrix], pruned: Sequence[PrunedMatrix], *, sparse_alone: bool = False
 ) -> None:
-    """Write the pruned matrices of a block, which is present, into it.
-
-    Args:
-        matrices, pruned: of the block, in one order.
-        sparse_alone: without the low-rank parts that an adapter can hold.
-    """
+    """Write the pruned matrices of a block that is present into it; `sparse_alone`: without what an adapter holds."""
     for own, approximation in zip(matrices, pruned, strict=True):
         alone = sparse_alone and has_layer(approximation)
         own.write(approximation.sparse if alone else approximation.merged(own.holder.device))
 
 
 class UnfinishedPruning:
-    """The finished blocks of a pruning in `OUT.partial`, and how they become `OUT`.
-
-    Args:
-        out: folder of the checkpoint.
-        fingerprint: everything that determines the result.
-        corpus: what provenance says of the corpus, if one is read, to say what differs where it does not match.
-    """
+    """The finished blocks of a pruning in `OUT.partial`, and how they become `OUT`; arguments as of `Workspace`."""
 
     def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any] | None) -> None:
         self._fingerprint, self._corpus = fingerprint, corpus
@@ -201,12 +190,7 @@ class UnfinishedPruning:
     def written_into(
         self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], *, sparse_alone: bool = False
     ) -> Iterator[None]:
-        """While open, the model has its pruned matrices: a streamed one, too, as its blocks are read.
-
-        Args:
-            model, matrices: what is pruned.
-            sparse_alone: without low-rank parts that an adapter can hold.
-        """
+        """While open, the model has its pruned matrices: a streamed one, too, as its blocks are read."""
 
         def write(layer: int, sparse_alone: bool) -> None:
             write_block(matrices[layer], self._matrices(layer), sparse_alone=sparse_alone)

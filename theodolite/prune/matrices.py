@@ -165,15 +165,7 @@ class PruningSettings:
         return plain
 
     def prune(self, matrix: Matrix, moments: Moments) -> tuple[PrunedMatrix, dict[str, Any]]:
-        """One matrix pruned, in its own dtype, and its row of the table.
-
-        Args:
-            matrix: in its block, which is present.
-            moments: of its inputs.
-
-        Raises:
-            WorkError: nothing was seen to enter a matrix that every token should reach.
-        """
+        """One matrix of a block that is present, pruned in its own dtype, and its row of the table; or `WorkError`."""
         options = self.options
         if not moments.count and not matrix.is_of_expert and options.weighs_inputs:
             raise WorkError(

@@ -265,9 +265,6 @@ def sparsegpt_factored(
     The paper carries what was removed forward through the Cholesky factor U of the inverse, H⁻¹ = Uᵀ U. Here
     U = R⁻¹ is never formed: with Δ = Ŵ − W of the inputs done so far, what minimises the error over the others moves
     the next block by −Δ R_before R_block⁻¹, which needs the inverse of diagonal blocks only.
-
-    Raises:
-        UsageError: as `sparsegpt`.
     """
     weight = checked_weight(weight)
     if len(factor.upper) != weight.shape[1]:

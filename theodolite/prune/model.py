@@ -133,7 +133,7 @@ class _Pruning:
     def planned(
         cls, model: OpenModel, corpus: Corpus, options: PruningOptions, show_progress: ShowProgress
     ) -> _Pruning:
-        """What is asked, checked before anything is pruned against model and text; errors as of `prune_model`."""
+        """What is asked, checked against the model and the text before anything is pruned."""
         check_fit(model, corpus, least_contexts=1)
         if corpus.images is not None:
             raise UsageError(f"{model.id} reads images: only models of text are pruned")
@@ -208,12 +208,7 @@ class _Pruning:
     def _pruned_block(
         self, text: BlockByBlock | None, layer: int, matrices: Sequence[Matrix], before: int
     ) -> tuple[list[PrunedMatrix], TableRows]:
-        """Prune the matrices of a block on their current inputs; also their rows of the table.
-
-        Args:
-            text: that the block reads; None: all inputs count alike.
-            before: matrices of earlier blocks.
-        """
+        """Prune a block's matrices on their inputs (no text: all alike), after `before` others; their rows, too."""
         moments = InputMoments(matrices, self.options.moments_damping)
         if text:
             with moments.collecting():

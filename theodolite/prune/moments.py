@@ -44,12 +44,7 @@ class Moments:
 
 
 class InputMoments:
-    """Sums over the inputs of some matrices, keyed by the memory address of the matrix.
-
-    Args:
-        matrices: of a block.
-        damping: of the full moments' factors, as in `factor_hessian`; None: diagonals only.
-    """
+    """Sums over the inputs of some matrices of a block; `damping`: of full moments' factors; None: diagonals only."""
 
     def __init__(self, matrices: Sequence[Matrix], damping: float | None = None) -> None:
         self._damping = damping
@@ -65,7 +60,7 @@ class InputMoments:
 
     @torch.inference_mode()  # as the pass in which sums were made, which are changed in place
     def of(self, matrix: Matrix) -> Moments:
-        """Moments of the inputs of a matrix, unit ones with a count of 0 without any; `WorkError` if not finite."""
+        """Moments of the inputs of a matrix, unit ones with a count of 0 if there were none; or `WorkError`."""
         at, device = matrix.holder.data_ptr(), matrix.holder.device
         first = self._first.get(at, at)
         if first not in self._sums and first not in self._moments:

@@ -57,14 +57,7 @@ class PruningOptions:
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def checked(self, *, streamed: bool) -> PruningOptions:
-        """The same with Python's own numbers, since JSON has none of numpy's.
-
-        Args:
-            streamed: the blocks of the model are read from its files as they run.
-
-        Raises:
-            UsageError: an option is none of its kind, or does not go with another one.
-        """
+        """The same with Python's own numbers, for JSON; `UsageError` where one is none of its kind or fits no other."""
         if self.method not in METHODS:
             raise UsageError(f"unknown method {self.method}: use {', '.join(METHODS)}")
         if self.form not in FORMS:

@@ -115,11 +115,7 @@ def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int,
 
 
 def reader_of_low_rank(folder: Path, sums: Mapping[str, str]) -> Callable[[int], LowRank]:
-    """Reads the low-rank parts of a block from a written checkpoint; a block without any has no file.
-
-    Raises (when called):
-        ValueError, KeyError, WorkError: the file is missing, damaged or another one.
-    """
+    """Reads the low-rank parts of a block from a written checkpoint; a block without any has no file."""
 
     def read(layer: int) -> LowRank:
         if is_factored(folder):

@@ -39,9 +39,6 @@ def in_file(tensor: Tensor, folder: Path) -> Tensor:
     """A copy whose memory is a file without a name: the system has it in memory as far as there is room.
 
     It is written before it is mapped, so that a full disk is an error.
-
-    Raises:
-        OSError: it cannot be written.
     """
     flat = tensor.detach().cpu().contiguous()
     with NamedTemporaryFile(dir=folder) as file:

@@ -172,14 +172,7 @@ def attention_paid(
 def groups_of(
     catches: Catches, head: int, length: int, trailing: int = 0
 ) -> tuple[Int[Tensor, " sinks"], Int[Tensor, " positions"]]:
-    """`sinks` and `group` of a `PromptTrace`, from what the sinks of a layer catch.
-
-    Args:
-        catches: of all heads of the layer, in one context.
-        head: whose sinks.
-        length: T, the context's tokens.
-        trailing: of which so many at the end are special tokens.
-    """
+    """`sinks` and `group` of a `PromptTrace` of T tokens, the last `trailing` of them special, by a layer's catches."""
     rows = (catches.head == head).nonzero().flatten()
     group = torch.full((length,), UNCAUGHT)
     group[0] = LEFT_OUT

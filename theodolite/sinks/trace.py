@@ -57,10 +57,7 @@ class _LayerCatch:
 class TracePass(CorpusPass):
     """The sums of a trace; what a context's sinks caught is kept only until its pass is over.
 
-    Args:
-        model, corpus, batch: as for `CorpusPass`.
-        metric: W_O W_Oᵀ of every head, lengths in the residual stream.
-        stretches: whether local sinks count.
+    `metric`: W_O W_Oᵀ of every head, lengths in the residual stream.
     """
 
     def __init__(

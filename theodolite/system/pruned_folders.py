@@ -38,11 +38,7 @@ def exists_already(out: Path) -> UsageError:
 
 
 def refuse_inside(out: Path, source: str | None) -> None:
-    """Refuse to write a checkpoint inside another one, or where nothing can be written.
-
-    Raises:
-        UsageError: it would be; the message names the other one, or what is wrong with the place.
-    """
+    """Raise `UsageError` where a checkpoint would be written inside another one, or where nothing can be written."""
     check_target(out)
     for folder in out.absolute().parents:
         if (folder / SETTINGS).is_file():

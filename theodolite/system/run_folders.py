@@ -102,12 +102,7 @@ def differences(
     corpus_there: dict[str, Any] | None = None,
     corpus_now: dict[str, Any] | None = None,
 ) -> str:
-    """What differs between two runs, by the names of options: `--length 64 there, 32 now; --seed 0 there, 1 now`.
-
-    Args:
-        there, now: fingerprints.
-        corpus_there, corpus_now: what their provenance says of the corpus, where it is known.
-    """
+    """What differs between two fingerprints, and corpora, by the names of options: `--length 64 there, 32 now`."""
     said: dict[str, str] = {}
     if there.get("model") != now.get("model"):
         said["model"] = "the model"

@@ -19,17 +19,14 @@ TOKEN_LIMIT = 40
 MOST_DECIMALS = 6  # of a value beside its error; finer ones are shown as powers of ten
 
 _MARKS = {"\n": "↵", "\r": "␍", "\t": "⇥", "\v": "␋", "\f": "␌", "\x00": "␀", "\x1b": "␛", "\x7f": "␡"}
-_SPACES = {"\u00a0": "⍽", "\u2028": "⟨U+2028⟩", "\u2029": "⟨U+2029⟩"}
+_MARKS |= {"\u00a0": "⍽", "\u2028": "⟨U+2028⟩", "\u2029": "⟨U+2029⟩"}
 
 
 def _visible_character(character: str) -> str:
     if character in _MARKS:
         return _MARKS[character]
-    if character in _SPACES:
-        return _SPACES[character]
-    if unicodedata.category(character).startswith("C"):
-        return f"⟨U+{ord(character):04X}⟩"
-    return character
+    hidden = unicodedata.category(character).startswith("C")
+    return f"⟨U+{ord(character):04X}⟩" if hidden else character
 
 
 def visible(text: object, limit: int | None = None) -> str:
@@ -42,7 +39,7 @@ def visible(text: object, limit: int | None = None) -> str:
     source = str(text)
     if limit is not None and len(source) > limit:
         source = source[: limit - 1] + "…"
-    return "".join(_visible_character(character) for character in source)
+    return "".join(map(_visible_character, source))
 
 
 def shown_token(text: object) -> str:
@@ -151,10 +148,10 @@ def counted(amount: int, noun: str) -> str:
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
 
 
-def harmless(text: str, limit: int | None = None) -> str:
+def harmless(text: str) -> str:
     """A sentence that may quote names from files, its control and direction characters made visible."""
     # theodolite puts non-breaking spaces between a number and its unit
-    return visible(text.replace("\u00a0", " "), limit)
+    return visible(text.replace("\u00a0", " "))
 
 
 def reading_order(name: str) -> tuple[str, bool, str, int]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,10 +105,6 @@ class Alarm:
         steps = max(1, round(self.value / -self.slope))
         return f"{name} {self.value:.2g}, reaches 0 in about {steps} step{'s' if steps > 1 else ''}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """As it is written to a file."""
-        return asdict(self)
-
 
 def alarm_lines(alarms: list[Alarm]) -> list[str]:
     """One line for each kind among alarms of one step: the worst in full, the others by name, what to do."""
@@ -129,9 +124,6 @@ class Alarms:
     """Judges look after look; a head or layer alarms once for each kind until it has recovered.
 
     Once more, too, if it alarmed above the limit and then goes below it.
-
-    Args:
-        limits: the levels.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:

@@ -113,15 +113,7 @@ class GeometryReader:
             self._tokens = Tokens.of(contexts if len(contexts) else self.ids[:1], self.model.device)
 
     def look(self, step: int = 0, spectra: bool = True) -> Geometry:
-        """Measure now.
-
-        Args:
-            step: optimizer steps done, for the record.
-            spectra: also read every head's weights, which costs about as much again as the rest.
-
-        Raises:
-            WorkError: hidden states are NaN or infinite; the layer is named.
-        """
+        """Measure now, with `spectra` every head's weights, too, for as much time again; `WorkError` names a layer."""
         started = time.perf_counter()
         error = None
         device = self.model.device.type
@@ -147,15 +139,7 @@ class GeometryReader:
 def geometry_of(
     model: OpenModel, step: int, sums: State, spectra: dict[str, list[Any]] | None, seconds: float
 ) -> Geometry:
-    """The tables.
-
-    Args:
-        model: the model.
-        step: optimizer steps done.
-        sums: those of `LookSums`, of all processes.
-        spectra: of `spectra_of`, or None.
-        seconds: that it took.
-    """
+    """The tables, from the sums of `LookSums` of all processes and what `spectra_of` gave, if it was asked."""
     attention = part_of(sums, "attention")
     heads = heads_that_are(_head_columns(attention, part_of(sums, "queries")), model.heads_of)
     if spectra is not None:

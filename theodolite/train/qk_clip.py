@@ -206,10 +206,9 @@ class QKClipCallback(GeometryCallback):
 
 def checked_threshold(threshold: float) -> float:
     """The threshold, if it is a number above 0; else `UsageError`."""
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not number or not 0 < threshold < math.inf:
         raise UsageError(f"threshold is {threshold!r}: give a number above 0")
-    if not 0 < threshold < math.inf:
-        raise UsageError(f"threshold is {threshold}: give a number above 0")
     return float(threshold)
 
 

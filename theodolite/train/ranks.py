@@ -36,11 +36,7 @@ class Ranks:
 
     @classmethod
     def current(cls, heads: Any = None) -> Ranks:
-        """Those of the default process group; without one, this process alone.
-
-        Args:
-            heads: the process group over which heads are spread, or None.
-        """
+        """Those of the default process group, or this process alone; `heads`: the group over which heads are spread."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         rank, world = distributed.get_rank(), distributed.get_world_size()

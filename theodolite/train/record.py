@@ -169,7 +169,7 @@ class Record:
         rows = {
             "heads": [at | row for row in geometry.heads.to_dict("records")],
             "layers": [at | row for row in geometry.layers.to_dict("records")],
-            "alarms": [alarm.as_dict() for alarm in alarms],
+            "alarms": [vars(alarm) for alarm in alarms],
         }
         for name, lines in rows.items():
             self._append(name, lines)

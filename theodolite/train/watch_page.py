@@ -219,11 +219,7 @@ def _means(values: Floats, groups: NDArray[np.int64]) -> Floats:
 
 
 def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places) -> Panel:
-    """The mean over all heads or layers, and the one that is nearest to an alarm, with its name.
-
-    Args:
-        steps: (S,). values: (S, P). places: of the columns, (layer, head), or (layer,) of the residual stream.
-    """
+    """The mean of `values` (S, P) over heads or layers, at `steps` (S), and the nearest to an alarm, with its place."""
     groups = first_of_groups(len(steps), POINTS)
     x = _last_of_groups(steps, groups)
     outermost = np.where(np.isfinite(values), values, np.inf if measure.low_alarms else -np.inf)
