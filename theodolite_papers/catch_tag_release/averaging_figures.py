@@ -19,6 +19,7 @@ from theodolite.report.outcome import Outcome
 from theodolite.system.threads import using_threads
 from theodolite.system.wording import for_plotly
 from theodolite_papers.catch_tag_release import averaging_training as training
+from theodolite_papers.drawing.localization import POWERS
 
 SQUARE, GAP = 390, 0.08
 TITLES = 70  # pixels: a line of them, below the toolbar
@@ -72,11 +73,9 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
     lowest = min(
         float(np.nanmin(np.where(measured > BELOW, measured, np.nan))) for measured, _ in curves.values()
     )
-    window = [
-        math.log10(lowest) - 0.3,
-        math.log10(highest) + 0.7,
-    ]  # a rate means nothing where it exceeds all errors
-    layout = {"yaxis": {"type": "log", "range": window, "exponentformat": "power"}, "legend": {"y": 1.04}}
+    # A rate means nothing where it exceeds all errors.
+    window = {"range": [math.log10(lowest) - 0.3, math.log10(highest) + 0.7]}
+    layout = {"yaxis": POWERS | window, "legend": {"y": 1.04}}
     return style.figure(traces, "s_tag", y, height=420, layout=layout)
 
 
@@ -93,7 +92,7 @@ def losses(
     for dash, (name, level) in zip(("dot", "dash"), marks.items(), strict=False):
         hover = f"{for_plotly(name)}: {level:.3g}<extra></extra>"
         traces += line([0, last], [level, level], name, style.GREY, dash=dash, width=1.5, hover=hover)
-    layout = {"yaxis": {"type": "log", "exponentformat": "power"}, "legend": {"y": 1.04}}
+    layout = {"yaxis": POWERS, "legend": {"y": 1.04}}
     return style.figure(traces, "step", "mean squared error", height=430, layout=layout)
 
 
@@ -122,12 +121,8 @@ def seeds(
             strict=False,
         )
     ]
-    power = {"type": "log", "exponentformat": "power"}
-    layout: dict[str, Any] = {
-        "xaxis": power,
-        "yaxis": power if logarithmic else {"range": [-0.05, 1.05]},
-        "legend": {"y": 1.04},
-    }
+    y = POWERS if logarithmic else {"range": [-0.05, 1.05]}
+    layout: dict[str, Any] = {"xaxis": POWERS, "yaxis": y, "legend": {"y": 1.04}}
     drawn = style.figure(traces, *titles, height=430, layout=layout)
     limit = {"color": style.GREY, "dash": "dot", "width": 1.5}
     drawn.add_vline(limits[0], line=limit)

@@ -27,6 +27,7 @@ from theodolite.report.drawing.grammar import line
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, for_plotly, percent, with_error
 from theodolite_papers.catch_tag_release.pruned_models import METHODS
+from theodolite_papers.drawing.localization import whiskers
 from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment, of_trainings
 from theodolite_papers.training.task_models import models_of
 
@@ -68,17 +69,12 @@ def accuracy_by_shots(
 def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> list[go.Scatter]:
     accuracy, low, high = (rows[name].to_numpy(np.float64) for name in ("accuracy", "low", "high"))
     name = for_plotly(model)
-    whiskers = {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3}
-    whiskers |= {
-        "array": (high - accuracy).astype(np.float32),
-        "arrayminus": (accuracy - low).astype(np.float32),
-    }
     return line(
         rows["shots"].to_numpy(np.float64) + shift,
         accuracy,
         model,
         colour,
-        error_y=whiskers,
+        error_y=whiskers(accuracy, low, high),
         legendgroup=name,
         marker=6,
         customdata=[

@@ -91,16 +91,9 @@ def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go
         customdata=[[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)],
         hovertemplate="%{customdata[0]}: %{x:.1%} of contexts<br>%{customdata[1]}<extra></extra>",
     )
-    layout = {
-        "yaxis": {
-            "autorange": "reversed",
-            "tickmode": "array",
-            "tickvals": list(range(len(names))),
-            "ticktext": [for_plotly(name) for name in names],
-            "showgrid": False,
-        },
-        "xaxis": {"tickformat": ".0%", "rangemode": "tozero"},
-    }
+    down = {"autorange": "reversed", "tickmode": "array", "showgrid": False}
+    down |= {"tickvals": list(range(len(names))), "ticktext": [for_plotly(name) for name in names]}
+    layout = {"yaxis": down, "xaxis": {"tickformat": ".0%", "rangemode": "tozero"}}
     return style.figure([bars], "share of contexts", "", height=110 + 24 * max(3, len(names)), layout=layout)
 
 
