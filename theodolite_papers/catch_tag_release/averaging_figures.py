@@ -104,6 +104,7 @@ def seeds(
     logarithmic: bool = False,
 ) -> go.Figure:
     """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind."""
+    looks = zip(style.CATEGORIES, ("circle", "diamond", "square", "triangle-up", "x", "cross"), strict=False)
     traces: list[Any] = [
         go.Scatter(
             x=errors.astype(np.float32),
@@ -114,12 +115,7 @@ def seeds(
             marker={"size": 9, "color": colour, "symbol": symbol, "line": {"width": 1}},
             hovertemplate=f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>",
         )
-        for (kind, (errors, values, names)), colour, symbol in zip(
-            kinds.items(),
-            style.CATEGORIES,
-            ("circle", "diamond", "square", "triangle-up", "x", "cross"),
-            strict=False,
-        )
+        for (kind, (errors, values, names)), (colour, symbol) in zip(kinds.items(), looks, strict=False)
     ]
     y = POWERS if logarithmic else {"range": [-0.05, 1.05]}
     layout: dict[str, Any] = {"xaxis": POWERS, "yaxis": y, "legend": {"y": 1.04}}
@@ -190,14 +186,10 @@ def draw_scatter(
 ) -> None:
     """Each model's error against a column, which `names` names in the title and on the axis; `limits` of both."""
     what, axis = names
-    kinds = {
-        str(kind): (
-            rows["left"].to_numpy(),
-            rows[column].to_numpy(),
-            [f"{kind}, seed {seed}" for seed in rows["seed"]],
-        )
-        for kind, rows in models.groupby("kind", sort=False)
-    }
+    kinds = {}
+    for kind, rows in models.groupby("kind", sort=False):
+        seeds_of = [f"{kind}, seed {seed}" for seed in rows["seed"]]
+        kinds[str(kind)] = rows["left"].to_numpy(), rows[column].to_numpy(), seeds_of
     outcome.figure(
         column,
         f"Every trained model: error and {what}",

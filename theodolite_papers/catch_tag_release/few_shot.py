@@ -69,26 +69,21 @@ def accuracy_by_shots(
 def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> list[go.Scatter]:
     accuracy, low, high = (rows[name].to_numpy(np.float64) for name in ("accuracy", "low", "high"))
     name = for_plotly(model)
-    return line(
-        rows["shots"].to_numpy(np.float64) + shift,
-        accuracy,
-        model,
-        colour,
-        error_y=whiskers(accuracy, low, high),
-        legendgroup=name,
-        marker=6,
-        customdata=[
-            [shots, *map(percent, values)]
-            for shots, *values in zip(rows["shots"], accuracy, low, high, strict=True)
-        ],
-        hover=f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} "
-        "(%{customdata[2]} to %{customdata[3]})<extra></extra>",
+    shares = zip(rows["shots"], accuracy, low, high, strict=True)
+    own: dict[str, Any] = {"error_y": whiskers(accuracy, low, high), "legendgroup": name, "marker": 6}
+    own["customdata"] = [[shots, *map(percent, values)] for shots, *values in shares]
+    hover = (
+        f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} (%{{customdata[2]}} to %{{customdata[3]}})"
     )
+    at = rows["shots"].to_numpy(np.float64) + shift
+    return line(at, accuracy, model, colour, hover=f"{hover}<extra></extra>", **own)
 
 
 def _marks(rows: pd.DataFrame, colour: str, shift: float) -> go.Scatter:
     """One open circle a seed."""
     name = for_plotly(rows["model"].iloc[0]) if len(rows) else ""
+    notes = [[row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()]
+    hover = f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: %{{customdata[2]}}<extra></extra>"
     return go.Scatter(
         x=(rows["shots"].to_numpy(dtype=np.float64) + shift).astype(np.float32),
         y=rows["accuracy"].to_numpy(dtype=np.float32),
@@ -97,11 +92,8 @@ def _marks(rows: pd.DataFrame, colour: str, shift: float) -> go.Scatter:
         opacity=0.6,
         legendgroup=name,
         showlegend=False,
-        customdata=[
-            [row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()
-        ],
-        hovertemplate=f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: "
-        "%{customdata[2]}<extra></extra>",
+        customdata=notes,
+        hovertemplate=hover,
     )
 
 
@@ -200,18 +192,12 @@ def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
             _read(outcome, f"{name}, {removed}", accuracy)
         for name in ("Wanda", "SparseGPT"):
             gap = by_method["OATS"] - by_method[name]
-            outcome.claim(
-                f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)",
-                f"accuracy with OATS less that with {name}, paired by model",
-                Estimate.mean(gap[:, 0], "models"),
-                SIMILAR,
-            )
-            outcome.claim(
-                f"OATS's lead over {name} widens with examples, {removed} (section 3.5, Fig. 3)",
-                "lead with five examples less that with none",
-                Estimate.mean(gap[:, -1] - gap[:, 0], "models"),
-                WIDENS,
-            )
+            claim = f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)"
+            what = f"accuracy with OATS less that with {name}, paired by model"
+            outcome.claim(claim, what, Estimate.mean(gap[:, 0], "models"), SIMILAR)
+            claim = f"OATS's lead over {name} widens with examples, {removed} (section 3.5, Fig. 3)"
+            what = "lead with five examples less that with none"
+            outcome.claim(claim, what, Estimate.mean(gap[:, -1] - gap[:, 0], "models"), WIDENS)
         rows = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
         best = RULES.best_accuracy().tolist()
         outcome.figure(

@@ -118,11 +118,8 @@ def _controls(attention: list[PromptAttention]) -> Iterator[tuple[str, int, list
     """(name, seed, keys by layer) that are hidden in the place of the sinks."""
     for seed in range(CONTROLS):
         generator = torch.Generator().manual_seed(seed)
-        yield (
-            OTHERS,
-            seed,
-            [other_keys(of.sinks, torch.rand(of.sinks.shape, generator=generator)) for of in attention],
-        )
+        orders = (torch.rand(of.sinks.shape, generator=generator) for of in attention)
+        yield OTHERS, seed, [other_keys(of.sinks, order) for of, order in zip(attention, orders, strict=True)]
     yield ATTENDED, 0, [other_keys(of.sinks, -of.mass) for of in attention]
 
 
@@ -244,16 +241,11 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
             "rise an example, least squares over all numbers": beyond @ examples / (examples @ examples),
             "with five examples less with four": beyond[:, -1] - beyond[:, -2],
         }
-        by_model = (
-            judge(
-                growing,
-                f"accuracy lost beyond that control, {of}, by model",
-                Estimate.mean(values, "models"),
-                MORE,
-            )
-            for of, values in trend.items()
-        )
-        outcome.verdicts.append(all_of(growing, list(by_model)))
+        by_model = []
+        for of, values in trend.items():
+            beyond_control = f"accuracy lost beyond that control, {of}, by model"
+            by_model.append(judge(growing, beyond_control, Estimate.mean(values, "models"), MORE))
+        outcome.verdicts.append(all_of(growing, by_model))
         least = table[(table["model"] == name) & (table["shots"] == table["shots"].min())]["accuracy"]
         left = Estimate.mean(least.to_numpy(np.float64) - 1 / RULES.values, "models")
         floor = "" if left.value > left.margin else AT_CHANCE

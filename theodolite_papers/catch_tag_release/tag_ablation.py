@@ -40,12 +40,8 @@ def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Fig
         error_x=style.error_bars([share.margin for share in left.values()]),
         hovertemplate="%{y}: %{x:.3f}<extra></extra>",
     )
-    drawn = style.figure(
-        [dots],
-        "share left",
-        height=150 + 60 * len(names),
-        layout={"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}},
-    )
+    layout = {"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}}
+    drawn = style.figure([dots], "share left", height=150 + 60 * len(names), layout=layout)
     for limit in limits:
         drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
     return drawn
@@ -66,15 +62,12 @@ def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
             hovertemplate="%{y}<br>" + name + ": %{x:.4g}<extra></extra>",
         )
         for column, name, colour in (
-            ("control", "control", style.GREY),
+            ("control",) * 2 + (style.GREY,),
             ("change", "ablation", style.VERMILLION),
         )
     ]
-    layout = {
-        "yaxis": {"autorange": "reversed", "automargin": True},
-        "barmode": "group",
-        "margin": {"l": 300},
-    }
+    down = {"autorange": "reversed", "automargin": True}
+    layout = {"yaxis": down, "barmode": "group", "margin": {"l": 300}}
     return style.figure(bars, "change", height=150 + 46 * len(names), layout=layout)
 
 

@@ -278,18 +278,13 @@ def clusters(study: Study, outcome: Outcome) -> None:
     for name, (title, printed) in COMPARED.items():
         _read_mean(outcome, run, name, title, printed)
     outcome.read("labels with two contexts or more", str(len(frequent)), "4 documents of 32")
-    outcome.claim(
-        "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)",
-        "silhouette of the labels",
-        layer_estimates(run, "silhouette"),
-        OWN_LABEL,
-    )
-    outcome.claim(
+    claim = "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)"
+    outcome.claim(claim, "silhouette of the labels", layer_estimates(run, "silhouette"), OWN_LABEL)
+    claim, what = (
         "The context basis has strong cluster patterns (claim 2, section 2)",
         "adjusted Rand index of k-means against the labels",
-        layer_estimates(run, "cluster_ari"),
-        RECOVERED,
     )
+    outcome.claim(claim, what, layer_estimates(run, "cluster_ari"), RECOVERED)
     pair = ("similarity_within", "similarity_between")
     ratio, errors = layer_columns.quotient(
         *(find(run, name) for name in pair for find in (value_of, error_of))
@@ -356,18 +351,12 @@ def incoherence(study: Study, outcome: Outcome) -> None:
         _read_mean(outcome, run, name, f"|cosine|, {title}", printed)
     over = value_of(run, "incoherence_mean") / value_of(run, "incoherence_random")
     outcome.read("mean over that of random directions", number(float(np.nanmean(over))))
-    outcome.claim(
-        "Positional basis and context basis are nearly orthogonal (claim 3, section 2)",
-        "mean |cosine|, over that of random directions",
-        layer_columns.over_random(study, "mean"),
-        layer_columns.AS_RANDOM,
-    )
-    outcome.claim(
-        "The largest |cosine| of a position and a context is typically small (section 5)",
-        "largest |cosine|, over that of random directions",
-        layer_columns.over_random(study, "largest"),
-        layer_columns.AS_RANDOM,
-    )
+    for name, claim in (
+        ("mean", "Positional basis and context basis are nearly orthogonal (claim 3, section 2)"),
+        ("largest", "The largest |cosine| of a position and a context is typically small (section 5)"),
+    ):
+        what = f"{name} |cosine|, over that of random directions"
+        outcome.claim(claim, what, layer_columns.over_random(study, name), layer_columns.AS_RANDOM)
     chance = layer_columns.chance_cosines(study)
     outcome.tables["layers"] = layer_columns.columns_with_errors(run, INCOHERENCES).assign(
         **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}

@@ -73,17 +73,10 @@ def table_1(study: Study, outcome: Outcome) -> None:
     for row in published.TABLE_1:
         cells = {quantity: getattr(row, field) for quantity, (_, field) in QUANTITIES.items()}
         rows[f"{row.model} · {row.text}"] = {q: cell for q, cell in cells.items() if math.isfinite(cell[0])}
-    table = pd.DataFrame(
-        [
-            {"row": name}
-            | {
-                f"{q}{end}": cells.get(q, (math.nan, math.nan))[place]
-                for q in QUANTITIES
-                for place, end in enumerate(("", " sd"))
-            }
-            for name, cells in rows.items()
-        ]
-    )
+    table = pd.DataFrame({"row": list(rows)})
+    for quantity in QUANTITIES:
+        cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
+        table[quantity], table[f"{quantity} sd"] = cells.T
     outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
     outcome.verdicts.append(
         layer_columns.low_rank_verdict(

@@ -92,13 +92,8 @@ def walk(study: Study, outcome: Outcome) -> None:
     residual = walks.walk_table(text.residual, text.residual_state)
     _read(outcome, tables | {f"{TEXT}, residual stream": residual})
     _judge(outcome, tables[TEXT], tables[RANDOM], residual)
-    layers = pd.concat(
-        [
-            *(table.assign(tokens=name, vectors="attention input") for name, table in tables.items()),
-            residual.assign(tokens=TEXT, vectors="residual stream"),
-        ],
-        ignore_index=True,
-    )
+    parts = [table.assign(tokens=name, vectors="attention input") for name, table in tables.items()]
+    layers = pd.concat([*parts, residual.assign(tokens=TEXT, vectors="residual stream")], ignore_index=True)
     first = ["tokens", "vectors"]
     outcome.tables["layers"] = layers[[*first, *(name for name in layers if name not in first)]]
     outcome.tables["pairs"] = walks.pair_table(*sums[TEXT])
@@ -146,18 +141,19 @@ def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual:
         _estimates(np.abs(of_text), error_of_text),
         UNCORRELATED,
     )
-    outcome.claim(
-        "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
-        walks.MEASURES["growth"],
-        _estimates(*_column(text, "growth")),
-        GROWTH_EXPONENT,
-    )
-    outcome.claim(
-        "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
-        walks.MEASURES["frobenius"],
-        _estimates(*_column(text, "frobenius")),
-        NEAR,
-    )
+    for name, claim, criterion in (
+        (
+            "growth",
+            "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
+            GROWTH_EXPONENT,
+        ),
+        (
+            "frobenius",
+            "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
+            NEAR,
+        ),
+    ):
+        outcome.claim(claim, walks.MEASURES[name], _estimates(*_column(text, name)), criterion)
     of_random, error_of_random = _column(random, "autocorrelation")
     outcome.claim(
         "Text drifts where random tokens do not (Remark 3)",

@@ -39,7 +39,7 @@ from theodolite_papers.training import training_loop
 from theodolite_papers.training.models import ModelConfig, TaskModelConfig
 from theodolite_papers.training.training_loop import BETAS, CHECKPOINT, CLIP, another_training_run
 
-NOT_SIZES = (
+NOT_SIZES = [
     "seed",
     "weight_decay",
     "dropout",
@@ -48,10 +48,8 @@ NOT_SIZES = (
     "bfloat16",
     "repeats",
     "backcopies",
-    "begin",
-    "architecture",
     "series",
-)
+]
 
 IDENTITY = "identity.json"
 """Says which training run a folder is of, unfinished or finished."""
