@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
-from theodolite_papers.training import command, embedded_training, training_loop
+from theodolite_papers.training import command, embedded_text, embedded_training, training_loop
 from theodolite_papers.training.embedded_text import Source, mixed_with_tasks, split_sources
 from theodolite_papers.training.embedded_training import EmbeddedConfig, train_embedded_model
 from theodolite_papers.training.models import embedded_model
