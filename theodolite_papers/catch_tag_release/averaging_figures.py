@@ -165,15 +165,11 @@ def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], 
             with torch.no_grad(), using_threads(1):
                 forward_pass = each.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
             pictures[each.recipe.name] = forward_pass.attention[errors.argmin(), 0].numpy()
-    outcome.figure(
-        "attention",
-        "First-layer attention of trained models",
-        attention_maps(pictures, middle),
-        "The best seed of three kinds reads the same sequence, [SEP] in the marked column.",
-        "a sink at [SEP] where it was free to form, and none where attention to it was penalised.",
-        f"{ZHANG}, Fig. 6, for trained models",
-        wide=True,
-    )
+    title = "First-layer attention of trained models"
+    shows = "The best seed of three kinds reads the same sequence, [SEP] in the marked column."
+    look_for = "a sink at [SEP] where it was free to form, and none where attention to it was penalised."
+    source = f"{ZHANG}, Fig. 6, for trained models"
+    outcome.figure("attention", title, attention_maps(pictures, middle), shows, look_for, source, wide=True)
 
 
 def draw_scatter(
@@ -190,12 +186,8 @@ def draw_scatter(
     for kind, rows in models.groupby("kind", sort=False):
         seeds_of = [f"{kind}, seed {seed}" for seed in rows["seed"]]
         kinds[str(kind)] = rows["left"].to_numpy(), rows[column].to_numpy(), seeds_of
-    outcome.figure(
-        column,
-        f"Every trained model: error and {what}",
-        seeds(kinds, ("residual variance", axis), limits, logarithmic=column == "outlier"),
-        "One dot per seed, on sequences not used in training. Dotted: what counts as solved, and the criterion.",
-        look_for,
-        f"{ZHANG}, section 4; the training runs are ours",
-        wide=True,
-    )
+    title = f"Every trained model: error and {what}"
+    drawn = seeds(kinds, ("residual variance", axis), limits, logarithmic=column == "outlier")
+    shows = "One dot per seed, on sequences not used in training. Dotted: what counts as solved, and the criterion."
+    source = f"{ZHANG}, section 4; the training runs are ours"
+    outcome.figure(column, title, drawn, shows, look_for, source, wide=True)

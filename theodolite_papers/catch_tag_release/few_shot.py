@@ -200,15 +200,12 @@ def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
             outcome.claim(claim, what, Estimate.mean(gap[:, -1] - gap[:, 0], "models"), WIDENS)
         rows = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
         best = RULES.best_accuracy().tolist()
-        outcome.figure(
-            f"accuracy-{round(100 * sparsity)}",
-            f"Accuracy against the number of examples, {removed}",
-            accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),
-            "Means over models with 95 % intervals; small marks: each model. Dashed: the best achievable accuracy.",
-            "whether the methods diverge from left to right.",
-            f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
-            wide=True,
-        )
+        title = f"Accuracy against the number of examples, {removed}"
+        drawn = accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best)
+        shows = "Means over models with 95 % intervals; small marks: each model. Dashed: the best achievable accuracy."
+        look_for = "whether the methods diverge from left to right."
+        source = f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium"
+        outcome.figure(f"accuracy-{round(100 * sparsity)}", title, drawn, shows, look_for, source, wide=True)
 
 
 def _read(outcome: Outcome, what: str, accuracy: Floats) -> None:

@@ -169,15 +169,12 @@ def ablated(study: Study, outcome: Outcome) -> None:
         f"{ZHANG}, section 3.2",
         wide=True,
     )
-    outcome.figure(
-        "clusters",
-        f"{name} ablated: clusters downstream",
-        changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
-        "Change of η² of the head's grouping in each later residual layer; groups of the intact model.",
-        "η² that falls by nearly its whole value: then the clusters came from this tag.",
-        f"{ZHANG}, section 2, Fig. 2d",
-        wide=True,
-    )
+    title = f"{name} ablated: clusters downstream"
+    drawn = changes(table, [m for m in table["measure"].unique() if m.startswith("η²")])
+    shows = "Change of η² of the head's grouping in each later residual layer; groups of the intact model."
+    look_for = "η² that falls by nearly its whole value: then the clusters came from this tag."
+    source = f"{ZHANG}, section 2, Fig. 2d"
+    outcome.figure("clusters", title, drawn, shows, look_for, source, wide=True)
 
 
 def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:

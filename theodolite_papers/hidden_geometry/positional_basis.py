@@ -213,15 +213,12 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
     )
     outcome.read("turns about the centre", means["turns"], "“often spiral”")
     outcome.tables["shape"] = shape.join(errors.drop(columns="layer").add_suffix("_se"))
-    outcome.figure(
-        "principal-components",
-        "Positions and context vectors on two principal components",
-        by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
-        "The positional basis (violet: early, green: late) and context vectors (red) on its two leading directions.",
-        "a smooth curve in every layer; a spiral makes a whole turn or more about its centre.",
-        f"{SONG}, {place}",
-        wide=True,
-    )
+    title = "Positions and context vectors on two principal components"
+    drawn = by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True)
+    shows = "The positional basis (violet: early, green: late) and context vectors (red) on its two leading directions."
+    look_for = "a smooth curve in every layer; a spiral makes a whole turn or more about its centre."
+    source = f"{SONG}, {place}"
+    outcome.figure("principal-components", title, drawn, shows, look_for, source, wide=True)
     outcome.figure(
         "waves",
         "The first three components against position",

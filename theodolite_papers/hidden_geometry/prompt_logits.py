@@ -258,15 +258,11 @@ def figure_6(study: Study, outcome: Outcome) -> None:
         largest = sorted(panels[name][:-2], key=lambda panel: -panel.share)[:2]
         named = ", ".join(f"{panel.name} {percent(panel.share)}" for panel in largest)
         outcome.read(f"{name}: largest shares of the logits' variance on this prompt", named)
-        outcome.figure(
-            name,
-            _title((layer, head), followed, top),
-            qk_panels(split, head, tokens),
-            f"{_panel_caption(study, len(tokens))}Rows less their means. Per cent: shares of the logits' variance.",
-            "the panel that has the pattern of QK, and of attention.",
-            f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
-            wide=True,
-        )
+        title = _title((layer, head), followed, top)
+        shows = f"{_panel_caption(study, len(tokens))}Rows less their means. Per cent: shares of the logits' variance."
+        look_for = "the panel that has the pattern of QK, and of attention."
+        source = f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants"
+        outcome.figure(name, title, qk_panels(split, head, tokens), shows, look_for, source, wide=True)
     attribution.read_refusals(outcome, study.run)
     for pattern in attribution.CLAIMS:
         outcome.verdicts += attribution.pattern_verdicts(pattern, top[pattern.name])
@@ -365,15 +361,11 @@ def figure_30(study: Study, outcome: Outcome) -> None:
             panels[name] = head_matrices(shown, head, raw=True)
             largest = max(panels[name][:-2], key=lambda panel: panel.share)
             outcome.read(f"{name}: largest share", largest.name)
-            outcome.figure(
-                f"L{layer}H{head}-{key}",
-                name,
-                qk_panels(shown, head, tokens, raw=True),
-                f"{_panel_caption(study, len(tokens))}Raw logits; the mean {where}. Per cent: shares of variance.",
-                "the same patterns with and without the mean.",
-                f"{SONG}, {place}",
-                wide=True,
-            )
+            drawn = qk_panels(shown, head, tokens, raw=True)
+            shows = f"{_panel_caption(study, len(tokens))}Raw logits; the mean {where}. Per cent: shares of variance."
+            look_for = "the same patterns with and without the mean."
+            source = f"{SONG}, {place}"
+            outcome.figure(f"L{layer}H{head}-{key}", name, drawn, shows, look_for, source, wide=True)
     _judge_mean(outcome, study.run)
     outcome.tables |= _tables(ids, tokens, panels)
     if rows:

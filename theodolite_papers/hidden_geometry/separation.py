@@ -165,12 +165,9 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     outcome.verdicts.append(
         layer_columns.smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)")
     )
-    outcome.claim(
-        "The position–context part has values close to 0 (Fig. 2, ii)",
-        "mean |cosine|, over that of random directions",
-        layer_columns.over_random(study, "mean"),
-        layer_columns.AS_RANDOM,
-    )
+    claim = "The position–context part has values close to 0 (Fig. 2, ii)"
+    what = "mean |cosine|, over that of random directions"
+    outcome.claim(claim, what, layer_columns.over_random(study, "mean"), layer_columns.AS_RANDOM)
     gap = (blocks["within"] - blocks["between"]).to_numpy()
     outcome.claim(
         "The context–context part shows strong cluster patterns (Fig. 2, iii)",
@@ -328,14 +325,11 @@ def clusters(study: Study, outcome: Outcome) -> None:
         f"{SONG}, claim 2 of section 2; both indices are ours",
     )
     similarity = {"similarity_within": "within a label", "similarity_between": "between labels"}
-    outcome.figure(
-        "similarity",
-        "Similarity within and between labels",
-        lines.two_texts(layers, _curves(run, similarity), "mean |cosine|"),
-        "Mean |cosine| of two contexts with the same label (solid) and with different labels (dashed).",
-        "a wide gap in every layer.",
-        f"{SONG}, Table 1",
-    )
+    drawn = lines.two_texts(layers, _curves(run, similarity), "mean |cosine|")
+    shows = "Mean |cosine| of two contexts with the same label (solid) and with different labels (dashed)."
+    look_for = "a wide gap in every layer."
+    source = f"{SONG}, Table 1"
+    outcome.figure("similarity", "Similarity within and between labels", drawn, shows, look_for, source)
 
 
 @experiment(

@@ -89,12 +89,9 @@ def table_1(study: Study, outcome: Outcome) -> None:
         )
     )
     _separation(outcome, run)
-    outcome.claim(
-        "Position and context are incoherent (Table 1, section 5)",
-        f"mean |cosine| over {len(run.layers)} layers, over that of random directions",
-        layer_columns.mean_over_random(study),
-        layer_columns.AS_RANDOM,
-    )
+    claim = "Position and context are incoherent (Table 1, section 5)"
+    what = f"mean |cosine| over {len(run.layers)} layers, over that of random directions"
+    outcome.claim(claim, what, layer_columns.mean_over_random(study), layer_columns.AS_RANDOM)
     outcome.figure(
         "table1",
         "Averages over layers, against the published ones",

@@ -280,12 +280,9 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
     width, positions = run.provenance["model"]["width"], need(run, "positional_basis").shape[1] - 1
     contexts = need(run, "context_basis").shape[1]
     outcome.read("slope of ln error against ln incoherence, without noise", number(clean.slope), "1")
-    outcome.claim(
-        "Incoherence lets the kernel factorise: the error is O(incoh) (section 5.3, Theorem 2)",
-        f"largest error over the bound exp(s(8ρ + 4ρ²)) − 1, {DRAWS} draws of {len(INCOHERENCES)} incoherences",
-        Estimate.exact(float((clean.maximum / clean.bound).max())),
-        NEVER_ABOVE,
-    )
+    claim = "Incoherence lets the kernel factorise: the error is O(incoh) (section 5.3, Theorem 2)"
+    what = f"largest error over the bound exp(s(8ρ + 4ρ²)) − 1, {DRAWS} draws of {len(INCOHERENCES)} incoherences"
+    outcome.claim(claim, what, Estimate.exact(float((clean.maximum / clean.bound).max())), NEVER_ABOVE)
     _with_noise(outcome)
     outcome.read("this model's mean incoherence, mean over layers", number(mean))
     outcome.read("its largest incoherence, mean over layers", number(largest))

@@ -187,12 +187,9 @@ def _draw(outcome: Outcome, shares: Shares) -> None:
             theta, lines, [rho[place], share[place] / share[place].max()], ("position i/T of the key", "")
         )
 
-    outcome.figure(
-        "heads",
-        "ρ_i and token i's share of the gradient",
-        by_name("head", [head_name(*place) for place in shares.places], draw, grid=True),
-        "For the last query: how often token i propagates, and its mean share of the loss's gradient.",
-        "whether both curves have their peaks at the same tokens.",
-        f"{BAO}, section 3; the comparison is ours",
-        wide=True,
-    )
+    title = "ρ_i and token i's share of the gradient"
+    drawn = by_name("head", [head_name(*place) for place in shares.places], draw, grid=True)
+    shows = "For the last query: how often token i propagates, and its mean share of the loss's gradient."
+    look_for = "whether both curves have their peaks at the same tokens."
+    source = f"{BAO}, section 3; the comparison is ours"
+    outcome.figure("heads", title, drawn, shows, look_for, source, wide=True)

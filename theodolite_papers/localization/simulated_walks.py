@@ -118,14 +118,11 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     def draw(place: int) -> go.Figure:
         return drawing.entropies(SETTING.scales, SETTING.means, *grids[COVARIANCES[place]], LEAST_ENTROPY)
 
-    outcome.figure(
-        "entropy",
-        "Attention entropy by mean and scale of the eigenvalues",
-        by_name("Σ", list(COVARIANCES), draw),
-        "Entropy of the last query's softmax, mean over walks and draws of W_QK, with standard errors over draws.",
-        "lines that fall to the right, if a small scale meant a high entropy at every mean.",
-        f"{BAO}, Fig. 5 right",
-    )
+    title = "Attention entropy by mean and scale of the eigenvalues"
+    shows = "Entropy of the last query's softmax, mean over walks and draws of W_QK, with standard errors over draws."
+    look_for = "lines that fall to the right, if a small scale meant a high entropy at every mean."
+    source = f"{BAO}, Fig. 5 right"
+    outcome.figure("entropy", title, by_name("Σ", list(COVARIANCES), draw), shows, look_for, source)
 
 
 def _by_scale(values: Tensor) -> Floats:

@@ -176,15 +176,11 @@ def _draw_moments(outcome: Outcome, sums: Sums) -> None:
         return drawing.maps(pictures, (at, at), titles, (-1.0, 1.0), signed=tuple(pictures), square=True)
 
     count = len(state["contexts"])
-    outcome.figure(
-        "moments",
-        "E[x_s·x_t] of what attention reads",
-        by_layer(count, draw),
-        "Mean over contexts: the text, random tokens, Gaussian random walks, and what Assumption 1 says.",
-        "whether the text looks like the right pictures: strong in the lower right corner only.",
-        f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
-        wide=True,
-    )
+    title = "E[x_s·x_t] of what attention reads"
+    shows = "Mean over contexts: the text, random tokens, Gaussian random walks, and what Assumption 1 says."
+    look_for = "whether the text looks like the right pictures: strong in the lower right corner only."
+    source = f"{BAO}, Assumption 1 and Remark 3; the comparison is ours"
+    outcome.figure("moments", title, by_layer(count, draw), shows, look_for, source, wide=True)
 
 
 def _draw_growth(outcome: Outcome, sums: Sums) -> None:
@@ -217,14 +213,10 @@ def _draw_increments(outcome: Outcome, sums: Sums) -> None:
         return drawing.curves(lags, list(LINES.values()), values, titles, yaxis={"range": [-0.6, 0.3]})
 
     count = len(sums[TEXT][1]["contexts"])
-    outcome.figure(
-        "increments",
-        "Autocorrelation of the increments",
-        by_layer(count, draw),
-        "ε_t = x_{t+1} − x_t of the attention module's input. Independent tokens have −½ at lag 1 and 0 after it.",
-        "0 at every lag, as for the simulated walk.",
-        f"{BAO}, Assumption 1",
-    )
+    title = "Autocorrelation of the increments"
+    shows = "ε_t = x_{t+1} − x_t of the attention module's input. Independent tokens have −½ at lag 1 and 0 after it."
+    look_for = "0 at every lag, as for the simulated walk."
+    outcome.figure("increments", title, by_layer(count, draw), shows, look_for, f"{BAO}, Assumption 1")
 
 
 def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
