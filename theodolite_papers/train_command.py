@@ -179,9 +179,6 @@ class _Locater:
             help="What LocAteR's κ weighs against: the mean loss of a batch's tokens, or their sum (as fairseq's)."
         ),
     ] = "mean"
-    off_at: Annotated[
-        int | None, typer.Option(help="Steps after which LocAteR is switched off [default: never].")
-    ] = None
     vocabulary: Annotated[
         str | None, typer.Option(help="Number of byte-pair tokens, or words [default: 2048].")
     ] = None

@@ -51,8 +51,7 @@ def manner(setting: Setting) -> str:
     """What LocAteR does differently in it than at κ₁ = 100 against the mean loss, as words that follow a comma."""
     words = "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}"
     words += "" if setting.reduction == "mean" else ", against the summed loss"
-    words += "" if setting.gradient == "exact" else ", printed gradient"
-    return words + ("" if setting.off_at is None else f", off after step {setting.off_at}")
+    return words + ("" if setting.gradient == "exact" else ", printed gradient")
 
 
 def without_seed(setting: Setting) -> Setting:

@@ -70,11 +70,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Setting:
-    """What distinguishes one training run.
-
-    scale, mean: κ₁ and κ₂. reduction: of the loss that the penalty is added to. off_at: updates after which there is
-    none.
-    """
+    """What distinguishes one training run: κ₁ and κ₂, and what the loss is that the penalty is added to."""
 
     layers: int = 1
     width: int = 32
@@ -84,7 +80,6 @@ class Setting:
     gradient: Gradient = "exact"
     seed: int = 0
     reduction: Reduction = "mean"
-    off_at: int | None = None
 
     @property
     def name(self) -> str:
@@ -92,7 +87,6 @@ class Setting:
         numbers = f"scale{self.scale:g}-mean{self.mean:g}-decay{self.weight_decay:g}"
         kind = "" if self.gradient == "exact" else f"-{self.gradient}"
         kind += "" if self.reduction == "mean" else f"-{self.reduction}"
-        kind += "" if self.off_at is None else f"-off{self.off_at}"
         return f"l{self.layers}-d{self.width}-{numbers}{kind}-s{self.seed}"
 
     def check(self) -> None:
@@ -103,8 +97,6 @@ class Setting:
             raise UsageError(f"{self.name}: a strength is negative or not finite; give 0 or more.")
         if self.reduction not in get_args(Reduction):
             raise UsageError(f"{self.name}: there is no such reduction; choose mean or sum.")
-        if self.off_at is not None and self.off_at < 1:
-            raise UsageError(f"{self.name}: the penalty ends before it begins; give a step of 1 or more.")
         training_loop.check_numbers(self.seed)
 
 
@@ -245,7 +237,7 @@ class LocaterTraining:
         dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
         loss = self.model.loss(window[:, :-1], window[:, 1:], dtype)
         self.summed += loss.detach()
-        if (setting.scale or setting.mean) and (setting.off_at is None or step < setting.off_at):
+        if setting.scale or setting.mean:
             w_q, w_k = self._factors()
             penalty = locater_penalty(w_q, w_k, setting.scale, setting.mean, gradient=setting.gradient)
             loss = loss + (penalty if setting.reduction == "mean" else penalty / window[:, 1:].numel())
