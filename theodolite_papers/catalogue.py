@@ -96,9 +96,7 @@ class _Catalogue(Mapping[str, "Experiment"]):
             group, module, *names = row.split()
             modules |= {f"{group}/{name}": f"theodolite_papers.{module}" for name in names}
         modules |= {f"{group}/claims": "" for group in _PAPERS}
-        order = sorted(
-            modules, key=lambda name: (name.partition("/")[0], not modules[name], *reading_order(name))
-        )
+        order = sorted(modules, key=lambda it: (it.partition("/")[0], not modules[it], *reading_order(it)))
         self._modules = {name: modules[name] for name in order}
         self._read: dict[str, Experiment] = {}
 

@@ -85,9 +85,8 @@ def run_experiments(
             if len(experiments) == 1:
                 raise
             reasons.append(str(error))
-            console.print(
-                f"{experiment.name} is skipped: {harmless(str(error))}", markup=False, highlight=False
-            )
+            reason = harmless(str(error))
+            console.print(f"{experiment.name} is skipped: {reason}", markup=False, highlight=False)
             continue
         provenance = study.provenance_of(experiment)
         page = write_outcome(experiment, outcome, provenance, place)

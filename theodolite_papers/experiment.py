@@ -257,9 +257,8 @@ def random_tokens_like(model: OpenModel, run: Run) -> Corpus:
 
 def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
     """The contexts `chosen` (a slice or indices) of a corpus."""
-    return Corpus(
-        corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
-    )
+    part, labels = corpus.contexts[chosen], corpus.labels[chosen]
+    return Corpus(corpus.name, part, labels, corpus.label_names, corpus.seed)
 
 
 def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:

@@ -223,7 +223,6 @@ def _say(lines: list[str], out: Path, as_json: bool) -> None:
         for line in [*lines, str(out)]:
             print(line)
         return
-    records = (
-        json.loads((out / name).read_text(encoding="utf-8")) for name in RECORDS if (out / name).is_file()
-    )
+    found = (out / name for name in RECORDS if (out / name).is_file())
+    records = (json.loads(path.read_text(encoding="utf-8")) for path in found)
     print(json_text({"folder": str(out), "said": lines, "training": next(records, None)}, 2))

@@ -44,14 +44,12 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
         )
         rows = axis | {"autorange": "reversed"}
         shown.append(Panel(name, [trace], "key", "" if index else "query", axis, rows))
-    drawn = panels(
-        shown, len(shown), height=SQUARE - HEADROOM, gaps=(GAP, 0), layout={"margin": {"t": TITLES}}
-    )
+    margin, height = {"margin": {"t": TITLES}}, SQUARE - HEADROOM
+    drawn = panels(shown, len(shown), height=height, gaps=(GAP, 0), layout=margin)
     for index, picture in enumerate(pictures.values()):
         edges = {"x0": separator + 0.5, "x1": separator + 1.5, "y0": 0.5, "y1": len(picture) + 0.5}
-        drawn.add_shape(
-            type="rect", **edges, line={"width": 1.5, "color": style.VERMILLION}, row=1, col=index + 1
-        )
+        look = {"width": 1.5, "color": style.VERMILLION}
+        drawn.add_shape(type="rect", **edges, line=look, row=1, col=index + 1)
     return drawn
 
 
@@ -70,9 +68,7 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
                 own: dict[str, Any] = {"hover": hover, "legendgroup": name, "showlegend": label == name}
                 traces += line(s_tag, shown, label, colour, dash=dash, marker=marker, **own)
     highest = max(float(np.nanmax(measured)) for measured, _ in curves.values())
-    lowest = min(
-        float(np.nanmin(np.where(measured > BELOW, measured, np.nan))) for measured, _ in curves.values()
-    )
+    lowest = min(float(np.nanmin(np.where(size > BELOW, size, np.nan))) for size, _ in curves.values())
     # A rate means nothing where it exceeds all errors.
     window = {"range": [math.log10(lowest) - 0.3, math.log10(highest) + 0.7]}
     layout = {"yaxis": POWERS | window, "legend": {"y": 1.04}}

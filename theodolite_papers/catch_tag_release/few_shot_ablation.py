@@ -143,9 +143,8 @@ def _without_terms(model: OpenModel, pruned: Pruned, control: int | None) -> Edi
     def without(part: slice) -> Iterator[None]:
         with ExitStack() as stack:
             for layer in range(model.layers):
-                stack.enter_context(
-                    without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
-                )
+                factors = pruned.factors(layer)
+                stack.enter_context(without_low_rank(model, layer, factors=factors, control=control))
             yield
 
     return without
@@ -222,17 +221,15 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
     for name, (untouched, controls) in PAIRS.items():
         lost = _lost(table, name, untouched)[:, 0]
         # The control that loses most, model by model and for each number of examples.
-        hardest = np.concatenate([_lost(table, control, untouched) for control in controls], axis=1).max(
-            axis=1
-        )
+        of_controls = [_lost(table, control, untouched) for control in controls]
+        hardest = np.concatenate(of_controls, axis=1).max(axis=1)
         after = f"{WORDS[name]} costs accuracy after examples (section 3.5)"
         means = f"({Estimate.mean(lost[:, -1], 'models')}) beyond the control that loses most"
         what = f"accuracy lost with five examples {means} ({Estimate.mean(hardest[:, -1], 'models')})"
         if name in hidden:
             most = max(hidden[control] for control in controls)
-            what += (
-                f", which hides {percent(most)} of the attention where the sinks hide {percent(hidden[name])}"
-            )
+            theirs = percent(hidden[name])
+            what += f", which hides {percent(most)} of the attention where the sinks hide {theirs}"
         beyond = lost - hardest
         outcome.claim(after, f"{what}, paired by model", Estimate.mean(beyond[:, -1], "models"), MORE)
         growing = f"{WORDS[name]} costs more, the more examples there are (section 3.5)"

@@ -80,9 +80,8 @@ def trace_of(study: Study) -> Run:
     """The trace of the study's text, made once and kept next to the pages."""
     corpus = study.require_corpus("sinks are traced through a text: pass it together with the run")
     folder = None if study.folder is None else study.folder / "trace"
-    return study.cached(
-        "trace", lambda: trace_sinks(study.require_model(), corpus, folder, show_progress=study.show)
-    )
+    model, show = study.require_model(), study.show
+    return study.cached("trace", lambda: trace_sinks(model, corpus, folder, show_progress=show))
 
 
 MORE = Criterion("more than", 0.0, "an effect beyond that of the hardest control (ours)")
@@ -202,19 +201,16 @@ def against_control(
 
 def against_others(table: pd.DataFrame) -> Verdict:
     """Whether caught tokens lose more than others, and by more than they do under any control."""
-    caught, uncaught, between = (
-        _row(table, "tag ablated", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
-    )
+    losses = (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
+    caught, uncaught, between = (_row(table, "tag ablated", name) for name in losses)
     what = (
         f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
         f"{with_error(uncaught['change'], uncaught['change_se'])} on others; rises more on caught tokens than on others"
     )
-    more = _more(
-        MORE_THAN_OTHERS, what, between["change"], between["change_se"], between["contexts"], MORE_THAN_NONE
-    )
-    return all_of(
-        MORE_THAN_OTHERS, [more, against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)]
-    )
+    change, error, contexts = (between[name] for name in ("change", "change_se", "contexts"))
+    more = _more(MORE_THAN_OTHERS, what, change, error, contexts, MORE_THAN_NONE)
+    beyond = against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)
+    return all_of(MORE_THAN_OTHERS, [more, beyond])
 
 
 def _more(

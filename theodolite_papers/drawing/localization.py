@@ -113,9 +113,8 @@ def maps(
     shown = []
     for index, (name, picture) in enumerate(pictures.items()):
         low, high = (-largest, largest) if name in signed else limits
-        hover = (
-            f"{for_plotly(name)}<br>{titles[0]} %{{x:.4g}}, {titles[1]} %{{y:.4g}}<br>{titles[2]} %{{z:.4g}}"
-        )
+        where = f"{titles[0]} %{{x:.4g}}, {titles[1]} %{{y:.4g}}"
+        hover = f"{for_plotly(name)}<br>{where}<br>{titles[2]} %{{z:.4g}}"
         trace = heat(
             picture,
             low,

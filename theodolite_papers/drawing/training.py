@@ -71,9 +71,8 @@ def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) 
     across = np.arange(len(steps))[:, None, None]
     down = np.arange(len(layers))[None, :, None]
     x, y = across + cells[..., 0], down - cells[..., 1]  # the vertical axis runs downwards
-    broken = [
-        np.concatenate([part, np.full((*part.shape[:2], 1), np.nan)], axis=2).ravel() for part in (x, y)
-    ]
+    gap = np.full((*x.shape[:2], 1), np.nan)
+    broken = [np.concatenate([part, gap], axis=2).ravel() for part in (x, y)]
     line = go.Scatter(
         x=broken[0].astype(np.float32),
         y=broken[1].astype(np.float32),

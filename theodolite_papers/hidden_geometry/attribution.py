@@ -228,9 +228,8 @@ def constituents(study: Study, outcome: Outcome) -> None:
         del grids["additive"]
     apart = {group: grid for group, grid in grids.items() if group in (*DISJOINT, "additive")}
     # The paper's own constituents, and all pairs with a mean or a bias as one group of their own.
-    strict = {
-        name: grid for name, grid in grids.items() if name in ("pos-pos", "cvec-cvec", "cross", "additive")
-    }
+    of_the_paper = ("pos-pos", "cvec-cvec", "cross", "additive")
+    strict = {name: grid for name, grid in grids.items() if name in of_the_paper}
     strict["mean or bias"] = np.sum(list(apart.values()), axis=0) - np.sum(list(strict.values()), axis=0)
     largest, largest_strict = _largest(apart), _largest(strict)
     heads = int(np.isfinite(grids["position"]).sum())

@@ -56,9 +56,8 @@ class _PositionalLogits:
         """Add the contexts of a pass."""
         parts = decompose_around(layer_pass.stream, self.mean[layer_pass.layer], self.pos[layer_pass.layer])
         try:
-            split = split_queries_and_keys(
-                layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
-            )
+            dtype = working_dtype(layer_pass.stream)
+            split = split_queries_and_keys(layer_pass, parts, dtype, check_all=False)
         except WorkError as error:
             self.refused[layer_pass.layer] = str(error)
             return
@@ -80,9 +79,8 @@ def _sampled(study: Study) -> Tensor:
     if study.corpus is not None:
         return study.corpus.contexts[sample_of(study.corpus, seed)]
     length = whole_positional_basis(study.run).shape[1]
-    return Corpus.random_tokens(
-        study.require_model().required_vocabulary(), length, SPLIT_CONTEXTS, seed
-    ).contexts
+    vocabulary = study.require_model().required_vocabulary()
+    return Corpus.random_tokens(vocabulary, length, SPLIT_CONTEXTS, seed).contexts
 
 
 @experiment(
@@ -111,9 +109,8 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     ]
     table = pd.DataFrame(rows)
     median = float(table["low_frequency_10"].median())
-    outcome.read(
-        "share of energy at K = 10 of pos-pos, median over heads", number(median), "“visibly discontinuous”"
-    )
+    what = "share of energy at K = 10 of pos-pos, median over heads"
+    outcome.read(what, number(median), "“visibly discontinuous”")
     if sums.refused:
         reason = next(iter(sums.refused.values()))
         outcome.read("layers that cannot be split", f"{len(sums.refused)}: {reason}")
@@ -279,9 +276,8 @@ def _judge_mean(outcome: Outcome, run: Run) -> None:
     winners = []
     for pos in (("pos",), ("mean", "pos")):
         sides = dict.fromkeys(pos, "pos") | {"ctx": "cvec", "resid": "cvec"}
-        grouped = table.assign(q=table["query"].map(sides), k=table["key"].map(sides)).dropna(
-            subset=["q", "k"]
-        )
+        grouped = table.assign(q=table["query"].map(sides), k=table["key"].map(sides))
+        grouped = grouped.dropna(subset=["q", "k"])
         sums = grouped.groupby(["layer", "head", "q", "k"])["share"].sum(min_count=1).unstack(["q", "k"])
         winners.append(sums.dropna().idxmax(axis=1))
     same = winners[0] == winners[1]

@@ -135,9 +135,8 @@ def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
     for pairs in (same & ~np.eye(len(of), dtype=bool), ~same):
         rows, counts = (inner * pairs).sum(axis=2), pairs.sum(axis=1)
         pair_count = (counts.sum() - 2 * counts).astype(np.float64)
-        means.append(
-            (rows.sum(axis=1, keepdims=True) - 2 * rows) / np.where(pair_count > 0, pair_count, np.nan)
-        )
+        others = np.where(pair_count > 0, pair_count, np.nan)
+        means.append((rows.sum(axis=1, keepdims=True) - 2 * rows) / others)
     gaps = means[0] - means[1]
     return np.sqrt((len(of) - 1) * gaps.var(axis=1))
 
@@ -162,9 +161,8 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     outcome.read("mean cosine within a label", cosine["within"])
     outcome.read("mean cosine between labels", cosine["between"])
     outcome.read("mean |cosine| of positions and contexts", cosine["position_context"], "“values close to 0”")
-    outcome.verdicts.append(
-        layer_columns.smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)")
-    )
+    smooth = layer_columns.smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)")
+    outcome.verdicts.append(smooth)
     claim = "The position–context part has values close to 0 (Fig. 2, ii)"
     what = "mean |cosine|, over that of random directions"
     outcome.claim(claim, what, layer_columns.over_random(study, "mean"), layer_columns.AS_RANDOM)
@@ -219,9 +217,8 @@ RECOVERED = Criterion(
 def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) -> Floats:
     """Share of each listed label's contexts in each cluster, columns ordered to match the rows as they can."""
     count = int(clusters.max()) + 1
-    shares = np.array(
-        [np.bincount(clusters[labels == label], minlength=count) for label in listed], dtype=np.float64
-    )
+    counts = [np.bincount(clusters[labels == label], minlength=count) for label in listed]
+    shares = np.array(counts, dtype=np.float64)
     shares /= shares.sum(axis=1, keepdims=True)
     rows, columns = linear_sum_assignment(-shares)
     matched = columns[np.argsort(rows)].tolist()
@@ -283,9 +280,8 @@ def clusters(study: Study, outcome: Outcome) -> None:
     )
     outcome.claim(claim, what, layer_estimates(run, "cluster_ari"), RECOVERED)
     pair = ("similarity_within", "similarity_between")
-    ratio, errors = layer_columns.quotient(
-        *(find(run, name) for name in pair for find in (value_of, error_of))
-    )
+    columns = (find(run, name) for name in pair for find in (value_of, error_of))
+    ratio, errors = layer_columns.quotient(*columns)
     outcome.claim(
         "Inter-cluster similarity is far below intra-cluster similarity (Table 1), layer by layer",
         "similarity within over between labels",

@@ -219,9 +219,8 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     layer_names = [f"layer {layer}" for layer in range(layers)]
     names = ["sinusoidal, centred", "sinusoidal, as printed", *layer_names]
     numbers = measures(torch.cat([centred[None], fixed[None], learned]))
-    table = outcome.tables["bases"] = pd.DataFrame(
-        {"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True))
-    )
+    columns = dict(zip(DIFFERENCES, numbers, strict=True))
+    table = outcome.tables["bases"] = pd.DataFrame({"basis": names} | columns)
     basis = resampling.grouped_basis(study)
 
     @cache
@@ -232,9 +231,8 @@ def figure_7(study: Study, outcome: Outcome) -> None:
 
     # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
     errors = resampling.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
-    for error, (name, (what, measure, words, claim, criterion)) in zip(
-        errors, DIFFERENCES.items(), strict=True
-    ):
+    rows = zip(errors, DIFFERENCES.items(), strict=True)
+    for error, (name, (what, measure, words, claim, criterion)) in rows:
         centred_value, uncentred, *of_layers = table[name].astype(np.float64)
         mean = float(np.mean(of_layers))
         outcome.read(f"{what}: sinusoidal, learned", f"{number(centred_value)}, {number(mean)}", words)
@@ -297,9 +295,8 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     share = f"its share of energy at K = 10 is {mean.value:.3f}"
     verdict = smooth_verdict(study, run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
     outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
-    outcome.tables["smoothness"] = run.layers.filter(
-        ["layer", *(f"low_frequency_{k}" for k in (1, 3, 5, 10))]
-    )
+    shares = [f"low_frequency_{k}" for k in (1, 3, 5, 10)]
+    outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
     pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     layers = len(run.layers)
     outcome.figure(

@@ -63,9 +63,8 @@ def _line(
     levels: dict[int, list[Floats]] = {}
     for part in means:
         if part == whole or (least <= len(part) <= GROUPS // 2 and set(part) <= set(whole)):
-            levels.setdefault(len(part), []).append(
-                _bound_ratio(means[part] / lengths[..., None], order, cutoff)
-            )
+            ratio = _bound_ratio(means[part] / lengths[..., None], order, cutoff)
+            levels.setdefault(len(part), []).append(ratio)
     design = np.stack([np.ones(len(levels)), [1 / size for size in levels]], axis=1)
     level_means = np.stack([np.mean(ratios, axis=0) for ratios in levels.values()])
     weights: Floats = np.linalg.pinv(design)[0]

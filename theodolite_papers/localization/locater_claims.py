@@ -401,9 +401,8 @@ def pace_change(runs: Sequence[GridRun], setting: Setting, name: str, step: int)
 def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
     """Section 4, measured: ρ on fewer positions at d = 128 than at d = 32, settings and seeds alike, one layer."""
     claim = "A larger width drives attention to localization: d = 128 against 32 (section 4)"
-    of_widths = {
-        width: [r for r in runs if (r.setting.layers, r.setting.width) == (1, width)] for width in (32, 128)
-    }
+    shapes = {width: (1, width) for width in (32, 128)}
+    of_widths = {w: [r for r in runs if (r.setting.layers, r.setting.width) == shapes[w]] for w in shapes}
     if not all(of_widths.values()):
         outcome.cannot_test(claim, "the grid does not have both widths: train them with --widths 32,128")
         return

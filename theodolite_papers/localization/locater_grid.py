@@ -64,9 +64,8 @@ def train_locater(
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
     recipe = Recipe(vocabulary=_vocabulary(vocabulary), bfloat16=multiplies_halves(device))
-    lists: dict[str, Any] = {
-        name: _numbers(name, given) for name, given in numbers.items() if given is not None
-    }
+    given_numbers = {name: given for name, given in numbers.items() if given is not None}
+    lists: dict[str, Any] = {name: _numbers(name, given) for name, given in given_numbers.items()}
     settings = Grid(
         seeds=seeds,
         gradient=cast(Gradient, gradient),

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -125,9 +126,8 @@ class LocaterTraining:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), betas=BETAS, weight_decay=setting.weight_decay, fused=True
         )
-        self.summed = torch.zeros(
-            (), dtype=torch.float64, device=self.device
-        )  # loss since the last measurement
+        # Loss since the last measurement.
+        self.summed = torch.zeros((), dtype=torch.float64, device=self.device)
         self.history: dict[str, Tensor] = {
             "steps": torch.zeros(0, dtype=torch.int64),
             "losses": torch.zeros(0, len(LOSSES), dtype=torch.float64),
@@ -188,9 +188,8 @@ class LocaterTraining:
             "held_out_loss_se": _standard_error(losses),
             "tokens_per_word": self.text.tokens_per_word,
         }
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=self.text.tokenizer, model_max_length=self.recipe.length
-        )
+        length, made = self.recipe.length, self.text.tokenizer
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=length)
         with disk_errors(self.folder):
             as_opt(self.model).save_pretrained(self.folder / "model")
             tokenizer.save_pretrained(self.folder / "model")
@@ -203,18 +202,14 @@ class LocaterTraining:
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             losses, heads = self.tables()
-            write_atomically(
-                self.folder / "losses.parquet", lambda path: losses.to_parquet(path, index=False)
-            )
-            write_atomically(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
+            for name, table in (("losses.parquet", losses), ("heads.parquet", heads)):
+                write_atomically(self.folder / name, partial(table.to_parquet, index=False))
             curves = {name: self.history[name] for name in ("steps", "propagation")}
-            write_atomically(
-                self.folder / "propagation.safetensors", lambda path: write_checked(path, curves)
-            )
+            place = self.folder / "propagation.safetensors"
+            write_atomically(place, lambda path: write_checked(path, curves))
         # Last: a training run killed before this resumes from an older one, and writes all of them again.
-        training_loop.save_checkpoint(
-            self._checkpoint, self.model, self.optimizer, {"step": str(self.step)}, tensors
-        )
+        notes, path = {"step": str(self.step)}, self._checkpoint
+        training_loop.save_checkpoint(path, self.model, self.optimizer, notes, tensors)
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""
@@ -272,9 +267,8 @@ class LocaterTraining:
         """Mean loss of each window in nats per token, dropout off, weights and products in float32."""
         self.model.eval()
         parts = windows.to(self.device).split(self.recipe.batch)
-        return torch.cat(
-            [self.model.losses(part[:, :-1], part[:, 1:]).double().mean(1) for part in parts]
-        ).cpu()
+        losses = [self.model.losses(part[:, :-1], part[:, 1:]).double().mean(1) for part in parts]
+        return torch.cat(losses).cpu()
 
     @torch.no_grad()
     def _heads(self, ids: Tensor) -> tuple[Float[Tensor, "layers measures"], Float[Tensor, "layers length"]]:
@@ -289,9 +283,8 @@ class LocaterTraining:
             entropy = torch.special.entr(logits.masked_fill(later, -math.inf).softmax(-1)).sum(-1).mean()
             propagation = empirical_propagation(logits[:, -1]).double().mean(0)
             spectrum = (moments.trace, moments.trace_of_square, moments.frobenius_squared)
-            measures.append(
-                torch.stack([*(value[index, 0] for value in spectrum), entropy, propagation.mean()])
-            )
+            numbers = [*(value[index, 0] for value in spectrum), entropy, propagation.mean()]
+            measures.append(torch.stack(numbers))
             propagations.append(propagation)
         return torch.stack(measures), torch.stack(propagations)
 

@@ -78,9 +78,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     seed = study.provenance.get("seed") or 0
     sims = {name: theory.simulate_walks(SETTING, name, seed) for name in COVARIANCES}
     of_draws = {name: predictions(sim, SETTING) for name, sim in sims.items()}
-    predicted = {
-        name: {key: curve.mean(1) for key, curve in curves.items()} for name, curves in of_draws.items()
-    }
+    predicted = {name: {key: curve.mean(1) for key, curve in of.items()} for name, of in of_draws.items()}
     for name, sim in sims.items():
         gaps = {key: (curve - sim.propagation).abs().mean() for key, curve in predicted[name].items()}
         means = ", ".join(f"{key} {number(float(gap))}" for key, gap in gaps.items())

@@ -135,9 +135,8 @@ def _check_finished(out: Path, identity: dict[str, str]) -> None:
     said = []
     with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):  # it may say anything
         old, now = json.loads(there["config"]), json.loads(identity["config"])
-        said = [
-            f"{name} {old.get(name)} there, {now[name]} now" for name in now if old.get(name) != now[name]
-        ]
+        changed = [name for name in now if old.get(name) != now[name]]
+        said = [f"{name} {old.get(name)} there, {now[name]} now" for name in changed]
     raise UsageError(
         f"{out} holds another training run ({'; '.join(said) or 'of another text'}); give another folder or remove it."
     )
