@@ -167,10 +167,10 @@ def factorisation(
         hover = f"{for_plotly(name)}<br>incoherence %{{x:.3g}}<extra></extra>"
         traces += line(x, y, name, colour, dash=dash, width=1.6, hover=hover)
     ends = [math.log10(end(*levels, *marks.values())) for end in (min, max)]
-    x = TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}
-    y = POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]}
+    layout = {"xaxis": TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}}
+    layout["yaxis"] = POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]}
     titles = "incoherence", "relative error of the kernel"
-    return style.figure(traces, *titles, height=430, layout={"xaxis": x, "yaxis": y})
+    return style.figure(traces, *titles, height=430, layout=layout)
 
 
 def error_over_incoherence(widths: Floats, curves: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:

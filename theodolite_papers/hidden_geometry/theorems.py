@@ -336,7 +336,8 @@ def _with_noise(outcome: Outcome) -> None:
     outcome.verdicts.append(all_of(claim, verdicts[:-1]))
     tables, curves = [], {}
     for each in growths:
-        mean, error = each.ratio.mean(0).numpy(), each.ratio.std(0).numpy() / math.sqrt(len(each.ratio))
+        error = np.array([float(drawn.std()) for drawn in each.ratio.T]) / math.sqrt(len(each.ratio))
+        mean = each.ratio.mean(0).numpy()
         curves[f"incoh = d^−{each.exponent:g}"] = mean, error
         incoherences = [width**-each.exponent for width in WIDTHS]
         columns = {"exponent": each.exponent, "width": WIDTHS, "incoherence": incoherences}
