@@ -28,19 +28,14 @@ _PAPERS = {
 _MODULES = """
 geometry  hidden_geometry.tables                  table1 table2 table3
 geometry  hidden_geometry.positional_basis        table4 table5 table6 figure1 figure3 figure24
-geometry  hidden_geometry.separation           figure2
-geometry  hidden_geometry.separation              clusters incoherence
-geometry  hidden_geometry.smoothness              figure5 figure7
-geometry  hidden_geometry.smoothness                   figure8
-geometry  hidden_geometry.weights                 figure4
-geometry  hidden_geometry.weights                   figure25
+geometry  hidden_geometry.separation              figure2 clusters incoherence
+geometry  hidden_geometry.smoothness              figure5 figure7 figure8
+geometry  hidden_geometry.weights                 figure4 figure25
 geometry  hidden_geometry.theorems                theorem1 theorem2
 geometry  hidden_geometry.positions_while_learned addition training
-geometry  hidden_geometry.prompt_logits           figure6 figure30
-geometry  hidden_geometry.prompt_logits       figure19
+geometry  hidden_geometry.prompt_logits           figure6 figure19 figure30
 geometry  hidden_geometry.attribution             attribution constituents
-localization  localization.propagation_theory     figure1 figure2 figure3
-localization  localization.propagation_theory          figure4
+localization  localization.propagation_theory     figure1 figure2 figure3 figure4
 localization  localization.simulated_walks        figure5
 localization  localization.fixed_spectrum         collapse width
 localization  localization.locater_figures        figure6 figure7 figure8 figure9 figure10 figure11 figure12
@@ -53,8 +48,7 @@ sinks  catch_tag_release.few_shot_ablation        examples
 sinks  catch_tag_release.pruned_sinks             figure4 figure5
 sinks  catch_tag_release.averaging_construction   figure6
 sinks  catch_tag_release.averaging_models         averaging
-sinks  catch_tag_release.tag_ablation             trace
-sinks  catch_tag_release.tag_ablation             ablation
+sinks  catch_tag_release.tag_ablation             trace ablation
 sinks  catch_tag_release.outliers                 outliers
 """
 
@@ -102,9 +96,7 @@ class _Catalogue(Mapping[str, "Experiment"]):
             group, module, *names = row.split()
             modules |= {f"{group}/{name}": f"theodolite_papers.{module}" for name in names}
         modules |= {f"{group}/claims": "" for group in _PAPERS}
-        order = sorted(
-            modules, key=lambda name: (name.partition("/")[0], not modules[name], *reading_order(name))
-        )
+        order = sorted(modules, key=lambda it: (it.partition("/")[0], not modules[it], *reading_order(it)))
         self._modules = {name: modules[name] for name in order}
         self._read: dict[str, Experiment] = {}
 

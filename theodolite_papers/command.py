@@ -53,14 +53,10 @@ def list_as_json() -> list[dict[str, Any]]:
         {"name": experiment.name, "title": experiment.title, "paper": experiment.paper}
         for experiment in EXPERIMENTS.values()
     ]
-    return experiments + [
-        {
-            "name": alias.name,
-            "title": EXPERIMENTS[alias.of].title,
-            "paper": f"{alias.of}, published for {alias.published_on}",
-        }
-        for alias in ALIASES.values()
-    ]
+    for alias in ALIASES.values():
+        paper = f"{alias.of}, published for {alias.published_on}"
+        experiments.append({"name": alias.name, "title": EXPERIMENTS[alias.of].title, "paper": paper})
+    return experiments
 
 
 def run_experiments(
@@ -89,9 +85,8 @@ def run_experiments(
             if len(experiments) == 1:
                 raise
             reasons.append(str(error))
-            console.print(
-                f"{experiment.name} is skipped: {harmless(str(error))}", markup=False, highlight=False
-            )
+            reason = harmless(str(error))
+            console.print(f"{experiment.name} is skipped: {reason}", markup=False, highlight=False)
             continue
         provenance = study.provenance_of(experiment)
         page = write_outcome(experiment, outcome, provenance, place)

@@ -18,25 +18,14 @@ from theodolite.models.prompts import Focus
 from theodolite.passes.provenance import describe_model, versions
 from theodolite.passes.run import SCHEMA_VERSION
 from theodolite.report.data import array, column
-from theodolite.report.exhibit import by_layer, by_name
-from theodolite.report.measures import BAO, SONG, ZHANG
+from theodolite.report.exhibit import by_layer as by_layer
+from theodolite.report.exhibit import by_name as by_name
+from theodolite.report.measures import BAO as BAO
+from theodolite.report.measures import SONG as SONG
+from theodolite.report.measures import ZHANG as ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.progress import ShowStage
 from theodolite_papers.catalogue import find, need_no_model, on_prompts
-
-__all__ = [
-    "BAO",
-    "SONG",
-    "ZHANG",
-    "Experiment",
-    "Outcome",
-    "Study",
-    "by_layer",
-    "by_name",
-    "experiment",
-    "reproduce",
-]
-"""What experiments are declared and written with."""
 
 
 def reproduce(
@@ -268,9 +257,8 @@ def random_tokens_like(model: OpenModel, run: Run) -> Corpus:
 
 def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
     """The contexts `chosen` (a slice or indices) of a corpus."""
-    return Corpus(
-        corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
-    )
+    part, labels = corpus.contexts[chosen], corpus.labels[chosen]
+    return Corpus(corpus.name, part, labels, corpus.label_names, corpus.seed)
 
 
 def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:

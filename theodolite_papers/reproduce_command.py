@@ -95,9 +95,8 @@ def reproduce_command(
             return
         experiments, focus = catalogue.find(name), Focus(prompt, layer, head)
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
-        catalogue.check_options(
-            experiments, [option for option, value in options.items() if value is not None]
-        )
+        given = [option for option, value in options.items() if value is not None]
+        catalogue.check_options(experiments, given)
         request = _Request(name, model, text, other, out, opening, stopped)
         study, pages = _study(request, experiments, focus)
         page = run_experiments(
@@ -133,9 +132,8 @@ class _Request:
         """The text and model options, to be refused where neither is read."""
         opening = self.opening
         of_model = {"--device": opening.device, "--device-map": opening.device_map}
-        return (
-            self.text.given() | of_model | {"--revision": opening.revision, "--attention": opening.attention}
-        )
+        of_model |= {"--revision": opening.revision, "--attention": opening.attention}
+        return self.text.given() | of_model
 
     def opened(self) -> OpenModel:
         return self.opening.open(self.model)

@@ -179,9 +179,6 @@ class _Locater:
             help="What LocAteR's κ weighs against: the mean loss of a batch's tokens, or their sum (as fairseq's)."
         ),
     ] = "mean"
-    off_at: Annotated[
-        int | None, typer.Option(help="Steps after which LocAteR is switched off [default: never].")
-    ] = None
     vocabulary: Annotated[
         str | None, typer.Option(help="Number of byte-pair tokens, or words [default: 2048].")
     ] = None
@@ -226,7 +223,6 @@ def _say(lines: list[str], out: Path, as_json: bool) -> None:
         for line in [*lines, str(out)]:
             print(line)
         return
-    records = (
-        json.loads((out / name).read_text(encoding="utf-8")) for name in RECORDS if (out / name).is_file()
-    )
+    found = (out / name for name in RECORDS if (out / name).is_file())
+    records = (json.loads(path.read_text(encoding="utf-8")) for path in found)
     print(json_text({"folder": str(out), "said": lines, "training": next(records, None)}, 2))

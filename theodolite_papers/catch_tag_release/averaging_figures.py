@@ -19,6 +19,7 @@ from theodolite.report.outcome import Outcome
 from theodolite.system.threads import using_threads
 from theodolite.system.wording import for_plotly
 from theodolite_papers.catch_tag_release import averaging_training as training
+from theodolite_papers.drawing.localization import POWERS
 
 SQUARE, GAP = 390, 0.08
 TITLES = 70  # pixels: a line of them, below the toolbar
@@ -43,14 +44,12 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
         )
         rows = axis | {"autorange": "reversed"}
         shown.append(Panel(name, [trace], "key", "" if index else "query", axis, rows))
-    drawn = panels(
-        shown, len(shown), height=SQUARE - HEADROOM, gaps=(GAP, 0), layout={"margin": {"t": TITLES}}
-    )
+    margin, height = {"margin": {"t": TITLES}}, SQUARE - HEADROOM
+    drawn = panels(shown, len(shown), height=height, gaps=(GAP, 0), layout=margin)
     for index, picture in enumerate(pictures.values()):
         edges = {"x0": separator + 0.5, "x1": separator + 1.5, "y0": 0.5, "y1": len(picture) + 0.5}
-        drawn.add_shape(
-            type="rect", **edges, line={"width": 1.5, "color": style.VERMILLION}, row=1, col=index + 1
-        )
+        look = {"width": 1.5, "color": style.VERMILLION}
+        drawn.add_shape(type="rect", **edges, line=look, row=1, col=index + 1)
     return drawn
 
 
@@ -69,14 +68,10 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
                 own: dict[str, Any] = {"hover": hover, "legendgroup": name, "showlegend": label == name}
                 traces += line(s_tag, shown, label, colour, dash=dash, marker=marker, **own)
     highest = max(float(np.nanmax(measured)) for measured, _ in curves.values())
-    lowest = min(
-        float(np.nanmin(np.where(measured > BELOW, measured, np.nan))) for measured, _ in curves.values()
-    )
-    window = [
-        math.log10(lowest) - 0.3,
-        math.log10(highest) + 0.7,
-    ]  # a rate means nothing where it exceeds all errors
-    layout = {"yaxis": {"type": "log", "range": window, "exponentformat": "power"}, "legend": {"y": 1.04}}
+    lowest = min(float(np.nanmin(np.where(size > BELOW, size, np.nan))) for size, _ in curves.values())
+    # A rate means nothing where it exceeds all errors.
+    window = {"range": [math.log10(lowest) - 0.3, math.log10(highest) + 0.7]}
+    layout = {"yaxis": POWERS | window, "legend": {"y": 1.04}}
     return style.figure(traces, "s_tag", y, height=420, layout=layout)
 
 
@@ -93,7 +88,7 @@ def losses(
     for dash, (name, level) in zip(("dot", "dash"), marks.items(), strict=False):
         hover = f"{for_plotly(name)}: {level:.3g}<extra></extra>"
         traces += line([0, last], [level, level], name, style.GREY, dash=dash, width=1.5, hover=hover)
-    layout = {"yaxis": {"type": "log", "exponentformat": "power"}, "legend": {"y": 1.04}}
+    layout = {"yaxis": POWERS, "legend": {"y": 1.04}}
     return style.figure(traces, "step", "mean squared error", height=430, layout=layout)
 
 
@@ -105,6 +100,7 @@ def seeds(
     logarithmic: bool = False,
 ) -> go.Figure:
     """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind."""
+    looks = zip(style.CATEGORIES, ("circle", "diamond", "square", "triangle-up", "x", "cross"), strict=False)
     traces: list[Any] = [
         go.Scatter(
             x=errors.astype(np.float32),
@@ -115,19 +111,10 @@ def seeds(
             marker={"size": 9, "color": colour, "symbol": symbol, "line": {"width": 1}},
             hovertemplate=f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>",
         )
-        for (kind, (errors, values, names)), colour, symbol in zip(
-            kinds.items(),
-            style.CATEGORIES,
-            ("circle", "diamond", "square", "triangle-up", "x", "cross"),
-            strict=False,
-        )
+        for (kind, (errors, values, names)), (colour, symbol) in zip(kinds.items(), looks, strict=False)
     ]
-    power = {"type": "log", "exponentformat": "power"}
-    layout: dict[str, Any] = {
-        "xaxis": power,
-        "yaxis": power if logarithmic else {"range": [-0.05, 1.05]},
-        "legend": {"y": 1.04},
-    }
+    y = POWERS if logarithmic else {"range": [-0.05, 1.05]}
+    layout: dict[str, Any] = {"xaxis": POWERS, "yaxis": y, "legend": {"y": 1.04}}
     drawn = style.figure(traces, *titles, height=430, layout=layout)
     limit = {"color": style.GREY, "dash": "dot", "width": 1.5}
     drawn.add_vline(limits[0], line=limit)
@@ -174,15 +161,11 @@ def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], 
             with torch.no_grad(), using_threads(1):
                 forward_pass = each.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
             pictures[each.recipe.name] = forward_pass.attention[errors.argmin(), 0].numpy()
-    outcome.figure(
-        "attention",
-        "First-layer attention of trained models",
-        attention_maps(pictures, middle),
-        "The best seed of three kinds reads the same sequence, [SEP] in the marked column.",
-        "a sink at [SEP] where it was free to form, and none where attention to it was penalised.",
-        f"{ZHANG}, Fig. 6, for trained models",
-        wide=True,
-    )
+    title = "First-layer attention of trained models"
+    shows = "The best seed of three kinds reads the same sequence, [SEP] in the marked column."
+    look_for = "a sink at [SEP] where it was free to form, and none where attention to it was penalised."
+    source = f"{ZHANG}, Fig. 6, for trained models"
+    outcome.figure("attention", title, attention_maps(pictures, middle), shows, look_for, source, wide=True)
 
 
 def draw_scatter(
@@ -195,20 +178,12 @@ def draw_scatter(
 ) -> None:
     """Each model's error against a column, which `names` names in the title and on the axis; `limits` of both."""
     what, axis = names
-    kinds = {
-        str(kind): (
-            rows["left"].to_numpy(),
-            rows[column].to_numpy(),
-            [f"{kind}, seed {seed}" for seed in rows["seed"]],
-        )
-        for kind, rows in models.groupby("kind", sort=False)
-    }
-    outcome.figure(
-        column,
-        f"Every trained model: error and {what}",
-        seeds(kinds, ("residual variance", axis), limits, logarithmic=column == "outlier"),
-        "One dot per seed, on sequences not used in training. Dotted: what counts as solved, and the criterion.",
-        look_for,
-        f"{ZHANG}, section 4; the training runs are ours",
-        wide=True,
-    )
+    kinds = {}
+    for kind, rows in models.groupby("kind", sort=False):
+        seeds_of = [f"{kind}, seed {seed}" for seed in rows["seed"]]
+        kinds[str(kind)] = rows["left"].to_numpy(), rows[column].to_numpy(), seeds_of
+    title = f"Every trained model: error and {what}"
+    drawn = seeds(kinds, ("residual variance", axis), limits, logarithmic=column == "outlier")
+    shows = "One dot per seed, on sequences not used in training. Dotted: what counts as solved, and the criterion."
+    source = f"{ZHANG}, section 4; the training runs are ours"
+    outcome.figure(column, title, drawn, shows, look_for, source, wide=True)

@@ -311,9 +311,8 @@ def _necessity(outcome: Outcome, solved: pd.DataFrame) -> None:
         part = f"{kind}: {len(without)} of {len(rows)}"
         if len(without):
             best = without.loc[without["left"].idxmin()]
-            part += (
-                f" (attention {_range(without['sink'])}, residual variance {number(best['left'])} and more)"
-            )
+            left = number(best["left"])
+            part += f" (attention {_range(without['sink'])}, residual variance {left} and more)"
         parts.append(part)
     strong = (
         f"models that solve the task ({SOLVED}) and pay [SEP] less than {SINK.limit:g}: {'; '.join(parts)}; least "

@@ -184,9 +184,8 @@ class StandardModel(TwoLayers):
 
     def embed(self, numbers: Numbers, separator: Places) -> Tensor:  # noqa: D102
         is_separator = torch.arange(numbers.shape[-1]) == separator[..., None]
-        return torch.where(
-            is_separator[..., None], self.separator, numbers[..., None] * self.slope + self.constant
-        )
+        of_numbers = numbers[..., None] * self.slope + self.constant
+        return torch.where(is_separator[..., None], self.separator, of_numbers)
 
     def first(self, embedded: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
         return self._attend(1, embedded, embedded, visible)
@@ -203,9 +202,8 @@ class StandardModel(TwoLayers):
         return (self.matrices["query_2"] @ self.matrices["key_2"].mT)[:, 0]
 
     def _attend(self, layer: int, queries: Tensor, keys: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        query, key, value, output = (
-            self.matrices[f"{what}_{layer}"] for what in ("query", "key", "value", "output")
-        )
+        names = ("query", "key", "value", "output")
+        query, key, value, output = (self.matrices[f"{name}_{layer}"] for name in names)
         query_vectors, key_vectors = queries @ query, keys @ key
         if self.normed and layer == 2:
             query_vectors, key_vectors = _unit_scale(query_vectors), _unit_scale(key_vectors)
@@ -228,9 +226,7 @@ class TrainedModels:
 def draw(generators: Sequence[torch.Generator], count: int, length: int = LENGTH) -> tuple[Numbers, Places]:
     """Sequences of the task, `count` a generator: N(0, 1) numbers, [SEP] anywhere but in the last place."""
     numbers = torch.stack([torch.randn(count, length, generator=generator) for generator in generators])
-    places = torch.stack(
-        [torch.randint(0, length - 1, (count,), generator=generator) for generator in generators]
-    )
+    places = torch.stack([torch.randint(0, length - 1, (count,), generator=each) for each in generators])
     return numbers, places
 
 

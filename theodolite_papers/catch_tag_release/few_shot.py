@@ -27,6 +27,7 @@ from theodolite.report.drawing.grammar import line
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, for_plotly, percent, with_error
 from theodolite_papers.catch_tag_release.pruned_models import METHODS
+from theodolite_papers.drawing.localization import whiskers
 from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment, of_trainings
 from theodolite_papers.training.task_models import models_of
 
@@ -68,31 +69,21 @@ def accuracy_by_shots(
 def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> list[go.Scatter]:
     accuracy, low, high = (rows[name].to_numpy(np.float64) for name in ("accuracy", "low", "high"))
     name = for_plotly(model)
-    whiskers = {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3}
-    whiskers |= {
-        "array": (high - accuracy).astype(np.float32),
-        "arrayminus": (accuracy - low).astype(np.float32),
-    }
-    return line(
-        rows["shots"].to_numpy(np.float64) + shift,
-        accuracy,
-        model,
-        colour,
-        error_y=whiskers,
-        legendgroup=name,
-        marker=6,
-        customdata=[
-            [shots, *map(percent, values)]
-            for shots, *values in zip(rows["shots"], accuracy, low, high, strict=True)
-        ],
-        hover=f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} "
-        "(%{customdata[2]} to %{customdata[3]})<extra></extra>",
+    shares = zip(rows["shots"], accuracy, low, high, strict=True)
+    own: dict[str, Any] = {"error_y": whiskers(accuracy, low, high), "legendgroup": name, "marker": 6}
+    own["customdata"] = [[shots, *map(percent, values)] for shots, *values in shares]
+    hover = (
+        f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} (%{{customdata[2]}} to %{{customdata[3]}})"
     )
+    at = rows["shots"].to_numpy(np.float64) + shift
+    return line(at, accuracy, model, colour, hover=f"{hover}<extra></extra>", **own)
 
 
 def _marks(rows: pd.DataFrame, colour: str, shift: float) -> go.Scatter:
     """One open circle a seed."""
     name = for_plotly(rows["model"].iloc[0]) if len(rows) else ""
+    notes = [[row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()]
+    hover = f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: %{{customdata[2]}}<extra></extra>"
     return go.Scatter(
         x=(rows["shots"].to_numpy(dtype=np.float64) + shift).astype(np.float32),
         y=rows["accuracy"].to_numpy(dtype=np.float32),
@@ -101,11 +92,8 @@ def _marks(rows: pd.DataFrame, colour: str, shift: float) -> go.Scatter:
         opacity=0.6,
         legendgroup=name,
         showlegend=False,
-        customdata=[
-            [row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()
-        ],
-        hovertemplate=f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: "
-        "%{customdata[2]}<extra></extra>",
+        customdata=notes,
+        hovertemplate=hover,
     )
 
 
@@ -204,29 +192,20 @@ def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
             _read(outcome, f"{name}, {removed}", accuracy)
         for name in ("Wanda", "SparseGPT"):
             gap = by_method["OATS"] - by_method[name]
-            outcome.claim(
-                f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)",
-                f"accuracy with OATS less that with {name}, paired by model",
-                Estimate.mean(gap[:, 0], "models"),
-                SIMILAR,
-            )
-            outcome.claim(
-                f"OATS's lead over {name} widens with examples, {removed} (section 3.5, Fig. 3)",
-                "lead with five examples less that with none",
-                Estimate.mean(gap[:, -1] - gap[:, 0], "models"),
-                WIDENS,
-            )
+            claim = f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)"
+            what = f"accuracy with OATS less that with {name}, paired by model"
+            outcome.claim(claim, what, Estimate.mean(gap[:, 0], "models"), SIMILAR)
+            claim = f"OATS's lead over {name} widens with examples, {removed} (section 3.5, Fig. 3)"
+            what = "lead with five examples less that with none"
+            outcome.claim(claim, what, Estimate.mean(gap[:, -1] - gap[:, 0], "models"), WIDENS)
         rows = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
         best = RULES.best_accuracy().tolist()
-        outcome.figure(
-            f"accuracy-{round(100 * sparsity)}",
-            f"Accuracy against the number of examples, {removed}",
-            accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),
-            "Means over models with 95 % intervals; small marks: each model. Dashed: the best achievable accuracy.",
-            "whether the methods diverge from left to right.",
-            f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
-            wide=True,
-        )
+        title = f"Accuracy against the number of examples, {removed}"
+        drawn = accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best)
+        shows = "Means over models with 95 % intervals; small marks: each model. Dashed: the best achievable accuracy."
+        look_for = "whether the methods diverge from left to right."
+        source = f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium"
+        outcome.figure(f"accuracy-{round(100 * sparsity)}", title, drawn, shows, look_for, source, wide=True)
 
 
 def _read(outcome: Outcome, what: str, accuracy: Floats) -> None:

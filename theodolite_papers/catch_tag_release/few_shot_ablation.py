@@ -118,11 +118,8 @@ def _controls(attention: list[PromptAttention]) -> Iterator[tuple[str, int, list
     """(name, seed, keys by layer) that are hidden in the place of the sinks."""
     for seed in range(CONTROLS):
         generator = torch.Generator().manual_seed(seed)
-        yield (
-            OTHERS,
-            seed,
-            [other_keys(of.sinks, torch.rand(of.sinks.shape, generator=generator)) for of in attention],
-        )
+        orders = (torch.rand(of.sinks.shape, generator=generator) for of in attention)
+        yield OTHERS, seed, [other_keys(of.sinks, order) for of, order in zip(attention, orders, strict=True)]
     yield ATTENDED, 0, [other_keys(of.sinks, -of.mass) for of in attention]
 
 
@@ -146,9 +143,8 @@ def _without_terms(model: OpenModel, pruned: Pruned, control: int | None) -> Edi
     def without(part: slice) -> Iterator[None]:
         with ExitStack() as stack:
             for layer in range(model.layers):
-                stack.enter_context(
-                    without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
-                )
+                factors = pruned.factors(layer)
+                stack.enter_context(without_low_rank(model, layer, factors=factors, control=control))
             yield
 
     return without
@@ -225,17 +221,15 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
     for name, (untouched, controls) in PAIRS.items():
         lost = _lost(table, name, untouched)[:, 0]
         # The control that loses most, model by model and for each number of examples.
-        hardest = np.concatenate([_lost(table, control, untouched) for control in controls], axis=1).max(
-            axis=1
-        )
+        of_controls = [_lost(table, control, untouched) for control in controls]
+        hardest = np.concatenate(of_controls, axis=1).max(axis=1)
         after = f"{WORDS[name]} costs accuracy after examples (section 3.5)"
         means = f"({Estimate.mean(lost[:, -1], 'models')}) beyond the control that loses most"
         what = f"accuracy lost with five examples {means} ({Estimate.mean(hardest[:, -1], 'models')})"
         if name in hidden:
             most = max(hidden[control] for control in controls)
-            what += (
-                f", which hides {percent(most)} of the attention where the sinks hide {percent(hidden[name])}"
-            )
+            theirs = percent(hidden[name])
+            what += f", which hides {percent(most)} of the attention where the sinks hide {theirs}"
         beyond = lost - hardest
         outcome.claim(after, f"{what}, paired by model", Estimate.mean(beyond[:, -1], "models"), MORE)
         growing = f"{WORDS[name]} costs more, the more examples there are (section 3.5)"
@@ -244,16 +238,11 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
             "rise an example, least squares over all numbers": beyond @ examples / (examples @ examples),
             "with five examples less with four": beyond[:, -1] - beyond[:, -2],
         }
-        by_model = (
-            judge(
-                growing,
-                f"accuracy lost beyond that control, {of}, by model",
-                Estimate.mean(values, "models"),
-                MORE,
-            )
-            for of, values in trend.items()
-        )
-        outcome.verdicts.append(all_of(growing, list(by_model)))
+        by_model = []
+        for of, values in trend.items():
+            beyond_control = f"accuracy lost beyond that control, {of}, by model"
+            by_model.append(judge(growing, beyond_control, Estimate.mean(values, "models"), MORE))
+        outcome.verdicts.append(all_of(growing, by_model))
         least = table[(table["model"] == name) & (table["shots"] == table["shots"].min())]["accuracy"]
         left = Estimate.mean(least.to_numpy(np.float64) - 1 / RULES.values, "models")
         floor = "" if left.value > left.margin else AT_CHANCE

@@ -91,16 +91,9 @@ def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go
         customdata=[[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)],
         hovertemplate="%{customdata[0]}: %{x:.1%} of contexts<br>%{customdata[1]}<extra></extra>",
     )
-    layout = {
-        "yaxis": {
-            "autorange": "reversed",
-            "tickmode": "array",
-            "tickvals": list(range(len(names))),
-            "ticktext": [for_plotly(name) for name in names],
-            "showgrid": False,
-        },
-        "xaxis": {"tickformat": ".0%", "rangemode": "tozero"},
-    }
+    down = {"autorange": "reversed", "tickmode": "array", "showgrid": False}
+    down |= {"tickvals": list(range(len(names))), "ticktext": [for_plotly(name) for name in names]}
+    layout = {"yaxis": down, "xaxis": {"tickformat": ".0%", "rangemode": "tozero"}}
     return style.figure([bars], "share of contexts", "", height=110 + 24 * max(3, len(names)), layout=layout)
 
 
@@ -113,9 +106,8 @@ def counts(columns: Mapping[str, tuple[Floats, str, str]], y: str) -> go.Figure:
     ]
     length = len(next(iter(columns.values()))[0])
     layers = {"tickmode": "array", "tickvals": evenly(length, 16), "zeroline": False}
-    return style.figure(
-        traces, "layer", y, height=360, layout={"xaxis": layers, "yaxis": {"rangemode": "tozero"}}
-    )
+    layout = {"xaxis": layers, "yaxis": {"rangemode": "tozero"}}
+    return style.figure(traces, "layer", y, height=360, layout=layout)
 
 
 SUN = "Sun et al. 2024"
@@ -168,9 +160,8 @@ def _growth(outcome: Outcome, outliers: Outliers) -> None:
         "largest |x|, positions 1 on": layers["maximum"].max().to_numpy(dtype=np.float64),
         "largest |x| at position 0": layers["maximum_first"].max().to_numpy(dtype=np.float64),
     }
-    order = outliers.growth.sort_values(
-        ["places", "dimension", "layer"], ascending=[False, True, True], kind="stable"
-    )
+    by, rising = ["places", "dimension", "layer"], [False, True, True]
+    order = outliers.growth.sort_values(by, ascending=rising, kind="stable")
     keys = ["dimension", "token_id", "token", "first"]
     lines = {
         (f"dimension {dimension}", carrier_name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
@@ -193,9 +184,8 @@ def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
         name = carrier_name(token_rows["token"].iloc[0], token_rows["first"].iloc[0])
         dimensions = listed([str(dimension) for dimension in sorted(set(token_rows["dimension"]))], 6)
         largest = number(max(token_rows["extreme"], key=abs))
-        rows.append(
-            (name, token_rows["contexts"].max() / contexts, f"dimensions {dimensions}; up to {largest}")
-        )
+        share = token_rows["contexts"].max() / contexts
+        rows.append((name, share, f"dimensions {dimensions}; up to {largest}"))
     rows.sort(key=lambda row: (-row[1], row[0]))
     names, shares, notes = zip(*rows, strict=True)
     outcome.figure(

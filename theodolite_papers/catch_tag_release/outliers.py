@@ -259,10 +259,8 @@ def _nothing(outliers: Outliers) -> str:
         if tokens
         else "none either"
     )
-    largest = float(outliers.dimensions[["maximum", "maximum_first"]].to_numpy().max())
-    ratio = float(
-        (outliers.dimensions[["maximum", "maximum_first"]].max(axis=1) / typical_rms(outliers)).max()
-    )
+    sizes = outliers.dimensions[["maximum", "maximum_first"]].max(axis=1)
+    largest, ratio = float(sizes.max()), float((sizes / typical_rms(outliers)).max())
     return (
         f"no massive activation by the published rule: the largest |x| is {number(largest)}, and no value more than "
         f"{number(ratio)} times the RMS of its layer's median dimension; by comparison with its layer: {others}"

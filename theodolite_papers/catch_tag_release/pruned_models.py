@@ -89,9 +89,8 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
         ids = ids.to(model.device)
         with hooked(model, batch_sinks):
             logits = model.logits(ids)
-        by_context = [
-            cross_entropy(row[:-1].double(), tokens[1:]) for row, tokens in zip(logits, ids, strict=True)
-        ]
+        pairs = zip(logits, ids, strict=True)
+        by_context = [cross_entropy(row[:-1].double(), tokens[1:]) for row, tokens in pairs]
         losses.append(torch.stack(by_context).cpu())
         sinks.append(batch_sinks.sinks)
     traced = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
@@ -141,9 +140,8 @@ def part_of(corpus: Corpus, contexts: slice) -> Corpus:
 def dense_measures(study: Study, prompt: Prompt | None = None) -> ModelSinks:
     """The model itself; measured once."""
     _, measured = halves(study)
-    return study.cached(
-        f"look/{_cache_key(prompt)}", lambda: measure_sinks(study.require_model(), measured, prompt)
-    )
+    key, model = f"look/{_cache_key(prompt)}", study.require_model()
+    return study.cached(key, lambda: measure_sinks(model, measured, prompt))
 
 
 def pruned(study: Study, method: str, calibration: Corpus) -> tuple[OpenModel, Pruned]:

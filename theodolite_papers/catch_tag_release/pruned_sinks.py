@@ -83,15 +83,11 @@ def _maps(
         name: figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
         for name, trace, sinks in _on_prompt(measured)
     }
-    outcome.figure(
-        "maps",
-        f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
-        figures_compare.parallel_map(figures, square=True),
-        "Queries down, keys across; only sinks are labelled, with ▼.",
-        "strong columns of the dense model that are missing in another.",
-        source,
-        wide=True,
-    )
+    title = f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt"
+    drawn = figures_compare.parallel_map(figures, square=True)
+    shows = "Queries down, keys across; only sinks are labelled, with ▼."
+    look_for = "strong columns of the dense model that are missing in another."
+    outcome.figure("maps", title, drawn, shows, look_for, source, wide=True)
 
 
 def _on_prompt(measured: Mapping[str, ModelSinks]) -> Iterator[tuple[str, PromptTrace, list[int]]]:
@@ -153,12 +149,9 @@ def figure_5(study: Study, outcome: Outcome) -> None:
 
 
 def _judge_oats(outcome: Outcome, dense: ModelSinks, oats: ModelSinks) -> None:
-    outcome.claim(
-        "OATS retains the attention sinks of the dense model (section 3.3, Fig. 5)",
-        f"share of the dense model's sinks that OATS at {SPARSITY:.0%} has",
-        _kept(dense, oats),
-        KEEPS,
-    )
+    claim = "OATS retains the attention sinks of the dense model (section 3.3, Fig. 5)"
+    what = f"share of the dense model's sinks that OATS at {SPARSITY:.0%} has"
+    outcome.claim(claim, what, _kept(dense, oats), KEEPS)
 
 
 def _kept(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Estimate:
@@ -173,12 +166,9 @@ def _judge_method(
     common = [(dense.sinks & model.sinks).flatten(1).sum(1).double() for model in (oats, other)]
     gain = common[0] - common[1]
     mean, error = float(gain.sum() / count.sum()), float(error_of_ratio(gain[None], count[None]))
-    outcome.claim(
-        f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)",
-        f"share kept by OATS less that kept by {name} (paired by context)",
-        Estimate(mean, error, len(gain), "contexts").floored(),
-        MORE,
-    )
+    claim = f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)"
+    what = f"share kept by OATS less that kept by {name} (paired by context)"
+    outcome.claim(claim, what, Estimate(mean, error, len(gain), "contexts").floored(), MORE)
 
 
 def _ablations(layer: int) -> dict[str, int | None]:

@@ -40,12 +40,8 @@ def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Fig
         error_x=style.error_bars([share.margin for share in left.values()]),
         hovertemplate="%{y}: %{x:.3f}<extra></extra>",
     )
-    drawn = style.figure(
-        [dots],
-        "share left",
-        height=150 + 60 * len(names),
-        layout={"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}},
-    )
+    layout = {"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}}
+    drawn = style.figure([dots], "share left", height=150 + 60 * len(names), layout=layout)
     for limit in limits:
         drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
     return drawn
@@ -66,15 +62,12 @@ def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
             hovertemplate="%{y}<br>" + name + ": %{x:.4g}<extra></extra>",
         )
         for column, name, colour in (
-            ("control", "control", style.GREY),
+            ("control",) * 2 + (style.GREY,),
             ("change", "ablation", style.VERMILLION),
         )
     ]
-    layout = {
-        "yaxis": {"autorange": "reversed", "automargin": True},
-        "barmode": "group",
-        "margin": {"l": 300},
-    }
+    down = {"autorange": "reversed", "automargin": True}
+    layout = {"yaxis": down, "barmode": "group", "margin": {"l": 300}}
     return style.figure(bars, "change", height=150 + 46 * len(names), layout=layout)
 
 
@@ -87,9 +80,8 @@ def trace_of(study: Study) -> Run:
     """The trace of the study's text, made once and kept next to the pages."""
     corpus = study.require_corpus("sinks are traced through a text: pass it together with the run")
     folder = None if study.folder is None else study.folder / "trace"
-    return study.cached(
-        "trace", lambda: trace_sinks(study.require_model(), corpus, folder, show_progress=study.show)
-    )
+    model, show = study.require_model(), study.show
+    return study.cached("trace", lambda: trace_sinks(model, corpus, folder, show_progress=show))
 
 
 MORE = Criterion("more than", 0.0, "an effect beyond that of the hardest control (ours)")
@@ -176,15 +168,12 @@ def ablated(study: Study, outcome: Outcome) -> None:
         f"{ZHANG}, section 3.2",
         wide=True,
     )
-    outcome.figure(
-        "clusters",
-        f"{name} ablated: clusters downstream",
-        changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
-        "Change of η² of the head's grouping in each later residual layer; groups of the intact model.",
-        "η² that falls by nearly its whole value: then the clusters came from this tag.",
-        f"{ZHANG}, section 2, Fig. 2d",
-        wide=True,
-    )
+    title = f"{name} ablated: clusters downstream"
+    drawn = changes(table, [m for m in table["measure"].unique() if m.startswith("η²")])
+    shows = "Change of η² of the head's grouping in each later residual layer; groups of the intact model."
+    look_for = "η² that falls by nearly its whole value: then the clusters came from this tag."
+    source = f"{ZHANG}, section 2, Fig. 2d"
+    outcome.figure("clusters", title, drawn, shows, look_for, source, wide=True)
 
 
 def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
@@ -212,19 +201,16 @@ def against_control(
 
 def against_others(table: pd.DataFrame) -> Verdict:
     """Whether caught tokens lose more than others, and by more than they do under any control."""
-    caught, uncaught, between = (
-        _row(table, "tag ablated", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
-    )
+    losses = (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
+    caught, uncaught, between = (_row(table, "tag ablated", name) for name in losses)
     what = (
         f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
         f"{with_error(uncaught['change'], uncaught['change_se'])} on others; rises more on caught tokens than on others"
     )
-    more = _more(
-        MORE_THAN_OTHERS, what, between["change"], between["change_se"], between["contexts"], MORE_THAN_NONE
-    )
-    return all_of(
-        MORE_THAN_OTHERS, [more, against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)]
-    )
+    change, error, contexts = (between[name] for name in ("change", "change_se", "contexts"))
+    more = _more(MORE_THAN_OTHERS, what, change, error, contexts, MORE_THAN_NONE)
+    beyond = against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)
+    return all_of(MORE_THAN_OTHERS, [more, beyond])
 
 
 def _more(

@@ -15,6 +15,7 @@ from theodolite.report.data import Floats, layer_numbers, need_column
 from theodolite.report.drawing.grammar import HEADROOM, Panel, cosine_map, line, panels
 from theodolite.report.style import layer_axis, order_colour
 from theodolite.system.wording import for_plotly, number
+from theodolite_papers.drawing.localization import POWERS, TWOS
 
 if TYPE_CHECKING:
     from theodolite import Run
@@ -49,20 +50,12 @@ def against_published(
     traces: list[Any] = []
     for model in published.MODELS:
         for text, values in zip(published.TEXTS, rows[model], strict=True):
-            traces += line(
-                depth,
-                values,
-                model,
-                PAPER[model],
-                width=LINE,
-                dash=DASHES[text],
-                showlegend=text == "OpenWebText",
-                opacity=0.75,
-                customdata=list(range(13)),
-                hover=f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>",
-            )
+            hover = f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>"
+            own: dict[str, Any] = {"width": LINE, "dash": DASHES[text], "opacity": 0.75, "hover": hover}
+            own |= {"customdata": list(range(13)), "showlegend": text == "OpenWebText"}
+            traces += line(depth, values, model, PAPER[model], **own)
     traces += _this_model(layers, need_column(run.layers, name), "this model", errors)
-    axis = {"type": "log", "dtick": "D2", "tickformat": "~g"} if log else {"rangemode": "tozero"}
+    axis = TWOS if log else {"rangemode": "tozero"}
     return style.figure(traces, "layer", y, height=420, layout={"xaxis": layer_axis(layers), "yaxis": axis})
 
 
@@ -145,10 +138,8 @@ def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> 
         hover = f"{name}, number %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>"
         own: dict[str, Any] = {"width": width, "hover": hover, "showlegend": name == fixed_name}
         traces += line(number_of, relative[above_rounding], name, colour, **own)
-    axis = {"type": "log", "dtick": 1, "exponentformat": "power"}
-    return style.figure(
-        traces, "number", "singular value over the largest", height=380, layout={"yaxis": axis}
-    )
+    titles = "number", "singular value over the largest"
+    return style.figure(traces, *titles, height=380, layout={"yaxis": POWERS | {"dtick": 1}})
 
 
 def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
@@ -164,7 +155,5 @@ def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> g
         hovertemplate="GPT-2: %{customdata} × layer 0<extra></extra>",
     )
     traces = [*_this_model(layers, norms, "this model", errors), dots]
-    axis = {"type": "log", "dtick": "D2", "tickformat": "~s"}
-    return style.figure(
-        traces, "layer", "mean ‖h‖₂", height=360, layout={"xaxis": layer_axis(layers), "yaxis": axis}
-    )
+    layout = {"xaxis": layer_axis(layers), "yaxis": TWOS | {"tickformat": "~s"}}
+    return style.figure(traces, "layer", "mean ‖h‖₂", height=360, layout=layout)

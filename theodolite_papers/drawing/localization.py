@@ -17,6 +17,10 @@ from theodolite.system.wording import for_plotly
 
 PANEL_GAP = 0.06  # between maps side by side, of the width
 MAP_HEIGHT, SQUARE_HEIGHT, CURVES_HEIGHT = 380, 320, 400
+SHARE = {"range": [-0.02, 1.05]}
+POWERS: dict[str, Any] = {"type": "log", "exponentformat": "power"}
+TWOS: dict[str, Any] = {"type": "log", "dtick": "D2", "tickformat": "~g"}
+"""Axes of a share, and of logarithms: powers of ten, or 1, 2 and 5 times them."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Line:
     colour: str
     dash: str = "solid"
     width: float = 2.0
+    marker: float = 0
 
 
 PUBLISHED = Line("published", style.GREY, "dash")
@@ -36,18 +41,26 @@ EXACT = Line("exact", style.VERMILLION)
 
 
 def curves(
-    x: Floats, lines: Sequence[Line], values: Sequence[Floats], titles: tuple[str, str], **layout: Any
+    x: Floats,
+    lines: Sequence[Line],
+    values: Sequence[Floats],
+    titles: tuple[str, str],
+    *,
+    errors: Sequence[Floats | None] = (),
+    height: int = CURVES_HEIGHT,
+    **layout: Any,
 ) -> go.Figure:
-    """Curves over one axis; `titles` of x and y."""
+    """Curves over one axis, with their standard errors; `titles` of x and y."""
     traces: list[Any] = []
-    for curve, y in zip(lines, values, strict=True):
+    for curve, y, error in zip(lines, values, errors or [None] * len(lines), strict=True):
         hover = f"{for_plotly(curve.name)}<br>{titles[0]} %{{x:.4g}}: %{{y:.4g}}<extra></extra>"
-        traces += _curve(x, y, curve, hover)
-    return style.figure(traces, *titles, height=CURVES_HEIGHT, layout=layout)
+        traces += _curve(x, y, curve, hover, error)
+    return style.figure(traces, *titles, height=height, layout=layout)
 
 
-def _curve(x: Floats, y: Floats, curve: Line, hover: str) -> list[go.Scatter]:
-    return line(x, y, curve.name, curve.colour, dash=curve.dash, width=curve.width, hover=hover)
+def _curve(x: Floats, y: Floats, curve: Line, hover: str, errors: Floats | None = None) -> list[go.Scatter]:
+    own: dict[str, Any] = {"dash": curve.dash, "width": curve.width, "marker": curve.marker}
+    return line(x, y, curve.name, curve.colour, errors=errors, hover=hover, **own)
 
 
 def propagation_curves(
@@ -59,7 +72,7 @@ def propagation_curves(
         colour = style.order_colour(index / max(1, len(etas) - 1))
         lines += [Line(f"η = {eta:g}", colour), Line(f"η = {eta:g}, published", colour, "dash", 1.4)]
         values += [corrected[index], published[index]]
-    drawn = curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
+    drawn = curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis=SHARE)
     for trace in drawn.data[1::2]:
         trace.showlegend = False
     return drawn
@@ -100,9 +113,8 @@ def maps(
     shown = []
     for index, (name, picture) in enumerate(pictures.items()):
         low, high = (-largest, largest) if name in signed else limits
-        hover = (
-            f"{for_plotly(name)}<br>{titles[0]} %{{x:.4g}}, {titles[1]} %{{y:.4g}}<br>{titles[2]} %{{z:.4g}}"
-        )
+        where = f"{titles[0]} %{{x:.4g}}, {titles[1]} %{{y:.4g}}"
+        hover = f"{for_plotly(name)}<br>{where}<br>{titles[2]} %{{z:.4g}}"
         trace = heat(
             picture,
             low,
@@ -159,7 +171,7 @@ def simulation(
     ]
     for curve, values in zip(PREDICTED, predictions, strict=True):
         traces += _curve(positions, values, curve, f"token %{{x}}: {curve.name} %{{y:.3f}}<extra></extra>")
-    layout = {"yaxis": {"range": [-0.02, 1.05]}, "legend": {"font": {"size": 10}}}
+    layout = {"yaxis": SHARE, "legend": {"font": {"size": 10}}}
     return style.figure(traces, "token i", "ρᵢ", height=440, layout=layout)
 
 
@@ -167,30 +179,19 @@ def entropies(
     scales: Sequence[float], means: Sequence[float], values: Floats, errors: Floats, least: float
 ) -> go.Figure:
     """Mean attention entropy against the scale of the eigenvalues, a line a mean; logarithmic axes."""
-    traces: list[Any] = []
-    for index, mean in enumerate(means):
-        traces += line(
-            np.array(scales, dtype=np.float64),
-            values[index],
-            f"mean {mean:g}",
-            style.order_colour(index / max(1, len(means) - 1)),
-            errors=errors[index],
-            width=2,
-            marker=7,
-            hover=f"mean {mean:g}, scale %{{x:g}}<br>%{{y:.3f}} nats<extra></extra>",
-        )
-    layout = {
-        "xaxis": {"type": "log", "tickvals": list(scales), "ticktext": [f"{scale:g}" for scale in scales]},
-        "yaxis": {
-            "type": "log",
-            "range": [math.log10(least), math.log10(5)],
-            "dtick": "D2",
-            "tickformat": "~g",
-        },
-    }
-    return style.figure(
-        traces, "scale of the eigenvalues", "entropy in nats", height=CURVES_HEIGHT, layout=layout
-    )
+    colours = [style.order_colour(index / max(1, len(means) - 1)) for index in range(len(means))]
+    lines = [Line(f"mean {mean:g}", colour, marker=7) for mean, colour in zip(means, colours, strict=True)]
+    x = {"type": "log", "tickvals": list(scales), "ticktext": [f"{scale:g}" for scale in scales]}
+    y = TWOS | {"range": [math.log10(least), math.log10(5)]}
+    titles = "scale of the eigenvalues", "entropy in nats"
+    at = np.array(scales, dtype=np.float64)
+    return curves(at, lines, list(values), titles, errors=list(errors), xaxis=x, yaxis=y)
+
+
+def whiskers(middle: Floats, low: Floats, high: Floats) -> dict[str, Any]:
+    """Error bars from the lower to the upper end of an interval."""
+    up, down = (part.astype(np.float32) for part in (high - middle, middle - low))
+    return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.2, "width": 3}
 
 
 def bars(
@@ -203,14 +204,7 @@ def bars(
             y=heights.astype(np.float32),
             name=for_plotly(name),
             marker={"color": colour},
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": (interval[1] - heights).astype(np.float32),
-                "arrayminus": (heights - interval[0]).astype(np.float32),
-                "thickness": 1.2,
-                "width": 3,
-            },
+            error_y=whiskers(heights, *interval),
             hovertemplate=f"%{{x}}<br>{for_plotly(name)}: %{{y:.3f}}<extra></extra>",
         )
         for (name, (heights, interval)), colour in zip(values.items(), style.CATEGORIES, strict=False)

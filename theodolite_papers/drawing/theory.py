@@ -13,6 +13,8 @@ from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import heat, line, saturation
 from theodolite.system.wording import for_plotly, head_name, number
+from theodolite_papers.drawing.localization import POWERS, TWOS, Line
+from theodolite_papers.drawing.localization import curves as drawn_curves
 
 THIS_MODEL = style.MEASURED
 ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # of the differences in Theorem 1
@@ -59,28 +61,14 @@ def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
     """`weight_tiles` with the heads' names above them; `side`: cells along a tile."""
     across = min(len(names), TILES_ACROSS)
     trace = heat(tiles, -1, 1, "", scale=style.SIGNED, hoverinfo="skip")
-    labels = [
-        {
-            "x": (head % across) * (side + TILE_GAP) + side / 2,
-            "y": (head // across) * (side + TILE_HEADROOM) + TILE_HEADROOM - 2,
-            "text": for_plotly(name),
-            "showarrow": False,
-            "yanchor": "bottom",
-            "font": {"size": 11},
-        }
-        for head, name in enumerate(names)
-    ]
-    boxes = [
-        {
-            "type": "rect",
-            "x0": (head % across) * (side + TILE_GAP) - 0.5,
-            "x1": (head % across) * (side + TILE_GAP) + side - 0.5,
-            "y0": (head // across) * (side + TILE_HEADROOM) + TILE_HEADROOM - 0.5,
-            "y1": (head // across + 1) * (side + TILE_HEADROOM) - 0.5,
-            "line": {"width": 1, "color": style.GREY},
-        }
-        for head in range(len(names))
-    ]
+    labels, boxes = [], []
+    look: dict[str, Any] = {"showarrow": False, "yanchor": "bottom", "font": {"size": 11}}
+    for head, name in enumerate(names):
+        left = (head % across) * (side + TILE_GAP)
+        top = (head // across) * (side + TILE_HEADROOM) + TILE_HEADROOM
+        labels.append({"x": left + side / 2, "y": top - 2, "text": for_plotly(name)} | look)
+        edges = {"x0": left - 0.5, "x1": left + side - 0.5, "y0": top - 0.5, "y1": top + side - 0.5}
+        boxes.append({"type": "rect", "line": {"width": 1, "color": style.GREY}} | edges)
     bare = {"visible": False, "constrain": "domain"}
     layout = {
         "annotations": labels,
@@ -89,9 +77,8 @@ def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
         "yaxis": bare | {"autorange": "reversed", "scaleanchor": "x"},
         "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
     }
-    return style.figure(
-        [trace], height=30 + TILE_PIXELS * math.ceil(len(names) / across) * 6 // max(across, 4), layout=layout
-    )
+    height = 30 + TILE_PIXELS * math.ceil(len(names) / across) * 6 // max(across, 4)
+    return style.figure([trace], height=height, layout=layout)
 
 
 def head_values(
@@ -108,17 +95,11 @@ def head_values(
         bases = (1, 1.5, 2, 3, 5, 7) if limits[1] - limits[0] < 1 else (1, 3)
         steps = [base * 10.0**power for power in range(-3, 6) for base in bases]
         ticks = [step for step in steps if limits[0] <= math.log10(step) <= limits[1] + 1e-9]
-        bar |= {
-            "tickvals": [math.log10(tick) for tick in ticks],
-            "ticktext": [number(tick) for tick in ticks],
-        }
-    text = [
-        [
-            f"{what}: {number(value)}" + (f"<br>{notes[layer][head]}" if notes else "")
-            for head, value in enumerate(row)
-        ]
-        for layer, row in enumerate(grid)
-    ]
+        bar |= {"tickvals": np.log10(ticks).tolist(), "ticktext": [number(tick) for tick in ticks]}
+    text = [[f"{what}: {number(value)}" for value in row] for row in grid]
+    if notes:
+        rows = zip(text, notes, strict=True)
+        text = [["<br>".join(pair) for pair in zip(*of_layer, strict=True)] for of_layer in rows]
     hover = "<b>L%{y}H%{x}</b><br>%{text}<extra></extra>"
     trace = heat(colour_values, *limits, hover, cells=True, text=text, showscale=True, colorbar=bar)
     return style.figure([trace], "head", "layer", layout=style.head_map_layout(*grid.shape))
@@ -157,17 +138,10 @@ def smoothness_bounds(
     flat = np.full(len(cutoffs), trivial[layer])
     traces += line(cutoffs, flat, none, style.GREY, dash="dot", width=1.5, hover=hover)
     ticks = [k for k in (1, 2, 5, 10, 20, 50, 100) if k <= max(cutoffs)]
-    layout = {
-        "xaxis": {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]},
-        "yaxis": {
-            "type": "log",
-            "range": [math.log10(low) - 0.3, math.log10(float(positive.max())) + 0.3],
-            "exponentformat": "power",
-        },
-    }
-    return style.figure(
-        traces, "k, number of frequencies kept", "error, ‖G − approximation‖/T", height=430, layout=layout
-    )
+    x = {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
+    y = POWERS | {"range": [math.log10(low) - 0.3, math.log10(float(positive.max())) + 0.3]}
+    titles = "k, number of frequencies kept", "error, ‖G − approximation‖/T"
+    return style.figure(traces, *titles, height=430, layout={"xaxis": x, "yaxis": y})
 
 
 def factorisation(
@@ -183,66 +157,39 @@ def factorisation(
     for (name, (means, errors)), colour, symbol in zip(
         curves.items(), (THIS_MODEL, style.BLUE), ("circle", "circle-open"), strict=True
     ):
-        own: dict[str, Any] = {
-            "hover": f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>"
-        }
-        traces += line(
-            levels, means, name, colour, errors=errors, width=2, marker=8, marker_symbol=symbol, **own
-        )
+        hover = f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>"
+        own: dict[str, Any] = {"width": 2, "marker": 8, "marker_symbol": symbol, "hover": hover}
+        traces += line(levels, means, name, colour, errors=errors, **own)
     lines = {"bound": (bound[0][drawn], bound[1][drawn], style.GREY, "dash")}
     for (name, value), dash in zip(marks.items(), ("solid", "dot"), strict=True):
         lines[name] = (np.array([value, value]), np.array([low, LARGEST_ERROR]), style.GREEN, dash)
     for name, (x, y, colour, dash) in lines.items():
         hover = f"{for_plotly(name)}<br>incoherence %{{x:.3g}}<extra></extra>"
         traces += line(x, y, name, colour, dash=dash, width=1.6, hover=hover)
-    log_range = [
-        math.log10(end) for end in (min(levels.min(), *marks.values()), max(levels.max(), *marks.values()))
-    ]
-    layout = {
-        "xaxis": {
-            "type": "log",
-            "range": [log_range[0] - 0.1, log_range[1] + 0.1],
-            "dtick": "D2",
-            "tickformat": "~g",
-        },
-        "yaxis": {
-            "type": "log",
-            "range": [math.log10(low), math.log10(LARGEST_ERROR)],
-            "dtick": 1,
-            "exponentformat": "power",
-        },
-    }
-    return style.figure(traces, "incoherence", "relative error of the kernel", height=430, layout=layout)
+    ends = [math.log10(end(*levels, *marks.values())) for end in (min, max)]
+    layout = {"xaxis": TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}}
+    layout["yaxis"] = POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]}
+    titles = "incoherence", "relative error of the kernel"
+    return style.figure(traces, *titles, height=430, layout=layout)
 
 
 def error_over_incoherence(widths: Floats, curves: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
     """Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence."""
-    traces: list[Any] = []
-    for (name, (means, errors)), colour in zip(curves.items(), style.CATEGORIES, strict=False):
-        hover = f"{for_plotly(name)}<br>d = %{{x}}: %{{y:.3g}}<extra></extra>"
-        traces += line(widths, means, name, colour, errors=errors, width=2, marker=6, hover=hover)
-    layout = {
-        "xaxis": {"type": "log", "tickvals": widths.tolist(), "ticktext": [f"{d:g}" for d in widths]},
-        "yaxis": {"type": "log", "dtick": "D2", "tickformat": "~g"},
-    }
-    return style.figure(traces, "width d", "error over incoherence", height=380, layout=layout)
+    lines = [Line(name, colour, marker=6) for name, colour in zip(curves, style.CATEGORIES, strict=False)]
+    values, errors = zip(*curves.values(), strict=True)
+    x = {"type": "log", "tickvals": widths.tolist(), "ticktext": [f"{d:g}" for d in widths]}
+    titles = "width d", "error over incoherence"
+    return drawn_curves(widths, lines, values, titles, errors=errors, height=380, xaxis=x, yaxis=TWOS)
 
 
 def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
     """Layer measures with their standard errors, pairwise in one colour: measured solid, then its baseline dotted."""
-    traces: list[Any] = []
-    for index, (name, (values, errors)) in enumerate(curves.items()):
-        baseline = bool(index % 2)
-        traces += line(
-            layers,
-            values,
-            name,
-            (THIS_MODEL, style.BLUE)[index // 2],
-            errors=errors,
-            width=2,
-            dash="dot" if baseline else "solid",
-            marker=0 if baseline else 6,
-            hover=f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>",
+    lines = [
+        Line(
+            name, (THIS_MODEL, style.BLUE)[index // 2], *(("dot", 2.0, 0) if index % 2 else ("solid", 2.0, 6))
         )
-    layout = {"xaxis": style.layer_axis(layers), "yaxis": {"rangemode": "tozero"}}
-    return style.figure(traces, "layer", y, height=360, layout=layout)
+        for index, name in enumerate(curves)
+    ]
+    values, errors = zip(*curves.values(), strict=True)
+    x, from_0 = style.layer_axis(layers), {"rangemode": "tozero"}
+    return drawn_curves(layers, lines, values, ("layer", y), errors=errors, height=360, xaxis=x, yaxis=from_0)

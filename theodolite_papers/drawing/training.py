@@ -29,14 +29,9 @@ def log_step_axis(steps: Sequence[int]) -> Floats:
 
 def _step_axis(steps: Sequence[int], log_steps: Floats) -> dict[str, Any]:
     names = [f"{step // 1000}k" if step >= 1000 and step % 1000 == 0 else str(step) for step in steps]
-    return {
-        "tickmode": "array",
-        "tickvals": [float(place) for place in log_steps],
-        "ticktext": names,
-        "tickangle": 0,
-        "range": [float(log_steps.min()) - 0.15, float(log_steps.max()) + 0.15],
-        "zeroline": False,
-    }
+    ends = [float(log_steps.min()) - 0.15, float(log_steps.max()) + 0.15]
+    ticks = {"tickmode": "array", "tickvals": log_steps.tolist(), "ticktext": names, "tickangle": 0}
+    return ticks | {"range": ends, "zeroline": False}
 
 
 def measures_by_step(
@@ -50,17 +45,10 @@ def measures_by_step(
     for index, (title, (values, errors)) in enumerate(measures.items()):
         traces: list[Any] = []
         for layer in range(layers):
-            traces += line(
-                log_steps,
-                values[:, layer],
-                f"layer {layer}",
-                style.order_colour(layer / max(1, layers - 1)),
-                errors=errors[:, layer],
-                width=1.6,
-                marker=5,
-                customdata=list(steps),
-                hover=f"layer {layer}, step %{{customdata}}: %{{y:.4g}}<extra></extra>",
-            )
+            name, colour = f"layer {layer}", style.order_colour(layer / max(1, layers - 1))
+            own: dict[str, Any] = {"errors": errors[:, layer], "customdata": list(steps)}
+            own["hover"] = f"{name}, step %{{customdata}}: %{{y:.4g}}<extra></extra>"
+            traces += line(log_steps, values[:, layer], name, colour, width=1.6, marker=5, **own)
         x = "step" if index // PANELS_ACROSS == down - 1 else ""
         shown.append(Panel(title, traces, x, "", _step_axis(steps, log_steps), {"rangemode": "tozero"}))
     gaps = (PANEL_GAP, PANEL_DROP)
@@ -83,9 +71,8 @@ def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) 
     across = np.arange(len(steps))[:, None, None]
     down = np.arange(len(layers))[None, :, None]
     x, y = across + cells[..., 0], down - cells[..., 1]  # the vertical axis runs downwards
-    broken = [
-        np.concatenate([part, np.full((*part.shape[:2], 1), np.nan)], axis=2).ravel() for part in (x, y)
-    ]
+    gap = np.full((*x.shape[:2], 1), np.nan)
+    broken = [np.concatenate([part, gap], axis=2).ravel() for part in (x, y)]
     line = go.Scatter(
         x=broken[0].astype(np.float32),
         y=broken[1].astype(np.float32),
@@ -96,36 +83,21 @@ def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) 
         showlegend=False,
     )
     position = np.tile(np.arange(1, count + 1), len(steps) * len(layers))
+    marker = {"size": 3.2, "color": position.astype(np.int32), "colorscale": style.ORDER}
     dots = go.Scatter(
         x=x.ravel().astype(np.float32),
         y=y.ravel().astype(np.float32),
         mode="markers",
-        marker={
-            "size": 3.2,
-            "color": position.astype(np.int32),
-            "colorscale": style.ORDER,
-            "colorbar": style.colour_bar("position"),
-        },
+        marker=marker | {"colorbar": style.colour_bar("position")},
         hovertemplate="position %{marker.color}<extra></extra>",
         showlegend=False,
     )
     axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickmode": "array"}
-    layout = {
-        "xaxis": axis
-        | {
-            "tickvals": list(range(len(steps))),
-            "ticktext": [f"step {step}" for step in steps],
-            "range": [-0.55, len(steps) - 0.45],
-            "side": "top",
-            "tickangle": 0,
-        },
-        "yaxis": axis
-        | {
-            "tickvals": list(range(len(layers))),
-            "ticktext": [f"layer {layer}" for layer in layers],
-            "range": [len(layers) - 0.45, -0.55],
-        },
-    }
+    above = axis | {"range": [-0.55, len(steps) - 0.45], "side": "top", "tickangle": 0}
+    above |= {"tickvals": list(range(len(steps))), "ticktext": [f"step {step}" for step in steps]}
+    left = axis | {"range": [len(layers) - 0.45, -0.55]}
+    left |= {"tickvals": list(range(len(layers))), "ticktext": [f"layer {layer}" for layer in layers]}
+    layout = {"xaxis": above, "yaxis": left}
     return style.figure([line, dots], height=60 + CELL_PIXELS * len(layers), layout=layout)
 
 

@@ -176,15 +176,12 @@ def attribution(study: Study, outcome: Outcome) -> None:
         outcome.read(f"heads that attend to {pattern.title}", f"{len(followers)}{top}")
         outcome.verdicts += pattern_verdicts(pattern, heads)
         if heads:
-            outcome.figure(
-                pattern.name,
-                f"Attention to {pattern.title}: one constituent alone, and ablated",
-                figures_constituents.attribution(run, pattern.name),
-                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}: measured (solid), uniform (dotted).",
-                f"{pattern.group} alone near the solid line, ablated near the dotted one.",
-                f"{SONG}, section 5.2; the recomputation is ours",
-                wide=True,
-            )
+            title = f"Attention to {pattern.title}: one constituent alone, and ablated"
+            drawn = figures_constituents.attribution(run, pattern.name)
+            shows = f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}: measured (solid), uniform (dotted)."
+            look_for = f"{pattern.group} alone near the solid line, ablated near the dotted one."
+            source = f"{SONG}, section 5.2; the recomputation is ours"
+            outcome.figure(pattern.name, title, drawn, shows, look_for, source, wide=True)
     read_refusals(outcome, run)
     outcome.tables["attribution"] = retained(run.attribution)
 
@@ -231,9 +228,8 @@ def constituents(study: Study, outcome: Outcome) -> None:
         del grids["additive"]
     apart = {group: grid for group, grid in grids.items() if group in (*DISJOINT, "additive")}
     # The paper's own constituents, and all pairs with a mean or a bias as one group of their own.
-    strict = {
-        name: grid for name, grid in grids.items() if name in ("pos-pos", "cvec-cvec", "cross", "additive")
-    }
+    of_the_paper = ("pos-pos", "cvec-cvec", "cross", "additive")
+    strict = {name: grid for name, grid in grids.items() if name in of_the_paper}
     strict["mean or bias"] = np.sum(list(apart.values()), axis=0) - np.sum(list(strict.values()), axis=0)
     largest, largest_strict = _largest(apart), _largest(strict)
     heads = int(np.isfinite(grids["position"]).sum())
@@ -261,15 +257,12 @@ def constituents(study: Study, outcome: Outcome) -> None:
     def draw(place: int) -> go.Figure:
         return maps.head_values(list(grids.values())[place], "share of logit variance")
 
-    outcome.figure(
-        "shares",
-        "Share of logit variance of every head",
-        by_name("group", list(grids), draw, grid=True),
-        "One cell per head: a group's share of the variance of the logits; the first five sum to 1.",
-        "heads dominated by one group: strong in one map, pale in the others.",
-        f"{SONG}, eq. 10; the shares are ours",
-        wide=True,
-    )
+    title = "Share of logit variance of every head"
+    drawn = by_name("group", list(grids), draw, grid=True)
+    shows = "One cell per head: a group's share of the variance of the logits; the first five sum to 1."
+    look_for = "heads dominated by one group: strong in one map, pale in the others."
+    source = f"{SONG}, eq. 10; the shares are ours"
+    outcome.figure("shares", title, drawn, shows, look_for, source, wide=True)
     outcome.figure(
         "by-layer",
         "Mean share by layer",

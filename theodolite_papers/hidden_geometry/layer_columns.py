@@ -105,9 +105,8 @@ def _of_rank(run: Run, claim: str, ranks: Floats, every: bool, cap: str) -> Verd
     if every:
         worst = int(np.nanargmax(ranks))
         what = f"highest rank of {count} layers, at layer {worst}, of {possible} possible ({cap})"
-        return judge(
-            claim, what, Estimate(float(ranks[worst]), float(errors[worst]), *OF_GROUPS), criteria.RANK
-        )
+        highest = Estimate(float(ranks[worst]), float(errors[worst]), *OF_GROUPS)
+        return judge(claim, what, highest, criteria.RANK)
     mean, _, error = mean_over_layers(ranks, errors)
     what = f"mean rank over {count} layers, of {possible} possible ({cap})"
     return judge(claim, what, Estimate(mean, error, *OF_GROUPS), criteria.RANK)

@@ -46,9 +46,8 @@ def _beside_published(
         f"{_bracketed(*mean_over_layers(row)[:2])} on {text}"
         for text, row in zip(published.TEXTS, rows[model], strict=True)
     )
-    outcome.read(
-        f"{title}, mean (sd) over layers", _bracketed(*mean_over_layers(values)[:2]), f"{model}: {printed}"
-    )
+    here = _bracketed(*mean_over_layers(values)[:2])
+    outcome.read(f"{title}, mean (sd) over layers", here, f"{model}: {printed}")
     outcome.tables["this_run"] = layer_columns.columns_with_errors(run, [name])
     outcome.tables["published"] = pd.DataFrame(
         [
@@ -208,20 +207,16 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
         outcome.cannot_test(claim, f"of {len(shape)} layers none has a curve that is known to be continuous")
     means = {name: _bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
     outcome.read("share of energy in two directions, mean (sd)", means["share_of_two_directions"])
-    outcome.read(
-        "roughness of the curve on these two (random order: 1)", means["smooth_roughness"], "“continuous”"
-    )
+    roughness_of = "roughness of the curve on these two (random order: 1)"
+    outcome.read(roughness_of, means["smooth_roughness"], "“continuous”")
     outcome.read("turns about the centre", means["turns"], "“often spiral”")
     outcome.tables["shape"] = shape.join(errors.drop(columns="layer").add_suffix("_se"))
-    outcome.figure(
-        "principal-components",
-        "Positions and context vectors on two principal components",
-        by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
-        "The positional basis (violet: early, green: late) and context vectors (red) on its two leading directions.",
-        "a smooth curve in every layer; a spiral makes a whole turn or more about its centre.",
-        f"{SONG}, {place}",
-        wide=True,
-    )
+    title = "Positions and context vectors on two principal components"
+    drawn = by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True)
+    shows = "The positional basis (violet: early, green: late) and context vectors (red) on its two leading directions."
+    look_for = "a smooth curve in every layer; a spiral makes a whole turn or more about its centre."
+    source = f"{SONG}, {place}"
+    outcome.figure("principal-components", title, drawn, shows, look_for, source, wide=True)
     outcome.figure(
         "waves",
         "The first three components against position",
@@ -255,9 +250,8 @@ def scale_growth(basis: GroupedBasis | None) -> Estimate:
     if basis is None:
         return Estimate(math.nan)
     scales = by_halves(basis, lambda p: (torch.linalg.matrix_norm(p, 2) / p.shape[1] ** 0.5).numpy())
-    chosen = np.roll(scales, len(scales) // 2, axis=0).argmax(
-        axis=1
-    )  # complements follow the rows of Hadamard's matrix
+    # Complements follow the rows of Hadamard's matrix.
+    chosen = np.roll(scales, len(scales) // 2, axis=0).argmax(axis=1)
     growth = np.where(scales[:, 0] > 0, scales[np.arange(len(scales)), chosen] / scales[:, 0], np.nan)
     error = half_sample_error(torch.from_numpy(growth))
     return Estimate(float(growth.mean()), float(error), *OF_GROUPS)
@@ -296,9 +290,8 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     outcome.tables["spectrum"] = table
     smooth, _ = layer_average(run, "low_frequency_10")
     outcome.read("share of energy within the rank", percent(mean_over_layers(energy)[0]))
-    outcome.read(
-        "energy of the 10 × 10 lowest frequencies", with_error(smooth.value, smooth.error), "GPT-2: 99.7 %"
-    )
+    energy_here = with_error(smooth.value, smooth.error)
+    outcome.read("energy of the 10 × 10 lowest frequencies", energy_here, "GPT-2: 99.7 %")
     outcome.claim(
         "A few singular values dominate (Fig. 3, left)",
         f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",

@@ -69,9 +69,8 @@ def series_of(model: OpenModel) -> dict[int, Path]:
     folder = Path(model.id)
     series_folder = folder.parent if folder.parent.name == SERIES else folder / SERIES
     paths = sorted(series_folder.iterdir()) if series_folder.is_dir() else []
-    steps = {
-        int(path.name): path for path in paths if path.name.isdigit() and (path / "config.json").is_file()
-    }
+    named = [path for path in paths if path.name.isdigit() and (path / "config.json").is_file()]
+    steps = {int(path.name): path for path in named}
     if len(steps) < 2:
         raise UsageError(
             f"{model.id} has no series of checkpoints next to its weights: make one with "

@@ -56,9 +56,8 @@ class _PositionalLogits:
         """Add the contexts of a pass."""
         parts = decompose_around(layer_pass.stream, self.mean[layer_pass.layer], self.pos[layer_pass.layer])
         try:
-            split = split_queries_and_keys(
-                layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
-            )
+            dtype = working_dtype(layer_pass.stream)
+            split = split_queries_and_keys(layer_pass, parts, dtype, check_all=False)
         except WorkError as error:
             self.refused[layer_pass.layer] = str(error)
             return
@@ -80,9 +79,8 @@ def _sampled(study: Study) -> Tensor:
     if study.corpus is not None:
         return study.corpus.contexts[sample_of(study.corpus, seed)]
     length = whole_positional_basis(study.run).shape[1]
-    return Corpus.random_tokens(
-        study.require_model().required_vocabulary(), length, SPLIT_CONTEXTS, seed
-    ).contexts
+    vocabulary = study.require_model().required_vocabulary()
+    return Corpus.random_tokens(vocabulary, length, SPLIT_CONTEXTS, seed).contexts
 
 
 @experiment(
@@ -111,9 +109,8 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     ]
     table = pd.DataFrame(rows)
     median = float(table["low_frequency_10"].median())
-    outcome.read(
-        "share of energy at K = 10 of pos-pos, median over heads", number(median), "“visibly discontinuous”"
-    )
+    what = "share of energy at K = 10 of pos-pos, median over heads"
+    outcome.read(what, number(median), "“visibly discontinuous”")
     if sums.refused:
         reason = next(iter(sums.refused.values()))
         outcome.read("layers that cannot be split", f"{len(sums.refused)}: {reason}")
@@ -258,15 +255,11 @@ def figure_6(study: Study, outcome: Outcome) -> None:
         largest = sorted(panels[name][:-2], key=lambda panel: -panel.share)[:2]
         named = ", ".join(f"{panel.name} {percent(panel.share)}" for panel in largest)
         outcome.read(f"{name}: largest shares of the logits' variance on this prompt", named)
-        outcome.figure(
-            name,
-            _title((layer, head), followed, top),
-            qk_panels(split, head, tokens),
-            f"{_panel_caption(study, len(tokens))}Rows less their means. Per cent: shares of the logits' variance.",
-            "the panel that has the pattern of QK, and of attention.",
-            f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
-            wide=True,
-        )
+        title = _title((layer, head), followed, top)
+        shows = f"{_panel_caption(study, len(tokens))}Rows less their means. Per cent: shares of the logits' variance."
+        look_for = "the panel that has the pattern of QK, and of attention."
+        source = f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants"
+        outcome.figure(name, title, qk_panels(split, head, tokens), shows, look_for, source, wide=True)
     attribution.read_refusals(outcome, study.run)
     for pattern in attribution.CLAIMS:
         outcome.verdicts += attribution.pattern_verdicts(pattern, top[pattern.name])
@@ -283,9 +276,8 @@ def _judge_mean(outcome: Outcome, run: Run) -> None:
     winners = []
     for pos in (("pos",), ("mean", "pos")):
         sides = dict.fromkeys(pos, "pos") | {"ctx": "cvec", "resid": "cvec"}
-        grouped = table.assign(q=table["query"].map(sides), k=table["key"].map(sides)).dropna(
-            subset=["q", "k"]
-        )
+        grouped = table.assign(q=table["query"].map(sides), k=table["key"].map(sides))
+        grouped = grouped.dropna(subset=["q", "k"])
         sums = grouped.groupby(["layer", "head", "q", "k"])["share"].sum(min_count=1).unstack(["q", "k"])
         winners.append(sums.dropna().idxmax(axis=1))
     same = winners[0] == winners[1]
@@ -365,15 +357,11 @@ def figure_30(study: Study, outcome: Outcome) -> None:
             panels[name] = head_matrices(shown, head, raw=True)
             largest = max(panels[name][:-2], key=lambda panel: panel.share)
             outcome.read(f"{name}: largest share", largest.name)
-            outcome.figure(
-                f"L{layer}H{head}-{key}",
-                name,
-                qk_panels(shown, head, tokens, raw=True),
-                f"{_panel_caption(study, len(tokens))}Raw logits; the mean {where}. Per cent: shares of variance.",
-                "the same patterns with and without the mean.",
-                f"{SONG}, {place}",
-                wide=True,
-            )
+            drawn = qk_panels(shown, head, tokens, raw=True)
+            shows = f"{_panel_caption(study, len(tokens))}Raw logits; the mean {where}. Per cent: shares of variance."
+            look_for = "the same patterns with and without the mean."
+            source = f"{SONG}, {place}"
+            outcome.figure(f"L{layer}H{head}-{key}", name, drawn, shows, look_for, source, wide=True)
     _judge_mean(outcome, study.run)
     outcome.tables |= _tables(ids, tokens, panels)
     if rows:

@@ -134,9 +134,8 @@ def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
     for pairs in (same & ~np.eye(len(of), dtype=bool), ~same):
         rows, counts = (inner * pairs).sum(axis=2), pairs.sum(axis=1)
         pair_count = (counts.sum() - 2 * counts).astype(np.float64)
-        means.append(
-            (rows.sum(axis=1, keepdims=True) - 2 * rows) / np.where(pair_count > 0, pair_count, np.nan)
-        )
+        others = np.where(pair_count > 0, pair_count, np.nan)
+        means.append((rows.sum(axis=1, keepdims=True) - 2 * rows) / others)
     gaps = means[0] - means[1]
     return np.sqrt((len(of) - 1) * gaps.var(axis=1))
 
@@ -161,15 +160,11 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     outcome.read("mean cosine within a label", cosine["within"])
     outcome.read("mean cosine between labels", cosine["between"])
     outcome.read("mean |cosine| of positions and contexts", cosine["position_context"], "“values close to 0”")
-    outcome.verdicts.append(
-        layer_columns.smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)")
-    )
-    outcome.claim(
-        "The position–context part has values close to 0 (Fig. 2, ii)",
-        "mean |cosine|, over that of random directions",
-        layer_columns.over_random(study, "mean"),
-        layer_columns.AS_RANDOM,
-    )
+    smooth = layer_columns.smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)")
+    outcome.verdicts.append(smooth)
+    claim = "The position–context part has values close to 0 (Fig. 2, ii)"
+    what = "mean |cosine|, over that of random directions"
+    outcome.claim(claim, what, layer_columns.over_random(study, "mean"), layer_columns.AS_RANDOM)
     gap = (blocks["within"] - blocks["between"]).to_numpy()
     outcome.claim(
         "The context–context part shows strong cluster patterns (Fig. 2, iii)",
@@ -221,9 +216,8 @@ RECOVERED = Criterion(
 def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) -> Floats:
     """Share of each listed label's contexts in each cluster, columns ordered to match the rows as they can."""
     count = int(clusters.max()) + 1
-    shares = np.array(
-        [np.bincount(clusters[labels == label], minlength=count) for label in listed], dtype=np.float64
-    )
+    counts = [np.bincount(clusters[labels == label], minlength=count) for label in listed]
+    shares = np.array(counts, dtype=np.float64)
     shares /= shares.sum(axis=1, keepdims=True)
     rows, columns = linear_sum_assignment(-shares)
     matched = columns[np.argsort(rows)].tolist()
@@ -277,22 +271,16 @@ def clusters(study: Study, outcome: Outcome) -> None:
     for name, (title, printed) in COMPARED.items():
         _read_mean(outcome, run, name, title, printed)
     outcome.read("labels with two contexts or more", str(len(frequent)), "4 documents of 32")
-    outcome.claim(
-        "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)",
-        "silhouette of the labels",
-        layer_estimates(run, "silhouette"),
-        OWN_LABEL,
-    )
-    outcome.claim(
+    claim = "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)"
+    outcome.claim(claim, "silhouette of the labels", layer_estimates(run, "silhouette"), OWN_LABEL)
+    claim, what = (
         "The context basis has strong cluster patterns (claim 2, section 2)",
         "adjusted Rand index of k-means against the labels",
-        layer_estimates(run, "cluster_ari"),
-        RECOVERED,
     )
+    outcome.claim(claim, what, layer_estimates(run, "cluster_ari"), RECOVERED)
     pair = ("similarity_within", "similarity_between")
-    ratio, errors = layer_columns.quotient(
-        *(find(run, name) for name in pair for find in (value_of, error_of))
-    )
+    columns = (find(run, name) for name in pair for find in (value_of, error_of))
+    ratio, errors = layer_columns.quotient(*columns)
     outcome.claim(
         "Inter-cluster similarity is far below intra-cluster similarity (Table 1), layer by layer",
         "similarity within over between labels",
@@ -332,14 +320,11 @@ def clusters(study: Study, outcome: Outcome) -> None:
         f"{SONG}, claim 2 of section 2; both indices are ours",
     )
     similarity = {"similarity_within": "within a label", "similarity_between": "between labels"}
-    outcome.figure(
-        "similarity",
-        "Similarity within and between labels",
-        lines.two_texts(layers, _curves(run, similarity), "mean |cosine|"),
-        "Mean |cosine| of two contexts with the same label (solid) and with different labels (dashed).",
-        "a wide gap in every layer.",
-        f"{SONG}, Table 1",
-    )
+    drawn = lines.two_texts(layers, _curves(run, similarity), "mean |cosine|")
+    shows = "Mean |cosine| of two contexts with the same label (solid) and with different labels (dashed)."
+    look_for = "a wide gap in every layer."
+    source = f"{SONG}, Table 1"
+    outcome.figure("similarity", "Similarity within and between labels", drawn, shows, look_for, source)
 
 
 @experiment(
@@ -355,18 +340,12 @@ def incoherence(study: Study, outcome: Outcome) -> None:
         _read_mean(outcome, run, name, f"|cosine|, {title}", printed)
     over = value_of(run, "incoherence_mean") / value_of(run, "incoherence_random")
     outcome.read("mean over that of random directions", number(float(np.nanmean(over))))
-    outcome.claim(
-        "Positional basis and context basis are nearly orthogonal (claim 3, section 2)",
-        "mean |cosine|, over that of random directions",
-        layer_columns.over_random(study, "mean"),
-        layer_columns.AS_RANDOM,
-    )
-    outcome.claim(
-        "The largest |cosine| of a position and a context is typically small (section 5)",
-        "largest |cosine|, over that of random directions",
-        layer_columns.over_random(study, "largest"),
-        layer_columns.AS_RANDOM,
-    )
+    for name, claim in (
+        ("mean", "Positional basis and context basis are nearly orthogonal (claim 3, section 2)"),
+        ("largest", "The largest |cosine| of a position and a context is typically small (section 5)"),
+    ):
+        what = f"{name} |cosine|, over that of random directions"
+        outcome.claim(claim, what, layer_columns.over_random(study, name), layer_columns.AS_RANDOM)
     chance = layer_columns.chance_cosines(study)
     outcome.tables["layers"] = layer_columns.columns_with_errors(run, INCOHERENCES).assign(
         **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}

@@ -102,22 +102,16 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     columns = {"layer": layers, "norm": norms, "norm_se": errors, "norm_ratio": ratios}
     outcome.tables["norms"] = pd.DataFrame(columns)
     outcome.tables["cosines"] = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in layers])
-    outcome.figure(
-        "norms",
-        "Mean norm at every layer",
-        drawing.layer_norms(norms, errors, printed),
-        "Mean norm on random tokens, without position 0; diamonds: layer 0 times the ratios printed for GPT-2.",
-        "a steep rise: each block's update outgrows its input.",
-        f"{SONG}, Fig. 8, left",
-    )
-    outcome.figure(
-        "cosines",
-        "Cosine between layers",
-        drawing.layer_cosines(cosines),
-        "Mean cosine between a token's vectors at every two layers.",
-        "a first row near 0: the residual connection does not carry the embedding along unchanged.",
-        f"{SONG}, Fig. 8, right",
-    )
+    title = "Mean norm at every layer"
+    shows = "Mean norm on random tokens, without position 0; diamonds: layer 0 times the ratios printed for GPT-2."
+    look_for = "a steep rise: each block's update outgrows its input."
+    source = f"{SONG}, Fig. 8, left"
+    outcome.figure("norms", title, drawing.layer_norms(norms, errors, printed), shows, look_for, source)
+    title = "Cosine between layers"
+    shows = "Mean cosine between a token's vectors at every two layers."
+    look_for = "a first row near 0: the residual connection does not carry the embedding along unchanged."
+    source = f"{SONG}, Fig. 8, right"
+    outcome.figure("cosines", title, drawing.layer_cosines(cosines), shows, look_for, source)
 
 
 SHOWN_POSITIONS = 128
@@ -225,9 +219,8 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     layer_names = [f"layer {layer}" for layer in range(layers)]
     names = ["sinusoidal, centred", "sinusoidal, as printed", *layer_names]
     numbers = measures(torch.cat([centred[None], fixed[None], learned]))
-    table = outcome.tables["bases"] = pd.DataFrame(
-        {"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True))
-    )
+    columns = dict(zip(DIFFERENCES, numbers, strict=True))
+    table = outcome.tables["bases"] = pd.DataFrame({"basis": names} | columns)
     basis = resampling.grouped_basis(study)
 
     @cache
@@ -238,9 +231,8 @@ def figure_7(study: Study, outcome: Outcome) -> None:
 
     # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
     errors = resampling.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
-    for error, (name, (what, measure, words, claim, criterion)) in zip(
-        errors, DIFFERENCES.items(), strict=True
-    ):
+    rows = zip(errors, DIFFERENCES.items(), strict=True)
+    for error, (name, (what, measure, words, claim, criterion)) in rows:
         centred_value, uncentred, *of_layers = table[name].astype(np.float64)
         mean = float(np.mean(of_layers))
         outcome.read(f"{what}: sinusoidal, learned", f"{number(centred_value)}, {number(mean)}", words)
@@ -259,15 +251,12 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         outcome.verdicts.append(verdict)
     bases = torch.cat([centred[None], learned])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
-    outcome.figure(
-        "gram",
-        "Gram matrices: the fixed encoding, and the learned basis of every layer",
-        by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True),
-        "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017.",
-        "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
-        f"{SONG}, Fig. 7 against Fig. 2",
-        wide=True,
-    )
+    title = "Gram matrices: the fixed encoding, and the learned basis of every layer"
+    drawn = by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True)
+    shows = "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017."
+    look_for = "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones."
+    source = f"{SONG}, Fig. 7 against Fig. 2"
+    outcome.figure("gram", title, drawn, shows, look_for, source, wide=True)
     values = torch.linalg.svdvals(bases).numpy()
     outcome.figure(
         "singular-values",
@@ -306,9 +295,8 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     share = f"its share of energy at K = 10 is {mean.value:.3f}"
     verdict = smooth_verdict(study, run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
     outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
-    outcome.tables["smoothness"] = run.layers.filter(
-        ["layer", *(f"low_frequency_{k}" for k in (1, 3, 5, 10))]
-    )
+    shares = [f"low_frequency_{k}" for k in (1, 3, 5, 10)]
+    outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
     pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     layers = len(run.layers)
     outcome.figure(
@@ -328,11 +316,8 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         "weight beyond the corner where position is not smooth.",
         f"{SONG}, Figs. 20 and 23",
     )
-    outcome.figure(
-        "smoothness",
-        "Share of low frequencies, layer by layer",
-        figures_layers.low_frequency(run),
-        "Share of the energy in the K × K lowest frequencies at every layer.",
-        "values near 1 at K = 10 in language models, about one half in models trained on addition.",
-        f"{SONG}, Table 3 and appendix D.3",
-    )
+    title = "Share of low frequencies, layer by layer"
+    shows = "Share of the energy in the K × K lowest frequencies at every layer."
+    look_for = "values near 1 at K = 10 in language models, about one half in models trained on addition."
+    source = f"{SONG}, Table 3 and appendix D.3"
+    outcome.figure("smoothness", title, figures_layers.low_frequency(run), shows, look_for, source)

@@ -66,24 +66,16 @@ def table_1(study: Study, outcome: Outcome) -> None:
             this_run[quantity] = (mean.value, deviation)
             here = f"{with_error(mean.value, mean.error)} ({number(deviation)})"
         decimals = 3 if field == "incoherence" else 2  # as printed
-        outcome.read(
-            f"{quantity}, mean (sd) over layers", here, f"{model}: {paper[0]:.{decimals}f} ({paper[1]:.2f})"
-        )
+        printed = f"{model}: {paper[0]:.{decimals}f} ({paper[1]:.2f})"
+        outcome.read(f"{quantity}, mean (sd) over layers", here, printed)
     rows = {"this run": this_run}
     for row in published.TABLE_1:
         cells = {quantity: getattr(row, field) for quantity, (_, field) in QUANTITIES.items()}
         rows[f"{row.model} · {row.text}"] = {q: cell for q, cell in cells.items() if math.isfinite(cell[0])}
-    table = pd.DataFrame(
-        [
-            {"row": name}
-            | {
-                f"{q}{end}": cells.get(q, (math.nan, math.nan))[place]
-                for q in QUANTITIES
-                for place, end in enumerate(("", " sd"))
-            }
-            for name, cells in rows.items()
-        ]
-    )
+    table = pd.DataFrame({"row": list(rows)})
+    for quantity in QUANTITIES:
+        cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
+        table[quantity], table[f"{quantity} sd"] = cells.T
     outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
     outcome.verdicts.append(
         layer_columns.low_rank_verdict(
@@ -96,12 +88,9 @@ def table_1(study: Study, outcome: Outcome) -> None:
         )
     )
     _separation(outcome, run)
-    outcome.claim(
-        "Position and context are incoherent (Table 1, section 5)",
-        f"mean |cosine| over {len(run.layers)} layers, over that of random directions",
-        layer_columns.mean_over_random(study),
-        layer_columns.AS_RANDOM,
-    )
+    claim = "Position and context are incoherent (Table 1, section 5)"
+    what = f"mean |cosine| over {len(run.layers)} layers, over that of random directions"
+    outcome.claim(claim, what, layer_columns.mean_over_random(study), layer_columns.AS_RANDOM)
     outcome.figure(
         "table1",
         "Averages over layers, against the published ones",
@@ -218,9 +207,8 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
     )
     if over == "layers":
         errors = error_of(run, f"{prefix}low_frequency_10"), error_of(run, f"{prefix}low_frequency_1")
-        mean, _, error = mean_over_layers(
-            *layer_columns.beyond_random_order(lowest, constant, positions, errors)
-        )
+        beyond = layer_columns.beyond_random_order(lowest, constant, positions, errors)
+        mean, _, error = mean_over_layers(*beyond)
         estimate = Estimate(mean, error, *OF_GROUPS)
     else:
         beyond, _ = layer_columns.beyond_random_order(lowest, constant, positions)
@@ -243,9 +231,8 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
         # What noise hides could be the other way.
         return float(np.nan_to_num(beyond, nan=float(verdict.answer == FAILS)).mean())
 
-    return layer_columns.unless_noise(
-        verdict, run, resampling.estimated(basis, without_noise), criteria.MOSTLY
-    )
+    known = resampling.estimated(basis, without_noise)
+    return layer_columns.unless_noise(verdict, run, known, criteria.MOSTLY)
 
 
 @experiment(
@@ -266,9 +253,8 @@ def table_3(study: Study, outcome: Outcome) -> None:
         columns = {k: column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in CUTOFFS}
         shares = {k: float(np.nanmean(values)) for k, values in columns.items() if values is not None}
         shares_here[name] = shares
-        rows.append(
-            {"row": name, "where": "this run"} | {f"K = {k}": shares.get(k, math.nan) for k in CUTOFFS}
-        )
+        here = {f"K = {k}": shares.get(k, math.nan) for k in CUTOFFS}
+        rows.append({"row": name, "where": "this run"} | here)
         rows.append({"row": name, "where": "GPT-2, Table 3"} | {f"K = {k}": paper[k] for k in CUTOFFS})
         outcome.read(
             f"{name}, K = 1, 3, 5, 10, mean over {over}",

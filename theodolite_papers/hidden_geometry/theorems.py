@@ -63,9 +63,8 @@ def _line(
     levels: dict[int, list[Floats]] = {}
     for part in means:
         if part == whole or (least <= len(part) <= GROUPS // 2 and set(part) <= set(whole)):
-            levels.setdefault(len(part), []).append(
-                _bound_ratio(means[part] / lengths[..., None], order, cutoff)
-            )
+            ratio = _bound_ratio(means[part] / lengths[..., None], order, cutoff)
+            levels.setdefault(len(part), []).append(ratio)
     design = np.stack([np.ones(len(levels)), [1 / size for size in levels]], axis=1)
     level_means = np.stack([np.mean(ratios, axis=0) for ratios in levels.values()])
     weights: Floats = np.linalg.pinv(design)[0]
@@ -165,22 +164,13 @@ def _read_moderate(
     moderate = min(MODERATE, cutoffs[-1])
     below = bounds.min(axis=1) < trivial[:, None]  # the bound of some order, by layer and k
     useful = [cutoffs[int(row.argmax())] for row in below if row.any()]
-    outcome.read(
-        "smallest k at which a bound is informative",
-        f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(best)} layers"
-        if useful
-        else f"none up to {cutoffs[-1]}",
-        "“moderate k and m”",
-    )
-    outcome.read(
-        f"bound over no approximation at k = {moderate}, best m, median of layers",
-        number(float(np.median(best))),
-    )
-    outcome.read(
-        f"attained over no approximation at k = {moderate}, median of layers",
-        number(float(np.median(ratio))),
-        "“G ≈”",
-    )
+    where = f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(best)} layers" if useful else ""
+    smallest = where or f"none up to {cutoffs[-1]}"
+    outcome.read("smallest k at which a bound is informative", smallest, "“moderate k and m”")
+    bound = f"bound over no approximation at k = {moderate}, best m, median of layers"
+    outcome.read(bound, number(float(np.median(best))))
+    attained = f"attained over no approximation at k = {moderate}, median of layers"
+    outcome.read(attained, number(float(np.median(ratio))), "“G ≈”")
 
 
 def _draw_bounds(
@@ -263,15 +253,9 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
         near,
         APPROXIMATED,
     )
-    outcome.tables["premise"] = pd.DataFrame(
-        {
-            "layer": layers,
-            "m": np.array(ORDERS)[order],
-            "bound": best,
-            "bound_without_noise": premise.values,
-            "bound_without_noise_se": premise.errors,
-        }
-    )
+    columns = {"layer": layers, "m": np.array(ORDERS)[order], "bound": best}
+    columns |= {"bound_without_noise": premise.values, "bound_without_noise_se": premise.errors}
+    outcome.tables["premise"] = pd.DataFrame(columns)
     _draw_bounds(outcome, layers, cutoffs, bounds, attained, trivial)
 
 
@@ -295,12 +279,9 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
     width, positions = run.provenance["model"]["width"], need(run, "positional_basis").shape[1] - 1
     contexts = need(run, "context_basis").shape[1]
     outcome.read("slope of ln error against ln incoherence, without noise", number(clean.slope), "1")
-    outcome.claim(
-        "Incoherence lets the kernel factorise: the error is O(incoh) (section 5.3, Theorem 2)",
-        f"largest error over the bound exp(s(8ρ + 4ρ²)) − 1, {DRAWS} draws of {len(INCOHERENCES)} incoherences",
-        Estimate.exact(float((clean.maximum / clean.bound).max())),
-        NEVER_ABOVE,
-    )
+    claim = "Incoherence lets the kernel factorise: the error is O(incoh) (section 5.3, Theorem 2)"
+    what = f"largest error over the bound exp(s(8ρ + 4ρ²)) − 1, {DRAWS} draws of {len(INCOHERENCES)} incoherences"
+    outcome.claim(claim, what, Estimate.exact(float((clean.maximum / clean.bound).max())), NEVER_ABOVE)
     _with_noise(outcome)
     outcome.read("this model's mean incoherence, mean over layers", number(mean))
     outcome.read("its largest incoherence, mean over layers", number(largest))
@@ -353,25 +334,20 @@ def _with_noise(outcome: Outcome) -> None:
         "Moreover, with subgaussian noise of size 1/√d the error is O(incoh) still (section 5.3, Theorem 2)"
     )
     outcome.verdicts.append(all_of(claim, verdicts[:-1]))
-    outcome.tables["growth"] = pd.DataFrame(
-        [
-            {"exponent": each.exponent, "width": width, "incoherence": width**-each.exponent}
-            | {
-                "error_over_incoherence": float(each.ratio[:, at].mean()),
-                "error_over_incoherence_se": float(each.ratio[:, at].std()) / math.sqrt(len(each.ratio)),
-                "largest": float(each.largest[at]),
-            }
-            for each in growths
-            for at, width in enumerate(WIDTHS)
-        ]
-    )
-    curves = {
-        f"incoh = d^−{each.exponent:g}": (
-            each.ratio.mean(0).numpy(),
-            each.ratio.std(0).numpy() / math.sqrt(len(each.ratio)),
-        )
-        for each in growths
-    }
+    tables, curves = [], {}
+    for each in growths:
+        error = np.array([float(drawn.std()) for drawn in each.ratio.T]) / math.sqrt(len(each.ratio))
+        mean = each.ratio.mean(0).numpy()
+        curves[f"incoh = d^−{each.exponent:g}"] = mean, error
+        incoherences = [width**-each.exponent for width in WIDTHS]
+        columns = {"exponent": each.exponent, "width": WIDTHS, "incoherence": incoherences}
+        columns |= {
+            "error_over_incoherence": mean,
+            "error_over_incoherence_se": error,
+            "largest": each.largest.numpy(),
+        }
+        tables.append(pd.DataFrame(columns))
+    outcome.tables["growth"] = pd.concat(tables, ignore_index=True)
     outcome.figure(
         "growth",
         "Theorem 2 with noise: error over incoherence, as the width grows",

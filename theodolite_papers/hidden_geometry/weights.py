@@ -246,9 +246,8 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
     low_rank = (table["corner_ratio"] >= TIMES) & (table["corner_z"] >= DEVIATIONS)
     diagonal = table["diagonal_ratio"] >= TIMES
     # Where hardly anything survives, where it lies is chance.
-    concentrated = (table[f"corner_surviving_{corner}"] >= CONCENTRATED.limit) & (
-        table["surviving"] >= LEAST_SURVIVING
-    )
+    inside, some = table[f"corner_surviving_{corner}"], table["surviving"] >= LEAST_SURVIVING
+    concentrated = (inside >= CONCENTRATED.limit) & some
     median = table.median(numeric_only=True)
     heads = f"share of {len(table)} heads{shortened}"
     aligned = judge(
@@ -316,9 +315,8 @@ def _read(outcome: Outcome, table: pd.DataFrame, corner: int) -> None:
         f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median over heads",
         ", ".join(percent(median[f"corner_energy_{k}"]) for k in CORNERS),
     )
-    outcome.read(
-        "the same in random bases", ", ".join(percent(median[f"corner_energy_{k}_random"]) for k in CORNERS)
-    )
+    random = ", ".join(percent(median[f"corner_energy_{k}_random"]) for k in CORNERS)
+    outcome.read("the same in random bases", random)
     outcome.read(
         "entries above the threshold, median over heads (in random bases)",
         f"{number(median['surviving'])} ({number(median['surviving_random'])})",

@@ -98,9 +98,8 @@ class Decoder(nn.Module):
         self, ids: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], dtype: torch.dtype
     ) -> Float[Tensor, ""]:
         """Mean loss in nats per token; `dtype` is that of the products with the output matrix."""
-        return next_token_loss(
-            self.streams(ids)[-1].flatten(0, 1), self.unembedding, targets.flatten(), dtype
-        )
+        hidden = self.streams(ids)[-1].flatten(0, 1)
+        return next_token_loss(hidden, self.unembedding, targets.flatten(), dtype)
 
     @torch.no_grad()
     def losses(
@@ -108,9 +107,8 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "batch length"]:
         """Loss of every token in nats, in the weights' own dtype throughout."""
         rows = zip(self.streams(ids)[-1], targets, strict=True)
-        return torch.stack(
-            [functional.cross_entropy(x @ self.unembedding.mT, to, reduction="none") for x, to in rows]
-        )
+        losses = functional.cross_entropy
+        return torch.stack([losses(x @ self.unembedding.mT, to, reduction="none") for x, to in rows])
 
 
 def fairseq_sinusoids(length: int, width: int) -> Float[Tensor, "length width"]:
@@ -200,9 +198,8 @@ def as_opt(decoder: Decoder) -> OPTForCausalLM:
         "lm_head.weight": decoder.unembedding,
     }
     for index, block in enumerate(decoder.blocks):
-        weights |= {
-            f"model.decoder.layers.{index}.{name}": value for name, value in _opt_block(block).items()
-        }
+        named = _opt_block(block).items()
+        weights |= {f"model.decoder.layers.{index}.{name}": value for name, value in named}
     model.load_state_dict({name: value.detach().cpu() for name, value in weights.items()})
     return model.eval()
 

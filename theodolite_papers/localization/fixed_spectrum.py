@@ -156,9 +156,8 @@ def judge_collapse(outcome: Outcome, simulated: Collapse, setting: Setting) -> N
             where = f"relative difference, {what[what.index('at the') :]}"
             sums.append(judge("", where, Estimate.mean(relative.numpy(), "draws"), GROWS))
     outcome.verdicts.append(mix_of(claim, parts))
-    outcome.verdicts.append(
-        mix_of("At a fixed tr W², ‖W_QK‖₁ is larger where |tr W| is (section 5, eq. 7)", sums)
-    )
+    claim = "At a fixed tr W², ‖W_QK‖₁ is larger where |tr W| is (section 5, eq. 7)"
+    outcome.verdicts.append(mix_of(claim, sums))
     for chain, names in LINKS.items():
         count = len(setting.scales) * len(SHARES) * setting.draws
         outcome.claim(

@@ -93,10 +93,8 @@ def last_query(
         loss = functional.cross_entropy(logits, contexts[:, -1].to(logits.device), reduction="sum")
         layers = sorted(hooks.leaves)
         gradients = torch.autograd.grad(loss, [hooks.leaves[layer] for layer in layers])
-    return [
-        (hooks.logits[layer], gradient, hooks.norms[layer])
-        for layer, gradient in zip(layers, gradients, strict=True)
-    ]
+    pairs = zip(layers, gradients, strict=True)
+    return [(hooks.logits[layer], gradient, hooks.norms[layer]) for layer, gradient in pairs]
 
 
 def gradient_shares(model: OpenModel, contexts: Int[Tensor, "contexts positions"]) -> Shares:
@@ -104,9 +102,8 @@ def gradient_shares(model: OpenModel, contexts: Int[Tensor, "contexts positions"
     propagates, shares = [], []
     for batch in contexts.split(BATCH):
         layers = last_query(model, batch)
-        size = torch.cat(
-            [gradient.double().abs() * norms[:, None] for _, gradient, norms in layers], dim=1
-        ).cpu()
+        sizes = [gradient.double().abs() * norms[:, None] for _, gradient, norms in layers]
+        size = torch.cat(sizes, dim=1).cpu()
         shares.append(size / size.sum(-1, keepdim=True))
         propagates.append(torch.cat([empirical_propagation(logits) for logits, *_ in layers], dim=1).cpu())
     return Shares(torch.cat(propagates), torch.cat(shares), model.places)
@@ -115,9 +112,8 @@ def gradient_shares(model: OpenModel, contexts: Int[Tensor, "contexts positions"
 def advantage(shares: Shares) -> Estimates:
     """ln of a propagating key's mean share over another's, head by head: mean over contexts that have both."""
     inside, share = shares.propagates.double(), shares.share
-    mean_in, mean_out = (
-        (share * chosen).sum(-1) / chosen.sum(-1) for chosen in (inside, 1 - inside)
-    )  # NaN where none is chosen
+    # NaN where none is chosen.
+    mean_in, mean_out = ((share * chosen).sum(-1) / chosen.sum(-1) for chosen in (inside, 1 - inside))
     log = (mean_in / mean_out).log().numpy()
     log[~np.isfinite(log)] = np.nan
     count = np.isfinite(log).sum(0)
@@ -125,13 +121,8 @@ def advantage(shares: Shares) -> Estimates:
         mean = np.nansum(log, 0) / count
         error = np.sqrt(np.nansum((log - mean) ** 2, 0) / (count - 1) / count)
     mean[count < LEAST_CONTEXTS] = np.nan
-    return Estimates(
-        mean,
-        error,
-        max(2, int(count[count >= LEAST_CONTEXTS].min(initial=LEAST_CONTEXTS))),
-        "contexts",
-        "heads",
-    )
+    least = max(2, int(count[count >= LEAST_CONTEXTS].min(initial=LEAST_CONTEXTS)))
+    return Estimates(mean, error, least, "contexts", "heads")
 
 
 def order(shares: Shares) -> Estimates:
@@ -161,24 +152,16 @@ def gradient(study: Study, outcome: Outcome) -> None:
     tokens = shares.propagates.double()
     outcome.read("contexts; keys of the last query", f"{len(contexts)}; {contexts.shape[1] - 1}")
     outcome.read("share of keys that propagate, mean over heads", number(float(tokens.mean())))
-    outcome.read(
-        "their share of the gradient, mean over heads",
-        number(float((shares.share * tokens).sum(-1).nanmean())),
+    of_gradient = number(float((shares.share * tokens).sum(-1).nanmean()))
+    outcome.read("their share of the gradient, mean over heads", of_gradient)
+    claim = (
+        "A token that propagates contributes more to the gradient of W_QK than one that does not (section 3)"
     )
-    outcome.claim(
-        "A token that propagates contributes more to the gradient of W_QK than one that does not (section 3)",
-        "ln of the mean share of ∇W_QK of keys that propagate over that of the others",
-        gains,
-        MORE,
-        BY_SOFTMAX,
-    )
-    outcome.claim(
-        "Over positions, ρ_i has the order of token i's share of the gradient of W_QK (section 3)",
-        "rank correlation over positions of ρ_i with the mean share of ∇W_QK",
-        orders,
-        ORDERS,
-        BY_SOFTMAX,
-    )
+    what = "ln of the mean share of ∇W_QK of keys that propagate over that of the others"
+    outcome.claim(claim, what, gains, MORE, BY_SOFTMAX)
+    claim = "Over positions, ρ_i has the order of token i's share of the gradient of W_QK (section 3)"
+    what = "rank correlation over positions of ρ_i with the mean share of ∇W_QK"
+    outcome.claim(claim, what, orders, ORDERS, BY_SOFTMAX)
     outcome.tables["heads"] = pd.DataFrame(
         {
             "layer": [layer for layer, _ in shares.places],
@@ -204,12 +187,9 @@ def _draw(outcome: Outcome, shares: Shares) -> None:
             theta, lines, [rho[place], share[place] / share[place].max()], ("position i/T of the key", "")
         )
 
-    outcome.figure(
-        "heads",
-        "ρ_i and token i's share of the gradient",
-        by_name("head", [head_name(*place) for place in shares.places], draw, grid=True),
-        "For the last query: how often token i propagates, and its mean share of the loss's gradient.",
-        "whether both curves have their peaks at the same tokens.",
-        f"{BAO}, section 3; the comparison is ours",
-        wide=True,
-    )
+    title = "ρ_i and token i's share of the gradient"
+    drawn = by_name("head", [head_name(*place) for place in shares.places], draw, grid=True)
+    shows = "For the last query: how often token i propagates, and its mean share of the loss's gradient."
+    look_for = "whether both curves have their peaks at the same tokens."
+    source = f"{BAO}, section 3; the comparison is ours"
+    outcome.figure("heads", title, drawn, shows, look_for, source, wide=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -199,14 +200,12 @@ def behaviour(study: Study, outcome: Outcome) -> None:
         )
     outcome.read("error of the median curve of all other heads", _shown(errors["others"]))
     outcome.tables["heads"] = _heads(run, predictions, numbers, measured)
-    rows = [
-        {"from": SOURCES[name], "predicted": predicted, "measured": shown, "rank_correlation": of.value}
-        | {"standard_error": of.error, "layers": of.n}
-        for name in predictions
-        for number_name, measured_name, predicted, shown in COMPARED
-        for of in (correlation_of[name, number_name, measured_name],)
-    ]
-    outcome.tables["correlations"] = pd.DataFrame(rows)
+    rows = []
+    for name, (number_name, measured_name, predicted, shown) in product(predictions, COMPARED):
+        of = correlation_of[name, number_name, measured_name]
+        rows.append((SOURCES[name], predicted, shown, of.value, of.error, of.n))
+    names = ["from", "predicted", "measured", "rank_correlation", "standard_error", "layers"]
+    outcome.tables["correlations"] = pd.DataFrame(rows, columns=names)
     _draw_scatter(outcome, run, predictions, numbers["ρ"])
     _draw_curves(outcome, run, predictions, measured)
     _draw_correlations(outcome, correlation_of)
@@ -218,12 +217,9 @@ def _shown(measured: Estimate) -> str:
 
 def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
     for name, label in SOURCES.items():
-        outcome.claim(
-            f"Predicted ρ orders the heads as measured ρ does, from {label}",
-            f"rank correlation over heads of mean ρ, predicted from {label}, with that measured",
-            correlation_of[name, "mean", "ρ"],
-            ORDERS,
-        )
+        claim = f"Predicted ρ orders the heads as measured ρ does, from {label}"
+        what = f"rank correlation over heads of mean ρ, predicted from {label}, with that measured"
+        outcome.claim(claim, what, correlation_of[name, "mean", "ρ"], ORDERS)
 
 
 def judge_curves(
@@ -253,13 +249,10 @@ def _judge_regimes(
     shares = {}
     for name, label in SOURCES.items():
         kappa, shares[name] = agreement(predictions[name].regime, measured, layers)
-        outcome.claim(
-            f"The predicted regime is that of the measured curve, from {label}",
-            f"Cohen's κ of the regimes from {label} and of the measured curves",
-            kappa,
-            AGREES,
-            f"; the same regime in {percent(shares[name])} of the heads",
-        )
+        claim = f"The predicted regime is that of the measured curve, from {label}"
+        what = f"Cohen's κ of the regimes from {label} and of the measured curves"
+        same = f"; the same regime in {percent(shares[name])} of the heads"
+        outcome.claim(claim, what, kappa, AGREES, same)
     return shares
 
 
@@ -286,23 +279,15 @@ def _heads(
     run: Run, predictions: dict[str, Prediction], numbers: dict[str, Floats], measured: Tensor
 ) -> pd.DataFrame:
     """One row per head: what is measured, and what each source predicts."""
-    columns: dict[str, object] = {
-        "propagation": numbers["ρ"],
-        "width": numbers["width"],
-        "entropy": numbers["entropy"],
-        "regime_measured": regime_of_curve(measured),
-        "error_others": curve_errors(others_median(measured), measured).numpy(),
-        "trace_text": np.abs(need_column(run.heads, f"trace{SUFFIX['text']}")),
-    }
+    columns: dict[str, object] = {"propagation": numbers["ρ"], "width": numbers["width"]}
+    columns |= {"entropy": numbers["entropy"], "regime_measured": regime_of_curve(measured)}
+    columns["error_others"] = curve_errors(others_median(measured), measured).numpy()
+    columns["trace_text"] = np.abs(need_column(run.heads, f"trace{SUFFIX['text']}"))
     for name, prediction in predictions.items():
-        predicted = _numbers(prediction)
-        columns |= {
-            f"propagation_{name}": predicted["mean"],
-            f"width_{name}": predicted["width"],
-            f"eta_{name}": predicted["eta"],
-            f"regime_{name}": prediction.regime,
-            f"error_{name}": curve_errors(prediction.curve, measured).numpy(),
-        }
+        mean, width, eta = _numbers(prediction).values()
+        columns |= {f"propagation_{name}": mean, f"width_{name}": width, f"eta_{name}": eta}
+        error = curve_errors(prediction.curve, measured).numpy()
+        columns |= {f"regime_{name}": prediction.regime, f"error_{name}": error}
     return run.heads[["layer", "head"]].assign(**columns)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 import numpy as np
@@ -48,14 +49,9 @@ def label_of(setting: Setting) -> str:
 
 def manner(setting: Setting) -> str:
     """What LocAteR does differently in it than at κ₁ = 100 against the mean loss, as words that follow a comma."""
-    return "".join(
-        [
-            "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}",
-            "" if setting.reduction == "mean" else ", against the summed loss",
-            "" if setting.gradient == "exact" else ", printed gradient",
-            "" if setting.off_at is None else f", off after step {setting.off_at}",
-        ]
-    )
+    words = "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}"
+    words += "" if setting.reduction == "mean" else ", against the summed loss"
+    return words + ("" if setting.gradient == "exact" else ", printed gradient")
 
 
 def without_seed(setting: Setting) -> Setting:
@@ -325,18 +321,12 @@ def against_decay(outcome: Outcome, data: Comparable) -> None:
     """The best of LocAteR against the best plain weight decay; each seed's chosen by the others."""
     if len(data.decays) < 2 or not data.published:
         return
-    in_both_readings(
-        outcome,
-        data,
-        "LocAteR does better than equally tuned weight decay (ours)",
-        f"difference of the losses at step {data.step}, best κ₂ against best of {len(data.decays)} weight decays, "
-        "chosen for each seed by the others",
-        {
-            reduction: left_out(data.rows, (settings, data.decays), "final_loss")
-            for reduction, settings in data.published.items()
-        },
-        FALLS,
-    )
+    claim = "LocAteR does better than equally tuned weight decay (ours)"
+    what = f"difference of the losses at step {data.step}, best κ₂ against best of {len(data.decays)} weight decays, "
+    what += "chosen for each seed by the others"
+    groups = {reduction: (settings, data.decays) for reduction, settings in data.published.items()}
+    best = {reduction: left_out(data.rows, pair, "final_loss") for reduction, pair in groups.items()}
+    in_both_readings(outcome, data, claim, what, best, FALLS)
 
 
 def linked(outcome: Outcome, data: Comparable) -> None:
@@ -375,14 +365,10 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
         f"{label_of(setting)} {Estimate.mean(values.get_group(setting).to_numpy(), 'seeds')}"
         for setting in (*(settings[-1] for settings in data.published.values()), data.plain)
     )
-    in_both_readings(
-        outcome,
-        data,
-        "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)",
-        f"standard deviation over positions of ρ averaged over steps ({levels}), difference to step {data.step}",
-        _each(data, data.plain, ("", "stripes", RISES, False)),
-        RISES,
-    )
+    claim = "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)"
+    what = f"standard deviation over positions of ρ averaged over steps ({levels}), difference to step {data.step}"
+    estimates = _each(data, data.plain, ("", "stripes", RISES, False))
+    in_both_readings(outcome, data, claim, what, estimates, RISES)
 
 
 def phases(outcome: Outcome, data: Comparable) -> None:
@@ -392,17 +378,11 @@ def phases(outcome: Outcome, data: Comparable) -> None:
         outcome.cannot_test(claim, f"compared at step {number(data.step)}; give {number(2 * PHASE)} or more")
         return
     shown = [settings[-1] for settings in data.published.values()] + ([data.plain] if data.plain else [])
-    parts = [
-        judge(
-            claim,
-            f"|change| of {MEASURES[name]} per 1,000 steps before step {number(PHASE)} less that after it, "
-            f"{label_of(setting)}",
-            Estimate.mean(pace_change(data.runs, setting, name, data.step), "seeds"),
-            ABOVE,
-        )
-        for setting in shown
-        for name in ("trace", "entropy")
-    ]
+    parts = []
+    for setting, name in product(shown, ("trace", "entropy")):
+        what = f"|change| of {MEASURES[name]} per 1,000 steps before step {number(PHASE)} less that after it"
+        change = Estimate.mean(pace_change(data.runs, setting, name, data.step), "seeds")
+        parts.append(judge(claim, f"{what}, {label_of(setting)}", change, ABOVE))
     outcome.verdicts.append(mix_of(claim, parts))
 
 
@@ -421,37 +401,23 @@ def pace_change(runs: Sequence[GridRun], setting: Setting, name: str, step: int)
 def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
     """Section 4, measured: ρ on fewer positions at d = 128 than at d = 32, settings and seeds alike, one layer."""
     claim = "A larger width drives attention to localization: d = 128 against 32 (section 4)"
-    of_widths = {
-        width: [r for r in runs if (r.setting.layers, r.setting.width) == (1, width)] for width in (32, 128)
-    }
+    shapes = {width: (1, width) for width in (32, 128)}
+    of_widths = {w: [r for r in runs if (r.setting.layers, r.setting.width) == shapes[w]] for w in shapes}
     if not all(of_widths.values()):
         outcome.cannot_test(claim, "the grid does not have both widths: train them with --widths 32,128")
         return
     step = min(common_step(of) for of in of_widths.values())
-    shares = {
-        width: {
-            replace(r.setting, width=0): float(curve_width(torch.from_numpy(profile(r, step)))) for r in of
-        }
-        for width, of in of_widths.items()
-    }
-    settings = sorted({without_seed(s) for s in shares[32].keys() & shares[128].keys()}, key=lambda s: s.name)
-    parts = [
-        judge(
-            claim,
-            f"effective share of positions of ρ averaged to step {number(step)}, d = 128 less d = 32, "
-            f"{label_of(setting)}",
-            Estimate.mean(
-                [
-                    shares[128][s] - shares[32][s]
-                    for s in sorted(shares[32].keys() & shares[128].keys(), key=lambda s: s.seed)
-                    if without_seed(s) == setting
-                ],
-                "seeds",
-            ),
-            BELOW_IN_SHARE,
-        )
-        for setting in settings
-    ]
+    small, large = (
+        {replace(r.setting, width=0): float(curve_width(torch.from_numpy(profile(r, step)))) for r in of}
+        for of in of_widths.values()
+    )
+    both = sorted(small.keys() & large.keys(), key=lambda s: s.seed)
+    what = f"effective share of positions of ρ averaged to step {number(step)}, d = 128 less d = 32"
+    parts = []
+    for setting in sorted({without_seed(s) for s in both}, key=lambda s: s.name):
+        less = [large[s] - small[s] for s in both if without_seed(s) == setting]
+        estimate = Estimate.mean(less, "seeds")
+        parts.append(judge(claim, f"{what}, {label_of(setting)}", estimate, BELOW_IN_SHARE))
     outcome.verdicts.append(mix_of(claim, parts))
 
 

@@ -179,9 +179,8 @@ def _draw_maps(outcome: Outcome, data: judged.Comparable) -> None:
 def _read(outcome: Outcome, data: judged.Comparable, recipe: dict[str, Any]) -> None:
     """The headline numbers, the tables, and where the training runs come from."""
     trained = min(int(p.summary["step"]) if p.summary else data.step for p in data.runs)
-    further = (
-        f" (the last that was measured of all; trained to {number(trained)})" if trained > data.step else ""
-    )
+    more = f" (the last that was measured of all; trained to {number(trained)})"
+    further = more if trained > data.step else ""
     outcome.read("step at which all are compared", number(data.step) + further, number(PUBLISHED_STEPS))
     words = "words" if recipe["vocabulary"] is None else f"{recipe['vocabulary']} BPE"
     outcome.read("tokens", words, "words of WikiText-2")

@@ -49,7 +49,6 @@ def train_locater(
     steps: int | None = None,
     gradient: str = "exact",
     reduction: str = "mean",
-    off_at: int | None = None,
     vocabulary: str | None = None,
     device: str = "cpu",
     **numbers: str | None,
@@ -65,14 +64,12 @@ def train_locater(
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
     recipe = Recipe(vocabulary=_vocabulary(vocabulary), bfloat16=multiplies_halves(device))
-    lists: dict[str, Any] = {
-        name: _numbers(name, given) for name, given in numbers.items() if given is not None
-    }
+    given_numbers = {name: given for name, given in numbers.items() if given is not None}
+    lists: dict[str, Any] = {name: _numbers(name, given) for name, given in given_numbers.items()}
     settings = Grid(
         seeds=seeds,
         gradient=cast(Gradient, gradient),
         reduction=cast(Reduction, reduction),
-        off_at=off_at,
         **lists,
     ).settings()
     files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
@@ -127,7 +124,7 @@ class Grid:
     """The published settings, and as many weight decays without LocAteR.
 
     seeds: 0 … seeds − 1. scales, means: κ₁ and κ₂ of the LocAteR training runs. decays: of those without; 0.01 is the
-    published one. gradient, reduction, off_at: as in `Setting`.
+    published one. gradient, reduction: as in `Setting`.
     """
 
     layers: tuple[int, ...] = (1,)
@@ -138,12 +135,11 @@ class Grid:
     decays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0, 10.0)
     gradient: Gradient = "exact"
     reduction: Reduction = "mean"
-    off_at: int | None = None
 
     def settings(self) -> list[Setting]:
         """Every setting; a seed's before the next seed's."""
         settings = []
-        how: dict[str, Any] = {"gradient": self.gradient, "reduction": self.reduction, "off_at": self.off_at}
+        how: dict[str, Any] = {"gradient": self.gradient, "reduction": self.reduction}
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
             place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
             settings += [

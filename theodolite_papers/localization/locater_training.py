@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -70,11 +71,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Setting:
-    """What distinguishes one training run.
-
-    scale, mean: κ₁ and κ₂. reduction: of the loss that the penalty is added to. off_at: updates after which there is
-    none.
-    """
+    """What distinguishes one training run: κ₁ and κ₂, and what the loss is that the penalty is added to."""
 
     layers: int = 1
     width: int = 32
@@ -84,7 +81,6 @@ class Setting:
     gradient: Gradient = "exact"
     seed: int = 0
     reduction: Reduction = "mean"
-    off_at: int | None = None
 
     @property
     def name(self) -> str:
@@ -92,7 +88,6 @@ class Setting:
         numbers = f"scale{self.scale:g}-mean{self.mean:g}-decay{self.weight_decay:g}"
         kind = "" if self.gradient == "exact" else f"-{self.gradient}"
         kind += "" if self.reduction == "mean" else f"-{self.reduction}"
-        kind += "" if self.off_at is None else f"-off{self.off_at}"
         return f"l{self.layers}-d{self.width}-{numbers}{kind}-s{self.seed}"
 
     def check(self) -> None:
@@ -103,8 +98,6 @@ class Setting:
             raise UsageError(f"{self.name}: a strength is negative or not finite; give 0 or more.")
         if self.reduction not in get_args(Reduction):
             raise UsageError(f"{self.name}: there is no such reduction; choose mean or sum.")
-        if self.off_at is not None and self.off_at < 1:
-            raise UsageError(f"{self.name}: the penalty ends before it begins; give a step of 1 or more.")
         training_loop.check_numbers(self.seed)
 
 
@@ -133,9 +126,8 @@ class LocaterTraining:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), betas=BETAS, weight_decay=setting.weight_decay, fused=True
         )
-        self.summed = torch.zeros(
-            (), dtype=torch.float64, device=self.device
-        )  # loss since the last measurement
+        # Loss since the last measurement.
+        self.summed = torch.zeros((), dtype=torch.float64, device=self.device)
         self.history: dict[str, Tensor] = {
             "steps": torch.zeros(0, dtype=torch.int64),
             "losses": torch.zeros(0, len(LOSSES), dtype=torch.float64),
@@ -196,9 +188,8 @@ class LocaterTraining:
             "held_out_loss_se": _standard_error(losses),
             "tokens_per_word": self.text.tokens_per_word,
         }
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=self.text.tokenizer, model_max_length=self.recipe.length
-        )
+        length, made = self.recipe.length, self.text.tokenizer
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=length)
         with disk_errors(self.folder):
             as_opt(self.model).save_pretrained(self.folder / "model")
             tokenizer.save_pretrained(self.folder / "model")
@@ -211,18 +202,14 @@ class LocaterTraining:
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             losses, heads = self.tables()
-            write_atomically(
-                self.folder / "losses.parquet", lambda path: losses.to_parquet(path, index=False)
-            )
-            write_atomically(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
+            for name, table in (("losses.parquet", losses), ("heads.parquet", heads)):
+                write_atomically(self.folder / name, partial(table.to_parquet, index=False))
             curves = {name: self.history[name] for name in ("steps", "propagation")}
-            write_atomically(
-                self.folder / "propagation.safetensors", lambda path: write_checked(path, curves)
-            )
+            place = self.folder / "propagation.safetensors"
+            write_atomically(place, lambda path: write_checked(path, curves))
         # Last: a training run killed before this resumes from an older one, and writes all of them again.
-        training_loop.save_checkpoint(
-            self._checkpoint, self.model, self.optimizer, {"step": str(self.step)}, tensors
-        )
+        notes, path = {"step": str(self.step)}, self._checkpoint
+        training_loop.save_checkpoint(path, self.model, self.optimizer, notes, tensors)
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""
@@ -245,7 +232,7 @@ class LocaterTraining:
         dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
         loss = self.model.loss(window[:, :-1], window[:, 1:], dtype)
         self.summed += loss.detach()
-        if (setting.scale or setting.mean) and (setting.off_at is None or step < setting.off_at):
+        if setting.scale or setting.mean:
             w_q, w_k = self._factors()
             penalty = locater_penalty(w_q, w_k, setting.scale, setting.mean, gradient=setting.gradient)
             loss = loss + (penalty if setting.reduction == "mean" else penalty / window[:, 1:].numel())
@@ -280,9 +267,8 @@ class LocaterTraining:
         """Mean loss of each window in nats per token, dropout off, weights and products in float32."""
         self.model.eval()
         parts = windows.to(self.device).split(self.recipe.batch)
-        return torch.cat(
-            [self.model.losses(part[:, :-1], part[:, 1:]).double().mean(1) for part in parts]
-        ).cpu()
+        losses = [self.model.losses(part[:, :-1], part[:, 1:]).double().mean(1) for part in parts]
+        return torch.cat(losses).cpu()
 
     @torch.no_grad()
     def _heads(self, ids: Tensor) -> tuple[Float[Tensor, "layers measures"], Float[Tensor, "layers length"]]:
@@ -297,9 +283,8 @@ class LocaterTraining:
             entropy = torch.special.entr(logits.masked_fill(later, -math.inf).softmax(-1)).sum(-1).mean()
             propagation = empirical_propagation(logits[:, -1]).double().mean(0)
             spectrum = (moments.trace, moments.trace_of_square, moments.frobenius_squared)
-            measures.append(
-                torch.stack([*(value[index, 0] for value in spectrum), entropy, propagation.mean()])
-            )
+            numbers = [*(value[index, 0] for value in spectrum), entropy, propagation.mean()]
+            measures.append(torch.stack(numbers))
             propagations.append(propagation)
         return torch.stack(measures), torch.stack(propagations)
 

@@ -77,15 +77,12 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
         titles = ("ν = ‖XXᵀ‖₂ ‖W_QK‖₂/λ", "nats")
         return drawing.curves(NU.numpy(), lines, curves, titles, yaxis={"rangemode": "tozero"})
 
-    outcome.figure(
-        "bounds",
-        "Lower bound of the attention entropy",
-        by_name("tokens", [f"T = {length}" for length in BOUND_LENGTHS], draw),
-        "The exact bound for T tokens, its form for large T, eq. 9 as printed, and the highest entropy.",
-        "a printed curve far above ln T, which no entropy exceeds; the exact one starts at ln T and only falls.",
-        f"{ZHAI}, Theorem 3.1; {BAO}, eq. 9 and Fig. 4",
-        wide=True,
-    )
+    title = "Lower bound of the attention entropy"
+    drawn = by_name("tokens", [f"T = {length}" for length in BOUND_LENGTHS], draw)
+    shows = "The exact bound for T tokens, its form for large T, eq. 9 as printed, and the highest entropy."
+    look_for = "a printed curve far above ln T, which no entropy exceeds; the exact one starts at ln T and only falls."
+    source = f"{ZHAI}, Theorem 3.1; {BAO}, eq. 9 and Fig. 4"
+    outcome.figure("bounds", title, drawn, shows, look_for, source, wide=True)
 
 
 LENGTHS = (2, 8, 40, 64)
@@ -209,15 +206,11 @@ def by_spectrum(study: Study, outcome: Outcome) -> None:
     def draw_curves(place: int) -> go.Figure:
         return drawing.propagation_curves(THETA.numpy(), ETAS, published[place], corrected[place])
 
-    outcome.figure(
-        "maps",
-        "ρ(θ) over ξ, published and corrected",
-        by_name("η", [f"η = {value:g}" for value in ETAS], draw_map),
-        "Probability that the token at relative position θ propagates, for every ξ. Dashed: as printed.",
-        "late sites at the right and early ones at the left for small η, a band at θ = ½ for η ≥ 0.5.",
-        SOURCE_2,
-        wide=True,
-    )
+    title = "ρ(θ) over ξ, published and corrected"
+    drawn = by_name("η", [f"η = {value:g}" for value in ETAS], draw_map)
+    shows = "Probability that the token at relative position θ propagates, for every ξ. Dashed: as printed."
+    look_for = "late sites at the right and early ones at the left for small η, a band at θ = ½ for η ≥ 0.5."
+    outcome.figure("maps", title, drawn, shows, look_for, SOURCE_2, wide=True)
     outcome.figure(
         "curves",
         "ρ(θ) for every η",

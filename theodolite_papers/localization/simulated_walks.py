@@ -78,9 +78,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     seed = study.provenance.get("seed") or 0
     sims = {name: theory.simulate_walks(SETTING, name, seed) for name in COVARIANCES}
     of_draws = {name: predictions(sim, SETTING) for name, sim in sims.items()}
-    predicted = {
-        name: {key: curve.mean(1) for key, curve in curves.items()} for name, curves in of_draws.items()
-    }
+    predicted = {name: {key: curve.mean(1) for key, curve in of.items()} for name, of in of_draws.items()}
     for name, sim in sims.items():
         gaps = {key: (curve - sim.propagation).abs().mean() for key, curve in predicted[name].items()}
         means = ", ".join(f"{key} {number(float(gap))}" for key, gap in gaps.items())
@@ -118,14 +116,11 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     def draw(place: int) -> go.Figure:
         return drawing.entropies(SETTING.scales, SETTING.means, *grids[COVARIANCES[place]], LEAST_ENTROPY)
 
-    outcome.figure(
-        "entropy",
-        "Attention entropy by mean and scale of the eigenvalues",
-        by_name("Σ", list(COVARIANCES), draw),
-        "Entropy of the last query's softmax, mean over walks and draws of W_QK, with standard errors over draws.",
-        "lines that fall to the right, if a small scale meant a high entropy at every mean.",
-        f"{BAO}, Fig. 5 right",
-    )
+    title = "Attention entropy by mean and scale of the eigenvalues"
+    shows = "Entropy of the last query's softmax, mean over walks and draws of W_QK, with standard errors over draws."
+    look_for = "lines that fall to the right, if a small scale meant a high entropy at every mean."
+    source = f"{BAO}, Fig. 5 right"
+    outcome.figure("entropy", title, by_name("Σ", list(COVARIANCES), draw), shows, look_for, source)
 
 
 def _by_scale(values: Tensor) -> Floats:
@@ -165,12 +160,9 @@ def _judge_predictions(
         sigma, pair, place = np.unravel_index(worst, gaps.shape)
         mean, scale = SETTING.pairs[pair]
         where = f"{COVARIANCES[sigma]} Σ, mean {mean:g}, scale {scale:g}, token {place + 1}"
-        outcome.claim(
-            f"{claim} (section 4, Fig. 5)",
-            f"largest |predicted − simulated| ρ, {points} (at {where})",
-            Estimate(float(gaps.flatten()[worst]), float(errors.flatten()[worst]), walks, "walks"),
-            DESCRIBES,
-        )
+        what = f"largest |predicted − simulated| ρ, {points} (at {where})"
+        gap = Estimate(float(gaps.flatten()[worst]), float(errors.flatten()[worst]), walks, "walks")
+        outcome.claim(f"{claim} (section 4, Fig. 5)", what, gap, DESCRIBES)
 
 
 def _least_gain(
@@ -196,18 +188,11 @@ def _judge_localization(outcome: Outcome, sims: dict[str, theory.Simulation]) ->
         ("mean", "larger means", "at the smallest mean but 0 less that at the largest"),
     ):
         gain, where = _least_gain(sims, widths, along)
-        outcome.claim(
-            f"ρ localizes with {change} (section 5, Fig. 5)",
-            f"effective share of positions {contrast}, the smallest ({where})",
-            gain,
-            NARROWER,
-        )
-    outcome.claim(
-        "The spectrum of W_QK stands for that of W_QK Σ (section 5)",
-        "rank correlation over pairs of the effective share of positions, Σ = I and anisotropic Σ",
-        _over_pairs(widths["isotropic"], widths["anisotropic"]),
-        PROXY,
-    )
+        what = f"effective share of positions {contrast}, the smallest ({where})"
+        outcome.claim(f"ρ localizes with {change} (section 5, Fig. 5)", what, gain, NARROWER)
+    claim = "The spectrum of W_QK stands for that of W_QK Σ (section 5)"
+    what = "rank correlation over pairs of the effective share of positions, Σ = I and anisotropic Σ"
+    outcome.claim(claim, what, _over_pairs(widths["isotropic"], widths["anisotropic"]), PROXY)
     judge_at_fixed_means(outcome, sims, widths)
 
 
@@ -249,18 +234,11 @@ def _pairs(sims: dict[str, theory.Simulation], predicted: dict[str, dict[str, Te
         square, widths = sim.eigenvalues.square().sum(-1), theory.curve_width(sim.propagates)
         xi, eta = sim.eigenvalues.sum(-1) / square.sqrt(), square.sqrt() / SETTING.temperature
         walks, draws = sim.entropy_errors()
-        columns = {
-            "xi": xi.mean(1),
-            "eta": eta.mean(1),
-            "r": (xi * eta).mean(1),
-            "width": widths.mean(1),
-            "width_se": over_draws(widths),
-            "entropy": sim.entropy.mean(1),
-            "entropy_se_walks": walks,
-            "entropy_se_draws": draws,
-        } | {
-            f"error_{key}": (curve - sim.propagation).abs().amax(-1) for key, curve in predicted[name].items()
-        }
+        columns = {"xi": xi.mean(1), "eta": eta.mean(1), "r": (xi * eta).mean(1)}
+        columns |= {"width": widths.mean(1), "width_se": over_draws(widths), "entropy": sim.entropy.mean(1)}
+        columns |= {"entropy_se_walks": walks, "entropy_se_draws": draws}
+        gaps = {key: (curve - sim.propagation).abs().amax(-1) for key, curve in predicted[name].items()}
+        columns |= {f"error_{key}": gap for key, gap in gaps.items()}
         places = pd.DataFrame(SETTING.pairs, columns=["mean", "scale"])
         places.insert(0, "covariance", name)
         part = places.assign(**{key: value.numpy() for key, value in columns.items()})

@@ -92,13 +92,8 @@ def walk(study: Study, outcome: Outcome) -> None:
     residual = walks.walk_table(text.residual, text.residual_state)
     _read(outcome, tables | {f"{TEXT}, residual stream": residual})
     _judge(outcome, tables[TEXT], tables[RANDOM], residual)
-    layers = pd.concat(
-        [
-            *(table.assign(tokens=name, vectors="attention input") for name, table in tables.items()),
-            residual.assign(tokens=TEXT, vectors="residual stream"),
-        ],
-        ignore_index=True,
-    )
+    parts = [table.assign(tokens=name, vectors="attention input") for name, table in tables.items()]
+    layers = pd.concat([*parts, residual.assign(tokens=TEXT, vectors="residual stream")], ignore_index=True)
     first = ["tokens", "vectors"]
     outcome.tables["layers"] = layers[[*first, *(name for name in layers if name not in first)]]
     outcome.tables["pairs"] = walks.pair_table(*sums[TEXT])
@@ -146,18 +141,19 @@ def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual:
         _estimates(np.abs(of_text), error_of_text),
         UNCORRELATED,
     )
-    outcome.claim(
-        "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
-        walks.MEASURES["growth"],
-        _estimates(*_column(text, "growth")),
-        GROWTH_EXPONENT,
-    )
-    outcome.claim(
-        "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
-        walks.MEASURES["frobenius"],
-        _estimates(*_column(text, "frobenius")),
-        NEAR,
-    )
+    for name, claim, criterion in (
+        (
+            "growth",
+            "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
+            GROWTH_EXPONENT,
+        ),
+        (
+            "frobenius",
+            "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
+            NEAR,
+        ),
+    ):
+        outcome.claim(claim, walks.MEASURES[name], _estimates(*_column(text, name)), criterion)
     of_random, error_of_random = _column(random, "autocorrelation")
     outcome.claim(
         "Text drifts where random tokens do not (Remark 3)",
@@ -180,15 +176,11 @@ def _draw_moments(outcome: Outcome, sums: Sums) -> None:
         return drawing.maps(pictures, (at, at), titles, (-1.0, 1.0), signed=tuple(pictures), square=True)
 
     count = len(state["contexts"])
-    outcome.figure(
-        "moments",
-        "E[x_s·x_t] of what attention reads",
-        by_layer(count, draw),
-        "Mean over contexts: the text, random tokens, Gaussian random walks, and what Assumption 1 says.",
-        "whether the text looks like the right pictures: strong in the lower right corner only.",
-        f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
-        wide=True,
-    )
+    title = "E[x_s·x_t] of what attention reads"
+    shows = "Mean over contexts: the text, random tokens, Gaussian random walks, and what Assumption 1 says."
+    look_for = "whether the text looks like the right pictures: strong in the lower right corner only."
+    source = f"{BAO}, Assumption 1 and Remark 3; the comparison is ours"
+    outcome.figure("moments", title, by_layer(count, draw), shows, look_for, source, wide=True)
 
 
 def _draw_growth(outcome: Outcome, sums: Sums) -> None:
@@ -221,14 +213,10 @@ def _draw_increments(outcome: Outcome, sums: Sums) -> None:
         return drawing.curves(lags, list(LINES.values()), values, titles, yaxis={"range": [-0.6, 0.3]})
 
     count = len(sums[TEXT][1]["contexts"])
-    outcome.figure(
-        "increments",
-        "Autocorrelation of the increments",
-        by_layer(count, draw),
-        "ε_t = x_{t+1} − x_t of the attention module's input. Independent tokens have −½ at lag 1 and 0 after it.",
-        "0 at every lag, as for the simulated walk.",
-        f"{BAO}, Assumption 1",
-    )
+    title = "Autocorrelation of the increments"
+    shows = "ε_t = x_{t+1} − x_t of the attention module's input. Independent tokens have −½ at lag 1 and 0 after it."
+    look_for = "0 at every lag, as for the simulated walk."
+    outcome.figure("increments", title, by_layer(count, draw), shows, look_for, f"{BAO}, Assumption 1")
 
 
 def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:

@@ -183,9 +183,8 @@ def _result(
 
 
 def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedTokenizerFast:
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{text.END_OF_TEXT} $A", special_tokens=[(text.END_OF_TEXT, 0)]
-    )
+    end = text.END_OF_TEXT
+    tokenizer.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=text.END_OF_TEXT,

@@ -39,7 +39,7 @@ from theodolite_papers.training import training_loop
 from theodolite_papers.training.models import ModelConfig, TaskModelConfig
 from theodolite_papers.training.training_loop import BETAS, CHECKPOINT, CLIP, another_training_run
 
-NOT_SIZES = (
+NOT_SIZES = [
     "seed",
     "weight_decay",
     "dropout",
@@ -48,10 +48,8 @@ NOT_SIZES = (
     "bfloat16",
     "repeats",
     "backcopies",
-    "begin",
-    "architecture",
     "series",
-)
+]
 
 IDENTITY = "identity.json"
 """Says which training run a folder is of, unfinished or finished."""
@@ -137,9 +135,8 @@ def _check_finished(out: Path, identity: dict[str, str]) -> None:
     said = []
     with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):  # it may say anything
         old, now = json.loads(there["config"]), json.loads(identity["config"])
-        said = [
-            f"{name} {old.get(name)} there, {now[name]} now" for name in now if old.get(name) != now[name]
-        ]
+        changed = [name for name in now if old.get(name) != now[name]]
+        said = [f"{name} {old.get(name)} there, {now[name]} now" for name in changed]
     raise UsageError(
         f"{out} holds another training run ({'; '.join(said) or 'of another text'}); give another folder or remove it."
     )

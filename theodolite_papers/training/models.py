@@ -88,21 +88,11 @@ def gpt2(
     vocabulary: int, length: int, layers: int, heads: int, width: int, *, dropout: float = 0.0, **options: Any
 ) -> transformers.GPT2LMHeadModel:
     """An untrained model, its weights drawn from torch's global generator."""
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=vocabulary,
-            n_positions=length,
-            n_embd=width,
-            n_layer=layers,
-            n_head=heads,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=None,
-            eos_token_id=None,
-            **options,
-        )
-    )
+    sizes: dict[str, Any] = {"n_embd": width, "n_layer": layers, "n_head": heads}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    options |= dict.fromkeys(("bos_token_id", "eos_token_id"))
+    config = transformers.GPT2Config(vocab_size=vocabulary, n_positions=length, **sizes, **options)
+    return transformers.GPT2LMHeadModel(config)
 
 
 def embedded_model(config: EmbeddedConfig) -> transformers.PreTrainedModel:
@@ -128,15 +118,8 @@ def embedded_model(config: EmbeddedConfig) -> transformers.PreTrainedModel:
 def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> transformers.PreTrainedModel:
     """An untrained GPT-2, or with rotary positions GPT-NeoX without its parallel residual."""
     if config.positions == "learned":
-        model: transformers.PreTrainedModel = gpt2(
-            vocabulary,
-            length,
-            config.layers,
-            config.heads,
-            config.width,
-            dropout=config.dropout,
-            activation_function=GELU,
-        )
+        sizes = vocabulary, length, config.layers, config.heads, config.width
+        model: transformers.PreTrainedModel = gpt2(*sizes, dropout=config.dropout, activation_function=GELU)
     else:
         model = transformers.GPTNeoXForCausalLM(
             transformers.GPTNeoXConfig(

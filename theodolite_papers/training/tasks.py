@@ -72,9 +72,8 @@ class FewShot:
     def _accuracy(self, model: PreTrainedModel, count: int) -> list[float]:
         """On prompts that no step drew."""
         prompts = self.rules.draw(count, np.random.default_rng([0, TEST_STREAM]))
-        ids, query_positions, labels = (
-            torch.from_numpy(part) for part in (prompts.ids, prompts.asked, prompts.labels)
-        )
+        parts = (prompts.ids, prompts.asked, prompts.labels)
+        ids, query_positions, labels = (torch.from_numpy(part) for part in parts)
         correct = right_answers(model, ids, query_positions, labels, self.rules.label_ids)
         return correct.double().mean(dim=0).tolist()
 
@@ -169,9 +168,8 @@ class Characters:
         losses = []
         for part in rows.split(64):
             logits = model(input_ids=part[:, :-1], use_cache=False).logits
-            losses.append(
-                torch.nn.functional.cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="none")
-            )
+            loss = torch.nn.functional.cross_entropy
+            losses.append(loss(logits.transpose(1, 2), part[:, 1:], reduction="none"))
         return float(torch.cat(losses).double().mean())
 
 

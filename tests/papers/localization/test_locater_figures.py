@@ -237,18 +237,11 @@ def test_other_ways_are_judged_apart() -> None:
         for p in grid(-1.0, reductions=["mean"])
         if p.setting.mean > 0
     ]
-    off = [
-        replace(p, setting=replace(p.setting, off_at=5))
-        for p in grid(-3.0, reductions=["mean"])
-        if p.setting.scale
-    ]
-    outcome = filled([*grid(1.0), *printed, *off])
+    outcome = filled([*grid(1.0), *printed])
     answers = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
     assert [answers[claim] for claim in CAPTIONS[:2]] == [HOLDS] * 2
     assert answers["At step 10 LocAteR, printed gradient has the lower perplexity (ours)"] == FAILS
-    assert answers["At step 10 LocAteR, off after step 5 has the lower perplexity (ours)"] == FAILS
-    drawn = {figure.title for figure in outcome.exhibits}
-    assert {"Training with LocAteR, printed gradient", "Training with LocAteR, off after step 5"} <= drawn
+    assert "Training with LocAteR, printed gradient" in {figure.title for figure in outcome.exhibits}
     assert "κ₂ = 1, printed gradient" in outcome.tables["settings"]["setting"].tolist()
 
 

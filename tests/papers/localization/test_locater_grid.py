@@ -142,11 +142,11 @@ def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.Monke
     """Oracle: the folder, and the perplexity that the summaries have."""
     monkeypatch.setattr(locater_command, "Recipe", lambda **given: RECIPE)
     options = {"widths": "8,4", "scales": "7,100", "means": "1", "decays": "", "seeds": 1, "steps": 2}
-    how: dict[str, Any] = {"reduction": "sum", "off_at": 1}
+    how: dict[str, Any] = {"reduction": "sum"}
     lines = train_locater(tmp_path / "g", files.train, files.held_out, quiet(), **options, **how)
     points = read_grid(tmp_path / "g")[1]
     assert {(p.setting.width, p.setting.scale) for p in points} == {(8, 7), (8, 100), (4, 7), (4, 100)}
-    assert {(p.setting.mean, p.setting.reduction, p.setting.off_at) for p in points} == {(1, "sum", 1)}
+    assert {(p.setting.mean, p.setting.reduction) for p in points} == {(1, "sum")}
     for line, point in zip(lines, points, strict=True):
         assert point.summary is not None
         assert f"step 2, held-out perplexity {math.exp(point.summary['held_out_loss']):.2f}" in line

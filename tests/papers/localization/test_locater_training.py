@@ -222,24 +222,6 @@ def test_seeds_pair_the_settings(text: GridText, tmp_path: Path) -> None:
     assert trainings["plain"].history["losses"][0, 1] == trainings["penalised"].history["losses"][0, 1]
 
 
-def test_a_penalty_that_ends(text: GridText, tmp_path: Path) -> None:
-    """Oracle: a training run with the penalty, which is the same until then, and one without it from there."""
-    runs = {
-        name: LocaterTraining(tmp_path / name, setting, RECIPE, text, "cpu")
-        for name, setting in {"on": SETTING, "off": replace(SETTING, off_at=2)}.items()
-    }
-    for run in runs.values():
-        run.advance(2)
-    weights = {name: run.model.blocks[0].projections.weight for name, run in runs.items()}
-    assert torch.equal(weights["on"], weights["off"])
-    runs["on"].setting = replace(SETTING, scale=0.0, mean=0.0)
-    for run in runs.values():
-        run.advance(4)
-    assert torch.equal(weights["on"], weights["off"])
-    assert runs["off"].folder.name == "off"
-    assert replace(SETTING, off_at=2, reduction="sum").name.endswith("-sum-off2-s0")
-
-
 def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the messages."""
     LocaterTraining(tmp_path, SETTING, RECIPE, text, "cpu")
@@ -250,7 +232,6 @@ def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (replace(SETTING, mean=-1.0), "negative"),
         (replace(SETTING, seed=-1), "seed is -1"),
         (replace(SETTING, reduction="max"), "choose mean or sum"),
-        (replace(SETTING, off_at=0), "ends before it begins"),
     ):
         with pytest.raises(UsageError, match=words):
             LocaterTraining(tmp_path / "no", wrong, RECIPE, text, "cpu")

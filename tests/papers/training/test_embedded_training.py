@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.papers.shared import quiet
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
-from theodolite_papers.training import command, embedded_training, training_loop
+from theodolite_papers.training import command, embedded_text, embedded_training, training_loop
 from theodolite_papers.training.embedded_text import Source, mixed_with_tasks, split_sources
 from theodolite_papers.training.embedded_training import EmbeddedConfig, train_embedded_model
 from theodolite_papers.training.models import embedded_model
@@ -55,7 +55,7 @@ def sources() -> list[Source]:
 def few_sources() -> Iterator[None]:
     """Two texts in the place of Python's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedded_training, "python_sources", sources)
+        patch.setattr(embedded_text, "python_sources", sources)
         yield
 
 
@@ -104,7 +104,7 @@ def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path, monkeypatch: pytes
     config = replace(
         SMALL, layers=2, width=32, length=15, vocabulary=257, batch=32, steps=150, learning_rate=1e-2
     )
-    monkeypatch.setattr(embedded_training, "python_sources", lambda: [Source("x", 1.0, documents)])
+    monkeypatch.setattr(embedded_text, "python_sources", lambda: [Source("x", 1.0, documents)])
     result = train_embedded_model(tmp_path / "model", config=config, threads=1, console=quiet())
     # A bigram model knows the 8 symbols, and that 1 in 16 ends a line: which none of the held-out ones does.
     assert result.bigram_loss["x"] == pytest.approx(math.log(8 * 16 / 15), abs=0.1)
