@@ -166,12 +166,8 @@ def everything(page: Outcome) -> None:
         Estimate(math.nan),
         Estimate(1.0, math.nan, 1, "seeds"),
     ]
-    for criterion in (
-        larger,
-        similar,
-        Criterion("at most", 0.1, "a test"),
-        Criterion("at least", 0.5, "a test"),
-    ):
+    one_sided = (Criterion("at most", 0.1, "a test"), Criterion("at least", 0.5, "a test"))
+    for criterion in (larger, similar, *one_sided):
         for place, estimate in enumerate(numbers):
             page.claim(f"{criterion.side} {place}", "a number", estimate, criterion)
     singles = list(page.verdicts)
