@@ -1,7 +1,7 @@
 """What a survey holds in memory, from formulas in the shape of the model and of the text: those of docs/scaling.md.
 
 `python -m benchmarks.scaling` prints them for 400 billion parameters, and for the embedded model beside what its
-accumulators really hold and what a shard really sends. `tests/test_scaling.py` holds the formulas against the code.
+accumulators really hold and what a shard really sends. `tests/test_benchmarks.py` holds the formulas against the code.
 """
 
 from __future__ import annotations

@@ -103,3 +103,14 @@ def write(family: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.f
     if family != "vit":
         byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def sharp_gpt2(folder: Path, **sizes: Any) -> Path:
+    """A GPT-2 whose queries look far more sharply than random ones, so that it has sinks; without a tokenizer."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, **sizes))
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight.mul_(40)
+    model.save_pretrained(folder)
+    return folder

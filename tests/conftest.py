@@ -37,6 +37,7 @@ if not HANDS_OUT:
     from threadpoolctl import threadpool_limits
 
     from tests import checkpoints
+    from tests.browser import BROWSER
     from tests.calls import call
     from theodolite.models import OpenModel, open_model
     from tools import small_models
@@ -130,6 +131,17 @@ def text(tmp_path: Path) -> Path:
         "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
     )
     return path
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A browser that knows no host but this machine."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    options = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=BROWSER, args=options)
+        yield browser
+        browser.close()
 
 
 def _written(command: str, model: Path, rows: Path, folder: Path, *options: object) -> Path:

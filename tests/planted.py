@@ -32,13 +32,8 @@ OUTLIER = 40
 LENGTH = 60
 
 # (layer, head, the sink's marker, the dimension of those that it catches)
-SINKS = (
-    (0, 1, IS_S1, IS_A),
-    (0, 2, IS_S1, IS_B),
-    (0, 2, IS_S2, IS_C),
-    (1, 3, IS_BOS, IS_B),
-    (1, 3, IS_S2, IS_C),
-)
+SINKS = ((0, 1, IS_S1, IS_A), (0, 2, IS_S1, IS_B), (0, 2, IS_S2, IS_C), (1, 3, IS_BOS, IS_B))
+SINKS += ((1, 3, IS_S2, IS_C),)
 SHORT = 0.03
 """What tokens that are no sinks write, relative to their embeddings."""
 

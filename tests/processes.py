@@ -18,21 +18,11 @@ import torch
 from torch import distributed
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        "transformers.models.gpt2.modeling_gpt2",
-        "transformers.models.llama.modeling_llama",
-        "theodolite.cli.app",
-        "theodolite.comparison",
-        "theodolite.passes.ray_workers",
-        "theodolite_papers.experiment",
-        "theodolite.prune.model",
-        "theodolite.report.page",
-        "theodolite.passes.survey",
-        "theodolite.sinks.trace",
-        "theodolite.train",
-    ]
-)
+PRELOADED = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
+OF_OURS = ["cli.app", "comparison", "passes.ray_workers", "passes.survey", "prune.model", "report.page"]
+OF_OURS += ["sinks.trace", "train"]
+PRELOADED += ["theodolite_papers.experiment", *(f"theodolite.{name}" for name in OF_OURS)]
+SERVER.set_forkserver_preload(PRELOADED)
 
 
 def together(work: Callable[..., Any], args: tuple[Any, ...], processes: int, seconds: float = 240) -> None:
@@ -98,11 +88,8 @@ def _work(files: list[Path], threads: int, work: Callable[..., Any], args: tuple
     for descriptor, file in enumerate(files, start=1):
         with open(file, "w") as opened:
             os.dup2(opened.fileno(), descriptor)
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # ignored, where the tests run in the background
+    # Ignored, where the tests run in the background.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     torch.set_num_threads(threads)  # their number changes last bits
     work(*args)

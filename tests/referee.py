@@ -11,8 +11,6 @@ from typing import Any
 
 from scipy import stats
 
-OPEN = ("not decided", "not testable here")
-
 
 def answer_of(row: dict[str, Any], *, strict: bool = True) -> str:
     """Of one number: a row of the table `judged` that has no rule. strict: without an error nothing is decided."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
+import benchmarks
+import tools
 from benchmarks import gpu, qk_clip
 from benchmarks.ratios import Ratio
+from benchmarks.scaling import Shape, state_bytes
+from theodolite.corpus.corpus import Corpus
+from theodolite.models import open_model
+from theodolite.passes.survey_pass import SurveyPass
 from tools import site_pages
 
 
@@ -103,3 +111,41 @@ def test_the_page_of_training_shows_what_qk_clip_did():
     assert qk_clip.table(rows).splitlines()[-1] == (
         "|  | ours | 1.5 (1–2) | 1,230 (1,230–1,230) | 1 (1–1) | −1.75 ± 0.62 |"
     )
+
+
+MODULES = [
+    f"{package.__name__}.{module.name}"
+    for package in (tools, benchmarks)
+    for module in pkgutil.iter_modules(package.__path__)
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_it_can_be_imported(name):
+    importlib.import_module(name)
+
+
+EMBEDDED = Shape(6, 4, 128, 40, 20)
+TINY = Shape(3, 4, 32, 24, 9)
+
+
+@pytest.mark.parametrize("shape", [EMBEDDED, TINY], ids=["embedded", "llama3"])
+def test_a_state_has_the_bytes_of_the_formula(shape, opened):
+    """Oracle: the tensors of a fresh pass. Each part's by the accumulator that holds it."""
+    model = open_model(device="cpu") if shape is EMBEDDED else opened("llama3")
+    assert (model.layers, model.heads, model.width) == (shape.layers, shape.heads, shape.width)
+    corpus = Corpus.random_tokens(model.required_vocabulary(), shape.length, shape.contexts)
+    state = SurveyPass(model, corpus, 0, 1).state()
+    parts = state_bytes(shape)
+    assert sum(parts.values()) == sum(tensor.nbytes for tensor in state.values())
+    held = {name: state[name].nbytes for name in state}
+    assert parts["sums by position"] == held["means.position_sum"]
+    sample = ("means.context_mean", "means.context_tokens", "means.token")
+    assert parts["sample"] == sum(held[name] for name in sample)
+    for name, prefixes in {
+        "second moments": ("residual.", "inputs."),
+        "sketches": ("sketches.",),
+        "outliers": ("outliers.",),
+        "attention": ("attention.",),
+    }.items():
+        assert parts[name] == sum(count for key, count in held.items() if key.startswith(prefixes)), name

@@ -19,13 +19,9 @@ FAMILIES = {
     "siglip": ("SiglipVisionModel", "SiglipVisionConfig", {"intermediate_size": 32}),
     "clip": ("CLIPVisionModel", "CLIPVisionConfig", {"intermediate_size": 32}),
 }
-BEFORE = {
-    "vit": ["[CLS]"],
-    "dinov2": ["[CLS]"],
-    "dinov2_registers": ["[CLS]", "register 1", "register 2", "register 3", "register 4"],
-    "siglip": [],
-    "clip": ["[CLS]"],
-}
+BEFORE = {"vit": ["[CLS]"], "dinov2": ["[CLS]"]}
+BEFORE |= {"dinov2_registers": ["[CLS]", "register 1", "register 2", "register 3", "register 4"]}
+BEFORE |= {"siglip": [], "clip": ["[CLS]"]}
 SHARPER = {"siglip": 4.0, "clip": 4.0}  # embeddings of these vary more
 SHARP = 14.0
 

@@ -34,10 +34,6 @@ def _times(factor: float):
     return lambda inputs, answer: factor * answer(inputs)
 
 
-def _plus(number: float):
-    return lambda inputs, answer: answer(inputs) + number
-
-
 def _scaled_by_hook(model: torch.nn.Module, factor: float) -> torch.Tensor:
     """Oracle: a hook on GPT-2's output projection of that layer."""
     hook = model.transformer.h[LAYER].attn.c_proj.register_forward_pre_hook(
@@ -83,7 +79,8 @@ def test_the_edit_opened_first_is_nearest_to_the_attention_and_edits_of_inputs_c
     def without_values(inputs, answer):
         return answer(inputs) * 0
 
-    with intervened(model, attention, _plus(1.0)), intervened(model, attention, _times(3.0)):
+    plus_one = lambda inputs, answer: answer(inputs) + 1.0  # noqa: E731
+    with intervened(model, attention, plus_one), intervened(model, attention, _times(3.0)):
         with intervened(model, attention, final):
             model(_ids())
         with (

@@ -96,14 +96,13 @@ def _to(read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> 
     return lambda model: set_to(read, write, value)
 
 
-def _attribute(owner: Any, name: str, value: Any) -> State:
-    return _to(lambda: getattr(owner, name), partial(setattr, owner, name), value)
-
-
 def _umask() -> int:
     now = os.umask(0)
     os.umask(now)
     return now
+
+
+REDUCED = (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction")
 
 
 def _flushes() -> bool:
@@ -141,9 +140,7 @@ OTHERS: dict[str, State] = {
     "dispatch": lambda model: _Passing(),
     "functions": lambda model: _PassingFunctions(),
     "event loop": event_loop,
-    "reduced bfloat16": _attribute(
-        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
-    ),
+    "reduced bfloat16": _to(partial(getattr, *REDUCED), partial(setattr, *REDUCED), False),
     "cudnn": lambda model: torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True),
     "no oneDNN": _to(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
     "pandas": lambda model: pd.option_context("display.max_rows", 1, "display.precision", 1),

@@ -72,16 +72,8 @@ def swap(other: str) -> dict[str, Tampering]:
     return {f"replaced by {other}": change}
 
 
-VALUES = {
-    "NaN": float("nan"),
-    "Infinity": float("inf"),
-    "-1": -1,
-    "1e9": 10**9,
-    "a text": "three",
-    "null": None,
-    "a list": [],
-    "nothing": ...,
-}
+VALUES = {"NaN": float("nan"), "Infinity": float("inf"), "-1": -1, "1e9": 10**9, "a text": "three"}
+VALUES |= {"null": None, "a list": [], "nothing": ...}
 
 
 def entries(*names: str, sealed: bool = False) -> dict[str, Tampering]:
@@ -130,10 +122,6 @@ def _first(**entry: Any) -> Tampering:
     return header(change)
 
 
-def _beyond(told: dict[str, Any], size: int) -> None:
-    told[min(name for name in told if name != "__metadata__")].update(data_offsets=[size, size + 4])
-
-
 def _one_place(told: dict[str, Any], size: int) -> None:
     for name in told.keys() - {"__metadata__"}:
         told[name].update(data_offsets=[0, 4])
@@ -148,7 +136,9 @@ def _long_header(path: Path, draw: random.Random) -> None:
 TENSORS: dict[str, Tampering] = {
     "a header of 2⁶⁰ bytes": _bytes(lambda data: struct.pack("<Q", 2**60) + data[8:]),
     "a header of 90 MB": _long_header,
-    "a tensor beyond the end": header(_beyond),
+    "a tensor beyond the end": header(
+        lambda told, size: told[min(told.keys() - {"__metadata__"})].update(data_offsets=[size, size + 4])
+    ),
     "a shape of another size": _first(shape=[3, 10**6]),
     "a type that is none": _first(dtype="F31"),
     "all tensors in one place": header(_one_place),

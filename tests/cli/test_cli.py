@@ -114,7 +114,8 @@ def test_a_hub_name_brings_its_revision(given, read, monkeypatch):
     assert asked == [read]
 
 
-def test_two_revisions_are_one_too_many(tmp_path, monkeypatch):
+def test_options_that_do_not_exist_or_say_the_same_are_status_2(tmp_path, monkeypatch):
+    assert call("survey", "--no-such-option")[0] == 2
     status, _, stderr = call("survey", "me/model@v2", "--revision", "v3")
     assert status == 2
     assert "me/model@v2 has a revision, and so has --revision: give one" in stderr
@@ -319,10 +320,6 @@ def test_too_little_memory_gets_one_line_of_advice(fail, capsys):
     assert said.startswith("error: out of memory: use a smaller --batch or --length, or --dtype bfloat16")
     assert ("--device-map auto" in said) == (fail is _out_of_gpu_memory)
     assert more == "more:  theodolite explain memory-and-scaling"
-
-
-def test_an_option_that_does_not_exist_is_status_2():
-    assert call("survey", "--no-such-option")[0] == 2
 
 
 def survey_saving_always(*words: Any) -> None:

@@ -12,8 +12,6 @@ from theodolite.comparison import outputs, read_outputs
 from theodolite.judging import HOLDS, IN_PART
 from theodolite.models import open_model
 
-CUT_OFF = (0, 2)
-
 
 def written_by_hooks(model, ids: torch.Tensor) -> torch.Tensor:
     """(layers, heads, contexts, positions, width): the input of each c_proj, a head's entries times a head's rows."""

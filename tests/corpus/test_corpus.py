@@ -21,12 +21,14 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 from tests.checkpoints import byte_tokenizer
 from theodolite.corpus import corpus as module
 from theodolite.corpus import cutting, hub_dataset
+from theodolite.corpus.addition_task import CHARACTERS
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.documents import Columns
 from theodolite.corpus.named import make_corpus
 from theodolite.corpus.sampling import Choice, choose
 from theodolite.corpus.streams import make_stream
 from theodolite.errors import UsageError
+from theodolite_papers.training.task_models import character_tokenizer
 
 WORDS = [chr(ord("a") + index) for index in range(26)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -51,12 +53,6 @@ def framed(before: list[str], after: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", bos_token="<s>"
     )
-
-
-def slow_bert(folder: Path) -> BertTokenizerLegacy:
-    path = folder / "vocab.txt"
-    path.write_text("\n".join(SPECIAL + WORDS))
-    return BertTokenizerLegacy(str(path))
 
 
 def ids(tokenizer: Callable, text: str) -> list[int]:
@@ -129,7 +125,8 @@ def test_every_context_has_what_the_tokenizer_puts_around(before: list[str], aft
 
 
 def test_slow_tokenizers_are_framed_too_and_short_texts_joined_by_the_separator(tmp_path: Path) -> None:
-    tokenizer = slow_bert(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(SPECIAL + WORDS))
+    tokenizer = BertTokenizerLegacy(str(tmp_path / "vocab.txt"))
     corpus = Corpus.from_texts(["a b", "c d"], tokenizer, 7)
     pair = tokenizer("a b")["input_ids"] + tokenizer("c d")["input_ids"][1:]  # [CLS] a b [SEP] c d [SEP]
     assert corpus.contexts.tolist() == [pair]
@@ -541,3 +538,28 @@ def test_token_ids_are_a_corpus_as_they_are():
             Corpus.from_ids(wrong)
     with pytest.raises(UsageError, match="2 rows and 1 labels"):
         Corpus.from_ids(corpus.contexts, ["letters"])
+
+
+def test_additions_are_whole_at_full_length_and_cut_below() -> None:
+    """Oracle: the text read back; the same seed gives the same contexts."""
+    tokenizer = character_tokenizer(CHARACTERS, 33)
+    corpus = make_corpus("addition", tokenizer, 33, 20, 3)
+    assert corpus.contexts.shape == (20, 33)
+    assert corpus.sha256 == make_corpus("addition", tokenizer, 33, 20, 3).sha256
+    assert corpus.sha256 != make_corpus("addition", tokenizer, 33, 20, 4).sha256
+    for row in corpus.contexts:
+        prompt, answer = tokenizer.decode(row).split("=")
+        first, second = prompt.split("+")
+        assert int(first) + int(second) == int(answer.strip()[::-1])
+        assert (len(first), len(second), len(answer)) == (10, 10, 11)
+    texts = [tokenizer.decode(row) for row in make_corpus("addition", tokenizer, 24, 50).contexts]
+    assert {len(text) for text in texts} == {24}
+    assert len({text.index("+") for text in texts}) > 3
+
+
+def test_additions_need_a_token_a_character_and_room() -> None:
+    """Oracle: the words."""
+    with pytest.raises(UsageError, match="use a --length from 4 to 33"):
+        make_corpus("addition", character_tokenizer(CHARACTERS, 33), 34)
+    with pytest.raises(UsageError, match="one token per character"):
+        make_corpus("addition", character_tokenizer("0123456789", 33), 33)

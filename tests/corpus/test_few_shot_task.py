@@ -20,15 +20,10 @@ def texts(prompts: Prompts, rules: Rules) -> list[str]:
     return ["".join(rules.characters[i] for i in row) for row in prompts.ids]
 
 
-def words_of(text: str) -> list[tuple[str, str]]:
-    """(letters, label) of every word."""
-    return [(word.split(":")[0], word.split(":")[1]) for word in text.removeprefix("\n").split("\n")]
-
-
 def items_of(text: str, rules: Rules) -> list[tuple[tuple[int, ...], int]]:
     """(value of each attribute, label) of every word."""
     found = []
-    for letters, label in words_of(text):
+    for letters, label in (word.split(":") for word in text.removeprefix("\n").split("\n")):
         places = sorted(LETTERS.index(letter) for letter in letters if letter not in "xyz")
         assert [place // rules.values for place in places] == list(range(len(rules.attributes)))
         found.append((tuple(place % rules.values for place in places), "ABCDEF".index(label)))

@@ -12,18 +12,8 @@ from theodolite.corpus.spec import PRESETS, dataset_of
 from theodolite.corpus.streams import make_stream
 from theodolite.errors import UsageError
 
-LINES = [
-    "",
-    " = First = ",
-    "",
-    " Some words of it .",
-    " More .",
-    "",
-    " = Second = ",
-    "",
-    " Other words .",
-    "",
-]
+LINES = ["", " = First = ", "", " Some words of it .", " More .", "", " = Second = ", "", " Other words ."]
+LINES += [""]
 ROWS = [f"{line}\n" if line else "" for line in LINES]
 """As the data set of the hub has them: a line keeps its end, and one without text has none."""
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from tests import checkpoints
 from tests.inputs.test_pages import HOSTILE
@@ -44,16 +42,8 @@ def subject(opened):
 @pytest.fixture(scope="session")
 def sharp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 whose queries look far more sharply than random ones, so that it has sinks; it has hostile tokens."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=300, n_positions=64, bos_token_id=None, eos_token_id=None
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for block in model.transformer.h:
-            block.attn.c_attn.weight.mul_(40)
     folder = tmp_path_factory.mktemp("sharp") / "sharp"
-    model.save_pretrained(folder)
+    checkpoints.sharp_gpt2(folder, vocab_size=300, n_positions=64, bos_token_id=None, eos_token_id=None)
     tokenizer = checkpoints.byte_tokenizer()
     tokenizer.add_tokens(HOSTILE)
     tokenizer.save_pretrained(folder)

@@ -5,44 +5,29 @@ Whatever a test does, the browser must ask nobody but this machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
 
-from tests.inputs.test_pages import BROWSER, HOSTILE, PATIENCE
+from tests.browser import needs_browser, watched
+from tests.inputs.test_pages import HOSTILE
 from theodolite.explore.subject import prompt_ids
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("gradio", reason="gradio is not installed")
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="no Chromium here: install Debian's package `chromium`"),
-    pytest.mark.filterwarnings("ignore"),  # the server is in this process; gradio's warnings are not ours
-]
-OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+# The server is in this process; gradio's warnings are not ours.
+pytestmark = [needs_browser, pytest.mark.filterwarnings("ignore")]
 DRAWN = ".constituents .js-plotly-plot .main-svg"
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", OFFLINE])
-        yield browser
-        browser.close()
-
-
 class Opened:
-    """A page that is open, and what it asked of whom."""
+    """A page that is open, and what it did wrong."""
 
     def __init__(self, chromium: Any, address: str, width: int = 1400, scheme: str = "light") -> None:
         self.page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page.set_default_timeout(PATIENCE)
-        self.asked: list[str] = []
-        self.broken: list[str] = []
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("pageerror", lambda error: self.broken.append(str(error)))
+        self.faults = watched(self.page, console=False)
         self.page.goto(address)
         self.page.wait_for_selector(DRAWN)
 
@@ -88,11 +73,9 @@ class Opened:
 
     def close(self) -> None:
         """Only this machine was asked anything, and nothing of a prompt was run."""
-        hosts = {url.split("/")[2].split(":")[0] for url in self.asked if url.startswith(("http", "ws"))}
         owned = self.page.evaluate("document.documentElement.dataset.owned")
         self.page.close()
-        assert hosts == {"127.0.0.1"}
-        assert not self.broken
+        assert self.faults == []
         assert owned is None
 
 

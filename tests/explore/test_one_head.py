@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.browser import needs_browser, watched
 from tests.explore.conftest import PROMPT
 from tests.explore.test_view import eager_attention
-from tests.inputs.test_pages import BROWSER, HOSTILE
+from tests.inputs.test_pages import HOSTILE
 from theodolite import view_head
 from theodolite.errors import UsageError
 
@@ -53,18 +54,13 @@ def test_it_needs_no_gradio(monkeypatch, sharp):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: install Debian's package `chromium`")
-def test_the_saved_page_opens_offline_and_runs_nothing_of_a_prompt(sharp, tmp_path):
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+@needs_browser
+def test_the_saved_page_opens_offline_and_runs_nothing_of_a_prompt(chromium, sharp, tmp_path):
     saved = view_head(sharp.model, "".join(HOSTILE), 0, 0).save(tmp_path / "figure.html")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page()
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(saved.as_uri())
-        page.wait_for_selector(".heatmaplayer image")
-        page.wait_for_timeout(300)
-        assert page.evaluate("document.documentElement.dataset.owned") is None
-        assert all(url.startswith(("file:", "data:")) for url in asked)
-        browser.close()
+    page = chromium.new_page()
+    faults = watched(page, console=False)
+    page.goto(saved.as_uri())
+    page.wait_for_selector(".heatmaplayer image")
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.dataset.owned") is None
+    assert faults == []

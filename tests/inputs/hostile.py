@@ -84,10 +84,6 @@ def _pickle_only(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / MARK)))
 
 
-def _pickle_in_disguise(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(folder / MARK)))
-
-
 def _remote(values: dict[str, Any]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         for name in ("configuration_evil.py", "modeling_evil.py", "tokenization_evil.py"):
@@ -199,7 +195,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "a dtype of none": config(dtype="float1"),
     "quantised by a list": config(quantization_config=[1]),
     "a pickle only": _pickle_only,
-    "a pickle in disguise": _pickle_in_disguise,
+    "a pickle in disguise": lambda folder: (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(folder / MARK))),
     "remote code": _remote({"auto_map": AUTO_MAP, "model_type": "evil", "architectures": ["Model"]}),
     "2 GB of header claimed": length(1 << 31),
     "2 GB of header in a hole": _sparse_claim,

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import html
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests import checkpoints
+from tests.browser import BROWSER, needs_browser
 from tests.calls import call
-
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
-    None,
-)
-PATIENCE = 120_000
-"""Milliseconds that a browser's step may take on a busy machine."""
 
 HOST = "owned.invalid"
 SCRIPT = f"document.title='owned';document.documentElement.dataset.owned=1;fetch('http://{HOST}/f')"
@@ -92,7 +85,7 @@ def shown(page: Path, folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+@needs_browser
 def test_what_a_token_says_is_not_run(pages: list[Path], tmp_path: Path) -> None:
     assert len(pages) >= 4
     for page in pages:
@@ -107,7 +100,7 @@ def test_what_a_token_says_is_not_run(pages: list[Path], tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+@needs_browser
 def test_this_browser_would_run_it(tmp_path: Path) -> None:
     """The test above can fail: the same text in a page without our escapes is run, and fetched."""
     page = tmp_path / "page.html"

@@ -1,14 +1,29 @@
-"""From sums over contexts to tables; columns of heads are compared with dense matrices by `tests/passes`."""
+"""Columns of heads: from sums and weights to tables; a survey compares them with dense matrices in `tests/passes`."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.fft
 import torch
+from torch import Tensor
 
 from tests import checkpoints
+from tests.report.synthetic import make_survey
 from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.measure.head_roles import (
+    ATTENTION_PATTERNS,
+    COMMON_ROLES,
+    END_TOKEN_SINK,
+    LEARNED_SINK,
+    PATTERN_ROLES,
+    SINK_ROLES,
+)
 from theodolite.measure.heads import examples_table, sinks_table
+from theodolite.measure.localization import layer_spectra, localization_tables
+from theodolite.measure.positional import argmax_property, positional_heads, qk_low_frequency
+from theodolite.models.head_weights import BEFORE_NORM, EXACT, HeadWeights
 from theodolite.passes.survey import survey
 
 
@@ -43,3 +58,96 @@ def test_an_example_shows_the_head_that_pays_most():
         ["11", 1, 3, False],
         ["12", 0, 2, True],
     ]
+
+
+ROLES = (*PATTERN_ROLES, *SINK_ROLES)
+
+
+def test_every_role_is_read_off_a_column_of_its_own():
+    assert len({role.column for role in ROLES}) == len(ROLES)
+    assert set(COMMON_ROLES) == set(ROLES) - {LEARNED_SINK, END_TOKEN_SINK}
+    assert {role.column for role in COMMON_ROLES} <= set(make_survey().heads.columns)
+
+
+def test_every_pattern_makes_a_role():
+    assert {pattern.role for pattern in ATTENTION_PATTERNS.values()} == set(PATTERN_ROLES)
+
+
+HEADS, WIDTH, HEAD_WIDTH, SCALING = 3, 12, 4, 0.4
+
+
+def weights_of(projection: str = EXACT) -> HeadWeights:
+    generator = torch.Generator().manual_seed(0)
+    w_q, w_k, w_v = torch.randn(3, HEADS, WIDTH, HEAD_WIDTH, generator=generator, dtype=torch.float64)
+    bias = torch.zeros(HEADS, HEAD_WIDTH, dtype=torch.float64)
+    # Nearly equal on both sides, so that tr W² is positive and ξ is a number.
+    return HeadWeights(w_q, w_q + 0.3 * w_k, w_v, bias, bias, bias, SCALING, projection)
+
+
+@pytest.fixture(scope="module")
+def covariance() -> torch.Tensor:
+    root = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return root @ root.mT / WIDTH
+
+
+def test_without_weights_all_is_nan_and_of_the_same_shape(covariance):
+    known = layer_spectra(weights_of(), covariance, HEADS, HEAD_WIDTH)
+    unknown = layer_spectra(None, covariance, HEADS, HEAD_WIDTH)
+    assert {name: tensor.shape for name, tensor in unknown.items()} == {
+        name: tensor.shape for name, tensor in known.items()
+    }
+    assert all(tensor.isnan().all() for tensor in unknown.values())
+    assert not any(name.endswith("_data") for name in layer_spectra(None, None, HEADS, HEAD_WIDTH))
+
+
+def test_what_follows_for_the_logits_is_left_open_where_no_matrix_gives_them():
+    layers = [layer_spectra(weights_of(kind), None, HEADS, HEAD_WIDTH) for kind in (EXACT, BEFORE_NORM)]
+    assert not layers[0]["spectral_norm"].isnan().any()
+    assert layers[1]["spectral_norm"].isnan().all()
+    state = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
+    columns, arrays = localization_tables(state, [True, False], [SCALING] * 2, 16)
+    assert columns["trace"][:HEADS] == columns["trace"][HEADS:]
+    assert columns["regime"][HEADS:] == ["undefined"] * HEADS
+    assert "undefined" not in columns["regime"][:HEADS]
+    assert np.isnan(columns["regime_margin"]).tolist() == [False] * HEADS + [True] * HEADS
+    predicted = arrays["propagation_predicted"]
+    assert predicted.shape == (2, HEADS, 16)
+    assert predicted[1].isnan().all()
+    assert ((predicted[0] >= 0) & (predicted[0] <= 1)).all()
+    assert set(localization_tables(state, [True, False], [SCALING] * 2, None)[1]) == {"spectrum"}
+
+
+def sample(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def ratios(matrix: np.ndarray) -> list[float]:
+    energy = scipy.fft.dctn(matrix, type=2, norm="ortho") ** 2
+    return [energy[:k, :k].sum() / energy.sum() for k in (1, 3, 5, 10)]
+
+
+def test_argmax_property_of_known_matrices() -> None:
+    """Closed forms: on a circle W = I has its largest entry at the diagonal, −I nowhere but at the start."""
+    angle = torch.arange(100, dtype=torch.float64) * 3 / 100
+    rows = torch.stack([angle.cos(), angle.sin()], dim=-1)
+    eye = torch.eye(2, dtype=torch.float64)
+    got = argmax_property(rows, torch.stack([eye, -eye]), torch.stack([eye, eye]))
+    assert got.tolist() == [1, 0.01]
+
+
+def test_queries_and_grouped_keys() -> None:
+    """Oracle: scipy's transform of each head's dense QKᵀ, key head g for query heads 2g and 2g + 1."""
+    query, key = sample(6, 3, 4, 20, 5) + 1, sample(7, 3, 2, 20, 5) - 1
+    got = qk_low_frequency(query.float(), key.float())
+    assert got.shape == (3, 4, 4)
+    for context in range(3):
+        for head in range(4):
+            expected = ratios((query[context, head] @ key[context, head // 2].mT).numpy())
+            np.testing.assert_allclose(got[context, head], expected, rtol=1e-5)
+
+
+def test_wrong_calls_are_named() -> None:
+    with pytest.raises(UsageError, match="pos has 1 positions"):
+        positional_heads(torch.ones(1, 2), torch.ones(2), torch.ones(1, 2, 1), torch.ones(1, 2, 1))
+    with pytest.raises(UsageError, match="3 query heads and 2 key heads"):
+        qk_low_frequency(torch.ones(3, 4, 2), torch.ones(2, 4, 2))

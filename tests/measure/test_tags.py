@@ -145,18 +145,8 @@ def test_a_sink_that_catches_all_or_none_has_no_tag(all_of_them):
     one_group = [(_catching(catches, all_of_them), *rest) for catches, *rest in contexts]
     table, heads = tables(summed(one_group), 2)
     own = table[table["head"] == 0]
-    undefined = [
-        "tag",
-        "tag_se",
-        "tag_chance",
-        "tag_shifted",
-        "before",
-        "after",
-        "released",
-        "gain",
-        "gain_se",
-    ]
-    undefined += ["last", "alignment", "tagged"]
+    undefined = ["tag", "tag_se", "tag_chance", "tag_shifted", "before", "after", "released", "gain"]
+    undefined += ["gain_se", "last", "alignment", "tagged"]
     assert own[undefined].isna().all().all()
     assert (own.released_layer == -1).all()
     assert (own.dimension == -1).all()

@@ -19,12 +19,12 @@ def test_every_entry_of_every_linear_layer_is_in_one_matrix(family, tmp_path):
     """Oracle: the parameters of nn.Linear, Conv1D and experts by name; each entry is negated exactly once."""
     model = opened_anew(family, tmp_path)
     before = {name: value.clone() for name, value in model.hf.state_dict().items()}
+    names = {module: name for name, module in model.hf.named_modules()}
     expected = {
-        f"{name}.weight"
-        for block, prefix in zip(model.structure.blocks, _prefixes(model), strict=True)
-        for path, module in block.named_modules()
+        f"{names[module]}.weight"
+        for block in model.structure.blocks
+        for module in block.modules()
         if isinstance(module, nn.Linear | Conv1D)
-        for name in [f"{prefix}.{path}"]
     }
     expected |= {name for name, value in model.hf.named_parameters() if value.ndim == 3}
     matrices = [matrix for block in block_matrices(model) for matrix in block]
@@ -35,11 +35,6 @@ def test_every_entry_of_every_linear_layer_is_in_one_matrix(family, tmp_path):
         matrix.write(-matrix.read())
     for name, value in model.hf.state_dict().items():
         assert torch.equal(value, -before[name] if name in expected else before[name]), name
-
-
-def _prefixes(model):
-    names = {module: name for name, module in model.hf.named_modules()}
-    return [names[block] for block in model.structure.blocks]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "bloom"])

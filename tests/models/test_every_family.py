@@ -31,13 +31,8 @@ LAYERS = range(3)
 IN_FLOAT32 = ("gpt_oss", "cohere")
 """These two rotate in float32 whatever their dtype."""
 
-FACTS = {
-    "gpt2": (True, "learned", 128),
-    "bert": (False, "learned", 128),
-    "bloom": (True, "alibi", None),
-    "opt": (True, "learned", 128),
-    "vit": (False, "learned", None),
-}
+FACTS = {"gpt2": (True, "learned", 128), "bert": (False, "learned", 128), "bloom": (True, "alibi", None)}
+FACTS |= {"opt": (True, "learned", 128), "vit": (False, "learned", None)}
 OUTPUTS = {
     "gpt2": "transformer.h.{}.attn.c_proj",
     "bert": "bert.encoder.layer.{}.attention.output.dense",

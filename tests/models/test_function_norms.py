@@ -21,6 +21,7 @@ from tests.models.modules import (
     token_ids,
 )
 from theodolite import Corpus, constituents, open_module, survey
+from theodolite.models.frozen_norms import FrozenNorm
 
 HEAD_WIDTH = WIDTH // HEADS
 
@@ -118,3 +119,9 @@ def test_other_functions(function):
     torch.testing.assert_close(weights.w_k, own.chunk(3)[1].unflatten(0, (HEADS, -1)).mT)
     parts = constituents(model, token_ids(), 0)
     torch.testing.assert_close(parts.logits.sum((2, 3)), parts.total, rtol=1e-4, atol=1e-4)
+
+
+def test_a_vector_of_zeros_has_no_direction():
+    given, norm = torch.zeros(1, 2, 9, dtype=torch.float64), nn.LayerNorm(9).double().requires_grad_(False)
+    nn.init.normal_(norm.bias)
+    torch.testing.assert_close(FrozenNorm(norm, given)(given), norm(given))

@@ -30,13 +30,8 @@ from theodolite.sinks.interventions import attention_knockout
 
 FAMILIES = ("gpt2", "llama3")
 TOGETHER = (
-    "autocast",
-    "training",
-    "bfloat16",
-    "meta",
-    "inference",
+    *["autocast", "training", "bfloat16", "meta", "inference", "numpy"],
     "rounded products",
-    "numpy",
     "no attention",
 )
 

@@ -14,12 +14,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from benchmarks.shards import write_layout
 from tests import checkpoints, vision
+from tests.calls import call
 from tests.models.test_every_family import check_read_by_layers, same_run
-from theodolite.cli.app import app
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import lazy_weights as reading
 from theodolite.models import open_model, open_streamed, open_weights
@@ -234,14 +233,11 @@ def test_the_command_reads_by_layers(checkpoint, tmp_path):
         if ".attn." not in name:
             tensor.fill_(math.nan)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    command = ["spectra", str(folder), "--json"]
-    got = CliRunner().invoke(app, command)
-    rows = json.loads(got.stdout)["heads"]
+    rows = json.loads(call("spectra", folder, "--json")[1])["heads"]
     expected = spectra(open_model(checkpoint("gpt2"), device="cpu")).heads
     assert [row["trace"] for row in rows] == pytest.approx(expected.trace.tolist(), rel=1e-12)
-    whole = CliRunner().invoke(app, [*command, "--device", "cpu"])
-    assert whole.exit_code == 1
-    assert "holds NaN" in whole.stderr
+    status, _, stderr = call("spectra", folder, "--json", "--device", "cpu")
+    assert (status, "holds NaN" in stderr) == (1, True)
 
 
 @pytest.mark.parametrize("opened", [open_weights, open_streamed])

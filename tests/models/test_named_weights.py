@@ -52,10 +52,6 @@ def _penalty(factors: list[tuple[Tensor, Tensor]]) -> Tensor:
     return total
 
 
-def _of_head(module: ByHead) -> tuple[Tensor, Tensor]:
-    return module.w_q, module.w_k.mT
-
-
 def _of_normed(module: Attention) -> tuple[Tensor, Tensor]:
     w_q, w_k, _ = module.qkv.weight.split(WIDTH)
     return w_q.unflatten(0, (HEADS, -1)).mT, w_k.unflatten(0, (HEADS, -1)).mT
@@ -63,7 +59,10 @@ def _of_normed(module: Attention) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("attention", "names", "factors"),
-    [(ByHead, ["w_q", "w_k"], _of_head), (_normed, "qkv.weight", _of_normed)],
+    [
+        (ByHead, ["w_q", "w_k"], lambda module: (module.w_q, module.w_k.mT)),
+        (_normed, "qkv.weight", _of_normed),
+    ],
 )
 def test_named_weights_are_penalised(attention, names, factors):
     gpt = gpt_of(attention)

@@ -283,13 +283,8 @@ def test_causal_is_about_all_layers(tmp_path):
 
 def test_norms_between_projections_are_not_taken_out(tmp_path):
     """DeepSeek 2 normalises inside its low-rank projections: it has no query-key matrix, with or without."""
-    ranks = {
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-    }
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    ranks |= {"v_head_dim": 6}
     model = _opened(
         "ForCausalLM", "DeepseekV2", tmp_path, num_hidden_layers=1, first_k_dense_replace=1, **ranks
     )

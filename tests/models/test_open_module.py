@@ -311,10 +311,6 @@ class ItselfAttends(Block):
         return x + self.mlp(x)
 
 
-def _with_core() -> GPT:
-    return gpt_of(ByCore).eval()
-
-
 def _attending_itself() -> GPT:
     model = GPT()
     model.transformer["h"] = nn.ModuleList(ItselfAttends() for _ in range(LAYERS))
@@ -329,7 +325,7 @@ def _compiled_inside() -> GPT:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize("made", [_with_core, _attending_itself, _compiled_inside])
+@pytest.mark.parametrize("made", [lambda: gpt_of(ByCore).eval(), _attending_itself, _compiled_inside])
 def test_wherever_a_block_attends(made):
     """Oracle: the same weights in a model whose blocks have an attention module."""
     torch.manual_seed(3)

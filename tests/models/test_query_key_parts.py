@@ -25,15 +25,8 @@ def ids() -> torch.Tensor:
 def test_norms_inside_attention_are_frozen(kind, tmp_path, monkeypatch):
     """Oracle: the softmax's arguments. Norms over the whole width, between projections, a head, one gain a head."""
     sizes = {**checkpoints._SIZES, **checkpoints._NO_SPECIAL, "num_key_value_heads": 2}
-    low_rank = {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
-        "first_k_dense_replace": 3,
-    }
+    low_rank = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
+    low_rank |= {"qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 3}
     options = {
         "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", sizes),
         "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**sizes, "head_dim": 12}),

@@ -44,13 +44,8 @@ class Count:
 
 
 def tabulate(states: States) -> Run:
-    provenance = {
-        "schema_version": SCHEMA_VERSION,
-        "model": {"id": "m"},
-        "fingerprint": {"a": 1},
-        "notes": states.notes,
-        "seconds": states.seconds,
-    }
+    provenance = {"schema_version": SCHEMA_VERSION, "model": {"id": "m"}, "fingerprint": {"a": 1}}
+    provenance |= {"notes": states.notes, "seconds": states.seconds}
     arrays = {name: states.of(name)["sum"] for name in NAMES}
     tables = dict.fromkeys(TABLES, pd.DataFrame()) | {"heads": pd.DataFrame({"layer": [0], "head": [0]})}
     return Run(**tables, arrays=arrays, provenance=provenance)

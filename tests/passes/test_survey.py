@@ -46,6 +46,11 @@ def test_every_measured_column_equals_the_dense_computation(family, checkpoint, 
         np.testing.assert_allclose(run.heads[name], expected, rtol=tolerance, atol=2e-6, err_msg=name)
 
 
+def kept_with_weights(checkpoint, corpus):
+    reference = open_model(checkpoint("gpt2"))
+    return kept_whole(reference, corpus), reference.hf.state_dict()
+
+
 def gpt2_weights(state: dict[str, torch.Tensor], layer: int, head: int) -> list[np.ndarray]:
     fused = state[f"transformer.h.{layer}.attn.c_attn.weight"].double().numpy()  # Conv1D: (in, out)
     width = fused.shape[0]
@@ -55,9 +60,7 @@ def gpt2_weights(state: dict[str, torch.Tensor], layer: int, head: int) -> list[
 def test_localization_columns_equal_dense_matrices(checkpoint, opened, corpus):
     """Oracle: d×d matrices, numpy's eigenvalues, weights by parameter name, covariance by np.cov."""
     run = survey(opened("gpt2"), corpus)
-    reference = open_model(checkpoint("gpt2"))
-    kept = kept_whole(reference, corpus)
-    state = reference.hf.state_dict()
+    kept, state = kept_with_weights(checkpoint, corpus)
     for row in run.heads.itertuples():
         w_q, w_k, _ = gpt2_weights(state, row.layer, row.head)
         sigma = np.cov(kept.inputs[row.layer][:, 1:].reshape(-1, 32).T, bias=True)
@@ -66,12 +69,8 @@ def test_localization_columns_equal_dense_matrices(checkpoint, opened, corpus):
                 name: getattr(row, name + suffix) for name in ("trace", "trace_of_square", "r", "variance")
             }
             square = np.trace(w @ w)
-            expected = {
-                "trace": np.trace(w),
-                "trace_of_square": square,
-                "r": np.trace(w) / 8**0.5,
-                "variance": square / 32 - (np.trace(w) / 32) ** 2,
-            }
+            expected = {"trace": np.trace(w), "trace_of_square": square, "r": np.trace(w) / 8**0.5}
+            expected |= {"variance": square / 32 - (np.trace(w) / 32) ** 2}
             for name, value in expected.items():
                 assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
             assert getattr(row, "frobenius_squared" + suffix) == pytest.approx((w**2).sum(), rel=1e-5)
@@ -90,9 +89,7 @@ def test_positional_columns_of_heads_equal_dense_matrices(checkpoint, opened, co
     """Oracle: P̃WP̃ᵀ, PWPᵀ and QKᵀ written out in numpy from weights by parameter name; scipy's transform."""
     few = Corpus("few", corpus.contexts[:8], corpus.labels[:8], corpus.label_names, 0)
     run = survey(opened("gpt2"), few)
-    reference = open_model(checkpoint("gpt2"))
-    kept = kept_whole(reference, few)
-    state = reference.hf.state_dict()
+    kept, state = kept_with_weights(checkpoint, few)
     for row in run.heads.itertuples():
         w_q, w_k, _ = gpt2_weights(state, row.layer, row.head)
         w = w_q @ w_k.T
@@ -124,8 +121,7 @@ def test_propagation_and_induction_follow_their_definitions(checkpoint, opened, 
     """Oracle: logits from parameter names; attention on repeated tokens from eager attention."""
     run = survey(opened("gpt2"), corpus)
     reference = open_model(checkpoint("gpt2"))
-    kept = kept_whole(reference, corpus)
-    state = reference.hf.state_dict()
+    kept, state = kept_whole(reference, corpus), reference.hf.state_dict()
     for layer in range(3):
         bias = state[f"transformer.h.{layer}.attn.c_attn.bias"].double().numpy()
         for head in range(4):

@@ -62,17 +62,12 @@ def merge_tags(total: CorpusPass, state: dict[str, torch.Tensor]) -> None:
     total.tags.merge(other.tags)
 
 
-def merge_all(total: CorpusPass, state: dict[str, torch.Tensor]) -> None:
-    assert isinstance(total, SurveyPass)
-    total.merge(state)
-
-
 @pytest.fixture(scope="module", params=slow_but(["survey"], ["survey", "trace"]))
 def shards(opened, request: pytest.FixtureRequest) -> Shards:
     """A survey of a model with a learned sink column, a trace of a trained one, which has sinks among its tokens."""
     if request.param == "survey":
         model, corpus = opened("gpt_oss"), Corpus.random_tokens(checkpoints.VOCABULARY, LENGTH, CONTEXTS)
-        return Shards(lambda: SurveyPass(model, corpus, 0, 1), merge_all)
+        return Shards(lambda: SurveyPass(model, corpus, 0, 1), SurveyPass.merge)
     model = open_model(device="cpu")
     corpus = Corpus.python_docs(model.tokenizer, LENGTH, CONTEXTS)
     return Shards(lambda: trace_pass(model, corpus), merge_tags)

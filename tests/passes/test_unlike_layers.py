@@ -12,7 +12,7 @@ from theodolite.comparison import read_outputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.explore.view import read_prompt
-from theodolite.models import OpenModel, open_model, open_weights
+from theodolite.models import open_model, open_weights
 from theodolite.passes.survey import spectra, survey
 from theodolite.prune import prune_model
 from theodolite.report.page import write_report
@@ -58,14 +58,10 @@ def test_columns_are_those_of_eager_attention(name, folder):
     assert measured["compared"] == "layers and heads"
 
 
-def attending_by_config(model: OpenModel) -> list[int]:
-    return [layer for layer, kind in enumerate(model.hf.config.layer_types) if kind == "full_attention"]
-
-
 def test_a_hybrid_through_everything(folder, model, tmp_path):
     """Oracles: the config's own kinds of layers; W_q, W_k by name; the survey's numbers, read in other ways."""
     hybrid = model(HYBRID)
-    layers = attending_by_config(hybrid)
+    layers = [n for n, kind in enumerate(hybrid.hf.config.layer_types) if kind == "full_attention"]
     assert list(hybrid.attending) == layers == [1, 3]
     run = survey(hybrid, CORPUS, tmp_path / "run")
     heads = run.heads.set_index(["layer", "head"])

@@ -86,13 +86,8 @@ def test_it_writes_a_checkpoint_and_a_page(tmp_path, text):
 
 def test_the_map_of_errors_shows_each_matrix_and_the_mean_of_experts():
     """By hand."""
-    rows = [
-        (0, "q", -1, 0.1),
-        (0, "mlp.up", 0, 0.2),
-        (0, "mlp.up", 1, 0.4),
-        (1, "q", -1, 0.5),
-        (1, "mlp.up", 0, 0.6),
-    ]
+    rows = [(0, "q", -1, 0.1), (0, "mlp.up", 0, 0.2), (0, "mlp.up", 1, 0.4), (1, "q", -1, 0.5)]
+    rows += [(1, "mlp.up", 0, 0.6)]
     table = pd.DataFrame(rows, columns=["layer", "matrix", "expert", "error"])
     (heat,) = error_map(table, "error").data
     assert list(heat.x) == ["q", "mlp.up"]

@@ -12,19 +12,8 @@ import torch
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.passes.run import Run
 
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "</script>",
-    "<!--",
-    "\"quoted\" & 'single'",
-    "\u202eevil",
-    "zero\u200bwidth",
-    "line\nend",
-    "\x00\x1b[31m",
-    "\u2028",
-    "שלום",
-    "%{x}<b>bold</b>",
-]
+HOSTILE = ["<script>alert(1)</script>", "</script>", "<!--", "\"quoted\" & 'single'", "%{x}<b>bold</b>"]
+HOSTILE += ["\u202eevil", "zero\u200bwidth", "line\nend", "\x00\x1b[31m", "\u2028", "שלום"]
 WORDS = [" the", ".", " of", "\n", " theodolite", " measures", ",", " angles", " a", " and"]
 LATER = ("share_", "argmax_", "pwp_", "qk_")  # head columns that came with schema 2
 CUTOFFS = (1, 3, 5, 10)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.inputs.test_pages import BROWSER, PATIENCE
+from tests.browser import needs_browser, violations, watched
 from tests.report.synthetic import make_survey
 from theodolite import compare
 from theodolite.comparison.page import experiment_of
@@ -20,13 +20,7 @@ from theodolite.passes.run import Run
 from theodolite.report.outcome_page import write_index, write_outcome
 from theodolite_papers import EXPERIMENTS, Study
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (the dev extra)")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
-
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = [needs_browser, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 PHONE, TABLET, DESKTOP = (390, 844), (1024, 768), (1600, 900)
 KINDS = ("survey", "comparison", "experiment", "index")
 
@@ -48,29 +42,16 @@ def pages(run: Run, page: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     }
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=BROWSER)
-        yield opened
-        opened.close()
-
-
 @pytest.fixture
-def show(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
+def show(chromium: Any, pages: dict[str, Path]) -> Iterator[Any]:
     """`show("survey", size, scheme)`: the page in a window of its own."""
     contexts = []
 
     def shown(kind: str, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+        context = chromium.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
         contexts.append(context)
         tab = context.new_page()
-        tab.set_default_timeout(PATIENCE)
-        tab.faults = []
-        tab.on(
-            "console", lambda message: tab.faults.append(message.text) if message.type == "error" else None
-        )
-        tab.on("pageerror", lambda error: tab.faults.append(str(error)))
+        tab.faults = watched(tab)
         tab.goto(pages[kind].as_uri())
         return tab
 
@@ -82,13 +63,6 @@ def show(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
 def draw_the_first(tab: Any) -> None:
     tab.locator(".plot").first.scroll_into_view_if_needed()
     tab.wait_for_selector(".plot .main-svg", state="attached")
-
-
-def violations(tab: Any, **options: Any) -> list[str]:
-    found = axe.Axe().run(tab, options={"resultTypes": ["violations"], **options}).response["violations"]
-    return [
-        f"{rule['id']}: {node['target']} {node['failureSummary']}" for rule in found for node in rule["nodes"]
-    ]
 
 
 @pytest.mark.browser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,13 +26,7 @@ OUTPUTS = {
     "vit": "vit.layers.{}.attention.o_proj",
 }
 FAMILIES = ("gpt2", "bert", "bloom", "llama3", "gemma2", "gpt_oss", "vit")
-MASKABLE = (
-    "gpt2",
-    "bert",
-    "llama3",
-    "gpt_oss",
-    "vit",
-)  # BLOOM's own attention takes a mask for all heads alike
+MASKABLE = ("gpt2", "bert", "llama3", "gpt_oss", "vit")  # BLOOM's own attention takes one mask for all heads
 
 
 def _sample(family: str) -> dict[str, torch.Tensor]:
@@ -88,7 +83,7 @@ def test_removing_a_tag_is_removing_it_from_the_output_weights(family, opened):
     with ablate_direction(model, LAYER, head, _direction()) as tag:
         got = _logits(model, family)
     edited = copy.deepcopy(model.hf)
-    projection = edited.get_submodule(OUTPUTS.get(family, "model.layers.{}.self_attn.o_proj").format(LAYER))
+    projection = _projection(SimpleNamespace(hf=edited), family)
     weight = projection.weight.data if family == "gpt2" else projection.weight.data.T
     rows = slice(head * weight.shape[0] // HEADS, (head + 1) * weight.shape[0] // HEADS)
     basis = torch.linalg.qr(weight[rows].double().T).Q
@@ -325,11 +320,6 @@ def test_generation_with_hidden_keys(family, opened):
 # --- without_low_rank
 
 
-def _stacked(weights: torch.Tensor, every: int = 1) -> torch.Tensor:
-    """(heads, d, head_width) → (features, d), of every so many heads."""
-    return weights[::every].transpose(1, 2).flatten(0, 1)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_leading_part_of_each_matrix_is_gone(family, opened):
     """Oracle: numbers that the probe reads (no parameter name, no place), and `torch.linalg.svd`."""
@@ -341,7 +331,10 @@ def test_the_leading_part_of_each_matrix_is_gone(family, opened):
     assert torch.equal(others.w_q, model.head_weights(LAYER + 1).w_q)
     every = {"q": 1} | dict.fromkeys("kv", HEADS // (2 if torch.equal(before.w_k[0], before.w_k[1]) else 4))
     for name in "qkv":
-        old, new = (_stacked(getattr(w, f"w_{name}"), every[name]) for w in (before, after))
+        matrices = (getattr(w, f"w_{name}")[:: every[name]] for w in (before, after))
+        old, new = (
+            w.transpose(1, 2).flatten(0, 1) for w in matrices
+        )  # (heads, d, head_width) → (features, d)
         parts = torch.linalg.svd(old, full_matrices=False)
         expected = (parts.U[:, rank:] * parts.S[rank:]) @ parts.Vh[rank:]
         torch.testing.assert_close(new, expected, rtol=0, atol=2e-6)
@@ -500,11 +493,14 @@ def _assert_same(before, after) -> None:
         assert torch.equal(after["bits"][name][2], bits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_bit_of_the_model_is_restored(family, opened):
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((name, None) for name in FAMILIES), ("gpt2", torch.bfloat16)]
+)
+def test_every_bit_of_the_model_is_restored(family, dtype, opened, tmp_path):
     """Nested, called inside, hooked inside, left by an exception: the same tensors, bytes, config, logits."""
-    model = opened(family)
+    model = opened(family) if dtype is None else open_model(checkpoints.write(family, tmp_path, dtype=dtype))
     before, own = _state(model), _logits(model, family)
+    assert own.dtype == (dtype or torch.float32)
     for leaves_by in (None, ZeroDivisionError):
         with pytest.raises(ZeroDivisionError) if leaves_by else ExitStack(), _all_three(model):
             plain = _logits(model, family)
@@ -574,16 +570,6 @@ def test_an_error_in_the_forward_pass_restores_the_model(opened):
     assert torch.equal(_logits(model, "gpt2"), own)
 
 
-def test_half_precision_is_restored_to_the_bit(tmp_path):
-    model = open_model(checkpoints.write("gpt2", tmp_path, dtype=torch.bfloat16))
-    before, own = _state(model), _logits(model, "gpt2")
-    with _all_three(model):
-        assert _logits(model, "gpt2").dtype == torch.bfloat16
-        assert not torch.equal(_logits(model, "gpt2"), own)
-    _assert_same(before, _state(model))
-    assert torch.equal(_logits(model, "gpt2"), own)
-
-
 NAN = torch.full((WIDTH,), torch.nan)
 
 
@@ -602,13 +588,10 @@ NAN = torch.full((WIDTH,), torch.nan)
         (lambda m: attention_knockout(m, 5, 0, 0), "layer 5 does not exist"),
         (lambda m: attention_knockout(m, 0, 7, 0), "head 7 does not exist"),
         (lambda m: attention_knockout(m, 0, 0, []), "no key positions were given"),
-        (
-            lambda m: attention_knockout(m, 0, 0, [0.5]),
-            "whole numbers or a bool tensor .*, not torch.float32",
-        ),
+        (lambda m: attention_knockout(m, 0, 0, [0.5]), "numbers or a bool tensor .*, not torch.float32"),
         (
             lambda m: attention_knockout(m, 0, 0, [0, 14]),
-            "key position 14 does not exist: the pass has 14 tokens",
+            "key position 14 does not .*: the pass has 14 tokens",
         ),
         (lambda m: attention_knockout(m, 0, 0, torch.ones(3, 4) > 0), "for 3 contexts, the pass has 2"),
         (lambda m: without_low_rank(m, 9, 1), "layer 9 does not exist"),
@@ -620,14 +603,8 @@ NAN = torch.full((WIDTH,), torch.nan)
         (lambda m: without_low_rank(m, 0, 1, heads=[]), "no heads were given"),
         (lambda m: without_low_rank(m, 0, 1, of="qo"), "'qo' is not of W_Q, W_K and W_V"),
         (lambda m: without_low_rank(m, 0, 1, of=""), "'' is not of W_Q, W_K and W_V"),
-        (
-            lambda m: without_low_rank(m, 0, factors={"q": (torch.ones(3, 1), torch.ones(1, 32))}),
-            r"factors of W_Q have the shapes \(3, 1\) and \(1, 32\); they must multiply to \(32, 32\)",
-        ),
-        (
-            lambda m: without_low_rank(m, 0, factors={"v": (torch.ones(32, 2), torch.ones(1, 32))}),
-            "factors of W_V must share their rank",
-        ),
+        (lambda m: _without(m, "q", (3, 1)), r"W_Q have the shapes \(3, 1\) and \(1, 32\); .* to \(32, 32\)"),
+        (lambda m: _without(m, "v", (32, 2)), "factors of W_V must share their rank"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(make, message, opened):
@@ -635,6 +612,10 @@ def test_what_cannot_be_done_is_refused_in_one_line(make, message, opened):
     with pytest.raises(UsageError, match=message) as refusal, make(model):
         _logits(model, "gpt2")
     assert "\n" not in str(refusal.value)
+
+
+def _without(model, name: str, shape: tuple[int, int]):
+    return without_low_rank(model, 0, factors={name: (torch.ones(shape), torch.ones(1, 32))})
 
 
 def _unwritten(model) -> torch.Tensor:

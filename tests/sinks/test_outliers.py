@@ -261,18 +261,8 @@ def test_where_an_activation_appears_and_vanishes(value, share, appears, vanishe
 
 def test_position_0_is_one_row_a_dimension():
     """By hand: two tokens at position 0 of layer 1, dimension 4, with 2 and 1 places."""
-    columns = [
-        "layer",
-        "dimension",
-        "token_id",
-        "token",
-        "first",
-        "contexts",
-        "places",
-        "published",
-        "adaptive",
-    ]
-    columns += ["mean", "extreme", "position"]
+    columns = ["layer", "dimension", "token_id", "token", "first", "contexts", "places", "published"]
+    columns += ["adaptive", "mean", "extreme", "position"]
     later = (1, 4, 9, "x", False, 1, 5, 5, 0, 7.0, 8.0, 3.0)
     rows = [
         later,

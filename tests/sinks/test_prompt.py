@@ -11,6 +11,7 @@ import torch
 import transformers
 from scipy.stats import binomtest
 
+from tests import checkpoints
 from tests.report.drawn import drawn, finite
 from theodolite.errors import UsageError
 from theodolite.models import open_model
@@ -26,18 +27,8 @@ IDS = torch.randint(0, 50, (LENGTH,), generator=torch.Generator().manual_seed(0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A GPT-2 whose queries look far more sharply than random ones, so that it has sinks."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=32, bos_token_id=0, eos_token_id=0
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for block in model.transformer.h:
-            block.attn.c_attn.weight.mul_(40)
-    path = tmp_path_factory.mktemp("prompt") / "model"
-    model.save_pretrained(path)
-    return path
+    sizes = {"vocab_size": 50, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+    return checkpoints.sharp_gpt2(tmp_path_factory.mktemp("prompt") / "model", **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -39,19 +39,12 @@ class Kept:
     learned: bool
 
 
+BLOOM, BERT = "transformer.h.{}.self_attention", "bert.encoder.layer.{}.attention"
 LAYOUT: dict[str, tuple[str, str, str | None]] = {
     # what gives the values, what holds W_O, the final norm
     "gpt2": ("transformer.h.{}.attn.c_attn", "transformer.h.{}.attn.c_proj", "transformer.ln_f"),
-    "bloom": (
-        "transformer.h.{}.self_attention.query_key_value",
-        "transformer.h.{}.self_attention.dense",
-        "transformer.ln_f",
-    ),
-    "bert": (
-        "bert.encoder.layer.{}.attention.self.value",
-        "bert.encoder.layer.{}.attention.output.dense",
-        None,
-    ),
+    "bloom": (f"{BLOOM}.query_key_value", f"{BLOOM}.dense", "transformer.ln_f"),
+    "bert": (f"{BERT}.self.value", f"{BERT}.output.dense", None),
     "modernbert": ("model.layers.{}.attn.Wqkv", "model.layers.{}.attn.Wo", "model.final_norm"),
 }
 DEFAULT_LAYOUT = ("model.layers.{}.self_attn.v_proj", "model.layers.{}.self_attn.o_proj", "model.norm")
@@ -60,14 +53,10 @@ DEFAULT_LAYOUT = ("model.layers.{}.self_attn.v_proj", "model.layers.{}.self_attn
 def _values(family: str, output: torch.Tensor) -> torch.Tensor:
     """(C, H, T, w) from what leaves the projection."""
     contexts, length, _ = output.shape
-    if family == "gpt2":
-        found = output[..., 64:].view(contexts, length, HEADS, 8)
+    if family in ("gpt2", "modernbert", "bert"):
+        found = output[..., -32:].view(contexts, length, HEADS, 8)
     elif family == "bloom":
         found = output.view(contexts, length, HEADS, 3, 8)[..., 2, :]
-    elif family == "modernbert":
-        found = output.view(contexts, length, 3, HEADS, 8)[:, :, 2]
-    elif family == "bert":
-        found = output.view(contexts, length, HEADS, 8)
     else:
         width = 12 if family in ("gemma2", "gpt_oss") else 8
         found = output.view(contexts, length, -1, width)
@@ -357,16 +346,8 @@ def _head_row(row: dict[str, Any], layer: int, layers: int, contexts: int) -> di
 
 
 # Family → by how much its queries are longer than those of tests/checkpoints.py, so that there are sinks.
-STRENGTH = {
-    "gpt2": 14.0,
-    "bert": 4.0,
-    "bloom": 2.0,
-    "llama3": 4.0,
-    "mistral": 8.0,
-    "gemma2": 2.0,
-    "gpt_oss": 1.0,
-    "modernbert": 6.0,
-}
+STRENGTH = {"gpt2": 14.0, "bert": 4.0, "bloom": 2.0, "llama3": 4.0, "mistral": 8.0, "gemma2": 2.0}
+STRENGTH |= {"gpt_oss": 1.0, "modernbert": 6.0}
 MODERNBERT = {
     **checkpoints.FAMILIES["bert"][2],
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")),

@@ -1,16 +1,21 @@
-"""The two-way decomposition: its algebra as properties, its values against numpy."""
+"""The two-way decomposition and variance explained: algebra as properties, values against numpy and scipy."""
 
 from __future__ import annotations
+
+import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import f_oneway
 from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.theory import decompose
+from theodolite.theory.grouping import chance_explained, variance_explained
 
 
 @st.composite
@@ -49,3 +54,29 @@ def test_values_are_numpys_and_survive_float32_input() -> None:
 def test_wrong_shape_is_named(shape: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=str(shape).replace("(", r"\(").replace(")", r"\)")):
         decompose(torch.zeros(shape))
+
+
+def test_of_one_dimension_it_is_the_f_statistic():
+    """F = (η²/(G−1)) / ((1−η²)/(n−G))."""
+    values = np.random.default_rng(0).normal(size=30) + np.repeat([0.0, 1.0, 3.0], 10)
+    group = torch.arange(3).repeat_interleave(10)
+    eta = variance_explained(torch.from_numpy(values)[:, None], group)
+    assert (eta / 2) / ((1 - eta) / 27) == pytest.approx(
+        f_oneway(*values.reshape(3, 10)).statistic, rel=1e-12
+    )
+
+
+def test_by_chance_is_the_mean_over_all_permutations():
+    x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    group = torch.tensor([0, 0, 0, 1, 2, 2])
+    found = [variance_explained(x, group[list(order)]) for order in itertools.permutations(range(6))]
+    assert np.mean(found) == pytest.approx(chance_explained(group), rel=1e-12)
+
+
+def test_nothing_to_explain():
+    assert math.isnan(variance_explained(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64)))
+    assert math.isnan(variance_explained(torch.ones(4, 2), torch.tensor([0, 0, 1, 1])))
+    assert math.isnan(chance_explained(torch.tensor([0])))
+    assert variance_explained(torch.tensor([[0.0], [0.0], [1.0]]), torch.tensor([0, 0, 1])) == pytest.approx(
+        1
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.theory import qk_eigenvalues, qk_moments, qk_singular_values, qk_spectral_norm
+from theodolite.theory.spectrum_bounds import scale_bound, trace_bound
 
 
 def factors(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -123,3 +124,125 @@ def test_wrong_shapes_are_named() -> None:
         with pytest.raises(UsageError, match="NaN or infinity"):
             function(w_q * torch.nan, w_k)
     assert qk_moments(w_q * torch.nan, w_k).trace.isnan().all()
+
+
+DOUBLE = torch.float64
+
+
+def heads(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Random factors and an anisotropic covariance."""
+    generator = torch.Generator().manual_seed(seed)
+    w_q, w_k = torch.randn(2, *shape, generator=generator, dtype=DOUBLE)
+    root = torch.randn(shape[-2], shape[-2], generator=generator, dtype=DOUBLE)
+    return w_q, w_k, root @ root.mT / shape[-2] + 0.1 * torch.eye(shape[-2], dtype=DOUBLE)
+
+
+def test_sides_are_the_norms_of_the_full_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: torch.linalg on W_QK, W_QK Σ and Σ⁻¹; the entries are summed in blocks of a few rows."""
+    monkeypatch.setattr("theodolite.theory.spectrum_bounds._ELEMENTS", 6 * 9 * 2)
+    w_q, w_k, covariance = heads(2, 3, 9, 4)
+    matrix = w_q @ w_k.mT
+    product = matrix @ covariance
+    trace = product.diagonal(dim1=-2, dim2=-1).sum(-1).abs()
+    largest = torch.linalg.matrix_norm(covariance, 2)
+    seven = trace_bound(w_q, w_k, covariance)
+    torch.testing.assert_close(seven.trace_by_root, trace / 3 / largest)
+    torch.testing.assert_close(seven.trace_by_width, trace / 9 / largest)
+    torch.testing.assert_close(seven.spectral, torch.linalg.matrix_norm(matrix, 2))
+    torch.testing.assert_close(seven.frobenius, torch.linalg.matrix_norm(matrix))
+    torch.testing.assert_close(seven.entry_sum, matrix.abs().sum((-2, -1)))
+    torch.testing.assert_close(seven.column_sum, torch.linalg.matrix_norm(matrix, 1))
+
+    ten = scale_bound(w_q, w_k, covariance)
+    inverse = torch.linalg.inv(covariance)
+    torch.testing.assert_close(ten.by_norm, inverse.norm() * torch.linalg.matrix_norm(product))
+    square = (product @ product).diagonal(dim1=-2, dim2=-1).sum(-1)
+    expected = torch.where(square >= 0, inverse.norm() * square.clamp_min(0).sqrt(), torch.nan)
+    torch.testing.assert_close(ten.by_trace, expected, equal_nan=True)
+    values, vectors = torch.linalg.eigh(covariance)
+    root = vectors * values.sqrt() @ vectors.mT
+    torch.testing.assert_close(
+        ten.by_form, torch.linalg.matrix_norm(inverse, 2) * torch.linalg.matrix_norm(root @ matrix @ root)
+    )
+    torch.testing.assert_close(ten.frobenius, seven.frobenius)
+    torch.testing.assert_close(ten.spectral, seven.spectral)
+
+
+def test_corrected_links_hold_for_every_head_and_covariance() -> None:
+    """80 random heads, some symmetric, some with large traces, some of rank one."""
+    for seed in range(8):
+        w_q, w_k, covariance = heads(10, 8, 1 + seed % 8, seed=seed)
+        w_k = w_k + (seed % 3) * w_q
+        for sigma in (None, covariance):
+            assert trace_bound(w_q, w_k, sigma).corrected.all()
+            assert scale_bound(w_q, w_k, sigma).corrected.all()
+
+
+def test_identity_attains_the_corrected_sides_and_breaks_the_printed_one() -> None:
+    """W_QK = Σ = I, d = 16: closed forms."""
+    eye = torch.eye(16, dtype=DOUBLE)
+    seven = trace_bound(eye, eye, eye)
+    sides = seven.trace_by_root, seven.trace_by_width, seven.spectral, seven.frobenius
+    assert [round(side.item(), 12) for side in sides] == [4, 1, 1, 4]
+    assert (seven.entry_sum.item(), seven.column_sum.item()) == (16, 1)
+    assert seven.printed.tolist() == [False, True, True]
+    assert seven.corrected.all()
+
+
+def test_rotation_has_no_printed_scale() -> None:
+    """tr W² = −2 and ‖W‖_F² = 2; the symmetric diag(1, −1) has both equal, and the chain holds."""
+    eye = torch.eye(2, dtype=DOUBLE)
+    ten = scale_bound(torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=DOUBLE), eye)
+    assert ten.by_trace.isnan()
+    assert ten.printed.tolist() == [False, True, True]
+    assert scale_bound(torch.diag(torch.tensor([1.0, -1.0], dtype=DOUBLE)), eye).printed.all()
+
+
+def test_singular_covariance_leaves_no_upper_bound() -> None:
+    w_q, w_k, _ = heads(4, 2)
+    flat = torch.diag(torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=DOUBLE))
+    ten = scale_bound(w_q, w_k, flat)
+    assert ten.by_norm.isinf()
+    assert ten.corrected.all()
+
+
+def test_sides_are_differentiable() -> None:
+    """Oracle: finite differences, at generic factors."""
+    w_q, w_k, covariance = heads(1, 4, 2)
+    w_k = w_k + w_q  # keeps tr W² away from 0
+    w_q.requires_grad_()
+    w_k.requires_grad_()
+
+    def sides(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        seven, ten = trace_bound(a, b, covariance), scale_bound(a, b, covariance)
+        return seven.trace_by_root, seven.spectral, seven.entry_sum, ten.by_trace, ten.by_norm, ten.by_form
+
+    assert torch.autograd.gradcheck(sides, (w_q, w_k))
+
+
+def test_wrong_calls_are_named() -> None:
+    for bound in (trace_bound, scale_bound):
+        with pytest.raises(UsageError, match="give both as"):
+            bound(torch.ones(4, 2), torch.ones(4, 3))
+        factor = torch.ones(4, 2)
+        with pytest.raises(UsageError, match="negative eigenvalue"):
+            bound(factor, factor, -torch.eye(4))
+        with pytest.raises(UsageError, match="covariance holds NaN or infinity"):
+            bound(factor, factor, torch.eye(4) * torch.nan)
+        with pytest.raises(UsageError, match="w_q holds NaN or infinity"):
+            bound(factor * torch.nan, factor, torch.eye(4))
+
+
+def test_zero_weights_hold_with_a_singular_covariance() -> None:
+    """Oracle: 0 ≥ 0 for W_QK = 0; for W_QK ≠ 0 whose W is 0, the left side is the infinite ‖Σ⁻¹‖."""
+    flat, zero = torch.diag(torch.tensor([1.0, 0.0], dtype=DOUBLE)), torch.zeros(2, 1, dtype=DOUBLE)
+    ten = scale_bound(zero, zero, flat)
+    assert ten.corrected.all()
+    assert ten.printed.all()
+    assert (ten.by_norm, ten.by_form, ten.by_trace) == (0, 0, 0)
+    unseen = torch.tensor([[0.0], [1.0]], dtype=DOUBLE)
+    ten = scale_bound(unseen, unseen, flat)
+    assert ten.corrected.all()
+    assert ten.by_norm == torch.inf
+    for bound in (trace_bound, scale_bound):
+        assert bound(unseen, unseen, 0 * flat).corrected.all()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -65,10 +65,6 @@ def spread(how: str, model: nn.Module) -> tuple[nn.Module, slice]:
     return fsdp2(model, reshard_after_forward="kept" not in how), mine
 
 
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: getattr(p, "full_tensor", p.clone)().detach() for name, p in model.named_parameters()}
-
-
 def numbers(look: Geometry) -> dict[str, list[float]]:
     tables = (look.heads.drop(columns="regime"), look.layers)
     return {name: column.tolist() for table in tables for name, column in table.items()}
@@ -104,7 +100,7 @@ def trained(how: str, added: str) -> dict[str, Any]:
         "first": numbers(first),
         "last": numbers(reader.look()),
         "penalties": penalties,
-        "state": whole_parameters(model),
+        "state": {n: getattr(p, "full_tensor", p.clone)().detach() for n, p in model.named_parameters()},
         "table": locater.table().to_dict("list"),
     }
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tests import checkpoints
-from tests.inputs.test_pages import BROWSER, HOSTILE, PATIENCE
+from tests.browser import needs_browser, violations, watched
+from tests.inputs.test_pages import HOSTILE
 from theodolite.train import monitor as monitor_module
 from theodolite.train import watch_page
 from theodolite.train.alarms import RANK, Alarm
@@ -85,17 +86,9 @@ def test_lines_and_map_hold_what_the_record_holds(recorded):
         for name in ("heads", "layers", "losses", "alarms")
     }
     heads, layers = (tables[name].groupby("step") for name in ("heads", "layers"))
-    expected = [
-        tables["losses"]["loss"],
-        heads["entropy_share"].min(),
-        heads["entropy_share"].mean(),
-        heads["propagation"].min(),
-        heads["propagation"].mean(),
-        heads["largest_logit"].max(),
-        heads["largest_logit"].mean(),
-        layers["rank_collapse"].min(),
-        layers["rank_collapse"].mean(),
-    ]
+    expected = [tables["losses"]["loss"], heads["entropy_share"].min(), heads["entropy_share"].mean()]
+    expected += [heads["propagation"].min(), heads["propagation"].mean(), heads["largest_logit"].max()]
+    expected += [heads["largest_logit"].mean(), layers["rank_collapse"].min(), layers["rank_collapse"].mean()]
     for (x, y), values in zip(traces(page, "lines"), expected, strict=True):
         assert tuple(x) == LOOKS
         np.testing.assert_allclose(y, values, rtol=1e-5)
@@ -232,45 +225,35 @@ def test_logits_that_grow_by_factors_have_a_logarithmic_axis_which_hides_none(lo
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@needs_browser
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_in_a_browser_it_draws_reloads_and_passes_axe(recorded, tmp_path, monkeypatch):
+def test_in_a_browser_it_draws_reloads_and_passes_axe(chromium, recorded, tmp_path, monkeypatch):
     """Offline, on a phone's width, light and dark; a page of two looks becomes one of three by itself."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (the dev extra)")
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
     monkeypatch.setattr(watch_page, "RELOAD", 1)
     monkeypatch.setattr(monitor_module, "PAGE_SHARE", 1e9)
     monitor = train(tmp_path, (0, 1))
-    faults = []
-    with playwright.sync_playwright() as driver:
-        options = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND"]
-        browser = driver.chromium.launch(executable_path=BROWSER, args=options)
-        tab = browser.new_context(viewport={"width": 390, "height": 900}).new_page()
-        tab.set_default_timeout(PATIENCE)
-        tab.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-        tab.on("pageerror", lambda error: faults.append(str(error)))
-        tab.on("request", lambda request: faults.append(request.url) if "file:" not in request.url else None)
-        tab.goto((tmp_path / PAGE).as_uri())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", GeometryWarning)
-            monitor(2)
-        monitor.close()
-        tab.wait_for_selector("text='3 looks'")
-        tab.goto((recorded / PAGE).as_uri())
-        for key in ("lines", "alarms", "heads"):
-            tab.locator(f"#figure-{key} .plot").scroll_into_view_if_needed()
-            tab.wait_for_selector(f"#figure-{key} .plot .main-svg", state="attached")
-        tab.locator("#figure-heads button", has_text="ρ").click()
-        drawn = tab.evaluate(
-            "[...document.querySelector('#figure-heads .plot')._fullData[0].z].map((row) => [...row])"
-        )
-        tab.locator("details.numbers summary").last.click()
-        for colours in ("light", "dark"):
-            tab.emulate_media(color_scheme=colours)
-            found = axe.Axe().run(tab, options={"resultTypes": ["violations"]}).response["violations"]
-            assert [(rule["id"], [node["target"] for node in rule["nodes"]]) for rule in found] == []
-        assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-        browser.close()
+    tab = chromium.new_context(viewport={"width": 390, "height": 900}).new_page()
+    faults = watched(tab)
+    tab.goto((tmp_path / PAGE).as_uri())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GeometryWarning)
+        monitor(2)
+    monitor.close()
+    tab.wait_for_selector("text='3 looks'")
+    tab.goto((recorded / PAGE).as_uri())
+    for key in ("lines", "alarms", "heads"):
+        tab.locator(f"#figure-{key} .plot").scroll_into_view_if_needed()
+        tab.wait_for_selector(f"#figure-{key} .plot .main-svg", state="attached")
+    tab.locator("#figure-heads button", has_text="ρ").click()
+    drawn = tab.evaluate(
+        "[...document.querySelector('#figure-heads .plot')._fullData[0].z].map((row) => [...row])"
+    )
+    tab.locator("details.numbers summary").last.click()
+    for colours in ("light", "dark"):
+        tab.emulate_media(color_scheme=colours)
+        assert violations(tab) == []
+    assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    tab.context.close()
     rows = [json.loads(line) for line in (recorded / "heads.jsonl").read_text().splitlines()]
     expected = [row["propagation"] for row in rows if (row["layer"], row["head"]) == (0, 1)]
     assert drawn[1] == pytest.approx(expected, rel=1e-5)

@@ -270,7 +270,7 @@ class Text:
                 status.update(f"reading the text: {count:,} {what}")
 
             if stream and not of_images:
-                corpus = make_stream(self.corpus, reader, self.columns)
+                corpus = make_stream(self.corpus, model.required_tokenizer(), self.columns)
             else:
                 corpus = self._read(model, reader, show)
         if "tokens_read" in corpus.selection:

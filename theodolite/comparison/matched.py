@@ -77,7 +77,9 @@ def matched_heads(reference: Run, other: Run) -> Survival:
         f"least half of the score is left in each role that the head has, and the entropy differs by at most "
         f"{percent(TENTH)} of the maximum, and is lost where one of these is not so, each with the whole 95 % interval",
         table,
-        partial(_sentence, unmatched=len(second) - len(partners), correlation=float(rank_correlation(*blocks))),
+        partial(
+            _sentence, unmatched=len(second) - len(partners), correlation=float(rank_correlation(*blocks))
+        ),
         by_chance=_by_chance(names, first, second),
         contexts=reference.provenance["corpus"]["contexts"],
     )

@@ -127,7 +127,8 @@ def _judge_term(
     shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (ablated[0].taken or {}).items()]
     without = (("it", left[0], GONE), ("the random part", left[1], STAY))
     judged, control = (
-        judge(LOW_RANK_CLAIM, f"left at their place without {what}", *of) for what, *of in without
+        judge(LOW_RANK_CLAIM, f"left at their place without {what}", share, limit)
+        for what, share, limit in without
     )
     evidence = (
         f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves "

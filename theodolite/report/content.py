@@ -222,8 +222,9 @@ def layers_table(run: Run) -> Table | None:
     """The layer table, each value with its standard error in one cell; sorting goes by the value."""
     frame = run.layers
     measured = [name for name in frame if name[-3:] != "_se" or name.removesuffix("_se") not in frame]
-    table = frame_table(frame[measured])
-    for index, name in enumerate(measured if table else []):
+    if (table := frame_table(frame[measured])) is None:
+        return None
+    for index, name in enumerate(measured):
         for row, error in zip(table.rows, frame.get(f"{name}_se", ()), strict=False):
             if (value := row[index].value) is not None:
                 row[index] = Cell(with_error(value, float(error)), value)

@@ -74,8 +74,8 @@ def table_1(study: Study, outcome: Outcome) -> None:
         rows[f"{row.model} · {row.text}"] = {q: cell for q, cell in cells.items() if math.isfinite(cell[0])}
     table = pd.DataFrame({"row": list(rows)})
     for quantity in QUANTITIES:
-        cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
-        table[quantity], table[f"{quantity} sd"] = cells.T
+        pairs = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
+        table[quantity], table[f"{quantity} sd"] = pairs.T
     outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
     outcome.verdicts.append(
         layer_columns.low_rank_verdict(
@@ -211,8 +211,8 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
         mean, _, error = mean_over_layers(*beyond)
         estimate = Estimate(mean, error, *OF_GROUPS)
     else:
-        beyond, _ = layer_columns.beyond_random_order(lowest, constant, positions)
-        estimate = Estimate.mean(beyond[np.isfinite(beyond)], "heads")
+        of_heads, _ = layer_columns.beyond_random_order(lowest, constant, positions)
+        estimate = Estimate.mean(of_heads[np.isfinite(of_heads)], "heads")
     verdict = judge(claim, f"{what}, mean over {over}", estimate, criteria.MOSTLY)
     # The QK matrix is of single contexts: no mean of them has noise.
     if verdict.answer in OPEN or name == "QK matrix":

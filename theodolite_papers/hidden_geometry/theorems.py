@@ -336,14 +336,14 @@ def _with_noise(outcome: Outcome) -> None:
     outcome.verdicts.append(all_of(claim, verdicts[:-1]))
     tables, curves = [], {}
     for each in growths:
-        error = np.array([float(drawn.std()) for drawn in each.ratio.T]) / math.sqrt(len(each.ratio))
+        errors = np.array([float(drawn.std()) for drawn in each.ratio.T]) / math.sqrt(len(each.ratio))
         mean = each.ratio.mean(0).numpy()
-        curves[f"incoh = d^−{each.exponent:g}"] = mean, error
+        curves[f"incoh = d^−{each.exponent:g}"] = mean, errors
         incoherences = [width**-each.exponent for width in WIDTHS]
         columns = {"exponent": each.exponent, "width": WIDTHS, "incoherence": incoherences}
         columns |= {
             "error_over_incoherence": mean,
-            "error_over_incoherence_se": error,
+            "error_over_incoherence_se": errors,
             "largest": each.largest.numpy(),
         }
         tables.append(pd.DataFrame(columns))

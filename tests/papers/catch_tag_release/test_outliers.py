@@ -77,13 +77,8 @@ def test_verdicts_on_a_planted_activation(studied, found):
     of = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
     # A letter carries it, M of the byte tokens, and not a delimiter.
     # 0.9 % of the tokens, and of a part up to 3 %: too near to one in a hundred.
-    expected = {
-        "tokens": UNDECIDED,
-        "delimiters": FAILS,
-        "dimensions": HOLDS,
-        "sudden": HOLDS,
-        "stays": HOLDS,
-    }
+    expected = {"tokens": UNDECIDED, "delimiters": FAILS, "dimensions": HOLDS, "sudden": HOLDS}
+    expected |= {"stays": HOLDS}
     assert {CLAIMS[name]: of[CLAIMS[name]] for name in expected} == {
         CLAIMS[name]: verdict for name, verdict in expected.items()
     }

@@ -109,12 +109,8 @@ def test_the_last_step_is_judged_with_its_standard_error(step, error, expected):
 @pytest.mark.parametrize("name", list(SPIRAL))
 def test_every_criterion_is_needed(name):
     """Oracle: a spiral with one measure at the far end of its range is none; a curve need not turn."""
-    worst = {
-        "low_frequency_10": 0.0,
-        "smooth_roughness": 1.0,
-        "turns": 0.0,
-        "relative_norm_beyond_noise": 0.0,
-    }
+    worst = {"low_frequency_10": 0.0, "smooth_roughness": 1.0, "turns": 0.0}
+    worst |= {"relative_norm_beyond_noise": 0.0}
     table = _table(SPIRAL, SPIRAL | {name: worst[name]})
     assert met_at(table, training.SPIRAL) == [True, False]
     assert met_at(table, training.SMOOTH_CURVE) == [True, name == "turns"]

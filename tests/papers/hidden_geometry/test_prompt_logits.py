@@ -10,11 +10,10 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
+from tests.calls import call
 from tests.logits.test_attribution import planted  # noqa: F401  (a fixture)
 from tests.papers.shared import answers
-from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
@@ -302,16 +301,12 @@ def test_calls_that_cannot_work_are_one_line(surveyed, monkeypatch):
         reproduce("geometry/figure19", run)
 
 
-def test_the_command_takes_prompt_layer_and_head(checkpoint, tmp_path):
+def test_the_command_takes_prompt_layer_and_head(checkpoint, text, tmp_path):
     """Oracle: the prompt's own bytes."""
-    (tmp_path / "text.txt").write_text("One reads the angle twice, and then a third time. " * 40)
-    call = ["reproduce", "geometry/figure6", str(checkpoint("gpt2")), "--corpus", str(tmp_path / "text.txt")]
-    call += ["--length", "24", "--contexts", "8", "--out", str(tmp_path / "run"), "--json"]
-    finished = CliRunner().invoke(app, [*call, "--prompt", "angle by angle", "--layer", "2", "--head", "1"])
-    assert finished.exit_code == 0, finished.stderr
-    (result,) = json.loads(finished.stdout)
+    read = ("--corpus", text, "--length", 24, "--contexts", 8, "--out", tmp_path / "run", "--json")
+    head = ("--prompt", "angle by angle", "--layer", 2, "--head", 1)
+    status, stdout, stderr = call("reproduce", "geometry/figure6", checkpoint("gpt2"), *read, *head)
+    assert status == 0, stderr
+    (result,) = json.loads(stdout)
     assert "".join(row["token"] for row in result["tables"]["prompt"]) == "angle by angle"
     assert [row["panels"] for row in result["tables"]["shares"]] == ["L2H1"]
-    wrong = CliRunner().invoke(app, [*call, "--head", "1"])
-    assert wrong.exit_code == 2
-    assert "give both --layer and --head" in wrong.stderr

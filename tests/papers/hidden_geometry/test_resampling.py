@@ -11,7 +11,8 @@ from scipy import stats
 
 from tests.papers.hidden_geometry.planted import grouped, study_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.judging import FAILS, HOLDS, UNDECIDED
+from theodolite.estimates import Estimates
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, judge
 from theodolite.measure.geometry import random_cosine
 from theodolite.passes.survey import survey
 from theodolite.theory.smoothness import low_frequency_ratio, normalised_gram
@@ -25,9 +26,14 @@ from theodolite_papers.hidden_geometry.layer_columns import (
 from theodolite_papers.hidden_geometry.resampling import (
     GroupedBasis,
     errors_of,
+    gram_shares,
     grouped_basis,
     low_frequency_without_noise,
+    noise_bases,
+    norms_beyond_noise,
+    product_shares,
 )
+from theodolite_papers.hidden_geometry.smoothness import measures, measures_without_noise
 
 ALL = torch.ones(8, dtype=torch.float64)
 
@@ -125,13 +131,21 @@ def test_random_rotations_give_the_cosines_of_random_directions():
     assert (chance.mean.std(0) > 2 * float(independent)).all()
 
 
-def of_noise(size: float) -> tuple[GroupedBasis, torch.Tensor]:
-    """Of two layers, a smooth basis and the same in random order, in eight noisy groups; the bases themselves."""
+def of_noise(
+    size: float, width: int = 48, layers: int = 2, shuffled: bool = False
+) -> tuple[GroupedBasis, torch.Tensor]:
+    """A smooth basis of every layer in eight noisy groups, and as it is without noise.
+
+    Args:
+        shuffled: instead of the last layer's, the first one's in random order.
+    """
     generator = torch.Generator().manual_seed(0)
     turn = torch.arange(64, dtype=torch.float64)[:, None] * torch.tensor([1.0, 2.0]) * torch.pi / 64
-    smooth = torch.cat([turn.cos(), turn.sin()], dim=1) @ torch.randn(4, 48, generator=generator).double()
-    bases = torch.stack([smooth, smooth[torch.randperm(64, generator=generator)]])
-    noise = size * torch.randn(2, 8, 64, 48, generator=generator).double()
+    curve = torch.cat([turn.cos(), turn.sin()], dim=1)
+    bases = torch.stack([curve @ torch.randn(4, width, generator=generator).double() for _ in range(layers)])
+    if shuffled:
+        bases[-1] = bases[0, torch.randperm(64, generator=generator)]
+    noise = size * torch.randn(layers, 8, 64, width, generator=generator).double()
     return grouped(bases, noise), grouped(bases).of(ALL)
 
 
@@ -142,42 +156,105 @@ def shares_of(basis: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize(("size", "tolerance"), [(0.0, 1e-9), (5.0, 0.02)])
 def test_the_share_of_low_frequencies_without_noise(size, tolerance):
     """Oracle: the share of the bases that the noise was added to."""
-    noisy, exact = of_noise(size)
+    noisy, exact = of_noise(size, shuffled=True)
     truth = shares_of(exact)
     assert (truth[0] - shares_of(noisy.of(ALL))[0] > 0.2) == (size > 0)
     np.testing.assert_allclose(low_frequency_without_noise(noisy), truth, atol=tolerance)
 
 
+def _of_basis(run, basis: GroupedBasis):
+    """The run with one layer, of this basis."""
+    layers = run.layers.head(1).assign(low_frequency_10=shares_of(basis.of(ALL)), low_frequency_10_se=0.01)
+    arrays = run.arrays | {"positional_basis": torch.zeros(1, 65, 48)}
+    return replace(run, layers=layers, arrays=arrays), basis
+
+
+def _smooth(run, basis: GroupedBasis):
+    study = Study(run)
+    study.cached(f"basis by group of {run.provenance['corpus'].get('sha256')}", lambda: basis)
+    return smooth_verdict(study, run, "smooth")
+
+
 @pytest.mark.parametrize(("layer", "answer"), [(0, UNDECIDED), (1, FAILS)])
 def test_a_basis_that_is_rough_by_noise_alone_is_not_decided(surveyed_gpt2, layer, answer):
     """Oracle: a smooth basis and the same in random order; the noise leaves neither a share above the limit."""
-    both, _ = of_noise(7.0)
+    both, _ = of_noise(7.0, shuffled=True)
     noisy = GroupedBasis(both.sums[layer, None], both.readers[layer, None], both.end)
-    run, _, _ = surveyed_gpt2
-    layers = run.layers.head(1).assign(low_frequency_10=shares_of(noisy.of(ALL)), low_frequency_10_se=0.01)
-    run = replace(run, layers=layers, arrays=run.arrays | {"positional_basis": torch.zeros(1, 65, 48)})
-    study = Study(run)
-    study.cached(f"basis by group of {run.provenance['corpus'].get('sha256')}", lambda: noisy)
-    verdict = smooth_verdict(study, run, "smooth")
+    verdict = _smooth(*_of_basis(surveyed_gpt2[0], noisy))
     assert verdict.answer == answer
     assert ("without the sampling noise of 16 contexts" in verdict.evidence) == (answer == UNDECIDED)
 
 
 def test_a_basis_that_is_smooth_by_noise_alone_is_not_decided(surveyed_gpt2):
     """Oracle: a basis in random order, under errors that neighbouring positions share."""
-    _, exact = of_noise(0.0)
+    _, exact = of_noise(0.0, shuffled=True)
     generator = torch.Generator().manual_seed(5)
     waves = torch.cos(torch.pi * torch.outer(torch.arange(64) + 0.5, torch.arange(4)) / 64).double()
     noise = 5.0 * waves @ torch.randn(1, 8, 4, 48, generator=generator).double()
     noisy = grouped(exact[1:], noise)
-    run, _, _ = surveyed_gpt2
-    layers = run.layers.head(1).assign(low_frequency_10=shares_of(noisy.of(ALL)), low_frequency_10_se=0.01)
-    assert layers["low_frequency_10"][0] > 0.8
-    run = replace(run, layers=layers, arrays=run.arrays | {"positional_basis": torch.zeros(1, 65, 48)})
+    run, noisy = _of_basis(surveyed_gpt2[0], noisy)
+    assert run.layers["low_frequency_10"][0] > 0.8
     # Without the text nothing is known of its noise.
     assert smooth_verdict(Study(run), run, "smooth").answer == HOLDS
-    study = Study(run)
-    study.cached(f"basis by group of {run.provenance['corpus'].get('sha256')}", lambda: noisy)
-    verdict = smooth_verdict(study, run, "smooth")
+    verdict = _smooth(run, noisy)
     assert verdict.answer == UNDECIDED
     assert "without the sampling noise of 16 contexts" in verdict.evidence
+
+
+CUTOFFS = (1, 10)
+
+
+@pytest.mark.parametrize(("size", "tolerance"), [(0.0, 1e-9), (4.0, 0.03)])
+def test_shares_are_those_of_the_bases_that_noise_was_added_to(size, tolerance):
+    noisy, exact = of_noise(size)
+    truth = low_frequency_ratio(exact @ exact.mT, CUTOFFS).numpy()
+    seen = noisy.of(ALL)
+    assert (truth[:, 1] - low_frequency_ratio(seen @ seen.mT, CUTOFFS).numpy()[:, 1] > 0.1).all() == (
+        size > 0
+    )
+    np.testing.assert_allclose(gram_shares(noisy, CUTOFFS), truth, atol=tolerance)
+
+
+def test_products_with_the_weights_of_a_model(opened):
+    """Oracle: P W_q W_kᵀ Pᵀ of every head, formed as one matrix."""
+    model = opened("gpt2")
+    noisy, exact = of_noise(0.0, model.width, model.layers + 1)
+    truth = []
+    for layer in range(model.layers):
+        weights = model.head_weights(layer)
+        for w_q, w_k in zip(weights.w_q.double(), weights.w_k.double(), strict=True):
+            matrix = exact[layer] @ w_q @ w_k.mT @ exact[layer].mT
+            truth.append(low_frequency_ratio(matrix, CUTOFFS).tolist())
+    np.testing.assert_allclose(product_shares(noisy, model, CUTOFFS), truth, atol=1e-7)
+
+
+def test_the_measures_of_figure_7_without_noise():
+    """Oracle: those of the bases themselves, for which the noise is large enough to hide the truth."""
+    noisy, exact = of_noise(2.0, width=512)
+    spike, directions, share = measures(exact).mean(axis=1)
+    seen = measures(noisy.of(ALL)).mean(axis=1)
+    found = measures_without_noise(noisy)
+    assert seen[0] > 10 * spike
+    assert abs(found["spike"] - spike) < 0.05 * (seen[0] - spike)
+    assert abs(found["low_frequency_10"] - share) < 0.02
+    assert directions <= found["directions"] < seen[1]
+
+
+def test_noise_alone_is_as_large_as_in_the_basis_and_has_no_position():
+    """Oracle: noise of variance 16 a group, hence 2 in the mean of eight, whatever the position."""
+    noisy, _ = of_noise(4.0)
+    assert torch.allclose(noise_bases(noisy).square().mean(), torch.tensor(2.0).double(), rtol=0.05)
+    assert noise_bases(of_noise(0.0)[0]).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("size", "holds"), [(0.0, False), (0.5, True)])
+def test_noise_of_few_contexts_is_no_significant_position(size, holds):
+    """Oracle: noise has a relative norm of 1/√32 = 0.18 of itself, above the limit, though there is no position."""
+    smooth = size * of_noise(0.0)[1]
+    noise = 2 * torch.randn(2, 8, 64, 48, generator=torch.Generator().manual_seed(2)).double()
+    basis = grouped(smooth, noise)
+    seen = torch.linalg.matrix_norm(basis.of(ALL), ord=2).numpy()
+    norms = Estimates(0.18 * seen / seen.min(), np.full(2, 0.015), 8, "groups of contexts")
+    assert judge("", "", norms, criteria.SIGNIFICANT).answer == HOLDS
+    left = norms_beyond_noise(norms, basis)
+    assert (judge("", "", left, criteria.SIGNIFICANT).answer == HOLDS) == holds

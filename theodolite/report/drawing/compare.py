@@ -90,19 +90,18 @@ def entropies(table: pd.DataFrame) -> go.Figure:
     layer, head = (table[name].to_numpy(dtype=int) for name in ("layer", "head"))
     largest = float(np.nanmax(np.abs(table["difference"]))) or 1.0
     shown: list[Panel] = []
-    for name, column, unit, limits, scale, bar in (
-        ("before", "share_before", "of the highest", (0, 1), style.MAGNITUDE, 0.605),
-        ("after", "share_after", "of the highest", (0, 1), style.MAGNITUDE, None),
-        ("change in nats", "difference", "nats", (-largest, largest), style.SIGNED, 1.01),
+    for name, column, unit, low, high, scale, bar in (
+        ("before", "share_before", "of the highest", 0, 1, style.MAGNITUDE, 0.605),
+        ("after", "share_after", "of the highest", 0, 1, style.MAGNITUDE, None),
+        ("change in nats", "difference", "nats", -largest, largest, style.SIGNED, 1.01),
     ):
         grid = np.full((layer.max() + 1, head.max() + 1), np.nan)
         grid[layer, head] = table[column]
         hover = f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>"
         columns = BARE | {"dtick": max(1, grid.shape[1] // 12)}
         rows = BARE | {"dtick": max(1, len(grid) // 12), "autorange": "reversed"}
-        trace = heat(
-            grid, *limits, hover, scale=scale, bar=None if bar is None else style.colour_bar("", x=bar)
-        )
+        colours = None if bar is None else style.colour_bar("", x=bar)
+        trace = heat(grid, low, high, hover, scale=scale, bar=colours)
         shown.append(Panel(name, [trace], "head", "" if shown else "layer", columns, rows))
     height = min(640, max(280, 150 + 26 * (int(layer.max()) + 1)))
     drawn = panels(shown, 3, height=height - HEADROOM)

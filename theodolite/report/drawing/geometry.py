@@ -48,8 +48,9 @@ def spiral(run: Run, layer: int = 0) -> Sketch:
     positions, points = _components(run, layer)
     cvecs = array(run, "cvec_pca")
     contexts = np.zeros((0, 2)) if cvecs is None else cvecs[layer][evenly(cvecs.shape[1], SPIRAL_CONTEXTS)]
-    look = ("context vectors", style.CONTEXT, "a context vector<extra></extra>")
-    traces = [dots(*contexts[:, :2].T, None, *look, marker={"size": 3.5, "opacity": 0.4})]
+    x, y = contexts[:, :2].T
+    hover, look = "a context vector<extra></extra>", {"size": 3.5, "opacity": 0.4}
+    traces = [dots(x, y, None, "context vectors", style.CONTEXT, hover, marker=look)]
     coloured = {"size": 5.5, "color": positions, "colorscale": style.ORDER, "cmin": 1, "cmax": positions[-1]}
     traces += line(
         points[:, 0],

@@ -199,7 +199,7 @@ def rank_collapse(run: Run) -> go.Figure:
 
 def massive_activations(run: Run) -> go.Figure:
     """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
-    traces = []
+    traces: list[Any] = []
     for name, label, colour in (
         ("massive_activations", "positions ≥ 1", style.MEASURED),
         ("massive_activations_first", "first token", "rgba(0,0,0,0)"),

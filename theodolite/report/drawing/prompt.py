@@ -147,8 +147,9 @@ def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names
     traces = []
     for name, colour in zip(names, itertools.cycle(style.CATEGORIES), strict=False):
         chosen, label = group_of == name, for_plotly(name)
-        look = (hover_texts[chosen], label, colour, f"%{{text}}<extra>{label}</extra>")
-        traces.append(dots(*scores[chosen, :2].T, *look, marker={"opacity": 0.8}))
+        x, y = scores[chosen, :2].T
+        hover = f"%{{text}}<extra>{label}</extra>"
+        traces.append(dots(x, y, hover_texts[chosen], label, colour, hover, marker={"opacity": 0.8}))
     return style.figure(traces, "first component", "second component", height=380)
 
 
