@@ -259,7 +259,7 @@ class Text:
         from theodolite.models import image_reader
 
         of_images = model.vocabulary is None
-        reader = image_reader(model) if of_images else model.required_tokenizer()
+        reader: Any = image_reader(model) if of_images else model.required_tokenizer()
         self.check()
         what = "images" if of_images else "tokens"
         with screen.status("reading the text") as status:
@@ -270,7 +270,7 @@ class Text:
                 status.update(f"reading the text: {count:,} {what}")
 
             if stream and not of_images:
-                corpus = make_stream(self.corpus, model.required_tokenizer(), self.columns)
+                corpus = make_stream(self.corpus, reader, self.columns)
             else:
                 corpus = self._read(model, reader, show)
         if "tokens_read" in corpus.selection:
