@@ -274,9 +274,10 @@ def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
     together: list[Panel] = []
     for panel in shown:
         # In the legend once, whatever the number of panels.
-        named = {trace.legendgroup for other in together for trace in other.traces}
+        named = {trace.get("legendgroup") for other in together for trace in other.traces}
         traces = [
-            trace.update(showlegend=False) if trace.legendgroup in named else trace for trace in panel.traces
+            trace | {"showlegend": False} if trace.get("legendgroup") in named else trace
+            for trace in panel.traces
         ]
         axis = {"matches": "x"} if together else {}
         together.append(Panel(panel.title, traces, panel.x, panel.y, axis, panel.yaxis, marks=marks))
