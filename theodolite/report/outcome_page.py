@@ -55,11 +55,16 @@ def _described(asked: Mapping[str, Any]) -> str:
     return ", ".join([*texts, *([f"L{asked['layer']}H{asked['head']}"] if "head" in asked else [])])
 
 
+def _heading(experiment: Heading) -> dict[str, str]:
+    """Of an experiment, which is more than its heading, only that."""
+    return {"name": experiment.name, "title": experiment.title, "paper": experiment.paper}
+
+
 def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> dict[str, Any]:
     """What `result.json` holds: verdicts, numbers, provenance; NaN as null."""
     return {
         "schema_version": SCHEMA_VERSION,
-        **vars(experiment),
+        **_heading(experiment),
         "verdicts": [verdict.words for verdict in outcome.verdicts],
         "readings": [vars(reading) for reading in outcome.readings],
         "tables": {name: records(frame) for name, frame in _tables(outcome).items()},
@@ -102,7 +107,7 @@ def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
     return rendered(
         "experiment.html.j2",
         {
-            **vars(experiment),
+            **_heading(experiment),
             "model": visible(provenance["model"]["id"], 80),
             # An experiment of a user's own has none.
             "source": SOURCES.get(experiment.name.partition("/")[0], ""),
