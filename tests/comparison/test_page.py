@@ -48,7 +48,7 @@ def test_dots_are_the_rows_and_a_share_of_none_has_a_place_on_a_logarithmic_axis
 
 
 def dots(of: drawing.Dots):
-    return functools.partial(drawing.scatter, dots=of)
+    return functools.partial(drawing.scatter, shown=of)
 
 
 @pytest.mark.parametrize("place", [0, 1])
