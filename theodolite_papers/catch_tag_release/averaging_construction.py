@@ -101,13 +101,11 @@ def _outside(outcome: Outcome, numbers: Tensor) -> None:
     """Where the theorem says nothing: [SEP] in the last place, or absent."""
     model = averaging_model(SHOWN_TAGS[-1])
     last, absent = model(numbers, LENGTH - 1).output, model(numbers, ABSENT).output
-    for what, difference in (
-        (
-            "[SEP] in the last place: largest |f(x) − sum of the numbers/T|",
-            last - numbers[:, :-1].sum(-1) / LENGTH,
-        ),
-        ("no [SEP]: largest |f(x) − mean of all numbers|", absent - numbers.mean(-1)),
-    ):
+    for what, difference in {
+        "[SEP] in the last place: largest |f(x) − sum of the numbers/T|": last
+        - numbers[:, :-1].sum(-1) / LENGTH,
+        "no [SEP]: largest |f(x) − mean of all numbers|": absent - numbers.mean(-1),
+    }.items():
         outcome.read(f"{what}, at s_tag = {SHOWN_TAGS[-1]:g}", number(float(difference.abs().max())))
 
 
@@ -138,13 +136,8 @@ def _rest(numbers: Tensor, places: Tensor) -> pd.DataFrame:
         attention = averaging_model(tag)(numbers, places).attention
         # Summed, as 1 − A would be rounding.
         off_separator = attention.masked_fill(is_separator[:, None], 0.0).sum(-1)
-        rows.append(
-            {
-                "s_tag": tag,
-                "rest": float(off_separator[after].median()),
-                "derived": float(sums) * math.exp(-tag),
-                "rest_of_separator": float(off_separator[is_separator].median()),
-                "derived_of_separator": float(places.median()) * math.exp(tag - tag**2),
-            }
-        )
-    return pd.DataFrame(rows)
+        rest, of_separator = (float(off_separator[of].median()) for of in (after, is_separator))
+        derived = float(sums) * math.exp(-tag), float(places.median()) * math.exp(tag - tag**2)
+        rows.append((tag, rest, derived[0], of_separator, derived[1]))
+    columns = ["s_tag", "rest", "derived", "rest_of_separator", "derived_of_separator"]
+    return pd.DataFrame(rows, columns=columns)

@@ -13,44 +13,27 @@ import torch
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels
+from theodolite.report.drawing.grammar import dots, line
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.system.threads import using_threads
 from theodolite.system.wording import for_plotly
 from theodolite_papers.catch_tag_release import averaging_training as training
-from theodolite_papers.drawing.localization import POWERS
+from theodolite_papers.drawing.localization import POWERS, maps
 
-SQUARE, GAP = 390, 0.08
-TITLES = 70  # pixels: a line of them, below the toolbar
 BELOW = 1e-16
 """Errors under it are rounding and are not drawn."""
 
 
 def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
     """Attention of one sequence, side by side, queries down and keys to the right, both from 1."""
-    shown = []
-    axis = {"showgrid": False, "zeroline": False}
-    for index, (name, picture) in enumerate(pictures.items()):
-        positions = np.arange(1, len(picture) + 1)
-        trace = heat(
-            np.where(np.tri(len(picture), dtype=bool), picture, np.nan),
-            0,
-            1,
-            "query %{y}, key %{x}: %{z:.3g}<extra></extra>",
-            bar="attention" if index == len(pictures) - 1 else None,
-            x=positions,
-            y=positions,
-        )
-        rows = axis | {"autorange": "reversed"}
-        shown.append(Panel(name, [trace], "key", "" if index else "query", axis, rows))
-    margin, height = {"margin": {"t": TITLES}}, SQUARE - HEADROOM
-    drawn = panels(shown, len(shown), height=height, gaps=(GAP, 0), layout=margin)
-    for index, picture in enumerate(pictures.values()):
-        edges = {"x0": separator + 0.5, "x1": separator + 1.5, "y0": 0.5, "y1": len(picture) + 0.5}
-        look = {"width": 1.5, "color": style.VERMILLION}
-        drawn.add_shape(type="rect", **edges, line=look, row=1, col=index + 1)
-    return drawn
+    positions = np.arange(1.0, len(next(iter(pictures.values()))) + 1)
+    seen = np.tri(len(positions), dtype=bool)
+    causal = {name: np.where(seen, picture, np.nan) for name, picture in pictures.items()}
+    drawn = maps(causal, (positions, positions), ("key", "query", "attention"), (0.0, 1.0), square=True)
+    edges = {"x0": separator + 0.5, "x1": separator + 1.5, "y0": 0.5, "y1": len(positions) + 0.5}
+    look = {"width": 1.5, "color": style.VERMILLION}
+    return drawn.add_shape(type="rect", **edges, line=look, row="all", col="all")
 
 
 def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
@@ -101,18 +84,11 @@ def seeds(
 ) -> go.Figure:
     """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind."""
     looks = zip(style.CATEGORIES, ("circle", "diamond", "square", "triangle-up", "x", "cross"), strict=False)
-    traces: list[Any] = [
-        go.Scatter(
-            x=errors.astype(np.float32),
-            y=values.astype(np.float32),
-            text=[for_plotly(name) for name in names],
-            name=for_plotly(kind),
-            mode="markers",
-            marker={"size": 9, "color": colour, "symbol": symbol, "line": {"width": 1}},
-            hovertemplate=f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>",
-        )
-        for (kind, (errors, values, names)), (colour, symbol) in zip(kinds.items(), looks, strict=False)
-    ]
+    hover = f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>"
+    traces: list[Any] = []
+    for (kind, (errors, values, names)), (colour, symbol) in zip(kinds.items(), looks, strict=False):
+        marker, texts = {"size": 9, "symbol": symbol, "line": {"width": 1}}, list(map(for_plotly, names))
+        traces.append(dots(errors, values, texts, for_plotly(kind), colour, hover, marker=marker))
     y = POWERS if logarithmic else {"range": [-0.05, 1.05]}
     layout: dict[str, Any] = {"xaxis": POWERS, "yaxis": y, "legend": {"y": 1.04}}
     drawn = style.figure(traces, *titles, height=430, layout=layout)
@@ -150,17 +126,12 @@ def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], 
     numbers, _ = training.draw([torch.Generator().manual_seed(training.HELD_OUT_SEED - 1)], 1)
     middle = training.LENGTH // 2
     pictures: dict[str, Floats] = {}
-    for each in trained:
-        if each.recipe.name in (
-            training.PUBLISHED_LARGE_TAG,
-            training.STANDARD,
-            training.QK_NORM + training.PENALISED,
-        ):
-            errors = models.loc[models["kind"] == each.recipe.name, "error"].to_numpy()
-            count = len(each.seeds)
-            with torch.no_grad(), using_threads(1):
-                forward_pass = each.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
-            pictures[each.recipe.name] = forward_pass.attention[errors.argmin(), 0].numpy()
+    kinds = training.PUBLISHED_LARGE_TAG, training.STANDARD, training.QK_NORM + training.PENALISED
+    for name, each in ((one.recipe.name, one) for one in trained if one.recipe.name in kinds):
+        errors, count = models.loc[models["kind"] == name, "error"].to_numpy(), len(each.seeds)
+        with torch.no_grad(), using_threads(1):
+            forward_pass = each.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
+        pictures[name] = forward_pass.attention[errors.argmin(), 0].numpy()
     title = "First-layer attention of trained models"
     shows = "The best seed of three kinds reads the same sequence, [SEP] in the marked column."
     look_for = "a sink at [SEP] where it was free to form, and none where attention to it was penalised."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -88,18 +89,12 @@ def random_directions(
     return (directions / directions.norm(dim=-1, keepdim=True)).to(written.dtype)
 
 
-RECIPES = {
-    training.AveragingRecipe(training.PUBLISHED, 2, 3000, 64, 0.05): 8,
-    training.AveragingRecipe(training.PUBLISHED_LARGE_TAG, 2, 3000, 64, 0.05, large_tag=True): 8,
-    training.AveragingRecipe(training.STANDARD, training.WIDTH, 1000, 64, 0.01): 5,
-    training.AveragingRecipe(
-        training.STANDARD + training.PENALISED, training.WIDTH, 1000, 64, 0.01, penalised=True
-    ): 5,
-    training.AveragingRecipe(training.QK_NORM, training.WIDTH, 1000, 64, 0.01, normed=True): 5,
-    training.AveragingRecipe(
-        training.QK_NORM + training.PENALISED, training.WIDTH, 1000, 64, 0.01, normed=True, penalised=True
-    ): 5,
-}
+_PAPERS = training.AveragingRecipe(training.PUBLISHED, 2, 3000, 64, 0.05)
+_WIDE = training.AveragingRecipe(training.STANDARD, training.WIDTH, 1000, 64, 0.01)
+_NORMED = replace(_WIDE, name=training.QK_NORM, normed=True)
+RECIPES = {_PAPERS: 8, replace(_PAPERS, name=training.PUBLISHED_LARGE_TAG, large_tag=True): 8}
+for _free in (_WIDE, _NORMED):
+    RECIPES |= {_free: 5, replace(_free, name=_free.name + training.PENALISED, penalised=True): 5}
 """Recipe → number of seeds."""
 
 HELD_OUT_SEQUENCES = 2000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,25 +86,25 @@ class ForwardPass:
 class TwoLayers(nn.Module):
     """What both architectures share: a first layer that writes into the residual stream, a second that reads it."""
 
+    @abstractmethod
     def embed(self, numbers: Numbers, separator: Places) -> Tensor:
         """E, (seeds, batch, T, width)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def first(self, embedded: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """Attention and what is written; `visible`: (…, T, T), the keys that each query sees."""
-        raise NotImplementedError
 
+    @abstractmethod
     def second(self, hidden: Tensor) -> Tensor:
         """The last token's output, (seeds, batch)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value_output(self) -> Float[Tensor, "seeds width width"]:
         """What the first layer's values become in the residual stream: W_V¹, times W_O¹ where there is one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def query_key(self) -> Float[Tensor, "seeds width width"]:
         """W_Q² W_K²ᵀ."""
-        raise NotImplementedError
 
     def forward(
         self,

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,12 @@ from theodolite.judging import Criterion
 from theodolite.prune.model import prune_model
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.drawing.grammar import line
+from theodolite.report.drawing.grammar import dots, line
 from theodolite.system.progress import ShowStage, shown
 from theodolite.system.wording import counted, for_plotly, percent, with_error
 from theodolite_papers.catch_tag_release.pruned_models import METHODS
 from theodolite_papers.drawing.localization import whiskers
 from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment, of_trainings
-from theodolite_papers.training.task_models import models_of
 
 FIGURE_HEIGHT = 380
 ASIDE = 0.05
@@ -79,22 +79,14 @@ def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> list[go.
     return line(at, accuracy, model, colour, hover=f"{hover}<extra></extra>", **own)
 
 
-def _marks(rows: pd.DataFrame, colour: str, shift: float) -> go.Scatter:
+def _marks(rows: pd.DataFrame, colour: str, shift: float) -> dict[str, Any]:
     """One open circle a seed."""
     name = for_plotly(rows["model"].iloc[0]) if len(rows) else ""
     notes = [[row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()]
     hover = f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: %{{customdata[2]}}<extra></extra>"
-    return go.Scatter(
-        x=(rows["shots"].to_numpy(dtype=np.float64) + shift).astype(np.float32),
-        y=rows["accuracy"].to_numpy(dtype=np.float32),
-        mode="markers",
-        marker={"size": 4, "symbol": "circle-open", "color": colour},
-        opacity=0.6,
-        legendgroup=name,
-        showlegend=False,
-        customdata=notes,
-        hovertemplate=hover,
-    )
+    own = {"opacity": 0.6, "legendgroup": name, "showlegend": False, "customdata": notes}
+    marker, at = {"size": 4, "symbol": "circle-open"}, rows["shots"].to_numpy(np.float64) + shift
+    return dots(at, rows["accuracy"], None, None, colour, hover, marker=marker, **own)
 
 
 def _bound(name: str, shots: Sequence[int], values: Sequence[float], dash: str) -> list[go.Scatter]:
@@ -216,9 +208,14 @@ def _order(names: pd.Series) -> pd.Series:
     return names.map({name: place for place, name in enumerate((DENSE, *METHODS.values()))})
 
 
-def models_in(folder: str | Path) -> Sequence[Path]:
+def models_in(folder: str | Path) -> list[Path]:
     """The models of the few-shot task in the folders of a folder, in the order of their names."""
-    return models_of(folder, NAME)
+    found = []
+    for path in sorted(Path(folder).glob("*/training.json")):
+        with suppress(OSError, ValueError, AttributeError):  # of another program's file
+            if json.loads(path.read_text(encoding="utf-8")).get("task") == NAME:
+                found.append(path.parent)
+    return found
 
 
 def is_few_shot(folder: str | Path) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,8 @@ AT_CHANCE = (
     "at chance without examples already, below which nothing is lost: the loss must grow with the accuracy"
 )
 
-Edit = Callable[[slice], AbstractContextManager[object]]
-"""(prompts of a batch) → an intervention on the model while it reads them."""
+Edit = Callable[[slice], Iterable[AbstractContextManager[object]]]
+"""(prompts of a batch) → the interventions on the model while it reads them."""
 
 
 @dataclass(frozen=True)
@@ -126,26 +126,19 @@ def _controls(attention: list[PromptAttention]) -> Iterator[tuple[str, int, list
 def _hiding(model: OpenModel, keys: list[Tensor]) -> Edit:
     """Keys (prompts, heads, positions) by layer, hidden in the heads that have any."""
 
-    @contextmanager
-    def hidden(part: slice) -> Iterator[None]:
-        with ExitStack() as stack:
-            for layer, of_layer in enumerate(keys):
-                chosen = of_layer[part]
-                for head in chosen.any(-1).any(0).nonzero().flatten().tolist():
-                    stack.enter_context(attention_knockout(model, layer, head, chosen[:, head]))
-            yield
+    def hidden(part: slice) -> Iterator[AbstractContextManager[object]]:
+        for layer, of_layer in enumerate(keys):
+            chosen = of_layer[part]
+            for head in chosen.any(-1).any(0).nonzero().flatten().tolist():
+                yield attention_knockout(model, layer, head, chosen[:, head])
 
     return hidden
 
 
 def _without_terms(model: OpenModel, pruned: Pruned, control: int | None) -> Edit:
-    @contextmanager
-    def without(part: slice) -> Iterator[None]:
-        with ExitStack() as stack:
-            for layer in range(model.layers):
-                factors = pruned.factors(layer)
-                stack.enter_context(without_low_rank(model, layer, factors=factors, control=control))
-            yield
+    def without(part: slice) -> Iterator[AbstractContextManager[object]]:
+        for layer in range(model.layers):
+            yield without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
 
     return without
 
@@ -156,7 +149,9 @@ def _accuracies(model: OpenModel, prompts: tuple[Tensor, Tensor, Tensor, list[in
     batch, right = batch_of_prompts(ids.shape[1], None), []
     for start in range(0, len(ids), batch):
         part = slice(start, min(start + batch, len(ids)))
-        with edit(part):
+        with ExitStack() as stack:
+            for intervention in edit(part):
+                stack.enter_context(intervention)
             right.append(right_answers(model.hf, ids[part], asked[part], labels[part], label_ids))
     return torch.cat(right).numpy().astype(np.float64)
 
@@ -168,16 +163,13 @@ def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
     prompts = ids, asked, torch.from_numpy(drawn.labels), label_ids
     attention = attention_of_prompts(dense, ids, batch_of_prompts(ids.shape[1], None))
 
-    def nothing(part: slice) -> AbstractContextManager[object]:
-        return ExitStack()
-
-    yield DENSE, 0, _accuracies(dense, prompts, nothing), 0.0
+    yield DENSE, 0, _accuracies(dense, prompts, lambda part: ()), 0.0
     sinks = HIDDEN, 0, [of.sinks for of in attention]
     for name, seed, keys in (sinks, *_controls(attention)):
         yield name, seed, _accuracies(dense, prompts, _hiding(dense, keys)), share_of(attention, keys)
     model = copy.deepcopy(dense)
     report = prune_model(model, few_shot.calibration_prompts(), "oats", SPARSITY)
-    yield OATS, 0, _accuracies(model, prompts, nothing), 0.0
+    yield OATS, 0, _accuracies(model, prompts, lambda part: ()), 0.0
     yield WITHOUT, 0, _accuracies(model, prompts, _without_terms(model, report, None)), 0.0
     for seed in range(CONTROLS):
         yield RANDOM, seed, _accuracies(model, prompts, _without_terms(model, report, seed)), 0.0
@@ -238,24 +230,26 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
             "rise an example, least squares over all numbers": beyond @ examples / (examples @ examples),
             "with five examples less with four": beyond[:, -1] - beyond[:, -2],
         }
-        by_model = []
-        for of, values in trend.items():
-            beyond_control = f"accuracy lost beyond that control, {of}, by model"
-            by_model.append(judge(growing, beyond_control, Estimate.mean(values, "models"), MORE))
-        outcome.verdicts.append(all_of(growing, by_model))
+        by_model = [
+            judge(
+                growing,
+                f"accuracy lost beyond that control, {of}, by model",
+                Estimate.mean(values, "models"),
+                MORE,
+            )
+            for of, values in trend.items()
+        ]
         least = table[(table["model"] == name) & (table["shots"] == table["shots"].min())]["accuracy"]
         left = Estimate.mean(least.to_numpy(np.float64) - 1 / RULES.values, "models")
         floor = "" if left.value > left.margin else AT_CHANCE
-        outcome.verdicts[-1] = unless_explained(outcome.verdicts[-1], HOLDS, floor)
-    means = table.groupby(["model", "folder", "seed", "shots"], as_index=False, sort=False)[
-        ["accuracy", "accuracy_se"]
-    ].mean()
+        outcome.verdicts.append(unless_explained(all_of(growing, by_model), HOLDS, floor))
+    over_controls = table.groupby(["model", "folder", "seed", "shots"], as_index=False, sort=False)
+    by_seed = over_controls[["accuracy", "accuracy_se"]].mean()
+    best = RULES.best_accuracy().tolist()
     outcome.figure(
         "accuracy",
         "Accuracy against the number of examples, with sinks and without",
-        few_shot.accuracy_by_shots(
-            over_seeds(means), means, chance=1 / RULES.values, best=RULES.best_accuracy().tolist()
-        ),
+        few_shot.accuracy_by_shots(over_seeds(by_seed), by_seed, chance=1 / RULES.values, best=best),
         f"Means over models with 95 % intervals, controls: mean of {CONTROLS}. Dashed: the best achievable accuracy.",
         "lines that fall behind their controls from left to right.",
         f"{ZHANG}, sections 3.4 and 3.5; the interventions are ours",

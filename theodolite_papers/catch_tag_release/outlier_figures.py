@@ -17,6 +17,7 @@ from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, for_plotly, head_name, listed, number, shown_token
+from theodolite_papers.drawing.localization import Line, curves
 
 LINES = 12
 TOKENS = 20
@@ -58,10 +59,10 @@ def growth(
     for (dimension, token), values in drawn.items():
         colour = style.CATEGORIES[dimensions.index(dimension) % (len(style.CATEGORIES) - 1)]
         dash = DASHES[drawn_of_dimension[dimension] % len(DASHES)]
-        traces += _by_layer(f"{dimension}, {token}", np.where(values > 0, values, np.nan), colour, dash)
+        traces += _by_layer(f"{dimension}, {token}", values, colour, dash)
         drawn_of_dimension[dimension] += 1
     for (name, values), dash in zip(references.items(), DASHES[1:], strict=False):
-        traces += _by_layer(name, np.where(values > 0, values, np.nan), style.GREY, dash)
+        traces += _by_layer(name, values, style.GREY, dash)
     all_values = np.concatenate([*drawn.values(), *references.values(), [threshold]])
     top = float(np.nanmax(all_values))
     low = max(float(np.nanmin(all_values[all_values > 0])), SMALLEST * top)
@@ -76,7 +77,8 @@ def growth(
 
 def _by_layer(name: str, values: Floats, colour: str, dash: str) -> list[Any]:
     hover = f"{for_plotly(name)}<br>layer %{{x}}: %{{y:.4g}}<extra></extra>"
-    return line(np.arange(len(values)), values, name, colour, dash=dash, width=2, marker=5, hover=hover)
+    positive = np.where(values > 0, values, np.nan)
+    return line(np.arange(len(values)), positive, name, colour, dash=dash, width=2, marker=5, hover=hover)
 
 
 def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go.Figure:
@@ -95,19 +97,6 @@ def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go
     down |= {"tickvals": list(range(len(names))), "ticktext": [for_plotly(name) for name in names]}
     layout = {"yaxis": down, "xaxis": {"tickformat": ".0%", "rangemode": "tozero"}}
     return style.figure([bars], "share of contexts", "", height=110 + 24 * max(3, len(names)), layout=layout)
-
-
-def counts(columns: Mapping[str, tuple[Floats, str, str]], y: str) -> go.Figure:
-    """Numbers by layer: name → (values, colour, dash)."""
-    traces = [
-        trace
-        for name, (values, colour, dash) in columns.items()
-        for trace in _by_layer(name, values, colour, dash)
-    ]
-    length = len(next(iter(columns.values()))[0])
-    layers = {"tickmode": "array", "tickvals": evenly(length, 16), "zeroline": False}
-    layout = {"xaxis": layers, "yaxis": {"rangemode": "tozero"}}
-    return style.figure(traces, "layer", y, height=360, layout=layout)
 
 
 SUN = "Sun et al. 2024"
@@ -199,19 +188,24 @@ def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
 
 
 def _counts(outcome: Outcome, outliers: Outliers) -> None:
-    def of(name: str) -> Floats:
-        return outliers.layers[name].to_numpy(dtype=np.float64)
-
-    columns = {
-        "outlier dimensions, from data": (of("adaptive"), style.BLUE, "solid"),
-        "outlier dimensions, published": (of("published"), style.SKY, "dash"),
-        "dimensions with massive activations, from data": (of("massive_adaptive"), style.VERMILLION, "solid"),
-        "dimensions with massive activations, published": (of("massive_published"), style.ORANGE, "dash"),
+    lines = {
+        "adaptive": Line("outlier dimensions, from data", style.BLUE, marker=5),
+        "published": Line("outlier dimensions, published", style.SKY, "dash", marker=5),
+        "massive_adaptive": Line(
+            "dimensions with massive activations, from data", style.VERMILLION, marker=5
+        ),
+        "massive_published": Line(
+            "dimensions with massive activations, published", style.ORANGE, "dash", marker=5
+        ),
     }
+    values = [outliers.layers[name].to_numpy(dtype=np.float64) for name in lines]
+    at = np.arange(len(outliers.layers), dtype=np.float64)
+    layers = {"tickmode": "array", "tickvals": evenly(len(at), 16), "zeroline": False}
+    titles, zero = ("layer", "dimensions"), {"rangemode": "tozero"}
     outcome.figure(
         "counts",
         "Published thresholds against those from data",
-        counts(columns, "dimensions"),
+        curves(at, list(lines.values()), values, titles, height=360, xaxis=layers, yaxis=zero),
         "Dashed: published thresholds, |x| ≥ 6 and |x| > 100. Solid: relative to the layer; 1 % by chance.",
         "dashed lines at 0 or at the whole width: the published thresholds do not fit this model's scale.",
         f"{DETTMERS}; {SUN}; the rules from data are ours",

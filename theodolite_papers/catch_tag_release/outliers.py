@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -37,8 +36,6 @@ STAYS = Criterion("at least", 0.75, "three quarters of the layers from there on 
 
 LIFE = ["dimension", "token_id", "first"]
 """What tells one massive activation from another."""
-
-Found = TypeVar("Found")
 
 CLAIMS = {
     "tokens": f"Massive activations are few: they sit at few tokens ({SUN})",
@@ -102,16 +99,14 @@ def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
     return sinks_table(states.of("corpus.attention"), text_of_tokens(model, corpus))
 
 
-def _estimate(
-    measure: Callable[[Found], float], whole: Found, parts: Sequence[Found], contexts: int
-) -> Estimate:
+def _estimate(whole: float, of_parts: Sequence[float], contexts: int) -> Estimate:
     """A share or count of the whole text, with the error of a mean over its parts; of parts that have none, fewer."""
-    values = np.array([measure(part) for part in parts])
+    values = np.array(of_parts, dtype=np.float64)
     values = values[np.isfinite(values)]
     if len(values) < 2:
-        return Estimate(measure(whole))
+        return Estimate(whole)
     error = float(values.std(ddof=1)) / len(values) ** 0.5
-    return Estimate(measure(whole), error, len(values), "parts").floored(count=contexts)
+    return Estimate(whole, error, len(values), "parts").floored(count=contexts)
 
 
 def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
@@ -133,7 +128,8 @@ def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outl
         f"not far below it (lowest: {number(large['consistency'].min())} of it; Gaussian numbers: "
         f"{number(GAUSSIAN_CONSISTENCY)}; {apart})"
     )
-    outcome.claim(claim, what, _estimate(even, outliers, parts, _contexts(outliers)), CONSISTENT)
+    estimate = _estimate(even(outliers), [even(part) for part in parts], _contexts(outliers))
+    outcome.claim(claim, what, estimate, CONSISTENT)
 
 
 def _at_delimiters(outliers: Outliers) -> float:
@@ -193,11 +189,12 @@ def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers
         ),
     }
     for name, (what, measure, criterion) in measures.items():
-        estimate = _estimate(measure, outliers, parts, _contexts(outliers))
-        if name == "sudden" and len({measure(part) for part in parts}) == 1:
-            # Of position 0 with one token, by causality: no context can tell how far off it is.
-            estimate = Estimate(estimate.value)
-        outcome.claim(CLAIMS[name], what, estimate, criterion)
+        of_parts = [measure(part) for part in parts]
+        if name == "sudden" and len(set(of_parts)) == 1:
+            of_parts = []  # of position 0 with one token, by causality: no context can tell how far off it is
+        outcome.claim(
+            CLAIMS[name], what, _estimate(measure(outliers), of_parts, _contexts(outliers)), criterion
+        )
 
 
 def judge_sinks(
@@ -207,29 +204,23 @@ def judge_sinks(
     corpus: Corpus,
 ) -> None:
     """Whether massive activations and sinks are at the same tokens, by token and first position."""
-    outliers, sinks = whole
-    if missing := _nothing(outliers) or ("no attention sink in this run" if sinks.empty else ""):
+    if missing := _nothing(whole[0]) or ("no attention sink in this run" if whole[1].empty else ""):
         for name in ("at sinks", "sinks at"):
             outcome.cannot_test(CLAIMS[name], missing)
         return
 
-    def at_sinks(each: tuple[Outliers, pd.DataFrame]) -> float:
-        massive, caught = _by_token(each[0].massive), _caught(each[1])
-        return _share_among(massive, caught, "places") if len(massive) else math.nan
+    def tables(each: tuple[Outliers, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame]:
+        return _by_token(each[0].massive), _caught(each[1])
 
-    def sinks_at(each: tuple[Outliers, pd.DataFrame]) -> float:
-        massive, caught = _by_token(each[0].massive), _caught(each[1])
-        return _share_among(caught, massive, "contexts") if len(caught) else math.nan
-
-    for name, measure, others, what in (
-        ("at sinks", at_sinks, _caught(sinks), "massive activations at tokens that are sinks of some head"),
-        ("sinks at", sinks_at, _by_token(outliers.massive), "sinks at tokens that carry massive activations"),
+    for name, one, other, weight, what in (
+        ("at sinks", 0, 1, "places", "massive activations at tokens that are sinks of some head"),
+        ("sinks at", 1, 0, "contexts", "sinks at tokens that carry massive activations"),
     ):
-        chance = _chance(others, corpus)
+        chance = _chance(tables(whole)[other], corpus)
         criterion = Criterion("at least", max(0.5, chance), "half, and more than of all tokens (ours)")
         what = f"share of {what} (baseline: {percent(chance)} of all tokens of the text)"
-        estimate = _estimate(measure, whole, parts, len(corpus.contexts))
-        outcome.claim(CLAIMS[name], what, estimate, criterion)
+        shares = [_share_among(of[one], of[other], weight) for of in map(tables, (whole, *parts))]
+        outcome.claim(CLAIMS[name], what, _estimate(shares[0], shares[1:], len(corpus.contexts)), criterion)
 
 
 def _caught(sinks: pd.DataFrame) -> pd.DataFrame:
@@ -238,10 +229,10 @@ def _caught(sinks: pd.DataFrame) -> pd.DataFrame:
 
 
 def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> float:
-    """Of `tokens` those that are among `others` too; position 0 is one place, whatever its token."""
+    """Of `tokens` those that are among `others` too (NaN of none); position 0 is one place, whatever its token."""
     amount, later = tokens[weight].to_numpy(dtype=np.float64), set(others.loc[~others["first"], "token_id"])
     present = np.where(tokens["first"], bool(others["first"].any()), tokens["token_id"].isin(later))
-    return float((amount * present).sum() / amount.sum())
+    return float((amount * present).sum() / amount.sum()) if len(tokens) else math.nan
 
 
 def _contexts(outliers: Outliers) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -64,7 +65,6 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
         else turned(principal_scores(vectors, grouped), reference, grouped)
         for name, vectors in vectors_at.items()
     }
-    colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
     names = {place: f"caught by {_sink(int(sink), tokens)}" for place, sink in enumerate(trace.sinks)}
     names |= {LEFT_OUT: "position 0, or a sink", UNCAUGHT: "not caught"}
     groups = [names[group] for group in trace.group.tolist()]
@@ -79,16 +79,16 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
         }
     )
     head = head_name(trace.layer, trace.head)
+    why = ", chosen because its sinks divide the prompt most evenly, by its attention alone"
     if chosen:
-        why = "chosen because its sinks divide the prompt most evenly, by its attention alone"
-        outcome.read("head", f"{head}, {why}")
+        outcome.read("head", head + why)
     outcome.read(f"sinks of {head}", _listed_sinks(trace, tokens))
     for row in places.itertuples():
         judged = f"{DETRENDED} {number(row.beyond_position)}, shifted {number(row.shifted)}"
         explained = f"{number(row.variance_explained)} (at random {number(row.by_chance)}; {judged})"
         outcome.read(f"η² of the grouping by sink: {row.place}", explained)
     judge_places(outcome, trace, places)
-    _figures(outcome, trace, tokens, sinks, scores, colours, groups)
+    _figures(outcome, trace, tokens, sinks, scores, groups)
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:
@@ -112,11 +112,11 @@ def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
             f"none: no key receives more than {SINK_THRESHOLD} of the attention of the queries that see it, "
             "or enough of a span's"
         )
-    catches = [
-        f"{_sink(int(position), tokens)} catches {counted(int((trace.group == number_of).sum()), 'token')}"
-        for number_of, position in enumerate(trace.sinks)
-    ]
-    return "; ".join(catches)
+    sizes = [int((trace.group == number_of).sum()) for number_of in range(len(trace.sinks))]
+    sinks = [_sink(int(position), tokens) for position in trace.sinks]
+    return "; ".join(
+        f"{sink} catches {counted(size, 'token')}" for sink, size in zip(sinks, sizes, strict=True)
+    )
 
 
 def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Tensor) -> pd.DataFrame:
@@ -192,12 +192,12 @@ def _figures(
     tokens: list[str],
     sinks: list[int],
     scores: dict[str, Tensor],
-    colours: np.ndarray,
     groups: list[str],
 ) -> None:
     head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
-    grouped = (trace.group != LEFT_OUT).numpy()
-    shown, of_shown = ([values[place] for place in np.flatnonzero(grouped)] for values in (tokens, groups))
+    grouped = trace.group != LEFT_OUT
+    colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
+    shown, of_shown = (list(itertools.compress(values, grouped)) for values in (tokens, groups))
     names = sorted(set(of_shown))
     outcome.figure(
         "attention",
@@ -260,11 +260,11 @@ def _figures(
     )
 
 
-def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
+def _on_prompt(figure: int, prompt: str, what: str, paper: str, heads: str) -> Experiment:
     @experiment(
-        f"sinks/{figure}",
+        f"sinks/figure{figure}",
         f"Catch, tag and release of one head on {what}",
-        paper,
+        f"{paper} (Fig. {figure}, {heads})",
         needs=("model", "prompt"),
         options=("prompt", "layer", "head"),
     )
@@ -277,35 +277,18 @@ def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
     return on_prompt
 
 
-_TO_STEP = "A sink on “Let's think step by step” in a deep layer"
-_CLUSTERS = "Clusters in the head's output and"
-_PUBLISHED = (
-    (
-        "figure2",
-        "few-shot",
-        "a few-shot prompt",
-        "Two distinct sinks catch the tokens that follow them; tokens cluster by the sink that they attended to, in "
-        "the head's output and in a deep layer (Fig. 2, Phi-3 Medium, L3H6 and layer 17)",
-    ),
-    (
-        "figure7",
-        "passage",
-        "a passage of text",
-        "No clusters before the head, clusters in its output and at layer 18 (Fig. 7, L3H30)",
-    ),
-    ("figure8", "step-by-step", "a zero-shot chain of thought", f"{_TO_STEP} (Fig. 8, L3H6 and L38H33)"),
-    ("figure9", "chain-of-thought", "a chain of thought", f"{_CLUSTERS} at layer 21 (Fig. 9, L5H16)"),
-    (
-        "figure10",
-        "step-by-step-2",
-        "another zero-shot chain of thought",
-        f"{_TO_STEP} (Fig. 10, L5H14 and L39H24)",
-    ),
-    (
-        "figure11",
-        "chain-of-thought-2",
-        "another chain of thought",
-        f"{_CLUSTERS} in a deep layer (Fig. 11, L3H30)",
-    ),
+_SINKS = (
+    "Two distinct sinks catch the tokens that follow them; tokens cluster by the sink that they attended to, in the "
+    "head's output and in a deep layer"
 )
-PROMPT_SINKS = [_on_prompt(*row) for row in _PUBLISHED]
+_BEFORE = "No clusters before the head, clusters in its output and at layer 18"
+_STEP = "A sink on “Let's think step by step” in a deep layer"
+_STAY = "Clusters in the head's output and"
+PROMPT_SINKS = [
+    _on_prompt(2, "few-shot", "a few-shot prompt", _SINKS, "Phi-3 Medium, L3H6 and layer 17"),
+    _on_prompt(7, "passage", "a passage of text", _BEFORE, "L3H30"),
+    _on_prompt(8, "step-by-step", "a zero-shot chain of thought", _STEP, "L3H6 and L38H33"),
+    _on_prompt(9, "chain-of-thought", "a chain of thought", f"{_STAY} at layer 21", "L5H16"),
+    _on_prompt(10, "step-by-step-2", "another zero-shot chain of thought", _STEP, "L5H14 and L39H24"),
+    _on_prompt(11, "chain-of-thought-2", "another chain of thought", f"{_STAY} in a deep layer", "L3H30"),
+]

@@ -6,8 +6,7 @@ Even contexts calibrate the pruning, odd ones are measured.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,8 +25,8 @@ from theodolite.measure.ratios import ratio_by_context
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.prune.model import prune_model
-from theodolite.prune.pruned import Pruned
 from theodolite.report.data import evenly
+from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite_papers.experiment import corpus_subset
 
@@ -137,17 +136,22 @@ def part_of(corpus: Corpus, contexts: slice) -> Corpus:
     return corpus_subset(part, evenly(len(part.contexts), MOST_CONTEXTS))
 
 
-def dense_measures(study: Study, prompt: Prompt | None = None) -> ModelSinks:
-    """The model itself; measured once."""
+def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:
+    """The model itself; measured once, since a study has one prompt."""
     _, measured = halves(study)
-    key, model = f"look/{_cache_key(prompt)}", study.require_model()
-    return study.cached(key, lambda: measure_sinks(model, measured, prompt))
+    return study.cached("dense sinks", lambda: measure_sinks(study.require_model(), measured, prompt))
 
 
-def pruned(study: Study, method: str, calibration: Corpus) -> tuple[OpenModel, Pruned]:
-    """A copy of the model, pruned by `SPARSITY`."""
+def pruned_measures(
+    study: Study, method: str, prompt: Prompt, ablations: Mapping[str, int | None] | None = None
+) -> dict[str, ModelSinks]:
+    """A copy of the model, pruned by `SPARSITY`: as it is, by the method's name, and without low-rank terms.
+
+    ablations: name → control of `without_low_rank` in the prompt's layer.
+    """
+    calibration, measured = halves(study)
     model = copy.deepcopy(study.require_model())
-    report = prune_model(
+    pruned = prune_model(
         model,
         calibration,
         method,
@@ -156,34 +160,8 @@ def pruned(study: Study, method: str, calibration: Corpus) -> tuple[OpenModel, P
         iterations=ITERATIONS,
         show_progress=partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}"),
     )
-    return model, report
-
-
-def pruned_measures(study: Study, method: str, prompt: Prompt | None = None) -> ModelSinks:
-    """The model pruned by `SPARSITY`; pruned and measured once."""
-    calibration, measured = halves(study)
-
-    def make() -> ModelSinks:
-        model, _ = pruned(study, method, calibration)
-        return measure_sinks(model, measured, prompt)
-
-    return study.cached(f"look/{method}/{_cache_key(prompt)}", make)
-
-
-def ablated_measures(
-    study: Study,
-    edits: Callable[[OpenModel, Pruned], Iterator[tuple[str, AbstractContextManager[object]]]],
-    prompt: Prompt,
-) -> dict[str, ModelSinks]:
-    """The model pruned by OATS, as it is and under interventions, which `edits` names."""
-    calibration, measured = halves(study)
-    model, report = pruned(study, "oats", calibration)
-    measured_models = {"": measure_sinks(model, measured, prompt)}
-    for name, edit in edits(model, report):
-        with edit:
-            measured_models[name] = measure_sinks(model, measured, prompt)
-    return measured_models
-
-
-def _cache_key(prompt: Prompt | None) -> str:
-    return "" if prompt is None else f"{prompt.layer}/{prompt.head}/{prompt.ids.tolist()}"
+    measures, layer = {METHODS[method]: measure_sinks(model, measured, prompt)}, prompt.layer
+    for name, control in (ablations or {}).items():
+        with without_low_rank(model, layer, factors=pruned.factors(layer), control=control):
+            measures[name] = measure_sinks(model, measured, prompt)
+    return measures

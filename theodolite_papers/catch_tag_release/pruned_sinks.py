@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 
 import pandas as pd
 
-from theodolite import OpenModel
 from theodolite.estimates import Estimate
 from theodolite.judging import FAILS, Criterion, Verdict, all_of, judge, mix_of
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
-from theodolite.prune.pruned import Pruned
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
 from theodolite_papers.catch_tag_release import tag_ablation as figures_ablations
@@ -25,7 +21,6 @@ from theodolite_papers.catch_tag_release.pruned_models import (
     SPARSITY,
     ModelSinks,
     Prompt,
-    ablated_measures,
     dense_measures,
     kept_sinks,
     loss_difference,
@@ -78,45 +73,53 @@ def _read(outcome: Outcome, table: pd.DataFrame, whose: str) -> None:
 def _maps(
     outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, source: str
 ) -> None:
+    outcome.figure(
+        "maps",
+        f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
+        figures_compare.parallel_map(
+            {
+                name: figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
+                for name, trace, tokens, sinks in _on_prompt(study, measured, prompt)
+            },
+            square=True,
+        ),
+        "Queries down, keys across; only sinks are labelled, with ▼.",
+        "strong columns of the dense model that are missing in another.",
+        source,
+        wide=True,
+    )
+
+
+def _on_prompt(
+    study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt
+) -> Iterator[tuple[str, PromptTrace, list[str], list[int]]]:
+    """Name, trace, shown tokens and sinks of each model."""
     tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
-    figures = {
-        name: figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
-        for name, trace, sinks in _on_prompt(measured)
-    }
-    title = f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt"
-    drawn = figures_compare.parallel_map(figures, square=True)
-    shows = "Queries down, keys across; only sinks are labelled, with ▼."
-    look_for = "strong columns of the dense model that are missing in another."
-    outcome.figure("maps", title, drawn, shows, look_for, source, wide=True)
-
-
-def _on_prompt(measured: Mapping[str, ModelSinks]) -> Iterator[tuple[str, PromptTrace, list[int]]]:
     for name, model in measured.items():
         assert model.prompt is not None
-        yield name, model.prompt, [int(place) for place in model.prompt.sinks if place >= 0]
+        yield name, model.prompt, tokens, [int(place) for place in model.prompt.sinks if place >= 0]
 
 
 def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt) -> None:
     """What the head writes and the residual stream behind its block, by dimension: Figure 4's lower row."""
-    tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
-    head, layer = head_name(prompt.layer, prompt.head), prompt.layer
-    traces = list(_on_prompt(measured))
-    for key, title, vectors in (
-        ("outputs", f"Output of {head} on the prompt, by dimension", lambda trace: trace.output),
+    head, behind = head_name(prompt.layer, prompt.head), prompt.layer + 1
+    traces = list(_on_prompt(study, measured, prompt))
+    for key, what, vectors in (
+        ("outputs", f"Output of {head}", [trace.output for _, trace, _, _ in traces]),
         (
             "outliers",
-            f"Residual stream behind block {layer} on the prompt, by dimension",
-            lambda trace: trace.streams[layer + 1],
+            f"Residual stream behind block {prompt.layer}",
+            [trace.streams[behind] for _, trace, _, _ in traces],
         ),
     ):
-        dense = vectors(traces[0][1]).numpy()
+        dense = vectors[0].numpy()
         figures = {
-            name: figures_prompt.by_dimension(vectors(trace).numpy(), tokens, sinks, scale_of=dense)
-            for name, trace, sinks in traces
+            name: figures_prompt.by_dimension(of_model.numpy(), tokens, sinks, scale_of=dense)
+            for (name, _, tokens, sinks), of_model in zip(traces, vectors, strict=True)
         }
         outcome.figure(
             key,
-            title,
+            f"{what} on the prompt, by dimension",
             figures_compare.parallel_map(figures),
             f"Tokens down; the {figures_prompt.DIMENSIONS} largest dimensions of the dense model, in its colours.",
             "columns of one colour over caught tokens, which go with the low-rank term and stay under the control.",
@@ -135,7 +138,9 @@ def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks],
 def figure_5(study: Study, outcome: Outcome) -> None:
     prompt = _prompt(study)
     dense = dense_measures(study, prompt)
-    measured = {name: pruned_measures(study, method, prompt) for method, name in METHODS.items()}
+    measured: dict[str, ModelSinks] = {}
+    for method in METHODS:
+        measured |= pruned_measures(study, method, prompt)
     outcome.tables["methods"] = table = _table(dense, measured)
     _read(outcome, table, "the dense model's sinks")
     if not dense.sinks.any():
@@ -208,12 +213,7 @@ def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
 def figure_4(study: Study, outcome: Outcome) -> None:
     prompt = _prompt(study)
     layer, dense = prompt.layer, dense_measures(study, prompt)
-
-    def edits(model: OpenModel, pruned: Pruned) -> Iterator[tuple[str, AbstractContextManager[object]]]:
-        for name, seed in _ablations(layer).items():
-            yield name, without_low_rank(model, layer, factors=pruned.factors(layer), control=seed)
-
-    measured = {name or "OATS": model for name, model in ablated_measures(study, edits, prompt).items()}
+    measured = pruned_measures(study, "oats", prompt, _ablations(layer))
     outcome.tables["models"] = table = _table(dense, measured, layer)
     _read(outcome, table, f"the dense model's sinks in layer {layer}")
     claim = f"The low-rank term is responsible for the sinks of layer {layer}: ablating it removes them (section 3.2)"

@@ -108,8 +108,8 @@ def _chosen_tag(study: Study, contexts: Corpus) -> tuple[int, int, torch.Tensor]
     traces, focus = run.traces, study.focus
     if focus.layer is not None:
         traces = traces[(traces["layer"] == focus.layer) & (traces["head"] == focus.head)]
-    traces = traces[traces["tag"].notna()] if len(traces) else traces
-    if not len(traces):
+    traces = traces.dropna(subset="tag")
+    if traces.empty:
         raise UsageError(
             "that head writes no tag in this text: choose another --layer and --head, or another text"
         )
@@ -172,8 +172,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
     drawn = changes(table, [m for m in table["measure"].unique() if m.startswith("η²")])
     shows = "Change of η² of the head's grouping in each later residual layer; groups of the intact model."
     look_for = "η² that falls by nearly its whole value: then the clusters came from this tag."
-    source = f"{ZHANG}, section 2, Fig. 2d"
-    outcome.figure("clusters", title, drawn, shows, look_for, source, wide=True)
+    outcome.figure("clusters", title, drawn, shows, look_for, f"{ZHANG}, section 2, Fig. 2d", wide=True)
 
 
 def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
@@ -196,7 +195,8 @@ def against_control(
     hardest = "beyond_most" if sign > 0 else "beyond_least"
     gain = sign * row[hardest] - least * abs(row["untouched"])
     step = 1.0 if measure in (HEAD_SINKS, LATER_SINKS) else 0.0  # of sinks, which may change alike by chance
-    return _more(claim, what, gain, row[f"{hardest}_se"], row["contexts"], step=step)
+    known = Estimate(gain, row[f"{hardest}_se"], int(row["contexts"]), "contexts")
+    return _more(claim, what, known.floored(step))
 
 
 def against_others(table: pd.DataFrame) -> Verdict:
@@ -207,23 +207,14 @@ def against_others(table: pd.DataFrame) -> Verdict:
         f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
         f"{with_error(uncaught['change'], uncaught['change_se'])} on others; rises more on caught tokens than on others"
     )
-    change, error, contexts = (between[name] for name in ("change", "change_se", "contexts"))
-    more = _more(MORE_THAN_OTHERS, what, change, error, contexts, MORE_THAN_NONE)
+    change = Estimate(between["change"], between["change_se"], int(between["contexts"]), "contexts")
+    more = _more(MORE_THAN_OTHERS, what, change, MORE_THAN_NONE)
     beyond = against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)
     return all_of(MORE_THAN_OTHERS, [more, beyond])
 
 
-def _more(
-    claim: str,
-    what: str,
-    gain: float,
-    error: float,
-    contexts: int,
-    criterion: Criterion = MORE,
-    step: float = 0.0,
-) -> Verdict:
-    """Judge a difference paired by context; `step`: the least by which a context's can differ from another's."""
-    if not math.isfinite(error):
+def _more(claim: str, what: str, gain: Estimate, criterion: Criterion = MORE) -> Verdict:
+    """Judge a difference paired by context."""
+    if not math.isfinite(gain.error):
         return untestable(claim, f"{what}: too few contexts; {criterion}")
-    known = Estimate(float(gain), float(error), int(contexts), "contexts").floored(step)
-    return judge(claim, f"{what}, by", known, criterion)
+    return judge(claim, f"{what}, by", gain, criterion)

@@ -205,13 +205,15 @@ def as_opt(decoder: Decoder) -> OPTForCausalLM:
 
 
 def _opt_block(block: nn.Module) -> dict[str, Tensor]:
-    weights = dict(block.named_parameters())
-    renamed = {}
-    for kind in ("weight", "bias"):
-        for name, part in zip("qkv", weights[f"projections.{kind}"].chunk(3), strict=True):
-            renamed[f"self_attn.{name}_proj.{kind}"] = part
-        for ours, theirs in _OPT_NAMES.items():
-            renamed[f"{theirs}.{kind}"] = weights[f"{ours}.{kind}"]
+    renamed: dict[str, Tensor] = {}
+    for name, value in block.named_parameters():
+        part, _, kind = name.partition(".")
+        if part == "projections":
+            renamed |= {
+                f"self_attn.{of}_proj.{kind}": rows for of, rows in zip("qkv", value.chunk(3), strict=True)
+            }
+        else:
+            renamed[f"{_OPT_NAMES[part]}.{kind}"] = value
     return renamed
 
 

@@ -196,17 +196,12 @@ def collapse(study: Study, outcome: Outcome) -> None:
     outcome.tables["layers"] = pd.DataFrame(rows)
     sizes = f"{SETTING.length}; {SETTING.width}; {SETTING.draws}"
     outcome.read("tokens; width; heads of each kind", sizes, "not simulated")
-    lines = [
-        Line(f"tr W = {share:g} of its largest", colour)
-        for share, colour in zip(SHARES, style.CATEGORIES, strict=False)
-    ]
+    lines = _lines([f"tr W = {share:g} of its largest" for share in SHARES])
     steps: Floats = np.arange(1, SETTING.layers + 1, dtype=np.float64)
 
     def draw(place: int) -> go.Figure:
         values = [simulated.left[place, b].mean(0).numpy() for b in range(len(SHARES))]
-        return drawing.curves(
-            steps, lines, values, ("layer", "‖X − 1x̄ᵀ‖/‖X‖"), yaxis={"type": "log", "exponentformat": "power"}
-        )
+        return drawing.curves(steps, lines, values, ("layer", "‖X − 1x̄ᵀ‖/‖X‖"), yaxis=drawing.POWERS)
 
     outcome.figure(
         "layers",
@@ -216,6 +211,10 @@ def collapse(study: Study, outcome: Outcome) -> None:
         "lines of a large |tr W| above that of tr W = 0, if it slowed the collapse.",
         f"{BAO}, section 5; the simulation is ours",
     )
+
+
+def _lines(names: list[str]) -> list[Line]:
+    return [Line(name, colour) for name, colour in zip(names, style.CATEGORIES, strict=False)]
 
 
 def widths() -> Float64[Tensor, "ratios widths"]:
@@ -244,15 +243,10 @@ def width(study: Study, outcome: Outcome) -> None:
     )
     for d in WIDTHS:
         outcome.read(f"largest |ξ| at d = {d}", number(math.sqrt(d)), "√d")
-    outcome.tables["widths"] = pd.DataFrame(
-        [
-            {"trace_over_temperature": ratio, "width": d, "xi": math.sqrt(d), "share": float(shares[a, b])}
-            for (a, ratio), (b, d) in product(enumerate(RATIOS), enumerate(WIDTHS))
-        ]
-    )
-    lines = [
-        Line(f"tr W/λ = {ratio:g}", colour) for ratio, colour in zip(RATIOS, style.CATEGORIES, strict=False)
-    ]
+    table = pd.DataFrame(product(RATIOS, WIDTHS), columns=["trace_over_temperature", "width"])
+    table = table.assign(xi=np.sqrt(table["width"]), share=shares.flatten().numpy())
+    outcome.tables["widths"] = table
+    lines = _lines([f"tr W/λ = {ratio:g}" for ratio in RATIOS])
     across, titles = np.array(WIDTHS, dtype=np.float64), ("d", "effective share")
     outcome.figure(
         "widths",

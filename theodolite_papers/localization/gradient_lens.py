@@ -162,16 +162,12 @@ def gradient(study: Study, outcome: Outcome) -> None:
     claim = "Over positions, ρ_i has the order of token i's share of the gradient of W_QK (section 3)"
     what = "rank correlation over positions of ρ_i with the mean share of ∇W_QK"
     outcome.claim(claim, what, orders, ORDERS, BY_SOFTMAX)
-    outcome.tables["heads"] = pd.DataFrame(
-        {
-            "layer": [layer for layer, _ in shares.places],
-            "head": [head for _, head in shares.places],
-            "propagation": tokens.mean((0, 2)).numpy(),
-            "log_share_ratio": gains.values,
-            "log_share_ratio_se": gains.errors,
-            "rank_correlation": orders.values,
-            "rank_correlation_se": orders.errors,
-        }
+    outcome.tables["heads"] = pd.DataFrame(shares.places, columns=["layer", "head"]).assign(
+        propagation=tokens.mean((0, 2)).numpy(),
+        log_share_ratio=gains.values,
+        log_share_ratio_se=gains.errors,
+        rank_correlation=orders.values,
+        rank_correlation_se=orders.errors,
     )
     _draw(outcome, shares)
 

@@ -94,15 +94,11 @@ def kept_text(folder: Path, files: TextFiles) -> GridText:
     place = folder / "text.safetensors"
     if not place.exists():
         text = files.read()
+        facts = {"sha256": text.sha256, "tokens_per_word": text.tokens_per_word}
+        facts |= {"tokenizer": text.tokenizer.to_str()}
+        notes, tensors = {"text": json.dumps(facts)}, {"train": text.train, "held_out": text.held_out}
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            facts = {
-                "sha256": text.sha256,
-                "tokens_per_word": text.tokens_per_word,
-                "tokenizer": text.tokenizer.to_str(),
-            }
-            notes = {"text": json.dumps(facts)}
-            tensors = {"train": text.train, "held_out": text.held_out}
             write_atomically(place, lambda path: write_checked(path, tensors, notes))
     text = load_text(folder)
     if text.sha256 != files.sha256():
@@ -116,10 +112,8 @@ def load_text(folder: Path) -> GridText:
     try:
         tensors, notes = read_checked(place)
         facts = json.loads(notes["text"])
-        tokenizer = Tokenizer.from_str(facts["tokenizer"])
-        return GridText(
-            tokenizer, tensors["train"], tensors["held_out"], facts["tokens_per_word"], facts["sha256"]
-        )
+        facts["tokenizer"] = Tokenizer.from_str(facts["tokenizer"])
+        return GridText(train=tensors["train"], held_out=tensors["held_out"], **facts)
     except Exception as error:  # of the tokenizer, which has no class of its own
         raise UsageError(
             f"{place} is damaged ({first_line(error)}); remove {folder} to start over."

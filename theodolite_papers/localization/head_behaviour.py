@@ -58,22 +58,14 @@ def mean_over_heads(values: Floats, layers: Indices) -> Estimate:
     return over_heads(lambda heads: float(values[heads].mean()), layers[known])
 
 
-def rank_correlation_of_heads(x: Floats, y: Floats, layers: Indices) -> Estimate:
-    """Rank correlation over the heads that have both, (heads,) each; NaN below `LEAST_HEADS`."""
-    return _correlation(rank_correlation, (x, y), layers)
-
-
-def partial_rank_correlation_of_heads(x: Floats, y: Floats, given: Floats, layers: Indices) -> Estimate:
-    """Rank correlation of x and y over heads with the ranks of `given` held fixed, (heads,) each; NaN as above."""
-    return _correlation(partial_rank_correlation, (x, y, given), layers)
-
-
-def _correlation(of: Callable[..., Floats], columns: tuple[Floats, ...], layers: Indices) -> Estimate:
+def rank_correlation_of_heads(x: Floats, y: Floats, layers: Indices, given: Floats | None = None) -> Estimate:
+    """Rank correlation over the heads that have both, with the ranks of `given` held fixed; NaN below `LEAST_HEADS`."""
+    columns = (x, y) if given is None else (x, y, given)
     known = np.isfinite(columns).all(axis=0)
     if known.sum() < LEAST_HEADS:
         return Estimate(math.nan)
-    x = np.stack(columns)[:, known]
-    return over_heads(lambda heads: float(of(*x[:, heads])), layers[known])
+    of, values = rank_correlation if given is None else partial_rank_correlation, np.stack(columns)[:, known]
+    return over_heads(lambda heads: float(of(*values[:, heads])), layers[known])
 
 
 def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[Estimate, float]:
@@ -269,7 +261,7 @@ def judge_entropy(
         outcome.claim(
             f"{claim} (A2 of section 5)",
             f"rank correlation over heads of {what} with entropy, |tr W| held fixed",
-            partial_rank_correlation_of_heads(numbers[name], entropy, trace, layers),
+            rank_correlation_of_heads(numbers[name], entropy, layers, given=trace),
             OPPOSED,
             f"; {_shown(plain)} where it is not",
         )
@@ -279,10 +271,14 @@ def _heads(
     run: Run, predictions: dict[str, Prediction], numbers: dict[str, Floats], measured: Tensor
 ) -> pd.DataFrame:
     """One row per head: what is measured, and what each source predicts."""
-    columns: dict[str, object] = {"propagation": numbers["ρ"], "width": numbers["width"]}
-    columns |= {"entropy": numbers["entropy"], "regime_measured": regime_of_curve(measured)}
-    columns["error_others"] = curve_errors(others_median(measured), measured).numpy()
-    columns["trace_text"] = np.abs(need_column(run.heads, f"trace{SUFFIX['text']}"))
+    columns: dict[str, object] = {
+        "propagation": numbers["ρ"],
+        "width": numbers["width"],
+        "entropy": numbers["entropy"],
+        "regime_measured": regime_of_curve(measured),
+        "error_others": curve_errors(others_median(measured), measured).numpy(),
+        "trace_text": np.abs(need_column(run.heads, f"trace{SUFFIX['text']}")),
+    }
     for name, prediction in predictions.items():
         mean, width, eta = _numbers(prediction).values()
         columns |= {f"propagation_{name}": mean, f"width_{name}": width, f"eta_{name}": eta}

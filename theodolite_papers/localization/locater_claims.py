@@ -267,9 +267,8 @@ def in_both_readings(
 def _final(outcome: Outcome, data: Comparable, claim: str) -> bool:
     """Whether the training runs are as long as the published ones, of whose end the claim is; said where not."""
     if data.step < PUBLISHED_STEPS:
-        outcome.cannot_test(
-            claim, f"compared at step {number(data.step)} of the published {number(PUBLISHED_STEPS)}"
-        )
+        why = f"compared at step {number(data.step)} of the published {number(PUBLISHED_STEPS)}"
+        outcome.cannot_test(claim, why)
     return data.step >= PUBLISHED_STEPS
 
 
@@ -342,18 +341,13 @@ def linked(outcome: Outcome, data: Comparable) -> None:
             continue
         groups = distinct(data.rows, settings, against, RISES)
         if len(groups) < 2:
-            outcome.cannot_test(
-                claim, f"{MEASURES[against]}: no two of {len(settings)} settings differ in it"
-            )
+            why = f"{MEASURES[against]}: no two of {len(settings)} settings differ in it"
+            outcome.cannot_test(claim, why)
             continue
         what = "difference between the two" if len(groups) == 2 else f"rank correlation over {len(groups)}"
-        outcome.claim(
-            claim,
-            f"{what} groups of settings that differ in {MEASURES[against]}, {len(settings)} settings in all, "
-            f"step {data.step}",
-            association(data.rows, groups, name, against),
-            BELOW,
-        )
+        what += f" groups of settings that differ in {MEASURES[against]}, {len(settings)} settings in all, "
+        what += f"step {data.step}"
+        outcome.claim(claim, what, association(data.rows, groups, name, against), BELOW)
 
 
 def stripes(outcome: Outcome, data: Comparable) -> None:
@@ -361,10 +355,9 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
     if not data.published or data.plain is None:
         return
     values = data.rows.groupby("setting", sort=False)["stripes"]
-    levels = ", ".join(
-        f"{label_of(setting)} {Estimate.mean(values.get_group(setting).to_numpy(), 'seeds')}"
-        for setting in (*(settings[-1] for settings in data.published.values()), data.plain)
-    )
+    shown = [*(settings[-1] for settings in data.published.values()), data.plain]
+    means = {setting: Estimate.mean(values.get_group(setting).to_numpy(), "seeds") for setting in shown}
+    levels = ", ".join(f"{label_of(setting)} {mean}" for setting, mean in means.items())
     claim = "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)"
     what = f"standard deviation over positions of ρ averaged over steps ({levels}), difference to step {data.step}"
     estimates = _each(data, data.plain, ("", "stripes", RISES, False))
@@ -380,8 +373,8 @@ def phases(outcome: Outcome, data: Comparable) -> None:
     shown = [settings[-1] for settings in data.published.values()] + ([data.plain] if data.plain else [])
     parts = []
     for setting, name in product(shown, ("trace", "entropy")):
-        what = f"|change| of {MEASURES[name]} per 1,000 steps before step {number(PHASE)} less that after it"
         change = Estimate.mean(pace_change(data.runs, setting, name, data.step), "seeds")
+        what = f"|change| of {MEASURES[name]} per 1,000 steps before step {number(PHASE)} less that after it"
         parts.append(judge(claim, f"{what}, {label_of(setting)}", change, ABOVE))
     outcome.verdicts.append(mix_of(claim, parts))
 
@@ -389,35 +382,36 @@ def phases(outcome: Outcome, data: Comparable) -> None:
 def pace_change(runs: Sequence[GridRun], setting: Setting, name: str, step: int) -> list[float]:
     """By how much a measure of the first layer changed more per 1,000 steps before `PHASE` than after it, by seed."""
     values = []
-    for run in runs:
-        if without_seed(run.setting) == setting:
-            curve = run.heads[run.heads["layer"] == 0].set_index("step")[name]
-            turn = curve.index[curve.index <= PHASE].max()
-            first, last = (abs(curve[b] - curve[a]) / (b - a) for a, b in ((0, turn), (turn, step)))
-            values.append(1000 * float(first - last))
+    for run in (each for each in runs if without_seed(each.setting) == setting):
+        curve = run.heads[run.heads["layer"] == 0].set_index("step")[name]
+        turn = curve.index[curve.index <= PHASE].max()
+        first, last = (abs(curve[b] - curve[a]) / (b - a) for a, b in ((0, turn), (turn, step)))
+        values.append(1000 * float(first - last))
     return values
 
 
 def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
     """Section 4, measured: ρ on fewer positions at d = 128 than at d = 32, settings and seeds alike, one layer."""
     claim = "A larger width drives attention to localization: d = 128 against 32 (section 4)"
-    shapes = {width: (1, width) for width in (32, 128)}
-    of_widths = {w: [r for r in runs if (r.setting.layers, r.setting.width) == shapes[w]] for w in shapes}
-    if not all(of_widths.values()):
+    of_widths = [
+        [run for run in runs if (run.setting.layers, run.setting.width) == (1, d)] for d in (32, 128)
+    ]
+    if not all(of_widths):
         outcome.cannot_test(claim, "the grid does not have both widths: train them with --widths 32,128")
         return
-    step = min(common_step(of) for of in of_widths.values())
+    step = min(map(common_step, of_widths))
     small, large = (
         {replace(r.setting, width=0): float(curve_width(torch.from_numpy(profile(r, step)))) for r in of}
-        for of in of_widths.values()
+        for of in of_widths
     )
-    both = sorted(small.keys() & large.keys(), key=lambda s: s.seed)
+    less: dict[Setting, list[float]] = {}
+    for setting in sorted(small.keys() & large.keys(), key=lambda each: each.name):
+        less.setdefault(without_seed(setting), []).append(large[setting] - small[setting])
     what = f"effective share of positions of ρ averaged to step {number(step)}, d = 128 less d = 32"
-    parts = []
-    for setting in sorted({without_seed(s) for s in both}, key=lambda s: s.name):
-        less = [large[s] - small[s] for s in both if without_seed(s) == setting]
-        estimate = Estimate.mean(less, "seeds")
-        parts.append(judge(claim, f"{what}, {label_of(setting)}", estimate, BELOW_IN_SHARE))
+    parts = [
+        judge(claim, f"{what}, {label_of(setting)}", Estimate.mean(by_seed, "seeds"), BELOW_IN_SHARE)
+        for setting, by_seed in less.items()
+    ]
     outcome.verdicts.append(mix_of(claim, parts))
 
 

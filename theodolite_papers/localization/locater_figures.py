@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import grammar
 from theodolite.report.drawing.grammar import heat, line
 from theodolite.system.wording import counted, for_plotly, number
+from theodolite_papers.drawing.localization import TWOS, Line, curves
 from theodolite_papers.experiment import BAO, Experiment, Outcome, Study, by_name, experiment, of_trainings
 from theodolite_papers.localization import locater_claims as judged
 from theodolite_papers.localization.locater_grid import GridRun, read_grid
@@ -29,36 +29,31 @@ MOST_COLUMNS = 400
 """Steps that a map shows at most: more are not to be seen."""
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One measure: a title, and for every line the middle and the lowest and highest value over seeds, (S,) each."""
-
-    title: str
-    lines: Sequence[tuple[Floats, Floats, Floats]]
-    logarithmic: bool = False
-    window: tuple[float, float] | None = None
+Lines = list[tuple[Floats, Floats, Floats]]
+"""Of every setting the mean and the lowest and highest value over seeds, (S,) each."""
 
 
-def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]) -> go.Figure:
-    """Panels of the same lines against training step, with the range over seeds as a band."""
+def panels(
+    names: Sequence[str], steps: Sequence[Floats], shown: Sequence[tuple[str, Lines, dict[str, Any]]]
+) -> go.Figure:
+    """Measures, each with its title and its axis, against training step, with the range over seeds as a band."""
     down = -(-len(shown) // ACROSS)
     drawn = []
-    for index, panel in enumerate(shown):
+    for index, (title, lines, axis) in enumerate(shown):
         traces: list[Any] = []
-        colours = style.CATEGORIES[: len(names)]
-        for name, at, (centre, low, high), colour in zip(names, steps, panel.lines, colours, strict=True):
+        for name, at, (centre, low, high), colour in zip(names, steps, lines, style.CATEGORIES, strict=False):
             hover = f"{for_plotly(name)}<br>step %{{x:.0f}}: %{{y:.5g}}<extra></extra>"
             traces += line(at, centre, name, colour, band=(low, high), hover=hover, showlegend=index == 0)
-        axis: dict[str, Any] = {"type": "log" if panel.logarithmic else "linear", "exponentformat": "power"}
-        axis |= {} if panel.window is None else {"range": list(panel.window)}
-        if panel.logarithmic and panel.window is None:
-            lowest = min(float(low.min()) for _, low, _ in panel.lines)
-            highest = max(float(high.max()) for *_, high in panel.lines)
-            if 5 * lowest < highest < 100 * lowest:  # plotly's own labels, 2 to 9, would lie on one another
-                axis |= {"dtick": "D2", "tickformat": "~g"}
         x = "step" if index // ACROSS == down - 1 else ""
-        drawn.append(grammar.Panel(panel.title, traces, x, yaxis=axis))
+        drawn.append(grammar.Panel(title, traces, x, yaxis={"exponentformat": "power"} | axis))
     return grammar.panels(drawn, ACROSS, layout={"legend": {"y": 1.06}})
+
+
+def _logarithmic(lines: Lines) -> dict[str, Any]:
+    """The axis of such lines, without plotly's own labels, 2 to 9, where these would lie on one another."""
+    lowest = min(float(low.min()) for _, low, _ in lines)
+    highest = max(float(high.max()) for *_, high in lines)
+    return TWOS if 5 * lowest < highest < 100 * lowest else {"type": "log"}
 
 
 def propagation_map(steps: Floats, propagation: Floats) -> go.Figure:
@@ -72,15 +67,6 @@ def propagation_map(steps: Floats, propagation: Floats) -> go.Figure:
     return style.figure([trace], "step", "position i of the key", height=MAP_HEIGHT, layout=layout)
 
 
-def profiles(names: Sequence[str], values: Sequence[Floats]) -> go.Figure:
-    """ρ_i against the key's position i, one line a setting; at most seven lines."""
-    traces: list[Any] = []
-    for name, curve, colour in zip(names, values, style.CATEGORIES, strict=False):
-        hover = f"{for_plotly(name)}<br>position %{{x}}: %{{y:.4g}}<extra></extra>"
-        traces += line(np.arange(1, len(curve) + 1), curve, name, colour, hover=hover)
-    return style.figure(traces, "position i of the key", "ρ, mean over steps")
-
-
 FIGURES = {6: (1, 128), 8: (1, 32), 9: (3, 32), 10: (6, 32), 11: (3, 128), 12: (6, 128)}
 """Number of the published figure → layers and width."""
 
@@ -92,16 +78,22 @@ SMALLER = (
 )
 
 
+def _of(data: judged.Comparable, setting: Setting) -> list[GridRun]:
+    """Its training runs, one a seed."""
+    return [run for run in data.runs if judged.without_seed(run.setting) == setting]
+
+
 def _lines(
     data: judged.Comparable, settings: Sequence[Setting], table: str, name: str
-) -> tuple[list[Floats], list[Any]]:
+) -> tuple[list[Floats], Lines]:
     """Steps of each setting, and its mean, lowest and highest value over seeds; perplexities for losses."""
     steps, lines = [], []
     for setting in settings:
-        columns = []
-        for run in (p for p in data.runs if judged.without_seed(p.setting) == setting):
-            frame = run.losses if table == "losses" else run.heads[run.heads["layer"] == 0]
-            columns.append(frame.set_index("step")[name])
+        frames = [
+            run.losses if table == "losses" else run.heads[run.heads["layer"] == 0]
+            for run in _of(data, setting)
+        ]
+        columns = [frame.set_index("step")[name] for frame in frames]
         values = pd.concat(columns, axis=1, join="inner").to_numpy(dtype=np.float64)
         if table == "losses":
             values = np.exp(values)
@@ -111,10 +103,9 @@ def _lines(
 
 
 def _draw_curves(
-    outcome: Outcome, data: judged.Comparable, settings: Sequence[Setting], key: str, title: str
+    outcome: Outcome, data: judged.Comparable, settings: list[Setting], key: str, title: str
 ) -> None:
-    shown = []
-    steps: list[Floats] = []
+    shown: list[tuple[str, Lines, dict[str, Any]]] = []
     for name, table, heading, logarithmic in (
         ("trace", "heads", "tr W_QK", False),
         ("frobenius_squared", "heads", "spectrum scale tr(W_QKᵀW_QK)", True),
@@ -122,11 +113,11 @@ def _draw_curves(
         ("held_out_loss", "losses", "held-out perplexity", True),
     ):
         steps, lines = _lines(data, settings, table, name)
-        shown.append(Panel(heading, lines, logarithmic))
-    lowest = min(float(low.min()) for _, low, _ in shown[-1].lines)
-    highest = max(float(high[len(high) // 2 :].max()) for *_, high in shown[-1].lines)
-    window = (math.log10(lowest * 0.99), math.log10(highest * 1.01))
-    shown.append(Panel("held-out perplexity, magnified", shown[-1].lines, True, window))
+        shown.append((heading, lines, _logarithmic(lines) if logarithmic else {"type": "linear"}))
+    lowest = min(float(low.min()) for _, low, _ in lines)
+    highest = max(float(high[len(high) // 2 :].max()) for *_, high in lines)
+    window = [math.log10(lowest * 0.99), math.log10(highest * 1.01)]
+    shown.append(("held-out perplexity, magnified", lines, {"type": "log", "range": window}))
     outcome.figure(
         key,
         title,
@@ -143,7 +134,7 @@ def _draw_maps(outcome: Outcome, data: judged.Comparable) -> None:
     settings = list(dict.fromkeys(settings))  # κ₂ = 0 begins the printed gradient's, too
 
     def draw(place: int) -> go.Figure:
-        first = next(p for p in data.runs if judged.without_seed(p.setting) == settings[place])
+        first = _of(data, settings[place])[0]
         steps, propagation = np.array(first.propagation_steps, dtype=np.float64), first.propagation[:, 0]
         return propagation_map(steps, propagation.numpy().astype(np.float64))
 
@@ -159,17 +150,14 @@ def _draw_maps(outcome: Outcome, data: judged.Comparable) -> None:
     # In the order of the curves, so that a setting has one colour on the page.
     exact = [setting for settings in data.published.values() for setting in (settings[0], settings[-1])]
     chosen = list(dict.fromkeys([*exact, *([data.plain] if data.plain else [])]))[: len(style.CATEGORIES)]
-    curves = [
-        np.mean(
-            [judged.profile(p, data.step) for p in data.runs if judged.without_seed(p.setting) == setting],
-            axis=0,
-        )
-        for setting in chosen
-    ]
+    profiles = [np.mean([judged.profile(run, data.step) for run in _of(data, one)], axis=0) for one in chosen]
+    colours = zip(map(judged.label_of, chosen), style.CATEGORIES, strict=False)
+    lines = [Line(name, colour) for name, colour in colours]
+    positions = np.arange(1.0, data.runs[0].propagation.shape[-1] + 1)
     outcome.figure(
         "profiles",
         "ρ by position, averaged over training",
-        profiles([judged.label_of(setting) for setting in chosen], curves),
+        curves(positions, lines, profiles, ("position i of the key", "ρ, mean over steps")),
         f"Mean over time to step {data.step} and over seeds.",
         "whether a line is flat.",
         f"{BAO}, Fig. 7",
@@ -202,15 +190,15 @@ def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> N
     data = judged.comparable(runs)
     _read(outcome, data, recipe)
     judged.judge_grid(outcome, data)
+    plain = [data.plain] if data.plain else []
     for reduction, settings in data.published.items():
-        shown = [*settings, *([data.plain] if data.plain else [])]
         key = "curves" if reduction == "mean" else f"curves-{reduction}"
-        _draw_curves(outcome, data, shown, key, f"Training with LocAteR, {judged.READINGS[reduction]}")
+        title = f"Training with LocAteR, {judged.READINGS[reduction]}"
+        _draw_curves(outcome, data, settings + plain, key, title)
     if len(data.decays) > 1:
         _draw_curves(outcome, data, data.decays, "decays", "Training with plain weight decay")
     for place, (how, settings) in enumerate(data.others.items()):
-        shown = [*settings, *([data.plain] if data.plain else [])]
-        _draw_curves(outcome, data, shown, f"others-{place}", f"Training with LocAteR{how}")
+        _draw_curves(outcome, data, settings + plain, f"others-{place}", f"Training with LocAteR{how}")
     _draw_maps(outcome, data)
 
 

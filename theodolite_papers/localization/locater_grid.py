@@ -6,10 +6,10 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import pandas as pd
 import pyarrow
@@ -47,8 +47,8 @@ def train_locater(
     *,
     seeds: int = 3,
     steps: int | None = None,
-    gradient: str = "exact",
-    reduction: str = "mean",
+    gradient: Gradient = "exact",
+    reduction: Reduction = "mean",
     vocabulary: str | None = None,
     device: str = "cpu",
     **numbers: str | None,
@@ -64,14 +64,10 @@ def train_locater(
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
     recipe = Recipe(vocabulary=_vocabulary(vocabulary), bfloat16=multiplies_halves(device))
-    given_numbers = {name: given for name, given in numbers.items() if given is not None}
-    lists: dict[str, Any] = {name: _numbers(name, given) for name, given in given_numbers.items()}
-    settings = Grid(
-        seeds=seeds,
-        gradient=cast(Gradient, gradient),
-        reduction=cast(Reduction, reduction),
-        **lists,
-    ).settings()
+    how: dict[str, Any] = {
+        name: _numbers(name, given) for name, given in numbers.items() if given is not None
+    }
+    settings = Grid(seeds=seeds, gradient=gradient, reduction=reduction, **how).settings()
     files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
     steps = PUBLISHED_STEPS if steps is None else steps
     train_grid(Job(out, recipe, steps, device), settings, files, console)
@@ -139,14 +135,12 @@ class Grid:
     def settings(self) -> list[Setting]:
         """Every setting; a seed's before the next seed's."""
         settings = []
-        how: dict[str, Any] = {"gradient": self.gradient, "reduction": self.reduction}
+        how = Setting(gradient=self.gradient, reduction=self.reduction)
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
-            place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
-            settings += [
-                Setting(**place, **how, scale=scale, mean=mean)
-                for scale, mean in product(self.scales, self.means)
-            ]
-            settings += [Setting(**place, weight_decay=decay) for decay in self.decays]
+            pairs = product(self.scales, self.means)
+            kinds = [replace(how, scale=scale, mean=mean) for scale, mean in pairs]
+            kinds += [Setting(weight_decay=decay) for decay in self.decays]
+            settings += [replace(kind, layers=layers, width=width, seed=seed) for kind in kinds]
         return settings
 
 
@@ -262,23 +256,14 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
 
 
 def _grid_run(folder: Path) -> GridRun:
+    summary = folder / "summary.json"
     try:
-        return _read_grid_run(folder)
+        setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
+        losses, heads = (pd.read_parquet(folder / f"{name}.parquet") for name in ("losses", "heads"))
+        curves, _ = read_checked(folder / "propagation.safetensors")
+        end = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None
+        return GridRun(setting, losses, heads, curves["propagation"], curves["steps"].tolist(), end)
     except (OSError, ValueError, LookupError, TypeError, RecursionError, pyarrow.ArrowException) as error:
         raise UsageError(
             f"{folder} is damaged ({first_line(error)}); remove it and train it again."
         ) from error
-
-
-def _read_grid_run(folder: Path) -> GridRun:
-    setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
-    summary = folder / "summary.json"
-    curves, _ = read_checked(folder / "propagation.safetensors")
-    return GridRun(
-        setting,
-        pd.read_parquet(folder / "losses.parquet"),
-        pd.read_parquet(folder / "heads.parquet"),
-        curves["propagation"],
-        curves["steps"].tolist(),
-        json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
-    )

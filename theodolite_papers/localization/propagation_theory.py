@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.report.measures import ZHAI
 from theodolite.system.wording import number
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
@@ -53,29 +53,21 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
         number(float((bounds[length]["asymptotic"] - bounds[length]["exact"]).abs().max()))
         for length in (BOUND_LENGTHS[0], BOUND_LENGTHS[-1])
     )
-    outcome.read(
-        f"largest difference of the large-T form with exp(−ν) from the exact bound, T = {BOUND_LENGTHS[0]} and "
-        f"{BOUND_LENGTHS[-1]}",
-        f"{shortest} and {longest}",
-    )
-    outcome.tables["bounds"] = pd.DataFrame(
-        [
-            {"tokens": length, "nu": float(NU[at]), "highest": math.log(length)}
-            | {name: float(curve[at]) for name, curve in bounds[length].items()}
-            for length in BOUND_LENGTHS
-            for at in range(0, len(NU), 10)
-        ]
-    )
+    what = "largest difference of the large-T form with exp(−ν) from the exact bound"
+    lengths = f"T = {BOUND_LENGTHS[0]} and {BOUND_LENGTHS[-1]}"
+    outcome.read(f"{what}, {lengths}", f"{shortest} and {longest}")
+    tables = []
+    for length, curves in bounds.items():
+        first = {"tokens": length, "nu": NU[::10].numpy(), "highest": math.log(length)}
+        tables.append(pd.DataFrame(first | {name: curve[::10].numpy() for name, curve in curves.items()}))
+    outcome.tables["bounds"] = pd.concat(tables, ignore_index=True)
 
     def draw(place: int) -> go.Figure:
         length = BOUND_LENGTHS[place]
-        lines, highest = (
-            [*(line for _, line in BOUNDS.values()), HIGHEST],
-            torch.full_like(NU, math.log(length)),
-        )
-        curves = [curve.numpy() for curve in (*bounds[length].values(), highest)]
-        titles = ("ν = ‖XXᵀ‖₂ ‖W_QK‖₂/λ", "nats")
-        return drawing.curves(NU.numpy(), lines, curves, titles, yaxis={"rangemode": "tozero"})
+        lines = [*(line for _, line in BOUNDS.values()), HIGHEST]
+        values = [*bounds[length].values(), torch.full_like(NU, math.log(length))]
+        titles, zero = ("ν = ‖XXᵀ‖₂ ‖W_QK‖₂/λ", "nats"), {"rangemode": "tozero"}
+        return drawing.curves(NU.numpy(), lines, [each.numpy() for each in values], titles, yaxis=zero)
 
     title = "Lower bound of the attention entropy"
     drawn = by_name("tokens", [f"T = {length}" for length in BOUND_LENGTHS], draw)
@@ -122,19 +114,14 @@ def softmax(study: Study, outcome: Outcome) -> None:
     pairs = {length: _one_raised_logit(logit, length) for length in LENGTHS}
     for length, (soft, piecewise) in pairs.items():
         gap = (soft - piecewise).abs()
-        at = number(float(logit[gap.argmax()]), 2)
-        two, others = (
-            "largest |S − S̃| for two inputs, at |ω₁ − ω₂| = 2",
-            f"the same for {length} inputs, at ω₁ = {at}",
-        )
+        two = "largest |S − S̃| for two inputs, at |ω₁ − ω₂| = 2"
+        others = f"the same for {length} inputs, at ω₁ = {number(float(logit[gap.argmax()]), 2)}"
         outcome.read(two if length == 2 else others, number(float(gap.max())))
-    outcome.tables["inputs"] = pd.DataFrame(
-        [
-            {"inputs": length, "logit": at, "softmax": s, "piecewise": p}
-            for length, (soft, piecewise) in pairs.items()
-            for at, s, p in zip(logit[::9].tolist(), soft[::9].tolist(), piecewise[::9].tolist(), strict=True)
-        ]
-    )
+    tables = []
+    for length, curves in pairs.items():
+        columns = zip(("logit", "softmax", "piecewise"), (logit, *curves), strict=True)
+        tables.append(pd.DataFrame({"inputs": length} | {name: of[::9].numpy() for name, of in columns}))
+    outcome.tables["inputs"] = pd.concat(tables, ignore_index=True)
     side = torch.linspace(-5, 5, 41, dtype=torch.float64)
     logit_pairs = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1)
     first, linear = logit_pairs.softmax(-1)[..., 0].numpy(), piecewise_softmax(logit_pairs)[..., 0].numpy()
@@ -185,16 +172,11 @@ def by_spectrum(study: Study, outcome: Outcome) -> None:
     where = f"ξ = {XIS[at[0]]:g}, η = {ETAS[at[1]]:g}, θ = {float(THETA[at[2]]):g}"
     outcome.read(f"largest |published − corrected| ρ, at {where}", number(float(gap.max())), "0")
     outcome.read("variance of s over η² at θ = 1", "7/12 (2θ² − 2θ + 7/12)", "31/12 (2θ² + 7/12)")
-    outcome.tables["curves"] = pd.DataFrame(
-        [
-            {"xi": xi, "eta": eta, "theta": float(THETA[at]), "published": published[a, b, at]}
-            | {"corrected": corrected[a, b, at]}
-            for a, xi in enumerate(XIS)
-            for b, eta in enumerate(ETAS)
-            for at in range(0, len(THETA), TABLE_STEP)
-        ]
-    )
     theta = THETA[::TABLE_STEP]
+    table = pd.DataFrame(product(XIS, ETAS, theta.tolist()), columns=["xi", "eta", "theta"])
+    for name, curves in zip(VARIANTS, (published, corrected), strict=True):
+        table[name] = curves[..., ::TABLE_STEP].ravel()
+    outcome.tables["curves"] = table
     planes = [propagation(theta, MAP_XI[:, None], eta, name).permute(1, 2, 0).numpy() for name in VARIANTS]
 
     def draw_map(place: int) -> go.Figure:
@@ -250,19 +232,14 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
         "√d",
     )
     labels = [f"ξ = {xi:g}, η = {eta:g} (ξη = {xi * eta:g})" for xi, eta in NEAR_LIMIT]
-    outcome.tables["curves"] = pd.DataFrame(
-        {"theta": THETA.numpy()}
-        | {
-            f"{name}, {label}": curves[place]
-            for place, label in enumerate(labels)
-            for name, curves in zip(VARIANTS, (published, corrected), strict=True)
-        }
-    )
+    columns = {"theta": THETA.numpy()}
+    for label, first, second in zip(labels, published, corrected, strict=True):
+        columns |= {f"published, {label}": first, f"corrected, {label}": second}
+    outcome.tables["curves"] = pd.DataFrame(columns)
 
     def draw(place: int) -> go.Figure:
-        values: list[Floats] = [published[place], corrected[place]]
-        axes, window_of_y = ("θ", "ρ(θ)"), {"range": [-0.02, 1.15]}
-        lines = drawing.curves(THETA.numpy(), (PUBLISHED, CORRECTED), values, axes, yaxis=window_of_y)
+        values, titles, y = [published[place], corrected[place]], ("θ", "ρ(θ)"), {"range": [-0.02, 1.15]}
+        lines = drawing.curves(THETA.numpy(), (PUBLISHED, CORRECTED), values, titles, yaxis=y)
         return drawing.with_windows(lines, {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)})
 
     outcome.figure(

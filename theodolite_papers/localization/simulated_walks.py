@@ -108,13 +108,11 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.tables |= {"pairs": _pairs(sims, predicted), "propagation": _points(sims, predicted)}
     for name in COVARIANCES:
         _draw_curves(outcome, name, sims[name], predicted[name])
-    grids = {
-        name: (_by_scale(sim.entropy.mean(1)), _by_scale(sim.entropy_errors()[1]))
-        for name, sim in sims.items()
-    }
 
     def draw(place: int) -> go.Figure:
-        return drawing.entropies(SETTING.scales, SETTING.means, *grids[COVARIANCES[place]], LEAST_ENTROPY)
+        sim = sims[COVARIANCES[place]]
+        grids = _by_scale(sim.entropy.mean(1)), _by_scale(sim.entropy_errors()[1])
+        return drawing.entropies(SETTING.scales, SETTING.means, *grids, LEAST_ENTROPY)
 
     title = "Attention entropy by mean and scale of the eigenvalues"
     shows = "Entropy of the last query's softmax, mean over walks and draws of W_QK, with standard errors over draws."
@@ -203,11 +201,8 @@ def judge_at_fixed_means(
     entropy: list[Verdict] = []
     localized: list[Verdict] = []
     for name, sim in sims.items():
-        by_mean, width_by_mean = (
-            values.unflatten(0, (len(SETTING.means), len(SETTING.scales)))
-            for values in (sim.entropy, widths[name])
-        )
-        for mean, values, shares in zip(SETTING.means, by_mean, width_by_mean, strict=True):
+        by_mean = (values.split(len(SETTING.scales)) for values in (sim.entropy, widths[name]))
+        for mean, values, shares in zip(SETTING.means, *by_mean, strict=True):
             if mean == 0:
                 continue
             where = f"{name} Σ, mean {mean:g}"
@@ -237,11 +232,12 @@ def _pairs(sims: dict[str, theory.Simulation], predicted: dict[str, dict[str, Te
         columns = {"xi": xi.mean(1), "eta": eta.mean(1), "r": (xi * eta).mean(1)}
         columns |= {"width": widths.mean(1), "width_se": over_draws(widths), "entropy": sim.entropy.mean(1)}
         columns |= {"entropy_se_walks": walks, "entropy_se_draws": draws}
-        gaps = {key: (curve - sim.propagation).abs().amax(-1) for key, curve in predicted[name].items()}
-        columns |= {f"error_{key}": gap for key, gap in gaps.items()}
-        places = pd.DataFrame(SETTING.pairs, columns=["mean", "scale"])
-        places.insert(0, "covariance", name)
-        part = places.assign(**{key: value.numpy() for key, value in columns.items()})
+        for key, curve in predicted[name].items():
+            columns[f"error_{key}"] = (curve - sim.propagation).abs().amax(-1)
+        part = pd.DataFrame(
+            [(name, *pair) for pair in SETTING.pairs], columns=["covariance", "mean", "scale"]
+        )
+        part = part.assign(**{key: value.numpy() for key, value in columns.items()})
         parts.append(part.assign(regime=theory.regime(part["xi"].to_numpy(), part["eta"].to_numpy())))
     return pd.concat(parts, ignore_index=True)
 
@@ -250,9 +246,8 @@ def _points(sims: dict[str, theory.Simulation], predicted: dict[str, dict[str, T
     """One row per covariance, pair and token."""
     rows = []
     for name, sim in sims.items():
-        columns = {"simulated": sim.propagation}
-        columns |= dict(zip(("se_walks", "se_draws"), sim.propagation_errors(), strict=True))
-        columns |= predicted[name]
+        walks, draws = sim.propagation_errors()
+        columns = {"simulated": sim.propagation, "se_walks": walks, "se_draws": draws} | predicted[name]
         for place, (mean, scale) in enumerate(SETTING.pairs):
             part = {"covariance": name, "mean": mean, "scale": scale, "token": range(1, SETTING.length + 1)}
             rows.append(pd.DataFrame(part | {key: value[place].numpy() for key, value in columns.items()}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -14,7 +16,7 @@ from theodolite.judging import Criterion
 from theodolite.measure import walks
 from theodolite.passes.walk_pass import TextWalk, read_walk
 from theodolite.report import style
-from theodolite.report.data import OF_GROUPS, Floats
+from theodolite.report.data import OF_GROUPS
 from theodolite.system.wording import number, with_error
 from theodolite_papers.drawing import localization as drawing
 from theodolite_papers.drawing.localization import Line
@@ -103,22 +105,16 @@ def walk(study: Study, outcome: Outcome) -> None:
     _draw_layers(outcome, tables)
 
 
-def _column(table: pd.DataFrame, name: str) -> tuple[Floats, Floats]:
+def _column(table: pd.DataFrame, name: str) -> Estimates:
     """A measure and its standard errors, layer by layer."""
-    return table[name].to_numpy(dtype=np.float64), table[f"{name}_se"].to_numpy(dtype=np.float64)
-
-
-def _estimates(values: Floats, errors: Floats) -> Estimates:
+    values, errors = (table[of].to_numpy(dtype=np.float64) for of in (name, f"{name}_se"))
     return Estimates(values, errors, *OF_GROUPS)
 
 
 def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
     for name, of_a_walk in OF_A_WALK.items():
-        by_source = []
-        for source, table in tables.items():
-            values, errors = _column(table, name)
-            middle = len(values) // 2
-            by_source.append(f"{source} {with_error(float(values[middle]), float(errors[middle]))}")
+        middles = {source: _column(table, name).at(len(table) // 2) for source, table in tables.items()}
+        by_source = [f"{source} {with_error(of.value, of.error)}" for source, of in middles.items()]
         outcome.read(f"{walks.MEASURES[name]}, middle layer", "; ".join(by_source), f"a walk: {of_a_walk}")
     outcome.read(
         "lowest R² of the simulated walk over layers: what this test gives for a true walk",
@@ -128,39 +124,24 @@ def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
 
 
 def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual: pd.DataFrame) -> None:
+    def judge(claim: str, name: str, table: pd.DataFrame, criterion: Criterion) -> None:
+        outcome.claim(claim, walks.MEASURES[name], _column(table, name), criterion)
+
     second_moments = "the second moments of a random walk"
-    for claim, table in (
-        (f"What attention reads has {second_moments} (Assumption 1, Remark 3)", text),
-        (f"The residual stream has {second_moments}", residual),
-    ):
-        outcome.claim(claim, walks.MEASURES["r_squared"], _estimates(*_column(table, "r_squared")), EXPLAINS)
-    of_text, error_of_text = _column(text, "autocorrelation")
-    outcome.claim(
-        "The increments of what attention reads are uncorrelated (Assumption 1)",
-        f"|{walks.MEASURES['autocorrelation']}|",
-        _estimates(np.abs(of_text), error_of_text),
-        UNCORRELATED,
-    )
-    for name, claim, criterion in (
-        (
-            "growth",
-            "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
-            GROWTH_EXPONENT,
-        ),
-        (
-            "frobenius",
-            "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
-            NEAR,
-        ),
-    ):
-        outcome.claim(claim, walks.MEASURES[name], _estimates(*_column(text, name)), criterion)
-    of_random, error_of_random = _column(random, "autocorrelation")
-    outcome.claim(
-        "Text drifts where random tokens do not (Remark 3)",
-        f"{walks.MEASURES['autocorrelation']}, text less random tokens",
-        _estimates(of_text - of_random, np.hypot(error_of_text, error_of_random)),
-        DRIFTS,
-    )
+    claim = f"What attention reads has {second_moments} (Assumption 1, Remark 3)"
+    judge(claim, "r_squared", text, EXPLAINS)
+    judge(f"The residual stream has {second_moments}", "r_squared", residual, EXPLAINS)
+    what, of_text = walks.MEASURES["autocorrelation"], _column(text, "autocorrelation")
+    claim = "The increments of what attention reads are uncorrelated (Assumption 1)"
+    outcome.claim(claim, f"|{what}|", replace(of_text, values=np.abs(of_text.values)), UNCORRELATED)
+    claim = "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)"
+    judge(claim, "growth", text, GROWTH_EXPONENT)
+    claim = "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)"
+    judge(claim, "frobenius", text, NEAR)
+    less_random = of_text.values - _column(random, "autocorrelation").values
+    error = np.hypot(*(table["autocorrelation_se"].to_numpy(np.float64) for table in (text, random)))
+    claim, what = "Text drifts where random tokens do not (Remark 3)", f"{what}, text less random tokens"
+    outcome.claim(claim, what, Estimates(less_random, error, *OF_GROUPS), DRIFTS)
 
 
 def _draw_moments(outcome: Outcome, sums: Sums) -> None:
@@ -221,7 +202,7 @@ def _draw_increments(outcome: Outcome, sums: Sums) -> None:
 
 def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
     def draw(place: int) -> go.Figure:
-        values = [_column(table, list(BY_LAYER)[place])[0] for table in tables.values()]
+        values = [_column(table, list(BY_LAYER)[place]).values for table in tables.values()]
         layers = tables[TEXT]["layer"].to_numpy(dtype=np.float64)
         return drawing.curves(layers, list(LINES.values()), values, ("layer", ""))
 

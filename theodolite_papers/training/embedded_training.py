@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from theodolite import __version__
 from theodolite.errors import UsageError
 from theodolite_papers.training import embedded_text as text
-from theodolite_papers.training.model_folder import ModelTraining, check_training, phase, train_into
+from theodolite_papers.training.model_folder import ModelTraining, check_training, train_into
 from theodolite_papers.training.models import EmbeddedConfig, embedded_model
 
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
@@ -88,11 +88,10 @@ def train_embedded_model(
     out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
     check_training(out, config, threads)
     _check_shares(config)
-    with phase("reading Python's text", console):
+    with console.status("reading Python's text"):
         training, validation = text.split_sources(text.python_sources(), config.seed)
-    with phase("training the tokenizer", console):
+    with console.status("training the tokenizer"):
         tokenizer = text.train_tokenizer(training, config.vocabulary, config.seed)
-    with phase("tokenizing", console):
         streams = text.token_streams(tokenizer, training, validation, config.length)
 
     def progress(model: PreTrainedModel, loss: float) -> str:
@@ -149,11 +148,10 @@ def _validation_loss(
     model: PreTrainedModel, streams: text.Streams, config: EmbeddedConfig, most: int | None = None
 ) -> dict[str, float]:
     """Mean loss of the held-out contexts of each source that has some (the first `most` of them)."""
+    parts = {name: ids[:most].split(config.batch) for name, ids in streams.held_out().items()}
     return {
-        name: float(
-            torch.cat([_losses(model, batch, config) for batch in ids[:most].split(config.batch)]).mean()
-        )
-        for name, ids in streams.held_out().items()
+        name: float(torch.cat([_losses(model, batch, config) for batch in batches]).mean())
+        for name, batches in parts.items()
     }
 
 
@@ -164,33 +162,26 @@ def _result(
     beyond = range(config.steps, config.steps + TRAIN_LOSS_BATCHES)  # windows that no step was trained on
     with torch.no_grad():
         train = [_training_loss(model, _batch(streams, exact, step), exact) for step in beyond]
-    held_out = streams.held_out()
+    validation = list(zip(streams.names, streams.validation, strict=True))
+    held_out = streams.held_out().items()
     return EmbeddedResult(
         folder=out,
         threads=threads,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         tokens_seen=config.steps * config.batch * config.length,
         training_tokens={name: len(ids) for name, ids in zip(streams.names, streams.train, strict=True)},
-        validation_tokens={
-            name: ids[:, 1:].numel() for name, ids in zip(streams.names, streams.validation, strict=True)
-        },
+        validation_tokens={name: ids[:, 1:].numel() for name, ids in validation},
         train_loss=float(torch.stack(train).mean()),
         validation_loss=_validation_loss(model, streams, exact),
-        bigram_loss={
-            name: text.bigram_loss(streams, ids, config.vocabulary) for name, ids in held_out.items()
-        },
+        bigram_loss={name: text.bigram_loss(streams, ids, config.vocabulary) for name, ids in held_out},
     )
 
 
 def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedTokenizerFast:
     end = text.END_OF_TEXT
     tokenizer.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=text.END_OF_TEXT,
-        eos_token=text.END_OF_TEXT,
-        model_max_length=config.length,
-    )
+    own = {"bos_token": end, "eos_token": end, "model_max_length": config.length}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **own)
 
 
 def card(result: EmbeddedResult, config: EmbeddedConfig) -> str:
@@ -239,7 +230,6 @@ def command(result: EmbeddedResult, config: EmbeddedConfig) -> str:
 
 
 def _row(result: EmbeddedResult, name: str) -> str:
-    losses = [result.validation_loss.get(name), result.bigram_loss.get(name)]
-    shown = ["–" if loss is None else f"{loss:.3f}" for loss in losses]
     sizes = [f"{counts[name]:,}" for counts in (result.training_tokens, result.validation_tokens)]
-    return f"| {name} | {' | '.join(sizes + shown)} |"
+    losses = [f"{of[name]:.3f}" if name in of else "–" for of in (result.validation_loss, result.bigram_loss)]
+    return f"| {name} | {' | '.join(sizes + losses)} |"

@@ -9,22 +9,15 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -119,7 +112,7 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
         else:
             _fit(model, training, identity, partial, console)
         model.eval()
-        with phase("measuring the model", console):
+        with console.status("measuring the model"):
             result = training.measure(model)
         if not out.exists():
             _publish(out, model, training, identity, result)
@@ -198,11 +191,7 @@ def _fit(
         seed=config.seed,
         clip=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP),
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        interruptible(lambda: console.print(STOPPING)) as pressed,
-        Progress(*columns, console=console) as progress,
-    ):
+    with interruptible(lambda: console.print(STOPPING)) as pressed, Progress(console=console) as progress:
         if not begin:
             keep(0)
         task = progress.add_task("training", total=config.steps, completed=begin)
@@ -228,16 +217,6 @@ def _fit(
 def _check_loss(loss: float, step: int, folder: Path) -> None:
     if not math.isfinite(loss):
         raise WorkError(f"The loss was {loss} at step {step}: remove {folder}, and train with a lower rate.")
-
-
-@contextmanager
-def phase(title: str, console: Console) -> Iterator[None]:
-    """A named bar that moves without an end while something of unknown length is done before or after the training."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=None)
-        yield
-        progress.update(task, total=1, completed=1)
 
 
 def _write_model(folder: Path, model: PreTrainedModel, training: ModelTraining[Result]) -> None:

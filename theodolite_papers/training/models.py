@@ -88,11 +88,10 @@ def gpt2(
     vocabulary: int, length: int, layers: int, heads: int, width: int, *, dropout: float = 0.0, **options: Any
 ) -> transformers.GPT2LMHeadModel:
     """An untrained model, its weights drawn from torch's global generator."""
-    sizes: dict[str, Any] = {"n_embd": width, "n_layer": layers, "n_head": heads}
-    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    options |= dict.fromkeys(("bos_token_id", "eos_token_id"))
-    config = transformers.GPT2Config(vocab_size=vocabulary, n_positions=length, **sizes, **options)
-    return transformers.GPT2LMHeadModel(config)
+    options |= {"vocab_size": vocabulary, "n_positions": length, "bos_token_id": None, "eos_token_id": None}
+    options |= {"n_embd": width, "n_layer": layers, "n_head": heads}
+    options |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
 
 
 def embedded_model(config: EmbeddedConfig) -> transformers.PreTrainedModel:

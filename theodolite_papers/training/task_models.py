@@ -6,7 +6,6 @@ on the same machine, threads and package versions, also when killed and resumed.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,18 +71,6 @@ def train_task_model(
         series=(*SERIES, config.steps) if config.series else (),
     )
     return train_into(out, run, threads, console)
-
-
-def models_of(folder: str | Path, task: str) -> list[Path]:
-    """The models of a task in the folders of a folder, in the order of their names."""
-    return [path.parent for path in sorted(Path(folder).glob("*/training.json")) if _task_of(path) == task]
-
-
-def _task_of(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("task")
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, Addition, additions, corpus_name, full_length
@@ -168,8 +169,7 @@ class Characters:
         losses = []
         for part in rows.split(64):
             logits = model(input_ids=part[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy
-            losses.append(loss(logits.transpose(1, 2), part[:, 1:], reduction="none"))
+            losses.append(cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="none"))
         return float(torch.cat(losses).double().mean())
 
 
@@ -210,25 +210,21 @@ class Additions:
         """Accuracy on a few new examples."""
         return f"accuracy {self.accuracy(model):.3f}"
 
-    def accuracy(self, model: PreTrainedModel, count: int = QUICK_TEST) -> float:
-        """Exact-match accuracy on `count` new examples of the trained digits."""
-        return self._accuracy(model, self.digits, count)
-
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
         """Exact-match accuracy: in distribution, and by number of digits."""
-        shorter = {str(n): self._accuracy(model, (n, n), TESTED) for n in SHORT_OPERANDS}
-        return {
-            "tested": TESTED,
-            "accuracy": self._accuracy(model, self.digits, TESTED),
-            "accuracy_by_digits": shorter,
-        }
+        accuracy = self.accuracy(model, count=TESTED)
+        shorter = {str(n): self.accuracy(model, (n, n), TESTED) for n in SHORT_OPERANDS}
+        return {"tested": TESTED, "accuracy": accuracy, "accuracy_by_digits": shorter}
 
     def _encode(self, text: str) -> Int[Tensor, " characters"]:
         return torch.tensor([self.characters.index(character) for character in text])
 
     @torch.no_grad()
-    def _accuracy(self, model: PreTrainedModel, digits: tuple[int, int], count: int) -> float:
-        """Greedy answers to `count` examples that no step drew (their seed is no step's)."""
+    def accuracy(
+        self, model: PreTrainedModel, digits: tuple[int, int] | None = None, count: int = QUICK_TEST
+    ) -> float:
+        """Exact-match accuracy of greedy answers to `count` examples that no step drew (their seed is no step's)."""
+        digits = digits or self.digits
         by_length: defaultdict[int, list[Addition]] = defaultdict(list)
         for example in additions(count, np.random.default_rng([*digits, 1 << 40]), digits):
             by_length[len(example.prompt)].append(example)

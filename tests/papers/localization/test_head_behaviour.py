@@ -27,7 +27,6 @@ from theodolite_papers.localization.head_behaviour import (
     judge_entropy,
     mean_over_heads,
     others_median,
-    partial_rank_correlation_of_heads,
     rank_correlation_of_heads,
 )
 from theodolite_papers.localization.text_as_walk import text_walk
@@ -130,11 +129,11 @@ def test_partial_rank_correlation_holds_a_third_number_fixed():
     x, y = third + 0.3 * DRAWN.normal(size=400), third + 0.3 * DRAWN.normal(size=400)
     ranks = [stats.rankdata(values) for values in (x, y, third)]
     left = [r - np.polyval(np.polyfit(ranks[2], r, 1), ranks[2]) for r in ranks[:2]]
-    estimate = partial_rank_correlation_of_heads(x, y, third, EACH)
+    estimate = rank_correlation_of_heads(x, y, EACH, third)
     assert estimate.value == pytest.approx(stats.pearsonr(*left).statistic)
     assert rank_correlation_of_heads(x, y, EACH).value > 0.8
     assert abs(estimate.value) < 3 * estimate.error
-    assert np.isnan(partial_rank_correlation_of_heads(x, y, x, EACH).value)
+    assert np.isnan(rank_correlation_of_heads(x, y, EACH, x).value)
 
 
 def test_agreement_is_cohens():
