@@ -125,7 +125,7 @@ def test_accuracy_counts_the_answers_that_are_right() -> None:
         examples = additions(300, np.random.default_rng([*digits, 1 << 40]), digits)
         wrong = sum(example.answer[0] == "7" for example in examples)
         assert wrong > 10
-        assert task._accuracy(Adder(), digits, 300) == pytest.approx(1 - wrong / 300)
+        assert task.accuracy(Adder(), digits, 300) == pytest.approx(1 - wrong / 300)
 
 
 def test_a_kill_while_the_folder_is_finished_loses_no_series(tmp_path, play, monkeypatch):
