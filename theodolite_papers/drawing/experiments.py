@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import published, style
 from theodolite.report.data import Floats, layer_numbers, need_column
-from theodolite.report.drawing.grammar import HEADROOM, Panel, cosine_map, line, panels
+from theodolite.report.drawing.grammar import HEADROOM, Panel, cosine_map, dots, line, panels
 from theodolite.report.style import layer_axis, order_colour
 from theodolite.system.wording import for_plotly, number
 from theodolite_papers.drawing.localization import POWERS, TWOS
@@ -65,18 +65,17 @@ def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: 
     shown: list[Panel] = []
     for quantity in quantities:
         cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
-        dots = go.Scatter(
-            x=cells[:, 0].astype(np.float32),
-            y=names,
-            error_x=dict(style.error_bars(cells[:, 1]) or {}, color=style.GREY),
-            mode="markers",
-            marker={"size": 9, "color": [THIS_MODEL] + [style.REFERENCE] * (len(names) - 1)},
-            hovertemplate=f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>",
-        )
+        hover = f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>"
+        own: dict[str, Any] = {
+            "mode": "markers",
+            "error_x": dict(style.error_bars(cells[:, 1]) or {}, color=style.GREY),
+        }
+        own["marker"] = {"size": 9, "color": [THIS_MODEL] + [style.REFERENCE] * (len(names) - 1)}
+        points = line(cells[:, 0], names, "", THIS_MODEL, hover=hover, **own)
         title = "<br>".join(textwrap.wrap(quantity, NARROW))  # beside others
         axis: dict[str, Any] = {"autorange": "reversed", "type": "category"}
         axis |= {"matches": "y", "showticklabels": False, "ticks": ""} if shown else {}
-        shown.append(Panel("", [dots], title, "", {"rangemode": "tozero", "nticks": 4}, axis))
+        shown.append(Panel("", points, title, "", {"rangemode": "tozero", "nticks": 4}, axis))
     height, gaps = 110 + PANEL_ROW * len(names) - HEADROOM, (PANEL_GAP, 0)
     return panels(shown, len(shown), height=height, gaps=gaps, layout={"showlegend": False})
 
@@ -145,15 +144,12 @@ def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> 
 def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
     """Mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it."""
     layers = np.arange(len(norms), dtype=np.float64)
-    dots = go.Scatter(
-        x=list(ratios),
-        y=[float(norms[0]) * ratio for ratio in ratios.values()],
-        name="layer 0 times the ratio of GPT-2",
-        mode="markers",
-        marker={"size": 9, "color": style.REFERENCE, "symbol": "diamond-open"},
-        customdata=[number(ratio, 4) for ratio in ratios.values()],
-        hovertemplate="GPT-2: %{customdata} × layer 0<extra></extra>",
+    hover = "GPT-2: %{text} × layer 0<extra></extra>"
+    heights, names = norms[0] * np.array([*ratios.values()]), [number(ratio, 4) for ratio in ratios.values()]
+    own: dict[str, Any] = {"marker": {"size": 9, "symbol": "diamond-open"}}
+    printed = dots(
+        [*ratios], heights, names, "layer 0 times the ratio of GPT-2", style.REFERENCE, hover, **own
     )
-    traces = [*_this_model(layers, norms, "this model", errors), dots]
+    traces = [*_this_model(layers, norms, "this model", errors), printed]
     layout = {"xaxis": layer_axis(layers), "yaxis": TWOS | {"tickformat": "~s"}}
     return style.figure(traces, "layer", "mean ‖h‖₂", height=360, layout=layout)

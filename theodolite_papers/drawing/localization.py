@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels
+from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, heat, line, panels
 from theodolite.system.wording import for_plotly
 
 PANEL_GAP = 0.06  # between maps side by side, of the width
@@ -150,24 +150,26 @@ def simulation(
     positions: Floats, simulated: Floats, errors: tuple[Floats, Floats], predictions: Sequence[Floats]
 ) -> go.Figure:
     """ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions."""
-
-    def dots(name: str, bars: dict[str, Any] | None, marker: dict[str, Any], **hover: str) -> go.Scatter:
-        x, y = positions.astype(np.float32), simulated.astype(np.float32)
-        return go.Scatter(x=x, y=y, error_y=bars, name=name, mode="markers", marker=marker, **hover)
-
+    name, hover = "simulated, error over", "token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws"
+    draws: dict[str, Any] = {
+        "error_y": style.error_bars(errors[1], width=4, thickness=1.0),
+        "marker": {"size": 5},
+    }
+    walks: dict[str, Any] = {
+        "error_y": style.error_bars(errors[0], width=0, thickness=2.5),
+        "marker": {"size": 1},
+    }
     traces = [
         dots(
-            "simulated, error over draws of W_QK",
-            style.error_bars(errors[1], width=4, thickness=1.0),
-            {"size": 5, "color": style.ORANGE},
-            hovertemplate="token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>",
+            positions,
+            simulated,
+            None,
+            f"{name} draws of W_QK",
+            style.ORANGE,
+            f"{hover}<extra></extra>",
+            **draws,
         ),
-        dots(
-            "simulated, error over walks",
-            style.error_bars(errors[0], width=0, thickness=2.5),
-            {"size": 1, "color": style.PURPLE},
-            hoverinfo="skip",
-        ),
+        dots(positions, simulated, None, f"{name} walks", style.PURPLE, "", hoverinfo="skip", **walks),
     ]
     for curve, values in zip(PREDICTED, predictions, strict=True):
         traces += _curve(positions, values, curve, f"token %{{x}}: {curve.name} %{{y:.3f}}<extra></extra>")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.drawing.grammar import heat, line, saturation
+from theodolite.report.drawing.grammar import dots, heat, line, saturation
 from theodolite.system.wording import for_plotly, head_name, number
 from theodolite_papers.drawing.localization import POWERS, TWOS, Line
 from theodolite_papers.drawing.localization import curves as drawn_curves
@@ -108,16 +109,11 @@ def head_values(
 def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tuple[str, str]) -> go.Figure:
     """Every head on two measures, coloured by its block; `titles` of x and y."""
     depth = max(1.0, float(layers.max()))
-    dots = go.Scatter(
-        x=x.astype(np.float32),
-        y=y.astype(np.float32),
-        text=[head_name(int(layer), int(head)) for layer, head in zip(layers, heads, strict=True)],
-        mode="markers",
-        marker={"size": 8, "color": [style.order_colour(layer / depth) for layer in layers]},
-        hovertemplate=f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>",
-        showlegend=False,
-    )
-    return style.figure([dots, style.depth_bar(int(depth) + 1)], titles[0], titles[1], height=380)
+    names = [head_name(int(layer), int(head)) for layer, head in zip(layers, heads, strict=True)]
+    colours = [style.order_colour(layer / depth) for layer in layers]
+    hover = f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>"
+    shown = dots(x, y, names, None, colours, hover, showlegend=False)
+    return style.figure([shown, style.depth_bar(int(depth) + 1)], *titles, height=380)
 
 
 def smoothness_bounds(
@@ -184,12 +180,12 @@ def error_over_incoherence(widths: Floats, curves: Mapping[str, tuple[Floats, Fl
 
 def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
     """Layer measures with their standard errors, pairwise in one colour: measured solid, then its baseline dotted."""
-    lines = [
-        Line(
-            name, (THIS_MODEL, style.BLUE)[index // 2], *(("dot", 2.0, 0) if index % 2 else ("solid", 2.0, 6))
-        )
-        for index, name in enumerate(curves)
+    looks = [
+        Line("", colour, dash, marker=marker)
+        for colour in (THIS_MODEL, style.BLUE)
+        for dash, marker in (("solid", 6), ("dot", 0))
     ]
+    lines = [replace(look, name=name) for name, look in zip(curves, looks, strict=False)]
     values, errors = zip(*curves.values(), strict=True)
     x, from_0 = style.layer_axis(layers), {"rangemode": "tozero"}
     return drawn_curves(layers, lines, values, ("layer", y), errors=errors, height=360, xaxis=x, yaxis=from_0)

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.drawing.grammar import Panel, line, panels
+from theodolite.report.drawing.grammar import Panel, dots, line, panels
 from theodolite.system.wording import percent
 
 PANELS_ACROSS = 3
@@ -72,56 +72,36 @@ def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) 
     down = np.arange(len(layers))[None, :, None]
     x, y = across + cells[..., 0], down - cells[..., 1]  # the vertical axis runs downwards
     gap = np.full((*x.shape[:2], 1), np.nan)
-    broken = [np.concatenate([part, gap], axis=2).ravel() for part in (x, y)]
-    line = go.Scatter(
-        x=broken[0].astype(np.float32),
-        y=broken[1].astype(np.float32),
-        mode="lines",
-        line={"width": 0.7, "color": style.GREY},
-        opacity=0.6,
-        hoverinfo="skip",
-        showlegend=False,
-    )
-    position = np.tile(np.arange(1, count + 1), len(steps) * len(layers))
-    marker = {"size": 3.2, "color": position.astype(np.int32), "colorscale": style.ORDER}
-    dots = go.Scatter(
-        x=x.ravel().astype(np.float32),
-        y=y.ravel().astype(np.float32),
-        mode="markers",
-        marker=marker | {"colorbar": style.colour_bar("position")},
-        hovertemplate="position %{marker.color}<extra></extra>",
-        showlegend=False,
-    )
+    across_gaps, down_gaps = (np.concatenate([part, gap], axis=2).ravel() for part in (x, y))
+    unnamed: dict[str, Any] = {"showlegend": False}
+    curve = line(across_gaps, down_gaps, "", style.GREY, width=0.7, opacity=0.6, hoverinfo="skip", **unnamed)
+    position = np.tile(np.arange(1, count + 1, dtype=np.int32), len(steps) * len(layers))
+    marker = {"size": 3.2, "colorscale": style.ORDER, "colorbar": style.colour_bar("position")}
+    hover = "position %{marker.color}<extra></extra>"
+    points = dots(x.ravel(), y.ravel(), None, None, position, hover, marker=marker, **unnamed)
     axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickmode": "array"}
     above = axis | {"range": [-0.55, len(steps) - 0.45], "side": "top", "tickangle": 0}
     above |= {"tickvals": list(range(len(steps))), "ticktext": [f"step {step}" for step in steps]}
     left = axis | {"range": [len(layers) - 0.45, -0.55]}
     left |= {"tickvals": list(range(len(layers))), "ticktext": [f"layer {layer}" for layer in layers]}
     layout = {"xaxis": above, "yaxis": left}
-    return style.figure([line, dots], height=60 + CELL_PIXELS * len(layers), layout=layout)
+    return style.figure([*curve, points], height=60 + CELL_PIXELS * len(layers), layout=layout)
 
 
 def accuracies(
     names: Sequence[str], measured: tuple[Floats, Floats], paper: Mapping[str, Floats]
 ) -> go.Figure:
     """Accuracy by number of digits: this model with standard errors, and rows of the paper."""
-    rows = [("this model", measured[0], measured[1], style.MEASURED, "circle")]
-    rows += [
-        (name, values, np.full(len(values), np.nan), colour, "diamond-open")
-        for (name, values), colour in zip(paper.items(), (style.BLUE, style.GREEN), strict=True)
+    rows: list[tuple[str, Floats, Floats | None, str, str]] = [
+        ("this model", *measured, style.MEASURED, "circle")
     ]
-    traces = [
-        go.Scatter(
-            x=list(names),
-            y=values.astype(np.float32),
-            error_y=style.error_bars(errors),
-            name=name,
-            mode="markers",
-            marker={"size": 10, "color": colour, "symbol": symbol},
-            text=[percent(float(value)) for value in values],
-            hovertemplate=f"%{{x}}<br>{name}: %{{text}}<extra></extra>",
-        )
-        for name, values, errors, colour, symbol in rows
-    ]
+    for (name, values), colour in zip(paper.items(), (style.BLUE, style.GREEN), strict=True):
+        rows.append((name, values, None, colour, "diamond-open"))
+    traces: list[Any] = []
+    for name, values, errors, colour, symbol in rows:
+        own: dict[str, Any] = {"mode": "markers", "marker": {"size": 10, "color": colour, "symbol": symbol}}
+        own["text"] = [percent(float(value)) for value in values]
+        hover = f"%{{x}}<br>{name}: %{{text}}<extra></extra>"
+        traces += line(list(names), values, name, colour, errors=errors, hover=hover, **own)
     layout = {"yaxis": {"range": [-0.03, 1.05], "tickformat": ".0%"}, "xaxis": {"type": "category"}}
     return style.figure(traces, "", "exact-match accuracy", height=360, layout=layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,6 +40,7 @@ from theodolite.system.wording import listed, number
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers.experiment import Study
 from theodolite_papers.hidden_geometry import criteria, resampling
+from theodolite_papers.hidden_geometry.resampling import GroupedBasis
 
 
 def found_ranks(run: Run) -> Floats:
@@ -222,19 +223,20 @@ def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
 
 
 def beyond_random_order(
-    lowest: Floats, constant: Floats, positions: int, errors: tuple[Floats, Floats] | None = None
+    lowest: Floats,
+    constant: Floats,
+    positions: int,
+    errors: tuple[Floats | float, Floats | float] = (math.nan, math.nan),
 ) -> tuple[Floats, Floats]:
     """How far a share of low frequencies lies from the most that random order has on average (0) to all energy (1).
 
-    1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))), and its standard errors (NaN without `errors`): in random order the
+    1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))), and its standard errors, of `errors` of both shares: in random order the
     constant keeps its energy r_1, and of the rest at most 9 of n − 1 parts are expected within the ten lowest
     frequencies.
     """
     rest = np.where(constant < 1, 1 - constant, np.nan)
     factor = 1 / (1 - min(1.0, 9 / (positions - 1)))
     beyond: Floats = 1 - (1 - lowest) / rest * factor
-    if errors is None:
-        return beyond, np.full(np.shape(beyond), np.nan)
     error: Floats = factor * (errors[0] / rest + (1 - lowest) / rest**2 * errors[1])
     return beyond, error
 
@@ -258,8 +260,7 @@ def smooth_verdict(
 ) -> Verdict:
     """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies.
 
-    Not decided where the answer would be another one without the text's sampling noise; the text is read again for
-    that.
+    Not decided where the answer would be another one `unless_noise`.
     """
     positions = need(run, "positional_basis").shape[1] - 1
     mean, _ = layer_average(run, "low_frequency_10")
@@ -267,15 +268,12 @@ def smooth_verdict(
     if why := few_positions(run, least):
         return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
-    verdict = judge(claim, what, mean, criterion)
-    if verdict.answer in OPEN or (basis := resampling.grouped_basis(study, run)) is None:
-        return verdict
     unknown = float(bool(criterion.met(mean.value)) != bool(criterion.met(1.0)))
-    without_noise = resampling.estimated(
-        basis,
-        lambda each: float(np.nan_to_num(resampling.low_frequency_without_noise(each), nan=unknown).mean()),
-    )
-    return unless_noise(verdict, run, without_noise, criterion)
+
+    def without_noise(basis: GroupedBasis) -> float:
+        return float(np.nan_to_num(resampling.low_frequency_without_noise(basis), nan=unknown).mean())
+
+    return unless_noise(study, run, judge(claim, what, mean, criterion), criterion, without_noise)
 
 
 def significant_verdict(study: Study, claim: str) -> Verdict:
@@ -291,9 +289,16 @@ def significant_verdict(study: Study, claim: str) -> Verdict:
     return unless_explained(verdict, HOLDS, "" if left.answer == HOLDS else noisy)
 
 
-def unless_noise(verdict: Verdict, run: Run, without_noise: Estimate, criterion: Criterion) -> Verdict:
-    """The verdict, but undecided where its number without the text's sampling noise does not give the same answer."""
-    contexts = run.provenance["corpus"]["contexts"]
-    noisy = f"{without_noise} without the sampling noise of {contexts} contexts"
+def unless_noise(
+    study: Study, run: Run, verdict: Verdict, criterion: Criterion, number: Callable[[GroupedBasis], float]
+) -> Verdict:
+    """The verdict, but undecided where its `number` free of the text's sampling noise does not give the same answer.
+
+    The text is read again for that.
+    """
+    if verdict.answer in OPEN or (basis := resampling.grouped_basis(study, run)) is None:
+        return verdict
+    without_noise = resampling.estimated(basis, number)
+    noisy = f"{without_noise} without the sampling noise of {run.provenance['corpus']['contexts']} contexts"
     same = judge(verdict.claim, noisy, without_noise, criterion).answer == verdict.answer
     return unless_explained(verdict, verdict.answer, "" if same else noisy)

@@ -6,7 +6,7 @@ text no error is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -37,21 +37,13 @@ Quarters = Sequence[Float64[Tensor, "*batch positions width"]]
 
 
 def estimated(basis: GroupedBasis, number: Callable[[GroupedBasis], float]) -> Estimate:
-    """A number without noise and its error: see `all_estimated`."""
-    return all_estimated(basis, lambda each: (number(each),))[0]
-
-
-def all_estimated(basis: GroupedBasis, numbers: Callable[[GroupedBasis], Iterable[float]]) -> list[Estimate]:
-    """Numbers without noise and their errors, by leaving out one group of contexts after the other (jackknife)."""
+    """A number without noise and its error, by leaving out one group of contexts after the other (jackknife)."""
     values = []
     for left_out in range(GROUPS):
         kept = (torch.arange(GROUPS) != left_out).double()
         sums, readers = basis.sums * kept[:, None, None], basis.readers * kept[:, None]
-        values.append(list(numbers(replace(basis, sums=sums, readers=readers))))
-    return [
-        Estimate(number, float(error), *OF_GROUPS)
-        for number, error in zip(numbers(basis), jackknife_error(values), strict=True)
-    ]
+        values.append(number(replace(basis, sums=sums, readers=readers)))
+    return Estimate(number(basis), float(jackknife_error(values)), *OF_GROUPS)
 
 
 def quarters_of(basis: GroupedBasis) -> list[Float64[Tensor, "layers positions width"]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from theodolite import Corpus, OpenModel, Run
 from theodolite.estimates import Estimate
-from theodolite.judging import OPEN, judge
+from theodolite.judging import judge
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import published
 from theodolite.report.data import OF_GROUPS, Floats, evenly, layer_average, need
@@ -26,6 +25,7 @@ from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, by_name
 from theodolite_papers.hidden_geometry import criteria, resampling
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise
+from theodolite_papers.hidden_geometry.resampling import GroupedBasis
 
 
 class _Streams(Hooks):
@@ -53,14 +53,9 @@ def norms_and_cosines(hidden: Tensor) -> tuple[Floats, Floats, Floats, Floats]:
     norms = torch.linalg.vector_norm(hidden, dim=-1)
     unit = torch.nn.functional.normalize(hidden, dim=-1)
     root = math.sqrt(hidden.shape[1])
-    cosines, errors = [], []
-    for layer in unit:
-        with_all = (unit * layer).sum(-1)
-        cosines.append(with_all.mean(1))
-        errors.append(with_all.std(1) / root)
-    parts = norms.mean(1), norms.std(1) / root, torch.stack(cosines), torch.stack(errors)
-    mean, error, cosine, cosine_error = (part.numpy() for part in parts)
-    return mean, error, cosine, cosine_error
+    cosines = torch.stack([(unit * layer).sum(-1) for layer in unit])
+    of_norms, of_cosines = ((each.mean(-1).numpy(), each.std(-1).numpy() / root) for each in (norms, cosines))
+    return *of_norms, *of_cosines
 
 
 @experiment(
@@ -121,33 +116,6 @@ NEARBY = 32
 
 ENERGY = 0.9
 
-_DIRECTIONS = f"directions that hold {percent(ENERGY)} of the energy"
-_SHARE = "share of energy at K = 10"
-DIFFERENCES = {
-    "spike": (
-        "how far the diagonal stands out",
-        "1 − cosine at a 32nd of the positions from the diagonal",
-        "“large spiky values”, “smooth”",
-        "The learned Gram matrix is smooth where the fixed one spikes at the diagonal (appendix B.1), both centred",
-        criteria.SMALLER,
-    ),
-    "directions": (
-        _DIRECTIONS,
-        _DIRECTIONS,
-        "“a sharper drop”",
-        "The learned basis is more pronouncedly low-rank (appendix B.1), both centred",
-        criteria.SMALLER,
-    ),
-    "low_frequency_10": (
-        _SHARE,
-        _SHARE,
-        "“more low-frequency”",
-        "The learned basis has more low-frequency coefficients (appendix B.1), both centred",
-        criteria.LARGER,
-    ),
-}
-"""The differences of appendix B.1: how a reading and a verdict call them, the paper's words, claim and criterion."""
-
 
 def spike(gram: Tensor) -> Tensor:
     """How far the diagonal of a normalised Gram matrix (…, n, n) stands out: 1 − mean cosine at distance n/32."""
@@ -160,9 +128,12 @@ def _nearby(gram: Tensor) -> int:
 
 def directions_needed(basis: Tensor) -> Tensor:
     """Directions that hold 0.9 of the energy of (…, n, d)."""
-    energy = torch.linalg.svdvals(basis).square()
-    share = energy.cumsum(-1) / energy.sum(-1, keepdim=True)
-    return (share < ENERGY).sum(-1) + 1
+    return _holding(torch.linalg.svdvals(basis).square())
+
+
+def _holding(energy: Tensor) -> Tensor:
+    """How many of the largest (…, n) hold 0.9 of all."""
+    return (energy.cumsum(-1) / energy.sum(-1, keepdim=True) < ENERGY).sum(-1) + 1
 
 
 def measures(bases: Tensor) -> Floats:
@@ -172,22 +143,75 @@ def measures(bases: Tensor) -> Floats:
     return np.stack([each.double().numpy() for each in numbers])
 
 
-def measures_without_noise(basis: resampling.GroupedBasis) -> dict[str, float]:
-    """What `DIFFERENCES` are of, in their order, free of the text's noise: means over layers."""
+def spike_without_noise(basis: GroupedBasis) -> float:
+    """The spike, mean over layers, of sums: a position hardly seen above its noise has no length to divide by."""
     gram = resampling.gram_without_noise(basis)
-    # Of sums: a position that is hardly seen above its noise has no length to divide by.
     distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)
     squares = (squares[..., distance:] + squares[..., :-distance]).mean(-1) / 2
     nearby = gram.diagonal(distance, -2, -1).mean(-1)
-    spikes = torch.where(squares > 0, (1 - nearby / squares).clamp(0, 2), 0)
-    energy = torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0)
-    within = energy.cumsum(-1) / energy.sum(-1, keepdim=True)
-    numbers = {
-        "spike": spikes,
-        "directions": (within < ENERGY).sum(-1) + 1,
-        "low_frequency_10": torch.from_numpy(resampling.low_frequency_without_noise(basis)).nan_to_num(1.0),
-    }
-    return {name: float(value.double().mean()) for name, value in numbers.items()}
+    return float(torch.where(squares > 0, (1 - nearby / squares).clamp(0, 2), 0).mean())
+
+
+def directions_without_noise(basis: GroupedBasis) -> float:
+    """The directions needed, mean over layers."""
+    energy = torch.linalg.eigvalsh(resampling.gram_without_noise(basis)).flip(-1).clamp_min(0)
+    return float(_holding(energy).double().mean())
+
+
+def share_without_noise(basis: GroupedBasis) -> float:
+    """The share of low frequencies, mean over layers."""
+    return float(np.nan_to_num(resampling.low_frequency_without_noise(basis), nan=1.0).mean())
+
+
+_DIRECTIONS = f"directions that hold {percent(ENERGY)} of the energy"
+_SHARE = "share of energy at K = 10"
+DIFFERENCES = {
+    "spike": (
+        "how far the diagonal stands out",
+        "1 − cosine at a 32nd of the positions from the diagonal",
+        "“large spiky values”, “smooth”",
+        "The learned Gram matrix is smooth where the fixed one spikes at the diagonal",
+        criteria.SMALLER,
+        spike_without_noise,
+    ),
+    "directions": (
+        _DIRECTIONS,
+        _DIRECTIONS,
+        "“a sharper drop”",
+        "The learned basis is more pronouncedly low-rank",
+        criteria.SMALLER,
+        directions_without_noise,
+    ),
+    "low_frequency_10": (
+        _SHARE,
+        _SHARE,
+        "“more low-frequency”",
+        "The learned basis has more low-frequency coefficients",
+        criteria.LARGER,
+        share_without_noise,
+    ),
+}
+"""Of appendix B.1: how a reading and a verdict call it, the paper's words, claim and criterion; without noise."""
+
+
+def _judge_difference(study: Study, outcome: Outcome, name: str, of_bases: Floats, error: float) -> None:
+    """A number of the fixed encoding, centred and as printed, against that of every layer."""
+    what, measure, words, claim, criterion, without_noise = DIFFERENCES[name]
+    (fixed, uncentred), of_layers = of_bases[:2], of_bases[2:]
+    learned = float(np.mean(of_layers))
+    outcome.read(f"{what}: sinusoidal, learned", f"{number(fixed)}, {number(learned)}", words)
+    claim += " (appendix B.1), both centred"
+    values = (
+        f"{measure}: learned {number(learned)} (mean over {len(of_layers)} layers), sinusoidal {number(fixed)} "
+        f"({number(uncentred)} uncentred)"
+    )
+    if need(study.run, "positional_basis").shape[1] - 1 < criteria.LEAST_POSITIONS:
+        outcome.cannot_test(claim, f"{values}; fewer than {criteria.LEAST_POSITIONS} positions")
+        return
+    difference = Estimate(learned - fixed, error, *OF_GROUPS)
+    verdict = judge(claim, f"{values}; difference", difference, criterion)
+    free = unless_noise(study, study.run, verdict, criterion, lambda basis: without_noise(basis) - fixed)
+    outcome.verdicts.append(free)
 
 
 def _pictured(run: Run, bases: Tensor) -> Run:
@@ -219,36 +243,12 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     layer_names = [f"layer {layer}" for layer in range(layers)]
     names = ["sinusoidal, centred", "sinusoidal, as printed", *layer_names]
     numbers = measures(torch.cat([centred[None], fixed[None], learned]))
-    columns = dict(zip(DIFFERENCES, numbers, strict=True))
-    table = outcome.tables["bases"] = pd.DataFrame({"basis": names} | columns)
-    basis = resampling.grouped_basis(study)
-
-    @cache
-    def without_noise() -> dict[str, Estimate]:
-        assert basis is not None
-        known = resampling.all_estimated(basis, lambda each: measures_without_noise(each).values())
-        return dict(zip(DIFFERENCES, known, strict=True))
-
+    outcome.tables["bases"] = pd.DataFrame({"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True)))
     # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
+    basis = resampling.grouped_basis(study)
     errors = resampling.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
-    rows = zip(errors, DIFFERENCES.items(), strict=True)
-    for error, (name, (what, measure, words, claim, criterion)) in rows:
-        centred_value, uncentred, *of_layers = table[name].astype(np.float64)
-        mean = float(np.mean(of_layers))
-        outcome.read(f"{what}: sinusoidal, learned", f"{number(centred_value)}, {number(mean)}", words)
-        values = (
-            f"{measure}: learned {number(mean)} (mean over {layers} layers), sinusoidal {number(centred_value)} "
-            f"({number(uncentred)} uncentred)"
-        )
-        if positions < criteria.LEAST_POSITIONS:
-            outcome.cannot_test(claim, f"{values}; fewer than {criteria.LEAST_POSITIONS} positions")
-            continue
-        difference = Estimate(mean - centred_value, float(error), *OF_GROUPS)
-        verdict = judge(claim, f"{values}; difference", difference, criterion)
-        if verdict.answer not in OPEN and basis is not None:
-            known = without_noise()[name]
-            verdict = unless_noise(verdict, run, replace(known, value=known.value - centred_value), criterion)
-        outcome.verdicts.append(verdict)
+    for name, of_bases, error in zip(DIFFERENCES, numbers, errors, strict=True):
+        _judge_difference(study, outcome, name, of_bases, float(error))
     bases = torch.cat([centred[None], learned])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
     title = "Gram matrices: the fixed encoding, and the learned basis of every layer"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,7 @@ import pandas as pd
 from theodolite import Run
 from theodolite.comparison.stream import overlap
 from theodolite.estimates import Estimate
-from theodolite.judging import FAILS, HOLDS, OPEN, Verdict, judge, untestable
+from theodolite.judging import FAILS, HOLDS, Verdict, judge, untestable
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.report import published
 from theodolite.report.data import (
@@ -41,9 +40,9 @@ QUANTITIES = {
 }
 _NEEDS = ("layers.rank", "layers.low_frequency_10", "arrays.positional_basis")
 ROWS_OF_TABLE_3 = {
-    "PPᵀ": ("pp_", published.LOW_FREQUENCY),
-    "PWPᵀ": ("pwp_", published.LOW_FREQUENCY_PWP),
-    "QK matrix": ("qk_", published.LOW_FREQUENCY_QK),
+    "PPᵀ": ("pp_", "layers", published.LOW_FREQUENCY),
+    "PWPᵀ": ("pwp_", "heads", published.LOW_FREQUENCY_PWP),
+    "QK matrix": ("qk_", "heads", published.LOW_FREQUENCY_QK),
 }
 
 
@@ -193,9 +192,8 @@ def robust_verdicts(outcome: Outcome, study: Study, second: Run) -> None:
 def _concentrated(study: Study, name: str, claim: str) -> Verdict:
     """Judge how far a matrix of Table 3 is from positions in random order: over layers, or over heads as if drawn."""
     run = study.run
-    prefix, over = ROWS_OF_TABLE_3[name][0], "layers" if name == "PPᵀ" else "heads"
-    table = getattr(run, over)
-    lowest, constant = (column(table, f"{prefix}low_frequency_{k}") for k in (10, 1))
+    prefix, over, _ = ROWS_OF_TABLE_3[name]
+    lowest, constant = (column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in (10, 1))
     if lowest is None or constant is None:
         return untestable(claim, f"missing in this run: survey again for the low-frequency shares of {name}")
     if why := layer_columns.few_positions(run):
@@ -215,24 +213,19 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
         estimate = Estimate.mean(of_heads[np.isfinite(of_heads)], "heads")
     verdict = judge(claim, f"{what}, mean over {over}", estimate, criteria.MOSTLY)
     # The QK matrix is of single contexts: no mean of them has noise.
-    if verdict.answer in OPEN or name == "QK matrix":
-        return verdict
-    basis, model = resampling.grouped_basis(study), study.model if over == "heads" else None
-    if basis is None or (over == "heads" and model is None):
+    if name == "QK matrix" or (over == "heads" and study.model is None):
         return verdict
 
-    def without_noise(each: resampling.GroupedBasis) -> float:
-        shares = (
-            resampling.gram_shares(each, (1, 10))
-            if model is None
-            else resampling.product_shares(each, model, (1, 10))
-        )
+    def without_noise(basis: resampling.GroupedBasis) -> float:
+        if over == "layers":
+            shares = resampling.gram_shares(basis, (1, 10))
+        else:
+            shares = resampling.product_shares(basis, study.require_model(), (1, 10))
         beyond, _ = layer_columns.beyond_random_order(shares[:, 1], shares[:, 0], positions)
         # What noise hides could be the other way.
         return float(np.nan_to_num(beyond, nan=float(verdict.answer == FAILS)).mean())
 
-    known = resampling.estimated(basis, without_noise)
-    return layer_columns.unless_noise(verdict, run, known, criteria.MOSTLY)
+    return layer_columns.unless_noise(study, run, verdict, criteria.MOSTLY, without_noise)
 
 
 @experiment(
@@ -246,16 +239,14 @@ def table_3(study: Study, outcome: Outcome) -> None:
     claim = "The Gram matrix of positions is concentrated in low frequencies (section 3.2, Table 3)"
     smooth = _concentrated(study, "PPᵀ", claim)
     outcome.verdicts.append(smooth)
-    shares_here: dict[str, dict[int, float]] = {}
-    rows: list[dict[str, Any]] = []
-    for name, (prefix, paper) in ROWS_OF_TABLE_3.items():
-        over = "layers" if name == "PPᵀ" else "heads"
+    shares_here, rows = {}, []
+    for name, (prefix, over, paper) in ROWS_OF_TABLE_3.items():
         columns = {k: column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in CUTOFFS}
         shares = {k: float(np.nanmean(values)) for k, values in columns.items() if values is not None}
         shares_here[name] = shares
-        here = {f"K = {k}": shares.get(k, math.nan) for k in CUTOFFS}
-        rows.append({"row": name, "where": "this run"} | here)
-        rows.append({"row": name, "where": "GPT-2, Table 3"} | {f"K = {k}": paper[k] for k in CUTOFFS})
+        for where, of_row in (("this run", shares), ("GPT-2, Table 3", paper)):
+            cells = {f"K = {k}": of_row.get(k, math.nan) for k in CUTOFFS}
+            rows.append({"row": name, "where": where} | cells)
         outcome.read(
             f"{name}, K = 1, 3, 5, 10, mean over {over}",
             ", ".join(map(percent, shares.values())) or "missing in this run",
@@ -273,7 +264,7 @@ def table_3(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "table3",
         "Smoothness, from positions to logits",
-        drawing.shares_by_cutoff(shares_here, {name: paper for name, (_, paper) in ROWS_OF_TABLE_3.items()}),
+        drawing.shares_by_cutoff(shares_here, {name: paper for name, (*_, paper) in ROWS_OF_TABLE_3.items()}),
         "Share of the energy in the K × K lowest frequencies: of PPᵀ (mean over layers), PWPᵀ and QK (over heads).",
         "shares near 1 at K = 10 in all rows.",
         f"{SONG}, Table 3",
