@@ -48,15 +48,15 @@ class Decoupling:
     """Eq. (9) of Song & Zhong 2024 for the heads of one layer, against random rotations.
 
     diagonal: share of ‖W‖_F² in D = diag(W). diagonal_random: the same expected in a Haar-random basis,
-    ((tr W)² + ‖W‖_F² + tr W²)/((d + 2)‖W‖_F²). aligned: with V as given. random_mean, random_deviation: over random
-    rotations in place of V. rotated_map, diagonal_map: |W_rot| above the threshold, and |D|: figure 4, blue and red.
+    ((tr W)² + ‖W‖_F² + tr W²)/((d + 2)‖W‖_F²). aligned: with V as given, (heads, …). random: with random rotations in
+    its place, (rotations, heads, …). rotated_map, diagonal_map: |W_rot| above the threshold, and |D|: figure 4, blue
+    and red.
     """
 
     diagonal: Float64[Tensor, " heads"]
     diagonal_random: Float64[Tensor, " heads"]
     aligned: RotatedEnergy
-    random_mean: RotatedEnergy
-    random_deviation: RotatedEnergy
+    random: RotatedEnergy
     rotated_map: Float64[Tensor, "heads shown shown"]
     diagonal_map: Float64[Tensor, "heads shown"]
 
@@ -94,13 +94,11 @@ def decouple(
         energies = [_energy(_rotate(w_q[h], w_k[h], diagonal[h], basis), corners) for h in range(heads)]
         random.append(_stack(energies))
     expected = moments.trace.square() + moments.frobenius_squared + moments.trace_of_square
-    mean, deviation = _mean_and_deviation(_stack(random))
     return Decoupling(
         diagonal=diagonal.square().sum(-1) / (moments.frobenius_squared * scaling**2),
         diagonal_random=expected / ((width + 2) * moments.frobenius_squared),
         aligned=_stack(aligned),
-        random_mean=mean,
-        random_deviation=deviation,
+        random=_stack(random),
         rotated_map=rotated_map,
         diagonal_map=diagonal[:, :shown].abs(),
     )
@@ -141,17 +139,3 @@ def _energy(rotated: Tensor, corners: Sequence[int]) -> RotatedEnergy:
 def _stack(parts: Sequence[RotatedEnergy]) -> RotatedEnergy:
     names = [field.name for field in dataclasses.fields(RotatedEnergy)]
     return RotatedEnergy(**{name: torch.stack([getattr(part, name) for part in parts]) for name in names})
-
-
-def _mean_and_deviation(stack: RotatedEnergy) -> tuple[RotatedEnergy, RotatedEnergy]:
-    """Over the leading dimension; NaN, a share of nothing, is left out."""
-    means, deviations = {}, {}
-    for field in dataclasses.fields(stack):
-        values = getattr(stack, field.name)
-        present = ~values.isnan()
-        count = present.sum(0)
-        mean = values.nanmean(0)
-        squares = torch.where(present, values - mean, 0.0).square().sum(0)
-        means[field.name] = mean
-        deviations[field.name] = torch.where(count > 1, squares / (count - 1), math.nan).sqrt()
-    return RotatedEnergy(**means), RotatedEnergy(**deviations)

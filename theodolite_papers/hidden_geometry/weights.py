@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -208,33 +207,29 @@ def _split(
 
 def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
     """One row per head; `_random` and `_random_sd` are over random rotations in place of V, `_noise` over noise."""
-    rows: list[dict[str, Any]] = []
+    parts = []
     for layer in layers:
-        split, mean, spread = layer.split, layer.split.random_mean, layer.split.random_deviation
-        for head in range(len(split.diagonal)):
-            row: dict[str, Any] = {
-                "layer": layer.block,
-                "head": head,
-                "weights_of": layer.projection,
-                "threshold": float(split.aligned.threshold[head]),
-                "surviving": int(split.aligned.surviving[head]),
-                "surviving_random": float(mean.surviving[head]),
-                "surviving_energy": float(split.aligned.surviving_energy[head]),
-                "diagonal": float(split.diagonal[head]),
-                "diagonal_random": float(split.diagonal_random[head]),
-            }
-            if len(layer.noise):
-                row[f"corner_energy_{corner}_noise"] = float(layer.noise[:, head].mean())
-                row[f"corner_energy_{corner}_noise_sd"] = float(layer.noise[:, head].std())
-            for place, k in enumerate(CORNERS):
-                row |= {
-                    f"corner_surviving_{k}": float(split.aligned.corner_surviving[head, place]),
-                    f"corner_energy_{k}": float(split.aligned.corner_energy[head, place]),
-                    f"corner_energy_{k}_random": float(mean.corner_energy[head, place]),
-                    f"corner_energy_{k}_random_sd": float(spread.corner_energy[head, place]),
-                }
-            rows.append(row)
-    table = pd.DataFrame(rows)
+        split, aligned, random = layer.split, layer.split.aligned, layer.split.random
+        columns = {
+            "threshold": aligned.threshold,
+            "surviving": aligned.surviving.long(),
+            "surviving_random": random.surviving.mean(0),
+            "surviving_energy": aligned.surviving_energy,
+            "diagonal": split.diagonal,
+            "diagonal_random": split.diagonal_random,
+        }
+        if len(layer.noise):
+            columns[f"corner_energy_{corner}_noise"] = layer.noise.mean(0)
+            columns[f"corner_energy_{corner}_noise_sd"] = layer.noise.std(0)
+        for place, k in enumerate(CORNERS):
+            at_random = random.corner_energy[..., place]
+            columns[f"corner_surviving_{k}"] = aligned.corner_surviving[:, place]
+            columns[f"corner_energy_{k}"] = aligned.corner_energy[:, place]
+            columns[f"corner_energy_{k}_random"] = at_random.mean(0)
+            columns[f"corner_energy_{k}_random_sd"] = at_random.std(0)
+        heads = {"layer": layer.block, "head": range(len(split.diagonal)), "weights_of": layer.projection}
+        parts.append(pd.DataFrame(heads | {name: values.cpu().numpy() for name, values in columns.items()}))
+    table = pd.concat(parts, ignore_index=True)
     corner_energy, random = table[f"corner_energy_{corner}"], table[f"corner_energy_{corner}_random"]
     table["corner_ratio"] = corner_energy / random
     table["corner_z"] = (corner_energy - random) / table[f"corner_energy_{corner}_random_sd"]
