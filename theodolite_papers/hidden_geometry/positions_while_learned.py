@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import pandas as pd
 from theodolite import Corpus, OpenModel, Run, open_model
 from theodolite.corpus.addition_task import digits_of
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate, Estimates
+from theodolite.estimates import Estimate
 from theodolite.judging import OPEN, Criterion, Verdict, all_of, judge, opposite_of, untestable
 from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, layer_estimates, need, value_of
 from theodolite.system.wording import counted, listed, number, with_error
@@ -54,16 +54,6 @@ PAPER_ACCURACY = {
 """Appendix D.3, on 1, 2, 3 and 4 digits."""
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """A surveyed checkpoint, errors of the columns of `shape_of`, and relative norms less sampling noise."""
-
-    step: int
-    run: Run
-    errors: pd.DataFrame
-    norms: Estimates
-
-
 def series_of(model: OpenModel) -> dict[int, Path]:
     """Training step → checkpoint, of the folder that the model was opened from, or next to it in its series."""
     folder = Path(model.id)
@@ -84,36 +74,29 @@ def some_contexts(corpus: Corpus) -> Corpus:
     return corpus_subset(corpus, evenly(len(corpus.contexts), SURVEYED_CONTEXTS))
 
 
-def _surveyed(study: Study) -> list[_Checkpoint]:
+def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
+    """Step → the survey of its checkpoint; and `MEASURES` with their standard errors, one row per step and layer."""
     why = "geometry/training surveys every checkpoint on the text of the run: pass the text as well"
     model, corpus = study.require_model(), study.require_corpus(why)
-    contexts = some_contexts(corpus)
-    series = []
+    contexts, runs, parts = some_contexts(corpus), {}, []
     for step, path in series_of(model).items():
         checkpoint = open_model(path, dtype=model.source.dtype, device=model.device)
         name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
         run_folder = None if study.folder is None else study.folder / name
-        run = study.survey(checkpoint, contexts, run_folder)
+        runs[step] = run = study.survey(checkpoint, contexts, run_folder)
         basis = read_by_group(checkpoint, contexts, run, study.show)
         norms = layer_estimates(run, "relative_norm")
         norms = norms if basis is None else norms_beyond_noise(norms, basis)
-        series.append(_Checkpoint(step, run, shape_errors(run, basis), norms))
-    return series
-
-
-def _table(series: list[_Checkpoint]) -> pd.DataFrame:
-    """One row per step and layer."""
-    parts = []
-    for entry in series:
-        shape = shape_of(entry.run).assign(step=entry.step, relative_norm_beyond_noise=entry.norms.values)
-        errors = entry.errors.assign(relative_norm_beyond_noise=entry.norms.errors)
-        for name in MEASURES:
-            known = name in shape
-            shape[name] = shape[name] if known else value_of(entry.run, name)
-            shape[f"{name}_se"] = errors[name] if known else error_of(entry.run, name)
+        shape = shape_of(run).assign(step=step, relative_norm_beyond_noise=norms.values)
+        errors = shape_errors(run, basis).assign(relative_norm_beyond_noise=norms.errors)
+        for measure in MEASURES:
+            known = measure in shape
+            shape[measure] = shape[measure] if known else value_of(run, measure)
+            shape[f"{measure}_se"] = errors[measure] if known else error_of(run, measure)
         parts.append(shape)
-    names = [f"{name}{end}" for name in MEASURES for end in ("", "_se")]
-    return pd.concat(parts, ignore_index=True)[["step", "layer", *names, "sampling_noise"]]
+    columns = [f"{measure}{end}" for measure in MEASURES for end in ("", "_se")]
+    table = pd.concat(parts, ignore_index=True)[["step", "layer", *columns, "sampling_noise"]]
+    return runs, table
 
 
 def _grid(table: pd.DataFrame, name: str) -> Floats:
@@ -163,18 +146,16 @@ def appears(
     )
     before, after = (_verdict_at(rows.iloc[place], needed) for place in (0, -1))
     if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
-        why = (
-            f"half of the curve at step {steps[-1]} or more is sampling noise of {SURVEYED_CONTEXTS} contexts"
-        )
-        return untestable(claim, f"{why}; {last}")
+        noise = f"sampling noise of {SURVEYED_CONTEXTS} contexts"
+        return untestable(claim, f"half of the curve at step {steps[-1]} or more is {noise}; {last}")
     limits = ", ".join(f"{MEASURES[name]} {rule.side} {number(rule.limit)}" for name, rule in needed.items())
     evidence = (
         f"all criteria are met {_when(steps, met)}; step {steps[0]}: {first}; step {steps[-1]}: {last}; criteria, "
         f"as in tables 2 and 6 and figure 1: {limits}"
     )
     for step, verdict in ((steps[0], before), (steps[-1], after)):
-        is_open = verdict.answer in OPEN
-        evidence += f"; at step {step} {verdict.answer}, with the standard errors" if is_open else ""
+        if verdict.answer in OPEN:
+            evidence += f"; at step {step} {verdict.answer}, with the standard errors"
     not_before = opposite_of(f"not {before.claim}", before)
     learned = replace(all_of(claim, [after, not_before]), evidence=evidence)
     return learned if expected else opposite_of(claim, learned)
@@ -208,9 +189,9 @@ def judge_layer(
     scaled_down="every checkpoint is surveyed on at most 64 contexts",
 )
 def training(study: Study, outcome: Outcome) -> None:
-    series = _surveyed(study)
-    steps, run = [entry.step for entry in series], series[-1].run
-    table = outcome.tables["steps"] = _table(series)
+    runs, table = _surveyed(study)
+    steps, run = list(runs), runs[max(runs)]
+    outcome.tables["steps"] = table
     grids = {title: (_grid(table, name), _grid(table, f"{name}_se")) for name, title in MEASURES.items()}
     for title, (means, _) in grids.items():
         pairs = zip(steps, means, strict=True)
@@ -221,13 +202,13 @@ def training(study: Study, outcome: Outcome) -> None:
         last = open_model(series_of(last)[steps[-1]], dtype=last.source.dtype, device=last.device)
     for layer in sorted({1, int(table["layer"].max()) // 2} - {0}):
         judge_layer(outcome, table, layer, run, last)
-    drawn = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
+    drawn = [steps[place] for place in evenly(len(steps), SHOWN_STEPS)]
     layers = evenly(len(need(run, "positional_pca")), SHOWN_LAYERS)
-    curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in drawn])
+    curves = np.stack([need(runs[step], "positional_pca")[layers, 1:, :2] for step in drawn])
     outcome.figure(
         "curves",
         "The positional basis over training",
-        drawing.curves_by_step([entry.step for entry in drawn], layers, curves.astype(np.float64)),
+        drawing.curves_by_step(drawn, layers, curves.astype(np.float64)),
         "Each cell: the positional basis on its two leading directions and own scale; violet: early, green: late.",
         "the step at which a cloud becomes a curve, and whether the layers follow one another.",
         f"{SONG}, Fig. 1, at every checkpoint of a training run",
@@ -243,7 +224,7 @@ def training(study: Study, outcome: Outcome) -> None:
         f"{SONG}, sections 2 and 3, at every checkpoint of a training run",
         wide=True,
     )
-    outcome.runs |= {f"step {entry.step}": entry.run.provenance for entry in series}
+    outcome.runs |= {f"step {step}": each.provenance for step, each in runs.items()}
 
 
 def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int, trained: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import torch
 from scipy.optimize import linear_sum_assignment
 
 from theodolite import Run
@@ -27,6 +28,7 @@ from theodolite.report.data import (
 )
 from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, heat
 from theodolite.system.wording import for_plotly, number, with_error
+from theodolite.theory import normalised_gram
 from theodolite_papers.drawing import experiments as lines
 from theodolite_papers.drawing import theory
 from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, experiment
@@ -103,13 +105,6 @@ def chosen_contexts(
     return [place for place, _ in pairs], [label for _, label in pairs]
 
 
-def cosines(rows: Floats) -> Floats:
-    """Of (…, n, d): the cosines of all pairs, (…, n, n); those of a row of zeros are 0."""
-    norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
-    unit = rows / np.where(norms > 0, norms, 1.0)
-    return unit @ unit.swapaxes(-1, -2)
-
-
 def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
     """Of every layer: mean cosine within and between labels, and mean |cosine| of positions and contexts."""
     label = np.array(of)
@@ -153,7 +148,8 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     shown = min(SHOWN_POSITIONS, POSITIONS_PER_CONTEXT * len(places))
     positions = [1 + place for place in evenly(need(run, "positional_basis").shape[1] - 1, shown)]
     basis, contexts = need(run, "positional_basis"), need(run, "context_basis")
-    grams = cosines(np.concatenate([basis[:, positions], contexts[:, places]], axis=1))
+    rows = np.concatenate([basis[:, positions], contexts[:, places]], axis=1)
+    grams = normalised_gram(torch.from_numpy(rows)).numpy()
     blocks = _blocks(grams, len(positions), of)
     count, cosine = len(set(of)), {name: number(float(blocks[name].mean())) for name in blocks}
     outcome.read("labels and contexts", f"{count} labels, {len(places)} contexts", "4 documents of 32")
@@ -273,11 +269,9 @@ def clusters(study: Study, outcome: Outcome) -> None:
     outcome.read("labels with two contexts or more", str(len(frequent)), "4 documents of 32")
     claim = "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)"
     outcome.claim(claim, "silhouette of the labels", layer_estimates(run, "silhouette"), OWN_LABEL)
-    claim, what = (
-        "The context basis has strong cluster patterns (claim 2, section 2)",
-        "adjusted Rand index of k-means against the labels",
-    )
-    outcome.claim(claim, what, layer_estimates(run, "cluster_ari"), RECOVERED)
+    claim = "The context basis has strong cluster patterns (claim 2, section 2)"
+    index = "adjusted Rand index of k-means against the labels"
+    outcome.claim(claim, index, layer_estimates(run, "cluster_ari"), RECOVERED)
     pair = ("similarity_within", "similarity_between")
     columns = (find(run, name) for name in pair for find in (value_of, error_of))
     ratio, errors = layer_columns.quotient(*columns)
@@ -289,7 +283,8 @@ def clusters(study: Study, outcome: Outcome) -> None:
     )
     outcome.tables["layers"] = layer_columns.columns_with_errors(run, COMPARED)
     places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
-    grams, shown = cosines(need(run, "context_basis")[:, places]), [names[label] for label in of]
+    grams = normalised_gram(torch.from_numpy(need(run, "context_basis")[:, places])).numpy()
+    shown = [names[label] for label in of]
     outcome.figure(
         "gram",
         "Cosines between contexts, by label",

@@ -125,18 +125,12 @@ def cutoffs_of(positions: int) -> list[int]:
 
 def _bounds(grams: torch.Tensor, cutoffs: list[int]) -> tuple[Floats, Floats, Floats]:
     """Of (N, n, n): the bound for each order and k (N, orders, K), the attained error (N, K), ‖G‖_op/n (N)."""
-    bounds, attained = [], []
-    for gram in grams:
-        first = smoothness_bound(gram, cutoffs, ORDERS[0])
-        of_order = [first.bound]
-        for order in ORDERS[1:]:
-            # The attained error is of every order the same; the bound at k is that at 1 over k^m.
-            at_one = smoothness_bound(gram, 1, order).bound
-            of_order.append(at_one / torch.tensor(cutoffs, dtype=torch.float64) ** order)
-        bounds.append(torch.stack(of_order))
-        attained.append(first.attained)
+    # The attained error is of every order the same; the bound at k is that at 1 over k^m.
+    first = smoothness_bound(grams, cutoffs, ORDERS[0])
+    powers = torch.tensor(cutoffs, dtype=torch.float64)
+    others = [smoothness_bound(grams, 1, order).bound[..., None] / powers**order for order in ORDERS[1:]]
     trivial = torch.linalg.matrix_norm(grams, 2) / grams.shape[-1]
-    return torch.stack(bounds).numpy(), torch.stack(attained).numpy(), trivial.numpy()
+    return torch.stack([first.bound, *others], 1).numpy(), first.attained.numpy(), trivial.numpy()
 
 
 def _judge_premise(outcome: Outcome, premise: Estimates, measured: Floats, where: str) -> None:
@@ -155,22 +149,6 @@ def _judge_premise(outcome: Outcome, premise: Estimates, measured: Floats, where
             "error takes, or the text is not at hand"
         )
         outcome.cannot_test(claim, f"{what}: {why}; use more --contexts")
-
-
-def _read_moderate(
-    outcome: Outcome, bounds: Floats, trivial: Floats, cutoffs: list[int], best: Floats, ratio: Floats
-) -> None:
-    """What the bounds say of few frequencies."""
-    moderate = min(MODERATE, cutoffs[-1])
-    below = bounds.min(axis=1) < trivial[:, None]  # the bound of some order, by layer and k
-    useful = [cutoffs[int(row.argmax())] for row in below if row.any()]
-    where = f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(best)} layers" if useful else ""
-    smallest = where or f"none up to {cutoffs[-1]}"
-    outcome.read("smallest k at which a bound is informative", smallest, "“moderate k and m”")
-    bound = f"bound over no approximation at k = {moderate}, best m, median of layers"
-    outcome.read(bound, number(float(np.median(best))))
-    attained = f"attained over no approximation at k = {moderate}, median of layers"
-    outcome.read(attained, number(float(np.median(ratio))), "“G ≈”")
 
 
 def _draw_bounds(
@@ -217,7 +195,15 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
     raw = bounds[:, :, at_moderate] / trivial[:, None]
     best, order = raw.min(axis=1), raw.argmin(axis=1)
     ratio = attained[:, at_moderate] / trivial
-    _read_moderate(outcome, bounds, trivial, cutoffs, best, ratio)
+    below = bounds.min(axis=1) < trivial[:, None]  # the bound of some order, by layer and k
+    useful = [cutoffs[int(row.argmax())] for row in below if row.any()]
+    smallest = f"none up to {cutoffs[-1]}"
+    if useful:
+        smallest = f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(best)} layers"
+    outcome.read("smallest k at which a bound is informative", smallest, "“moderate k and m”")
+    median = f"over no approximation at k = {moderate}"
+    outcome.read(f"bound {median}, best m, median of layers", number(float(np.median(best))))
+    outcome.read(f"attained {median}, median of layers", number(float(np.median(ratio))), "“G ≈”")
     # Errors that are nothing but rounding are compared with a bound that is.
     rounding = 1e-12 * trivial[:, None, None]
     orders = f"m = {', '.join(map(str, ORDERS))}"
@@ -315,38 +301,25 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
 def _with_noise(outcome: Outcome) -> None:
     """The theorem's “moreover”: with noise of size 1/√d the error stays within a multiple of incoh = d^−γ ≥ 1/√d."""
     noisy = replace(SETTING, noise=True)
-    growths = [
-        kernel_factorisation.error_growth(WIDTHS, gamma, noisy, max(2, DRAWS // 2))
-        for gamma in (*EXPONENTS, BELOW_NOISE)
-    ]
-    verdicts = []
-    for each in growths:
-        left_out = each.growth.numpy()
-        error = math.sqrt((len(left_out) - 1) * left_out.var())
-        slope = Estimate(float(left_out.mean()), error, len(left_out), "draws")
-        ratios = each.ratio.mean(0)
-        shown = f"{number(float(ratios[0]))} at d = {WIDTHS[0]} to {number(float(ratios[-1]))} at d = {WIDTHS[-1]}"
-        what = f"growth of error over incoh = d^−{each.exponent:g} as a power of d ({shown})"
-        printed = "0 or less" if each.exponent <= 0.5 else "left out"
-        outcome.read(what, with_error(slope.value, slope.error), printed)
+    verdicts, tables, curves = [], [], {}
+    for gamma in (*EXPONENTS, BELOW_NOISE):
+        grown = kernel_factorisation.error_growth(WIDTHS, gamma, noisy, max(2, DRAWS // 2))
+        left_out = grown.growth.numpy()
+        slope = Estimate(float(left_out.mean()), float(jackknife_error(left_out)), len(left_out), "draws")
+        mean = grown.ratio.mean(0).numpy()
+        errors = (grown.ratio.std(0) / math.sqrt(len(grown.ratio))).numpy()
+        shown = f"{number(mean[0])} at d = {WIDTHS[0]} to {number(mean[-1])} at d = {WIDTHS[-1]}"
+        what = f"growth of error over incoh = d^−{gamma:g} as a power of d ({shown})"
+        outcome.read(what, with_error(slope.value, slope.error), "0 or less" if gamma <= 0.5 else "left out")
         verdicts.append(judge(what, what, slope, BOUNDED))
+        curves[f"incoh = d^−{gamma:g}"] = mean, errors
+        columns = {"exponent": gamma, "width": WIDTHS, "incoherence": [width**-gamma for width in WIDTHS]}
+        columns |= {"error_over_incoherence": mean, "error_over_incoherence_se": errors}
+        tables.append(pd.DataFrame(columns | {"largest": grown.largest.numpy()}))
     claim = (
         "Moreover, with subgaussian noise of size 1/√d the error is O(incoh) still (section 5.3, Theorem 2)"
     )
     outcome.verdicts.append(all_of(claim, verdicts[:-1]))
-    tables, curves = [], {}
-    for each in growths:
-        errors = np.array([float(drawn.std()) for drawn in each.ratio.T]) / math.sqrt(len(each.ratio))
-        mean = each.ratio.mean(0).numpy()
-        curves[f"incoh = d^−{each.exponent:g}"] = mean, errors
-        incoherences = [width**-each.exponent for width in WIDTHS]
-        columns = {"exponent": each.exponent, "width": WIDTHS, "incoherence": incoherences}
-        columns |= {
-            "error_over_incoherence": mean,
-            "error_over_incoherence_se": errors,
-            "largest": each.largest.numpy(),
-        }
-        tables.append(pd.DataFrame(columns))
     outcome.tables["growth"] = pd.concat(tables, ignore_index=True)
     outcome.figure(
         "growth",
