@@ -34,29 +34,26 @@ def provenance_reader(place: str | Path) -> Callable[[Path], dict[str, Any]] | N
 
 def list_experiments(console: Console) -> None:
     """Print every name with one line, and which published figures are others on another model or text."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for experiment in EXPERIMENTS.values():
-        table.add_row(experiment.name, escape(experiment.title))
-    console.print(table)
+    names, aliases = (Table(box=None, padding=(0, 2, 0, 0), show_header=False) for _ in range(2))
+    names.add_column(no_wrap=True)
+    names.add_column()
+    for row in list_as_json():
+        if row["name"] in ALIASES:
+            aliases.add_row(row["name"], escape(row["paper"]))
+        else:
+            names.add_row(row["name"], escape(row["title"]))
+    console.print(names)
     console.print("\nPublished figures that show the same for another model or text:", highlight=False)
-    aliases = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for alias in ALIASES.values():
-        aliases.add_row(alias.name, f"{alias.of}, published for {escape(alias.published_on)}")
     console.print(aliases)
 
 
-def list_as_json() -> list[dict[str, Any]]:
+def list_as_json() -> list[dict[str, str]]:
     """The same as plain values."""
-    experiments = [
-        {"name": experiment.name, "title": experiment.title, "paper": experiment.paper}
-        for experiment in EXPERIMENTS.values()
-    ]
+    rows = [(each.name, each.title, each.paper) for each in EXPERIMENTS.values()]
     for alias in ALIASES.values():
         paper = f"{alias.of}, published for {alias.published_on}"
-        experiments.append({"name": alias.name, "title": EXPERIMENTS[alias.of].title, "paper": paper})
-    return experiments
+        rows.append((alias.name, EXPERIMENTS[alias.of].title, paper))
+    return [{"name": name, "title": title, "paper": paper} for name, title, paper in rows]
 
 
 def run_experiments(
@@ -85,8 +82,8 @@ def run_experiments(
             if len(experiments) == 1:
                 raise
             reasons.append(str(error))
-            reason = harmless(str(error))
-            console.print(f"{experiment.name} is skipped: {reason}", markup=False, highlight=False)
+            skipped = f"{experiment.name} is skipped: {harmless(str(error))}"
+            console.print(skipped, markup=False, highlight=False)
             continue
         provenance = study.provenance_of(experiment)
         page = write_outcome(experiment, outcome, provenance, place)

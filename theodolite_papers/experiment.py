@@ -180,10 +180,10 @@ class Study:
             self._shared[name] = make()
         return self._shared[name]
 
-    def require_model(self) -> OpenModel:
+    def require_model(self, name: str = "this experiment") -> OpenModel:
         """The model."""
         if self.model is None:
-            raise UsageError("this experiment needs the model as well as the run: pass it too")
+            raise UsageError(f"{name} needs the model as well as the run: pass it too")
         return self.model
 
     def require_corpus(
@@ -233,8 +233,7 @@ class Study:
         if kind in ("prompt", "nothing") or kind.startswith("theodolite "):
             return
         if kind == "model":
-            if self.model is None:
-                raise UsageError(f"{name} needs the model as well as the run: pass it too")
+            self.require_model(name)
         elif kind == "labels":
             labels = array(self.run, "context_label")
             if labels is None or len(set(labels[labels >= 0].tolist())) < 2:

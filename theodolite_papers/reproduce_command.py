@@ -20,7 +20,6 @@ from theodolite.system.interrupt import interruptible
 from theodolite_papers import catalogue
 
 if TYPE_CHECKING:
-    from theodolite import Corpus, OpenModel, Run
     from theodolite.models.prompts import Focus
     from theodolite_papers.experiment import Experiment, Study
 
@@ -29,11 +28,8 @@ def _complete(incomplete: str) -> list[str]:
     """Names of experiments and of their groups; the last of several with commas between them."""
     before, comma, last = incomplete.rpartition(",")
     groups = dict.fromkeys(name.partition("/")[0] for name in catalogue.EXPERIMENTS)
-    return [
-        before + comma + name
-        for name in (*groups, *catalogue.EXPERIMENTS, *catalogue.ALIASES)
-        if name.startswith(last)
-    ]
+    names = *groups, *catalogue.EXPERIMENTS, *catalogue.ALIASES
+    return [before + comma + name for name in names if name.startswith(last)]
 
 
 def reproduce_command(
@@ -99,14 +95,8 @@ def reproduce_command(
         catalogue.check_options(experiments, given)
         request = _Request(name, model, text, other, out, opening, stopped)
         study, pages = _study(request, experiments, focus)
-        page = run_experiments(
-            experiments,
-            study,
-            pages,
-            screen if as_json else Console(),
-            as_json=as_json,
-            bars=partial(bars, stopped, kept=False),
-        )
+        console, unkept = screen if as_json else Console(), partial(bars, stopped, kept=False)
+        page = run_experiments(experiments, study, pages, console, as_json=as_json, bars=unkept)
         if page is not None:
             say_where(page, as_json)
 
@@ -135,15 +125,6 @@ class _Request:
         of_model |= {"--revision": opening.revision, "--attention": opening.attention}
         return self.text.given() | of_model
 
-    def opened(self) -> OpenModel:
-        return self.opening.open(self.model)
-
-    def survey(self, model: OpenModel, corpus: Corpus, folder: Path) -> Run:
-        from theodolite import survey
-
-        with bars(self.stopped, of=short_name(corpus.name)) as show:
-            return survey(model, corpus, folder, seed=self.text.seed, show_progress=show)
-
 
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
     """What the experiments read, and the folder for their pages."""
@@ -164,7 +145,7 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
         return Study(of_nothing(seed)), pages
     if catalogue.on_prompts(experiments):
         refuse_unread(f"{name} reads its prompt and no text", request.text.given())
-        model = request.opened()
+        model = request.opening.open(request.model)
         pages = (request.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
         return Study(of_model(model, seed), model, focus=focus), pages
     return _surveyed(request, focus)
@@ -172,27 +153,25 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
 
 def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
     """Experiments on a survey, which is made here or reused if it is finished."""
+    from theodolite import survey
     from theodolite.report.page import write_report
     from theodolite_papers import Study
 
-    model = request.opened()
+    model = request.opening.open(request.model)
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads no text, which all experiments are on: use theodolite survey")
     if focus.layer is not None or focus.head is not None:
         model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
     if request.text.no_pack:
         raise UsageError("the experiments compare positions of contexts of one length: leave out --no-pack")
-    read = request.text.read(model, request.stopped)
-    length = read.contexts.shape[1]
-    second = (
-        replace(_with_corpus(request.text, request.other), length=length).read(model, request.stopped)
-        if request.other
-        else None
-    )
+    read, second = request.text.read(model, request.stopped), None
+    if request.other:
+        other = replace(_with_corpus(request.text, request.other), length=read.contexts.shape[1])
+        second = other.read(model, request.stopped)
     folder = request.out or default_folder(model, read)
-    run = request.survey(model, read, folder)
+    with bars(request.stopped, of=short_name(read.name)) as show:
+        run = survey(model, read, folder, seed=request.text.seed, show_progress=show)
     if not (folder / "report" / "index.html").is_file():
         write_report(run, folder / "report")
     pages = folder / "reproduce"
-    study = Study(run, model, read, second, folder=pages, focus=focus)
-    return study, pages
+    return Study(run, model, read, second, folder=pages, focus=focus), pages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,11 +140,9 @@ def pattern_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]
     """Judge a pattern's claims, the paper's and ours, on all heads that follow it: one head alone decides nothing."""
     followers = [head for head in heads if head.follows]
     if not followers:
-        best = (
-            f"the highest score is that of {heads[0].summary(pattern.strict)}"
-            if heads
-            else "0 heads attributed"
-        )
+        best = "0 heads attributed"
+        if heads:
+            best = f"the highest score is that of {heads[0].summary(pattern.strict)}"
         asked = f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
         return [untestable(pattern.claim, f"{best}; {asked}")]
     verdicts = []
@@ -201,9 +198,9 @@ def share_grids(run: Run) -> dict[str, Floats]:
     for group in ATTRIBUTED:
         members = {(PARTS[a], PARTS[b]) for a, b in paired_groups().get(group, [])} or {("additive", "")}
         inside = table[[side in members for side in sides]]
-        grids[group] = np.full((blocks(run), heads_per_block(run)), np.nan)
-        for (layer, head), share in inside.groupby(["layer", "head"])["share"].sum(min_count=1).items():
-            grids[group][int(layer), int(head)] = share
+        shares = inside.groupby(["layer", "head"])["share"].sum(min_count=1).unstack()
+        every = shares.reindex(index=range(blocks(run)), columns=range(heads_per_block(run)))
+        grids[group] = every.to_numpy(dtype=np.float64, copy=True)
     return grids
 
 
@@ -235,10 +232,10 @@ def constituents(study: Study, outcome: Outcome) -> None:
     heads = int(np.isfinite(grids["position"]).sum())
     means = {group: float(np.nanmean(grid)) for group, grid in grids.items()}
     for group in grids:
-        named = f"{group}: mean share of logit variance" + ("; largest in" if group in apart else "")
-        shown = percent(means[group]) + (
-            f"; {percent(float(np.mean(largest[group])))} of the heads" if group in apart else ""
-        )
+        named, shown = f"{group}: mean share of logit variance", percent(means[group])
+        if group in apart:
+            named += "; largest in"
+            shown += f"; {percent(float(np.mean(largest[group])))} of the heads"
         outcome.read(named, shown, "“important, often dominant”" if group == "pos-pos" else "")
     read_refusals(outcome, run)
     what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
@@ -268,10 +265,7 @@ def constituents(study: Study, outcome: Outcome) -> None:
         "Mean share by layer",
         figures_constituents.shares_by_layer(
             np.arange(blocks(run), dtype=np.float64),
-            {
-                group: np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in grid])
-                for group, grid in grids.items()
-            },
+            {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in grids.items()},
         ),
         "The mean over each layer's heads; mean and bias count with what is on the other side.",
         "position early, context late.",

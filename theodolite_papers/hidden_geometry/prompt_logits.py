@@ -101,13 +101,9 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     if not sums.logits:
         raise UsageError(f"no layer of this model can be split: {next(iter(sums.refused.values()))}")
     layers = sorted(sums.logits)
-    rows: list[dict[str, Any]] = [
-        {"layer": layer, "head": head}
-        | {f"low_frequency_{k}": float(share) for k, share in zip(CUTOFFS, shares, strict=True)}
-        for layer in layers
-        for head, shares in enumerate(sums.smooth[layer] / len(sample))
-    ]
-    table = pd.DataFrame(rows)
+    columns = [f"low_frequency_{k}" for k in CUTOFFS]
+    of_layers = [pd.DataFrame(sums.smooth[layer] / len(sample), columns=columns) for layer in layers]
+    table = pd.concat(of_layers, keys=layers, names=["layer", "head"]).reset_index()
     median = float(table["low_frequency_10"].median())
     what = "share of energy at K = 10 of pos-pos, median over heads"
     outcome.read(what, number(median), "“visibly discontinuous”")
@@ -116,17 +112,13 @@ def figure_19(study: Study, outcome: Outcome) -> None:
         outcome.read("layers that cannot be split", f"{len(sums.refused)}: {reason}")
     outcome.verdicts.append(rough_verdict(study, table["low_frequency_10"].to_numpy(), positions))
     outcome.tables["smoothness"] = table
-    drawn = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
-    tiles = [maps.positional_tiles(sums.logits[layer] / len(sample)) for layer in drawn]
-    names = [f"head {head}" for head in heads]
+    chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
+    tiles = [maps.positional_tiles(sums.logits[layer] / len(sample)) for layer in chosen]
+    names, blocks = [f"head {head}" for head in heads], [f"block {layer}" for layer in chosen]
     outcome.figure(
         "positional-logits",
         "QK matrix of the positional basis, every head",
-        by_name(
-            "block",
-            [f"block {layer}" for layer in drawn],
-            lambda place: maps.weight_maps(tiles[place], names, len(shown)),
-        ),
+        by_name("block", blocks, lambda place: maps.weight_maps(tiles[place], names, len(shown))),
         f"Logits with pos + μ on both sides, mean over {counted(len(sample), 'context')}, rows less their means.",
         "smooth shading in language models, breaks in models trained on addition.",
         f"{SONG}, Figs. 19 and 22",
@@ -150,8 +142,6 @@ def rough_verdict(study: Study, shares: Floats, positions: int) -> Verdict:
         verdict = judge(claim, what, share_of_heads(limit.met(shares).tolist(), most), most)
     return of_an_adder(study.model, study.run, verdict, median)
 
-
-ROTATED = "rotary"
 
 MEAN_WITH_POSITION: Mapping[str, tuple[str, ...]] = {
     "constant": ("bias",),
@@ -210,13 +200,12 @@ def _panel_caption(study: Study, length: int) -> str:
     """What the panels were made of, for their captions."""
     kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
     shown = f"; the first {MOST_POSITIONS} of them" if length - 1 > MOST_POSITIONS else ""
+    rotated = (
+        "This family rotates queries and keys, so relative position is within every panel, constant too: there the "
+        "rotated mean and biases differ by distance. "
+    )
     caption = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
-    if study.provenance["model"].get("positions") == ROTATED:
-        caption += (
-            "This family rotates queries and keys, so relative position is within every panel, constant too: "
-            "there the rotated mean and biases differ by distance. "
-        )
-    return caption
+    return caption + (rotated if study.provenance["model"].get("positions") == "rotary" else "")
 
 
 def _tables(ids: Tensor, tokens: list[str], panels: dict[str, list[HeadMatrix]]) -> dict[str, pd.DataFrame]:
@@ -226,14 +215,6 @@ def _tables(ids: Tensor, tokens: list[str], panels: dict[str, list[HeadMatrix]])
     ]
     prompt = {"position": range(len(tokens)), "token_id": ids.tolist(), "token": tokens}
     return {"shares": pd.DataFrame(shares), "prompt": pd.DataFrame(prompt)}
-
-
-def _title(
-    place: tuple[int, int], followed: list[attribution.PatternClaims], top: dict[str, list[attribution.Head]]
-) -> str:
-    """`L3H5: attends most to the previous token (0.26)`."""
-    patterns = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
-    return head_name(*place) + (f": attends most to {listed(patterns)}" if patterns else "")
 
 
 @experiment(
@@ -255,7 +236,8 @@ def figure_6(study: Study, outcome: Outcome) -> None:
         largest = sorted(panels[name][:-2], key=lambda panel: -panel.share)[:2]
         named = ", ".join(f"{panel.name} {percent(panel.share)}" for panel in largest)
         outcome.read(f"{name}: largest shares of the logits' variance on this prompt", named)
-        title = _title((layer, head), followed, top)
+        most = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
+        title = f"{name}: attends most to {listed(most)}" if most else name
         shows = f"{_panel_caption(study, len(tokens))}Rows less their means. Per cent: shares of the logits' variance."
         look_for = "the panel that has the pattern of QK, and of attention."
         source = f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants"
@@ -320,20 +302,6 @@ def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_retained(
-    outcome: Outcome, retained: pd.DataFrame, place: tuple[int, int], pattern: attribution.PatternClaims
-) -> None:
-    """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
-    layer, head = place
-    rows = retained.query("layer == @layer and head == @head and pattern == @pattern.name")
-    if (rows["score"] >= attribution.TIMES_UNIFORM * rows["uniform"]).all():
-        shares = rows[rows["group"] == pattern.strict].set_index("mean")["kept"]
-        outcome.read(
-            f"{head_name(layer, head)}, attention to {pattern.title}: retained by {pattern.strict} alone",
-            f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart",
-        )
-
-
 @experiment(
     "geometry/figure30",
     "Logits of a prompt by constituent, with and without the global mean",
@@ -366,6 +334,13 @@ def figure_30(study: Study, outcome: Outcome) -> None:
     outcome.tables |= _tables(ids, tokens, panels)
     if rows:
         retained = outcome.tables["kept"] = pd.DataFrame(rows)
-        for head_place, followed in chosen.items():
+        for (layer, head), followed in chosen.items():
             for pattern in followed:
-                _read_retained(outcome, retained, head_place, pattern)
+                kept = retained.query("layer == @layer and head == @head and pattern == @pattern.name")
+                if (kept["score"] < attribution.TIMES_UNIFORM * kept["uniform"]).any():
+                    continue  # the head has no such pattern
+                shares = kept[kept["group"] == pattern.strict].set_index("mean")["kept"]
+                outcome.read(
+                    f"{head_name(layer, head)}, attention to {pattern.title}: retained by {pattern.strict} alone",
+                    f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart",
+                )
