@@ -124,9 +124,8 @@ def _of_energy(study: Study, claim: str, every: bool) -> Verdict:
     contexts = run.provenance["corpus"]["contexts"]
     noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
     explanation = noisy if criteria.WITHIN_RANK.met(without_noise) else ""
-    error = resampling.errors_of(
-        resampling.grouped_basis(study), lambda p: np.asarray(summary(energy_within(p, ranks))), value
-    )
+    basis = resampling.grouped_basis(study)
+    error = resampling.errors_of(basis, lambda p: np.asarray(summary(energy_within(p, ranks))), value)
     estimate = Estimate(value, float(error), *OF_GROUPS)
     return unless_explained(judge(claim, what, estimate, criteria.WITHIN_RANK), FAILS, explanation)
 
@@ -244,11 +243,10 @@ def beyond_random_order(
 def few_positions(run: Run, least: int = criteria.LEAST_POSITIONS) -> str | None:
     """Why low frequencies of so few positions say nothing; None: they do."""
     positions = need(run, "positional_basis").shape[1] - 1
-    if positions >= least:
-        return None
-    return (
+    why = (
         f"{positions} positions have only {positions} frequencies: use contexts of {least + 1} tokens or more"
     )
+    return why if positions < least else None
 
 
 def smooth_verdict(

@@ -193,21 +193,15 @@ def grouped_basis(study: Study, run: Run | None = None) -> GroupedBasis | None:
     sha256 = run.provenance["corpus"].get("sha256")
 
     def read() -> GroupedBasis | None:
-        if model is None:
-            return None
-        text = corpus if corpus is not None and corpus.sha256 == sha256 else _random_tokens(model, run)
-        if text is None or text.sha256 != sha256:
+        text = corpus if corpus is not None and corpus.sha256 == sha256 else None
+        # Random tokens (`Study.random_run`) follow from their description.
+        if text is None and model and model.vocabulary and run.provenance["corpus"]["name"] == RANDOM:
+            text = random_tokens_like(model, run)
+        if model is None or text is None or text.sha256 != sha256:
             return None
         return read_by_group(model, text, run, study.show)
 
     return study.cached(f"basis by group of {sha256}", read)
-
-
-def _random_tokens(model: OpenModel, run: Run) -> Corpus | None:
-    """The text of a run on random tokens (`Study.random_run`), which its description gives again."""
-    if run.provenance["corpus"]["name"] != RANDOM or model.vocabulary is None:
-        return None
-    return random_tokens_like(model, run)
 
 
 def by_halves(basis: GroupedBasis, numbers: Callable[[Tensor], Floats]) -> Floats:

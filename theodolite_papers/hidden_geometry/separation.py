@@ -187,12 +187,11 @@ def _deepens(outcome: Outcome, gap: Floats) -> None:
     claim = "The blocks become progressively clear with depth (appendix C.3)"
     if not np.isfinite(gap).all():
         outcome.cannot_test(claim, "no label has two contexts")
-        return
-    if len(gap) < LEAST_LAYERS:
+    elif len(gap) < LEAST_LAYERS:
         outcome.cannot_test(claim, f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can")
-        return
-    what = f"mean step of (within − between) from layer to layer, over {len(gap)} layers"
-    outcome.claim(claim, what, Estimate.mean(np.diff(gap), "steps"), criteria.DEEPENS)
+    else:
+        what = f"mean step of (within − between) from layer to layer, over {len(gap)} layers"
+        outcome.claim(claim, what, Estimate.mean(np.diff(gap), "steps"), criteria.DEEPENS)
 
 
 SHOWN_LABELS, SHOWN_CONTEXTS = 8, 24
@@ -241,9 +240,10 @@ INCOHERENCES = {
 """Layer column → (how it is called, what the paper prints)."""
 
 
-def _read_mean(outcome: Outcome, run: Run, name: str, title: str, printed: str) -> None:
-    mean, _ = layer_average(run, name)
-    outcome.read(f"{title}, mean over layers", with_error(mean.value, mean.error), printed)
+def _read_means(outcome: Outcome, run: Run, columns: dict[str, tuple[str, str]], of: str = "") -> None:
+    for name, (title, printed) in columns.items():
+        mean, _ = layer_average(run, name)
+        outcome.read(f"{of}{title}, mean over layers", with_error(mean.value, mean.error), printed)
 
 
 def _curves(run: Run, titles: dict[str, str]) -> dict[str, tuple[Floats, Floats]]:
@@ -264,8 +264,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
     frequent = frequent_labels(labels, len(names))
     if len(frequent) < 2:
         raise UsageError("geometry/clusters needs two labels with two contexts each: use more --contexts")
-    for name, (title, printed) in COMPARED.items():
-        _read_mean(outcome, run, name, title, printed)
+    _read_means(outcome, run, COMPARED)
     outcome.read("labels with two contexts or more", str(len(frequent)), "4 documents of 32")
     claim = "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)"
     outcome.claim(claim, "silhouette of the labels", layer_estimates(run, "silhouette"), OWN_LABEL)
@@ -331,8 +330,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
 def incoherence(study: Study, outcome: Outcome) -> None:
     run = study.run
     titles = {name: title for name, (title, _) in INCOHERENCES.items()}
-    for name, (title, printed) in INCOHERENCES.items():
-        _read_mean(outcome, run, name, f"|cosine|, {title}", printed)
+    _read_means(outcome, run, INCOHERENCES, "|cosine|, ")
     over = value_of(run, "incoherence_mean") / value_of(run, "incoherence_random")
     outcome.read("mean over that of random directions", number(float(np.nanmean(over))))
     for name, claim in (

@@ -76,16 +76,10 @@ def table_1(study: Study, outcome: Outcome) -> None:
         pairs = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
         table[quantity], table[f"{quantity} sd"] = pairs.T
     outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
-    outcome.verdicts.append(
-        layer_columns.low_rank_verdict(
-            study, "The positional basis is a low-rank component (Table 1)", every=False
-        )
-    )
-    outcome.verdicts.append(
-        layer_columns.significant_verdict(
-            study, "The positional basis is a significant component (Table 1, section 3.1)"
-        )
-    )
+    low_rank = "The positional basis is a low-rank component (Table 1)"
+    significant = "The positional basis is a significant component (Table 1, section 3.1)"
+    outcome.verdicts.append(layer_columns.low_rank_verdict(study, low_rank, every=False))
+    outcome.verdicts.append(layer_columns.significant_verdict(study, significant))
     _separation(outcome, run)
     claim = "Position and context are incoherent (Table 1, section 5)"
     what = f"mean |cosine| over {len(run.layers)} layers, over that of random directions"
@@ -150,10 +144,8 @@ def table_2(study: Study, outcome: Outcome) -> None:
         ("rank", "dimensions", "Rank of the positional basis"),
         ("low_frequency_10", "share of energy", "Smoothness"),
     ):
-        curves = {
-            name: (value_of(run, column_name), error_of(run, column_name))
-            for run, name in zip(runs, names, strict=True)
-        }
+        of_runs = ((value_of(run, column_name), error_of(run, column_name)) for run in runs)
+        curves = dict(zip(names, of_runs, strict=True))
         outcome.figure(
             column_name.replace("_", "-"),
             f"{title} on both texts",
@@ -177,8 +169,7 @@ def robust_verdicts(outcome: Outcome, study: Study, second: Run) -> None:
     if why := layer_columns.no_room(first):
         outcome.cannot_test(claim, why)
     elif any(missing):
-        layers = len(first.layers)
-        why = f"no rank found in {missing[0]} layers here and {missing[1]} on the other text, of {layers}"
+        why = f"no rank found in {missing[0]} layers here and {missing[1]} on the other text, of {len(first.layers)}"
         outcome.cannot_test(claim, why)
     else:
         here, other = (layer_average(run, "rank")[0] for run in (first, second))

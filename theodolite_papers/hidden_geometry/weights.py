@@ -36,11 +36,18 @@ TOGETHER = Criterion(
 EARLIER = Criterion("less than", 0.0, "“especially among early layers” read as: falling with depth (ours)")
 
 TRENDS = {
-    "layer": ("The argmax property is satisfied especially in early layers (appendix D.2)", EARLIER),
-    "previous_token": ("Local attention is a consequence of smoothness (section 4.2)", TOGETHER),
+    "layer": (
+        "its layer",
+        "The argmax property is satisfied especially in early layers (appendix D.2)",
+        EARLIER,
+    ),
+    "previous_token": (
+        "the attention that it pays to the previous token",
+        "Local attention is a consequence of smoothness (section 4.2)",
+        TOGETHER,
+    ),
 }
-TREND_WITH = {"layer": "its layer", "previous_token": "the attention that it pays to the previous token"}
-"""Column of the heads table → claim and criterion of the rank correlation over heads; → its name."""
+"""Column of the heads table → its name, claim and criterion of the rank correlation over heads."""
 
 LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
 
@@ -103,16 +110,15 @@ def figure_25(study: Study, outcome: Outcome) -> None:
         MANY_HEADS,
     )
     of_published = correlations[correlations["share"] == "argmax_property"].set_index("with")
-    for measure, (claim, criterion) in TRENDS.items():
+    for measure, (named, claim, criterion) in TRENDS.items():
         correlation, count = of_published.loc[measure, ["rank_correlation", "heads"]]
-        what = f"rank correlation of the head's share with {TREND_WITH[measure]}"
+        what = f"rank correlation of the head's share with {named}"
         if measure == "layer" and not (published > MOSTLY).any():
             outcome.cannot_test(claim, f"no head has it at more than {percent(MOSTLY)} of the positions")
-            continue
-        if math.isnan(correlation):
+        elif math.isnan(correlation):
             outcome.cannot_test(claim, f"{what}: {count:g} heads with both, or no difference between them")
-            continue
-        outcome.claim(claim, what, _by_layers(run, float(correlation)), criterion)
+        else:
+            outcome.claim(claim, what, _by_layers(run, float(correlation)), criterion)
     outcome.tables["heads"] = run.heads.filter(["layer", "head", *shares, *LOCALITY])
     outcome.tables["correlations"] = correlations
     for name in shares:
