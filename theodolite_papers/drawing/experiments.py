@@ -29,16 +29,10 @@ PANEL_ROW = 26  # pixels a row
 NARROW = 16  # characters in a line of an axis title
 
 
-def _this_model(
-    layers: Floats,
-    values: Floats,
-    name: str,
-    errors: Floats | None,
-    colour: str = THIS_MODEL,
-    dash: str = "solid",
-) -> list[go.Scatter]:
+def _this_model(layers: Floats, values: Floats, name: str, errors: Floats | None, **own: Any) -> list[Any]:
     hover = f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>"
-    return line(layers, values, name, colour, errors=errors, dash=dash, width=2.4, marker=6, hover=hover)
+    look: dict[str, Any] = {"colour": THIS_MODEL, "width": 2.4, "marker": 6, "hover": hover} | own
+    return line(layers, values, name, errors=errors, **look)
 
 
 def against_published(
@@ -87,16 +81,14 @@ def shares_by_cutoff(
     colours = (style.VERMILLION, style.BLUE, style.GREEN)
     traces: list[Any] = []
     for (name, published_shares), colour in zip(paper.items(), colours, strict=True):
-        for shares, dash, origin in (
-            (measured.get(name), "solid", ""),
-            (published_shares, "dot", ", GPT-2 in Table 3"),
-        ):
-            if not shares:
-                continue
-            hover = f"{name}{origin}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>"
-            size: dict[str, Any] = {"width": LINE, "marker": 4} if origin else {"width": 2.2, "marker": 6}
-            cutoffs = [str(cutoff) for cutoff in shares]
-            traces += line(cutoffs, [*shares.values()], name + origin, colour, dash=dash, hover=hover, **size)
+        here: dict[str, Any] = {"dash": "solid", "width": 2.2, "marker": 6}
+        there: dict[str, Any] = {"dash": "dot", "width": LINE, "marker": 4}
+        both = (name, measured.get(name), here), (f"{name}, GPT-2 in Table 3", published_shares, there)
+        for label, shares, look in both:
+            if shares:
+                hover = f"{label}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>"
+                cutoffs = [str(cutoff) for cutoff in shares]
+                traces += line(cutoffs, [*shares.values()], label, colour, hover=hover, **look)
     layout = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
     return style.figure(traces, "K", "share of energy", height=360, layout=layout)
 
@@ -106,10 +98,9 @@ def two_texts(
 ) -> go.Figure:
     """One layer measure on two texts: name → (values, standard errors); the first is solid, the second dashed."""
     traces: list[Any] = []
-    for (name, (values, errors)), colour, dash in zip(
-        curves.items(), (THIS_MODEL, style.BLUE), ("solid", "dash"), strict=False
-    ):
-        traces += _this_model(layers, values, name, errors, colour, dash)
+    looks = {"colour": THIS_MODEL}, {"colour": style.BLUE, "dash": "dash"}
+    for (name, (values, errors)), look in zip(curves.items(), looks, strict=False):
+        traces += _this_model(layers, values, name, errors, **look)
     axis = {"range": [0, 1.05]} if share else {"rangemode": "tozero"}
     return style.figure(traces, "layer", y, height=340, layout={"xaxis": layer_axis(layers), "yaxis": axis})
 

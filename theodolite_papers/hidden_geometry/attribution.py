@@ -260,15 +260,12 @@ def constituents(study: Study, outcome: Outcome) -> None:
     look_for = "heads dominated by one group: strong in one map, pale in the others."
     source = f"{SONG}, eq. 10; the shares are ours"
     outcome.figure("shares", title, drawn, shows, look_for, source, wide=True)
-    outcome.figure(
-        "by-layer",
-        "Mean share by layer",
-        figures_constituents.shares_by_layer(
-            np.arange(blocks(run), dtype=np.float64),
-            {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in grids.items()},
-        ),
-        "The mean over each layer's heads; mean and bias count with what is on the other side.",
-        "position early, context late.",
-        f"{SONG}, eq. 10; the shares are ours",
-        wide=True,
+    title = "Mean share by layer"
+    drawn = figures_constituents.shares_by_layer(
+        np.arange(blocks(run), dtype=np.float64),
+        {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in grids.items()},
     )
+    shows = "The mean over each layer's heads; mean and bias count with what is on the other side."
+    look_for = "position early, context late."
+    source = f"{SONG}, eq. 10; the shares are ours"
+    outcome.figure("by-layer", title, drawn, shows, look_for, source, wide=True)

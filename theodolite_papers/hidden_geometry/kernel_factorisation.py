@@ -174,11 +174,15 @@ def _tokens(basis: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _within_span(count: int, width: int, generator: torch.Generator) -> Tensor:
-    """Random directions in orthonormal coordinates of their span, (count, min(count, width))."""
+    """`_directions` in orthonormal coordinates of their span, (count, min(count, width))."""
     if width <= count:
-        normal = torch.randn(count, width, generator=generator, dtype=torch.float64)
-        return functional.normalize(normal, dim=-1)
+        return _directions(count, width, generator)
     lower = torch.randn(count, count, generator=generator, dtype=torch.float64).tril(-1)
     uniform = torch.rand(count, generator=generator, dtype=torch.float64)
     squares = stats.chi2.ppf(uniform.numpy(), width - np.arange(count))
     return functional.normalize(lower + torch.from_numpy(squares).sqrt().diag(), dim=-1)
+
+
+def _directions(count: int, width: int, generator: torch.Generator) -> Tensor:
+    normal = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    return functional.normalize(normal, dim=-1)

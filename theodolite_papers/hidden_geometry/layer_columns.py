@@ -36,9 +36,10 @@ from theodolite.report.data import (
     need,
     value_of,
 )
+from theodolite.report.exhibit import Choice
 from theodolite.system.wording import listed, number
 from theodolite.theory.haar import haar_rotation
-from theodolite_papers.experiment import Study
+from theodolite_papers.experiment import Outcome, Study
 from theodolite_papers.hidden_geometry import criteria, resampling
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis
 
@@ -105,12 +106,16 @@ def _of_rank(run: Run, claim: str, ranks: Floats, every: bool, cap: str) -> Verd
     errors = np.where(np.isnan(ranks), np.nan, error_of(run, "rank"))
     if every:
         worst = int(np.nanargmax(ranks))
-        what = f"highest rank of {count} layers, at layer {worst}, of {possible} possible ({cap})"
-        highest = Estimate(float(ranks[worst]), float(errors[worst]), *OF_GROUPS)
-        return judge(claim, what, highest, criteria.RANK)
-    mean, _, error = mean_over_layers(ranks, errors)
-    what = f"mean rank over {count} layers, of {possible} possible ({cap})"
-    return judge(claim, what, Estimate(mean, error, *OF_GROUPS), criteria.RANK)
+        what, rank, error = (
+            f"highest rank of {count} layers, at layer {worst}",
+            float(ranks[worst]),
+            float(errors[worst]),
+        )
+    else:
+        what = f"mean rank over {count} layers"
+        rank, _, error = mean_over_layers(ranks, errors)
+    what += f", of {possible} possible ({cap})"
+    return judge(claim, what, Estimate(rank, error, *OF_GROUPS), criteria.RANK)
 
 
 def _of_energy(study: Study, claim: str, every: bool) -> Verdict:
@@ -219,6 +224,13 @@ def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
         return Estimate(math.nan)
     error = math.sqrt(criterion.limit * (1 - criterion.limit) / len(values)) + 0.5 / len(values) / SIGMAS
     return Estimate(float(values.mean()), error, len(values), "heads", by_chance=True)
+
+
+def show_frequencies(outcome: Outcome, drawn: Choice, look_for: str, source: str, of: str = "") -> None:
+    """The figure of the lowest frequencies, one picture a layer or basis."""
+    title = f"The 10 × 10 lowest frequencies{of}"
+    magnitude = "Magnitude of each coefficient of the two-dimensional cosine transform over the largest"
+    outcome.figure("frequencies", title, drawn, f"{magnitude}, in decades.", look_for, source)
 
 
 def beyond_random_order(

@@ -56,15 +56,13 @@ def _beside_published(
             for text, row in zip(published.TEXTS, rows[model], strict=True)
         ]
     )
-    outcome.figure(
-        name.replace("_", "-"),
-        f"{title[0].upper()}{title[1:]}, layer by layer",
-        drawing.against_published(run, name, rows, title, errors, log=log),
-        f"Thick: this run with standard errors. Thin: {place}, one colour per model, rescaled to this depth.",
-        "the thick line among the thin ones of its kind of model.",
-        f"{SONG}, {place}",
-        wide=True,
+    drawn = drawing.against_published(run, name, rows, title, errors, log=log)
+    title = f"{title[0].upper()}{title[1:]}, layer by layer"
+    shows = (
+        f"Thick: this run with standard errors. Thin: {place}, one colour per model, rescaled to this depth."
     )
+    look_for = "the thick line among the thin ones of its kind of model."
+    outcome.figure(name.replace("_", "-"), title, drawn, shows, look_for, f"{SONG}, {place}", wide=True)
 
 
 @experiment(
@@ -179,30 +177,23 @@ def _shape(basis: Tensor, plane: Tensor, noise_variance: Floats, noisy: float) -
 
 def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) -> None:
     shape, errors = shape_of(run), shape_errors(run, grouped_basis(study, run))
-    layers, smooth = len(shape), shape["smooth_roughness"].to_numpy()
 
-    def estimates(name: str, values: Floats) -> Estimates:
-        return Estimates(values, errors[name].to_numpy(), *OF_GROUPS)
+    def estimates(name: str, where: Floats | bool = True) -> Estimates:
+        return Estimates(np.where(where, shape[name], np.nan), errors[name].to_numpy(), *OF_GROUPS)
 
-    roughness_known = estimates("smooth_roughness", smooth)
-    outcome.claim(
-        f"Positions form a continuous curve ({place})",
-        "roughness on two directions (mean squared step over that in random order, sampling noise taken out)",
-        roughness_known,
-        criteria.CONTINUOUS,
+    rough = estimates("smooth_roughness")
+    claim = f"Positions form a continuous curve ({place})"
+    what = (
+        "roughness on two directions (mean squared step over that in random order, sampling noise taken out)"
     )
-    outcome.claim(
-        f"The curve is low-dimensional ({place})",
-        "share of its energy in two directions",
-        estimates("share_of_two_directions", shape["share_of_two_directions"].to_numpy()),
-        criteria.DOMINANT,
-    )
-    continuous, _ = criteria.CONTINUOUS.decided(smooth, roughness_known.shared_margins)
+    outcome.claim(claim, what, rough, criteria.CONTINUOUS)
+    claim, what = f"The curve is low-dimensional ({place})", "share of its energy in two directions"
+    outcome.claim(claim, what, estimates("share_of_two_directions"), criteria.DOMINANT)
+    continuous, _ = criteria.CONTINUOUS.decided(rough.values, rough.shared_margins)
     claim = f"The curve is often a spiral ({place})"
     if continuous.any():
-        turned = estimates("turns", np.where(continuous, shape["turns"], np.nan))
         what = "turns about its centre, where the curve is known to be continuous"
-        outcome.claim(claim, what, turned, criteria.SPIRAL_TURNS)
+        outcome.claim(claim, what, estimates("turns", continuous), criteria.SPIRAL_TURNS)
     else:
         outcome.cannot_test(claim, f"of {len(shape)} layers none has a curve that is known to be continuous")
     means = {name: _bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
@@ -212,20 +203,16 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
     outcome.read("turns about the centre", means["turns"], "“often spiral”")
     outcome.tables["shape"] = shape.join(errors.drop(columns="layer").add_suffix("_se"))
     title = "Positions and context vectors on two principal components"
-    drawn = by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True)
+    drawn = by_layer(len(shape), lambda layer: geometry.spiral(run, layer), grid=True)
     shows = "The positional basis (violet: early, green: late) and context vectors (red) on its two leading directions."
     look_for = "a smooth curve in every layer; a spiral makes a whole turn or more about its centre."
     source = f"{SONG}, {place}"
     outcome.figure("principal-components", title, drawn, shows, look_for, source, wide=True)
-    outcome.figure(
-        "waves",
-        "The first three components against position",
-        by_layer(layers, lambda layer: geometry.waves(run, layer)),
-        "The components of the curve, one line each.",
-        "slow waves, each with about half a period more than the one before.",
-        f"{SONG}, section 3",
-        wide=True,
-    )
+    title = "The first three components against position"
+    drawn = by_layer(len(shape), lambda layer: geometry.waves(run, layer))
+    shows = "The components of the curve, one line each."
+    look_for = "slow waves, each with about half a period more than the one before."
+    outcome.figure("waves", title, drawn, shows, look_for, f"{SONG}, section 3", wide=True)
 
 
 @experiment(
@@ -236,13 +223,12 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
 )
 def principal_components(study: Study, outcome: Outcome) -> None:
     _principal_components(outcome, study, study.run, "Fig. 1")
-    outcome.claim(
-        "Principal components have dramatically increasing scales across layers (Fig. 1)",
+    claim = "Principal components have dramatically increasing scales across layers (Fig. 1)"
+    what = (
         "scale of the largest component at the layer where it is largest over that at layer 0, the layer chosen on "
-        "half of the contexts and measured on the other",
-        scale_growth(grouped_basis(study)),
-        criteria.TENFOLD,
+        "half of the contexts and measured on the other"
     )
+    outcome.claim(claim, what, scale_growth(grouped_basis(study)), criteria.TENFOLD)
 
 
 def scale_growth(basis: GroupedBasis | None) -> Estimate:
@@ -292,12 +278,9 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     outcome.read("share of energy within the rank", percent(mean_over_layers(energy)[0]))
     energy_here = with_error(smooth.value, smooth.error)
     outcome.read("energy of the 10 × 10 lowest frequencies", energy_here, "GPT-2: 99.7 %")
-    outcome.claim(
-        "A few singular values dominate (Fig. 3, left)",
-        f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",
-        Estimates(energy, errors, *OF_GROUPS),
-        criteria.DOMINANT,
-    )
+    claim = "A few singular values dominate (Fig. 3, left)"
+    what = f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}"
+    outcome.claim(claim, what, Estimates(energy, errors, *OF_GROUPS), criteria.DOMINANT)
     claim = "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"
     outcome.verdicts.append(layer_columns.smooth_verdict(study, run, claim))
     outcome.figure(
@@ -308,14 +291,9 @@ def spectrum(study: Study, outcome: Outcome) -> None:
         "a sharp drop after about ten values.",
         f"{SONG}, Fig. 3, left",
     )
-    outcome.figure(
-        "frequencies",
-        "The 10 × 10 lowest frequencies of the Gram matrix",
-        by_layer(len(ranks), lambda layer: geometry.dct(run, layer)),
-        "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
-        "weight in the upper left corner.",
-        f"{SONG}, Fig. 3, right",
-    )
+    drawn = by_layer(len(ranks), lambda layer: geometry.dct(run, layer))
+    look_for = "weight in the upper left corner."
+    layer_columns.show_frequencies(outcome, drawn, look_for, f"{SONG}, Fig. 3, right", " of the Gram matrix")
 
 
 def _bracketed(mean: float, deviation: float) -> str:

@@ -202,28 +202,24 @@ def training(study: Study, outcome: Outcome) -> None:
         last = open_model(series_of(last)[steps[-1]], dtype=last.source.dtype, device=last.device)
     for layer in sorted({1, int(table["layer"].max()) // 2} - {0}):
         judge_layer(outcome, table, layer, run, last)
-    drawn = [steps[place] for place in evenly(len(steps), SHOWN_STEPS)]
+    drawn_steps = [steps[place] for place in evenly(len(steps), SHOWN_STEPS)]
     layers = evenly(len(need(run, "positional_pca")), SHOWN_LAYERS)
-    curves = np.stack([need(runs[step], "positional_pca")[layers, 1:, :2] for step in drawn])
-    outcome.figure(
-        "curves",
-        "The positional basis over training",
-        drawing.curves_by_step(drawn, layers, curves.astype(np.float64)),
-        "Each cell: the positional basis on its two leading directions and own scale; violet: early, green: late.",
-        "the step at which a cloud becomes a curve, and whether the layers follow one another.",
-        f"{SONG}, Fig. 1, at every checkpoint of a training run",
-        wide=True,
-    )
+    curves = np.stack([need(runs[step], "positional_pca")[layers, 1:, :2] for step in drawn_steps])
+    title = "The positional basis over training"
+    drawn = drawing.curves_by_step(drawn_steps, layers, curves.astype(np.float64))
+    shows = "Each cell: the positional basis on its two leading directions and own scale; violet: early, green: late."
+    look_for = "the step at which a cloud becomes a curve, and whether the layers follow one another."
+    source = f"{SONG}, Fig. 1, at every checkpoint of a training run"
+    outcome.figure("curves", title, drawn, shows, look_for, source, wide=True)
     limits = {MEASURES[name]: criterion.limit for name, criterion in SPIRAL.items()}
-    outcome.figure(
-        "measures",
-        "The geometry of positions against training step",
-        drawing.measures_by_step(steps, grids, limits),
-        "One line per layer (violet: early, green: late), with standard errors; dotted lines: the criteria.",
-        "the steps at which smoothness and norm rise, and whether they stay high.",
-        f"{SONG}, sections 2 and 3, at every checkpoint of a training run",
-        wide=True,
+    title = "The geometry of positions against training step"
+    drawn = drawing.measures_by_step(steps, grids, limits)
+    shows = (
+        "One line per layer (violet: early, green: late), with standard errors; dotted lines: the criteria."
     )
+    look_for = "the steps at which smoothness and norm rise, and whether they stay high."
+    source = f"{SONG}, sections 2 and 3, at every checkpoint of a training run"
+    outcome.figure("measures", title, drawn, shows, look_for, source, wide=True)
     outcome.runs |= {f"step {step}": each.provenance for step, each in runs.items()}
 
 

@@ -115,15 +115,11 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
     tiles = [maps.positional_tiles(sums.logits[layer] / len(sample)) for layer in chosen]
     names, blocks = [f"head {head}" for head in heads], [f"block {layer}" for layer in chosen]
-    outcome.figure(
-        "positional-logits",
-        "QK matrix of the positional basis, every head",
-        by_name("block", blocks, lambda place: maps.weight_maps(tiles[place], names, len(shown))),
-        f"Logits with pos + μ on both sides, mean over {counted(len(sample), 'context')}, rows less their means.",
-        "smooth shading in language models, breaks in models trained on addition.",
-        f"{SONG}, Figs. 19 and 22",
-        wide=True,
-    )
+    title = "QK matrix of the positional basis, every head"
+    drawn = by_name("block", blocks, lambda place: maps.weight_maps(tiles[place], names, len(shown)))
+    shows = f"Logits with pos + μ on both sides, mean over {counted(len(sample), 'context')}, rows less their means."
+    look_for = "smooth shading in language models, breaks in models trained on addition."
+    outcome.figure("positional-logits", title, drawn, shows, look_for, f"{SONG}, Figs. 19 and 22", wide=True)
 
 
 def rough_verdict(study: Study, shares: Floats, positions: int) -> Verdict:

@@ -195,7 +195,7 @@ def grouped_basis(study: Study, run: Run | None = None) -> GroupedBasis | None:
     def read() -> GroupedBasis | None:
         text = corpus if corpus is not None and corpus.sha256 == sha256 else None
         # Random tokens (`Study.random_run`) follow from their description.
-        if text is None and model and model.vocabulary and run.provenance["corpus"]["name"] == RANDOM:
+        if text is None and run.provenance["corpus"]["name"] == RANDOM and model and model.vocabulary:
             text = random_tokens_like(model, run)
         if model is None or text is None or text.sha256 != sha256:
             return None

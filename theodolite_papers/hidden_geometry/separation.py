@@ -284,35 +284,30 @@ def clusters(study: Study, outcome: Outcome) -> None:
     places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
     grams = normalised_gram(torch.from_numpy(need(run, "context_basis")[:, places])).numpy()
     shown = [names[label] for label in of]
-    outcome.figure(
-        "gram",
-        "Cosines between contexts, by label",
-        by_layer(len(grams), lambda layer: gram_by_label(grams[layer], shown), grid=True),
-        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, grouped by label.",
-        "one strong block per label on the diagonal, little elsewhere.",
-        f"{SONG}, Fig. 2, bottom right",
-        wide=True,
+    title = "Cosines between contexts, by label"
+    drawn = by_layer(len(grams), lambda layer: gram_by_label(grams[layer], shown), grid=True)
+    shows = (
+        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, grouped by label."
     )
+    look_for = "one strong block per label on the diagonal, little elsewhere."
+    outcome.figure("gram", title, drawn, shows, look_for, f"{SONG}, Fig. 2, bottom right", wide=True)
     listed = frequent[:LISTED_LABELS]
     shares, rows = [cluster_shares(labels, each, listed) for each in of_layers], [names[i] for i in listed]
-    outcome.figure(
-        "clusters",
-        "Which cluster the contexts of a label fall into",
-        by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows)),
-        "Rows: labels. Columns: clusters that k-means found without them, ordered to match.",
-        "a strong diagonal: the clusters are the labels.",
-        f"{SONG}, claim 2 of section 2; k-means is ours",
-        wide=True,
-    )
+    title = "Which cluster the contexts of a label fall into"
+    drawn = by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows))
+    shows = "Rows: labels. Columns: clusters that k-means found without them, ordered to match."
+    look_for = "a strong diagonal: the clusters are the labels."
+    source = f"{SONG}, claim 2 of section 2; k-means is ours"
+    outcome.figure("clusters", title, drawn, shows, look_for, source, wide=True)
     indices = {"silhouette": "silhouette of the labels", "cluster_ari": "k-means against labels"}
-    outcome.figure(
-        "agreement",
-        "How well contexts cluster by label, layer by layer",
-        lines.two_texts(layers, _curves(run, indices), "index"),
-        "Mean silhouette of the labels, and adjusted Rand index of k-means (0: chance, 1: the same groups).",
-        "values well above 0 that rise with depth.",
-        f"{SONG}, claim 2 of section 2; both indices are ours",
+    title = "How well contexts cluster by label, layer by layer"
+    drawn = lines.two_texts(layers, _curves(run, indices), "index")
+    shows = (
+        "Mean silhouette of the labels, and adjusted Rand index of k-means (0: chance, 1: the same groups)."
     )
+    look_for = "values well above 0 that rise with depth."
+    source = f"{SONG}, claim 2 of section 2; both indices are ours"
+    outcome.figure("agreement", title, drawn, shows, look_for, source)
     similarity = {"similarity_within": "within a label", "similarity_between": "between labels"}
     drawn = lines.two_texts(layers, _curves(run, similarity), "mean |cosine|")
     shows = "Mean |cosine| of two contexts with the same label (solid) and with different labels (dashed)."
@@ -343,12 +338,10 @@ def incoherence(study: Study, outcome: Outcome) -> None:
     outcome.tables["layers"] = layer_columns.columns_with_errors(run, INCOHERENCES).assign(
         **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}
     )
-    outcome.figure(
-        "incoherence",
-        "|Cosine| of positions and contexts, layer by layer",
-        theory.layer_lines(layer_numbers(run), _curves(run, titles), "|cosine|"),
-        "Mean and maximum over pairs of a position and a context; dotted: random directions.",
-        "solid lines near their dotted ones: position and context are as unrelated as random directions.",
-        f"{SONG}, section 5 and Table 1",
-        wide=True,
+    title = "|Cosine| of positions and contexts, layer by layer"
+    drawn = theory.layer_lines(layer_numbers(run), _curves(run, titles), "|cosine|")
+    shows = "Mean and maximum over pairs of a position and a context; dotted: random directions."
+    look_for = (
+        "solid lines near their dotted ones: position and context are as unrelated as random directions."
     )
+    outcome.figure("incoherence", title, drawn, shows, look_for, f"{SONG}, section 5 and Table 1", wide=True)

@@ -24,7 +24,7 @@ from theodolite_papers.drawing import experiments as drawing
 from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, by_name, experiment
 from theodolite_papers.hidden_geometry import criteria, resampling
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
-from theodolite_papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise
+from theodolite_papers.hidden_geometry.layer_columns import show_frequencies, smooth_verdict, unless_noise
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis
 
 
@@ -258,22 +258,16 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     source = f"{SONG}, Fig. 7 against Fig. 2"
     outcome.figure("gram", title, drawn, shows, look_for, source, wide=True)
     values = torch.linalg.svdvals(bases).numpy()
-    outcome.figure(
-        "singular-values",
-        "Singular values of the fixed encoding and the learned bases",
-        drawing.singular_values_against(values[1:], values[0], "sinusoidal"),
-        "Over the largest; the thick line is the fixed encoding, violet layers are early, green ones late.",
-        "learned curves that drop sooner.",
-        f"{SONG}, Fig. 7 against Fig. 3, left",
+    title = "Singular values of the fixed encoding and the learned bases"
+    drawn = drawing.singular_values_against(values[1:], values[0], "sinusoidal")
+    shows = (
+        "Over the largest; the thick line is the fixed encoding, violet layers are early, green ones late."
     )
-    outcome.figure(
-        "frequencies",
-        "The 10 × 10 lowest frequencies",
-        by_name("basis", options, lambda place: geometry.dct(pictured, place)),
-        "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
-        "more weight away from the corner in the fixed encoding.",
-        f"{SONG}, Fig. 7 against Fig. 3, right",
-    )
+    look_for = "learned curves that drop sooner."
+    outcome.figure("singular-values", title, drawn, shows, look_for, f"{SONG}, Fig. 7 against Fig. 3, left")
+    drawn = by_name("basis", options, lambda place: geometry.dct(pictured, place))
+    look_for = "more weight away from the corner in the fixed encoding."
+    show_frequencies(outcome, drawn, look_for, f"{SONG}, Fig. 7 against Fig. 3, right")
 
 
 @experiment(
@@ -299,23 +293,16 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
     pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     layers = len(run.layers)
-    outcome.figure(
-        "gram",
-        "Gram matrix of positions",
-        by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True),
-        "Cosines between positions, at every layer.",
-        "smooth shading in language models; breaks and fractured regions in models trained on addition.",
-        f"{SONG}, Fig. 5, left; Figs. 18 and 21",
-        wide=True,
+    title = "Gram matrix of positions"
+    drawn = by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True)
+    shows = "Cosines between positions, at every layer."
+    look_for = (
+        "smooth shading in language models; breaks and fractured regions in models trained on addition."
     )
-    outcome.figure(
-        "frequencies",
-        "The 10 × 10 lowest frequencies",
-        by_layer(layers, lambda layer: geometry.dct(pictured, layer)),
-        "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
-        "weight beyond the corner where position is not smooth.",
-        f"{SONG}, Figs. 20 and 23",
-    )
+    outcome.figure("gram", title, drawn, shows, look_for, f"{SONG}, Fig. 5, left; Figs. 18 and 21", wide=True)
+    drawn = by_layer(layers, lambda layer: geometry.dct(pictured, layer))
+    look_for = "weight beyond the corner where position is not smooth."
+    show_frequencies(outcome, drawn, look_for, f"{SONG}, Figs. 20 and 23")
     title = "Share of low frequencies, layer by layer"
     shows = "Share of the energy in the K × K lowest frequencies at every layer."
     look_for = "values near 1 at K = 10 in language models, about one half in models trained on addition."

@@ -55,8 +55,7 @@ ROWS_OF_TABLE_3 = {
 )
 def table_1(study: Study, outcome: Outcome) -> None:
     run, model = study.run, published.closest(study.run)
-    this_run: dict[str, tuple[float, float]] = {}
-    errors = {}
+    this_run, errors = {}, {}
     for quantity, (name, field) in QUANTITIES.items():
         mean, deviation = layer_average(run, name)
         errors[f"{quantity} se"] = mean.error
@@ -84,15 +83,13 @@ def table_1(study: Study, outcome: Outcome) -> None:
     claim = "Position and context are incoherent (Table 1, section 5)"
     what = f"mean |cosine| over {len(run.layers)} layers, over that of random directions"
     outcome.claim(claim, what, layer_columns.mean_over_random(study), layer_columns.AS_RANDOM)
-    outcome.figure(
-        "table1",
-        "Averages over layers, against the published ones",
-        drawing.averages(rows, list(QUANTITIES)),
-        "Mean over layers with one standard deviation; the top row is this run, the others are Table 1.",
-        "a low rank, a relative norm well above 0.1, intra above inter similarity, and incoherence near 0.",
-        f"{SONG}, Table 1",
-        wide=True,
+    title = "Averages over layers, against the published ones"
+    drawn = drawing.averages(rows, list(QUANTITIES))
+    shows = "Mean over layers with one standard deviation; the top row is this run, the others are Table 1."
+    look_for = (
+        "a low rank, a relative norm well above 0.1, intra above inter similarity, and incoherence near 0."
     )
+    outcome.figure("table1", title, drawn, shows, look_for, f"{SONG}, Table 1", wide=True)
 
 
 def _separation(outcome: Outcome, run: Run) -> None:
@@ -146,14 +143,11 @@ def table_2(study: Study, outcome: Outcome) -> None:
     ):
         of_runs = ((value_of(run, column_name), error_of(run, column_name)) for run in runs)
         curves = dict(zip(names, of_runs, strict=True))
-        outcome.figure(
-            column_name.replace("_", "-"),
-            f"{title} on both texts",
-            drawing.two_texts(layers, curves, y, share=column_name != "rank"),
-            "The measure at every layer, on the text of the run and on the other text; bars are standard errors.",
-            "two curves that stay close.",
-            f"{SONG}, Table 2",
-        )
+        title = f"{title} on both texts"
+        drawn = drawing.two_texts(layers, curves, y, share=column_name != "rank")
+        shows = "The measure at every layer, on the text of the run and on the other text; bars are standard errors."
+        look_for = "two curves that stay close."
+        outcome.figure(column_name.replace("_", "-"), title, drawn, shows, look_for, f"{SONG}, Table 2")
     if second is not first:
         outcome.runs["other"] = second.provenance
 
@@ -252,12 +246,10 @@ def table_3(study: Study, outcome: Outcome) -> None:
             inherited = untestable(claim, why)
         outcome.verdicts.append(inherited)
     outcome.tables["shares"] = pd.DataFrame(rows)
-    outcome.figure(
-        "table3",
-        "Smoothness, from positions to logits",
-        drawing.shares_by_cutoff(shares_here, {name: paper for name, (*_, paper) in ROWS_OF_TABLE_3.items()}),
-        "Share of the energy in the K × K lowest frequencies: of PPᵀ (mean over layers), PWPᵀ and QK (over heads).",
-        "shares near 1 at K = 10 in all rows.",
-        f"{SONG}, Table 3",
-        wide=True,
+    title = "Smoothness, from positions to logits"
+    drawn = drawing.shares_by_cutoff(
+        shares_here, {name: paper for name, (*_, paper) in ROWS_OF_TABLE_3.items()}
     )
+    shows = "Share of the energy in the K × K lowest frequencies: of PPᵀ (mean over layers), PWPᵀ and QK (over heads)."
+    look_for = "shares near 1 at K = 10 in all rows."
+    outcome.figure("table3", title, drawn, shows, look_for, f"{SONG}, Table 3", wide=True)

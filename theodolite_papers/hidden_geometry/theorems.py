@@ -168,15 +168,15 @@ def _draw_bounds(
     def draw(place: int) -> go.Figure:
         return drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, place)
 
-    outcome.figure(
-        "bound",
-        "Theorem 1: the bound and the error",
-        by_name("layer", [f"layer {layer}" for layer in layers], draw, start=len(layers) // 2),
-        "Error of an approximation by k low frequencies, its bound (dashed), and the error of none (dotted).",
-        "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all.",
-        f"{SONG}, Theorem 1",
-        wide=True,
+    title = "Theorem 1: the bound and the error"
+    drawn = by_name("layer", [f"layer {layer}" for layer in layers], draw, start=len(layers) // 2)
+    shows = (
+        "Error of an approximation by k low frequencies, its bound (dashed), and the error of none (dotted)."
     )
+    look_for = (
+        "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all."
+    )
+    outcome.figure("bound", title, drawn, shows, look_for, f"{SONG}, Theorem 1", wide=True)
 
 
 @experiment(
@@ -233,12 +233,8 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
         outcome.claim(claim, f"{what}, in layers with bounded differences", where, APPROXIMATED)
     else:
         outcome.cannot_test(claim, "no layer is known to have bounded differences, the premise")
-    outcome.claim(
-        "The Gram matrix itself is nearly that of a few low frequencies (section 3.3)",
-        what,
-        near,
-        APPROXIMATED,
-    )
+    claim = "The Gram matrix itself is nearly that of a few low frequencies (section 3.3)"
+    outcome.claim(claim, what, near, APPROXIMATED)
     columns = {"layer": layers, "m": np.array(ORDERS)[order], "bound": best}
     columns |= {"bound_without_noise": premise.values, "bound_without_noise_se": premise.errors}
     outcome.tables["premise"] = pd.DataFrame(columns)
@@ -282,20 +278,19 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
     outcome.tables["errors"] = pd.DataFrame({name: values.numpy() for name, values in columns.items()})
     along = torch.logspace(math.log10(INCOHERENCES[0]), math.log10(INCOHERENCES[-1]), 60, dtype=torch.float64)
     curves = {"without noise": clean, "with noise": noisy}
-    outcome.figure(
-        "factorisation",
-        "Theorem 2: error of the factorised kernel against incoherence",
-        drawing.factorisation(
-            clean.incoherence.numpy(),
-            {name: (error.mean.numpy(), error.standard_error.numpy()) for name, error in curves.items()},
-            (along.numpy(), kernel_factorisation.factorisation_bound(along, SETTING.sparsity).numpy()),
-            {"this model: mean incoherence": mean, "its maximum": largest},
-        ),
-        f"Mean over {DRAWS} random bases, with standard errors, and the noiseless bound. Vertical: this model.",
-        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one, which O(incoh) allows.",
-        f"{SONG}, Theorem 2; the bound with its constant is ours",
-        wide=True,
+    title = "Theorem 2: error of the factorised kernel against incoherence"
+    drawn = drawing.factorisation(
+        clean.incoherence.numpy(),
+        {name: (error.mean.numpy(), error.standard_error.numpy()) for name, error in curves.items()},
+        (along.numpy(), kernel_factorisation.factorisation_bound(along, SETTING.sparsity).numpy()),
+        {"this model: mean incoherence": mean, "its maximum": largest},
     )
+    shows = f"Mean over {DRAWS} random bases, with standard errors, and the noiseless bound. Vertical: this model."
+    look_for = (
+        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one, which O(incoh) allows."
+    )
+    source = f"{SONG}, Theorem 2; the bound with its constant is ours"
+    outcome.figure("factorisation", title, drawn, shows, look_for, source, wide=True)
 
 
 def _with_noise(outcome: Outcome) -> None:
@@ -321,11 +316,12 @@ def _with_noise(outcome: Outcome) -> None:
     )
     outcome.verdicts.append(all_of(claim, verdicts[:-1]))
     outcome.tables["growth"] = pd.concat(tables, ignore_index=True)
-    outcome.figure(
-        "growth",
-        "Theorem 2 with noise: error over incoherence, as the width grows",
-        drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves),
-        f"Mean with noise of size 1/√d; incoherences fall as d^−{BELOW_NOISE:g}, below the theorem's 1/√d.",
-        "lines that fall or stay level where incoh is at least 1/√d, and one that rises where it is not.",
-        f"{SONG}, Theorem 2 and remark 1",
+    title = "Theorem 2 with noise: error over incoherence, as the width grows"
+    drawn = drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves)
+    shows = (
+        f"Mean with noise of size 1/√d; incoherences fall as d^−{BELOW_NOISE:g}, below the theorem's 1/√d."
     )
+    look_for = (
+        "lines that fall or stay level where incoh is at least 1/√d, and one that rises where it is not."
+    )
+    outcome.figure("growth", title, drawn, shows, look_for, f"{SONG}, Theorem 2 and remark 1")

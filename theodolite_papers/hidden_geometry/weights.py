@@ -124,28 +124,23 @@ def figure_25(study: Study, outcome: Outcome) -> None:
     for name in shares:
         grid = head_grid(run, name)
         assert grid is not None
-        outcome.figure(
-            name.replace("_", "-"),
-            f"The argmax property of every head, {MEANT[name]}",
-            drawing.head_values(grid, "share of positions"),
-            f"Share of positions t whose row of P̃WP̃ᵀ is largest at t; P̃ = pos + μ{BEHIND.get(name, '')}.",
-            "heads above 0.8, mostly in early layers.",
-            f"{SONG}, Fig. 25 and appendix D.2",
-        )
-    outcome.figure(
-        "locality",
-        "The argmax property against local attention",
-        drawing.head_scatter(
-            published,
-            need_column(run.heads, "previous_token"),
-            need_column(run.heads, "layer"),
-            need_column(run.heads, "head"),
-            ("argmax property", "attention to the previous token"),
-        ),
-        "One block per head: this share, and its mean attention to the previous token; violet: early, green: late.",
-        "a rise to the right, if local attention followed from position.",
-        f"{SONG}, section 4.2; the comparison is ours",
+        title = f"The argmax property of every head, {MEANT[name]}"
+        drawn = drawing.head_values(grid, "share of positions")
+        shows = f"Share of positions t whose row of P̃WP̃ᵀ is largest at t; P̃ = pos + μ{BEHIND.get(name, '')}."
+        look_for = "heads above 0.8, mostly in early layers."
+        source = f"{SONG}, Fig. 25 and appendix D.2"
+        outcome.figure(name.replace("_", "-"), title, drawn, shows, look_for, source)
+    title = "The argmax property against local attention"
+    drawn = drawing.head_scatter(
+        published,
+        need_column(run.heads, "previous_token"),
+        need_column(run.heads, "layer"),
+        need_column(run.heads, "head"),
+        ("argmax property", "attention to the previous token"),
     )
+    shows = "One block per head: this share, and its mean attention to the previous token; violet: early, green: late."
+    look_for = "a rise to the right, if local attention followed from position."
+    outcome.figure("locality", title, drawn, shows, look_for, f"{SONG}, section 4.2; the comparison is ours")
 
 
 CORNER = 20
@@ -250,31 +245,30 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
     inside, some = table[f"corner_surviving_{corner}"], table["surviving"] >= LEAST_SURVIVING
     concentrated = (inside >= CONCENTRATED.limit) & some
     median = table.median(numeric_only=True)
+    energy = percent(median[f"corner_energy_{corner}"])
     heads = f"share of {len(table)} heads{shortened}"
-    aligned = judge(
-        "Low-rank structure aligned with positions in the majority of attention heads (eq. 9, section 5.1)",
+    claim = (
+        "Low-rank structure aligned with positions in the majority of attention heads (eq. 9, section 5.1)"
+    )
+    what = (
         f"{heads} whose {corner} × {corner} corner holds {TIMES:g} times the off-diagonal energy that it holds in "
-        f"random rotations, and more by {DEVIATIONS:g} of their sd (median of that energy "
-        f"{percent(median[f'corner_energy_{corner}'])}, {number(median['corner_ratio'])} times that of random "
-        "rotations)",
-        share_of_heads(low_rank.tolist(), MAJORITY),
-        MAJORITY,
+        f"random rotations, and more by {DEVIATIONS:g} of their sd (median of that energy {energy}, "
+        f"{number(median['corner_ratio'])} times that of random rotations)"
     )
+    aligned = judge(claim, what, share_of_heads(low_rank.tolist(), MAJORITY), MAJORITY)
     outcome.verdicts.append(unless_explained(aligned, HOLDS, _noise_explains(table, corner, low_rank)))
-    outcome.claim(
-        "A diagonal component in the majority of attention heads (eq. 9, section 5.1)",
+    claim = "A diagonal component in the majority of attention heads (eq. 9, section 5.1)"
+    what = (
         f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
-        f"{percent(median['diagonal'])}, at random {percent(median['diagonal_random'])})",
-        share_of_heads(diagonal.tolist(), MAJORITY),
-        MAJORITY,
+        f"{percent(median['diagonal'])}, at random {percent(median['diagonal_random'])})"
     )
-    outcome.claim(
-        f"The surviving large values are concentrated in the top left, K ≈ {CORNER} (section 5.1, Fig. 4)",
+    outcome.claim(claim, what, share_of_heads(diagonal.tolist(), MAJORITY), MAJORITY)
+    claim = f"The surviving large values are concentrated in the top left, K ≈ {CORNER} (section 5.1, Fig. 4)"
+    what = (
         f"{heads} with at least {LEAST_SURVIVING} entries above the threshold, and half of their energy in the "
-        f"{corner} × {corner} corner",
-        share_of_heads(concentrated.tolist(), CONCENTRATED),
-        CONCENTRATED,
+        f"{corner} × {corner} corner"
     )
+    outcome.claim(claim, what, share_of_heads(concentrated.tolist(), CONCENTRATED), CONCENTRATED)
 
 
 def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
@@ -356,29 +350,24 @@ def figure_4(study: Study, outcome: Outcome) -> None:
     _judge(outcome, table, corner, shortened)
     _maps(outcome, layers)
     notes = [[""] * model.heads for _ in range(model.layers)]
-    ratios = {name: np.full((model.layers, model.heads), np.nan) for name in ("corner", "diagonal")}
+    over_corner, over_diagonal = np.full((2, model.layers, model.heads), np.nan)
     for row in table.to_dict("records"):
         head = row["layer"], row["head"]
+        over_corner[head], over_diagonal[head] = row["corner_ratio"], row["diagonal_ratio"]
         notes[head[0]][head[1]] = (
             f"{percent(row[f'corner_energy_{corner}'])} of the off-diagonal energy, random "
             f"{percent(row[f'corner_energy_{corner}_random'])}<br>diagonal {percent(row['diagonal'])}, random "
             f"{percent(row['diagonal_random'])}<br>{row['surviving']} entries survive"
         )
-        for name, grid in ratios.items():
-            grid[head] = row[f"{name}_ratio"]
-    outcome.figure(
-        "corner",
-        f"The {corner} × {corner} corner of every head, over random rotations",
-        drawing.head_values(ratios["corner"], "times random", decades=True, notes=notes),
-        f"Share of off-diagonal energy in the {corner} × {corner} positional corner, over that in random bases.",
-        "heads far above 1: their weights read position.",
-        f"{SONG}, section 5.1; the random rotations are ours",
-    )
-    outcome.figure(
-        "diagonal",
-        "The diagonal of every head, over random bases",
-        drawing.head_values(ratios["diagonal"], "times random", decades=True, notes=notes),
-        "Share of ‖W‖² on the diagonal of W, over the share expected in a random basis.",
-        "heads far above 1, which compare tokens coordinate by coordinate.",
-        f"{SONG}, section 5.1; the random bases are ours",
-    )
+    title = f"The {corner} × {corner} corner of every head, over random rotations"
+    drawn = drawing.head_values(over_corner, "times random", decades=True, notes=notes)
+    shows = f"Share of off-diagonal energy in the {corner} × {corner} positional corner, over that in random bases."
+    look_for = "heads far above 1: their weights read position."
+    source = f"{SONG}, section 5.1; the random rotations are ours"
+    outcome.figure("corner", title, drawn, shows, look_for, source)
+    title = "The diagonal of every head, over random bases"
+    drawn = drawing.head_values(over_diagonal, "times random", decades=True, notes=notes)
+    shows = "Share of ‖W‖² on the diagonal of W, over the share expected in a random basis."
+    look_for = "heads far above 1, which compare tokens coordinate by coordinate."
+    source = f"{SONG}, section 5.1; the random bases are ours"
+    outcome.figure("diagonal", title, drawn, shows, look_for, source)
