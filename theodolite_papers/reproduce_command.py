@@ -120,9 +120,8 @@ class _Request:
 
     def unread(self) -> dict[str, object]:
         """The text and model options, to be refused where neither is read."""
-        opening = self.opening
-        of_model = {"--device": opening.device, "--device-map": opening.device_map}
-        of_model |= {"--revision": opening.revision, "--attention": opening.attention}
+        options = "device", "device_map", "revision", "attention"
+        of_model = {f"--{name.replace('_', '-')}": getattr(self.opening, name) for name in options}
         return self.text.given() | of_model
 
 

@@ -150,26 +150,13 @@ def simulation(
     positions: Floats, simulated: Floats, errors: tuple[Floats, Floats], predictions: Sequence[Floats]
 ) -> go.Figure:
     """ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions."""
-    name, hover = "simulated, error over", "token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws"
-    draws: dict[str, Any] = {
-        "error_y": style.error_bars(errors[1], width=4, thickness=1.0),
-        "marker": {"size": 5},
-    }
-    walks: dict[str, Any] = {
-        "error_y": style.error_bars(errors[0], width=0, thickness=2.5),
-        "marker": {"size": 1},
-    }
+    name, at = "simulated, error over", (positions, simulated, None)
+    hover = "token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>"
+    by_draws = style.error_bars(errors[1], width=4, thickness=1.0)
+    by_walks = style.error_bars(errors[0], width=0, thickness=2.5)
     traces = [
-        dots(
-            positions,
-            simulated,
-            None,
-            f"{name} draws of W_QK",
-            style.ORANGE,
-            f"{hover}<extra></extra>",
-            **draws,
-        ),
-        dots(positions, simulated, None, f"{name} walks", style.PURPLE, "", hoverinfo="skip", **walks),
+        dots(*at, f"{name} draws of W_QK", style.ORANGE, hover, error_y=by_draws, marker={"size": 5}),
+        dots(*at, f"{name} walks", style.PURPLE, "", error_y=by_walks, marker={"size": 1}, hoverinfo="skip"),
     ]
     for curve, values in zip(PREDICTED, predictions, strict=True):
         traces += _curve(positions, values, curve, f"token %{{x}}: {curve.name} %{{y:.3f}}<extra></extra>")

@@ -106,11 +106,8 @@ def _of_rank(run: Run, claim: str, ranks: Floats, every: bool, cap: str) -> Verd
     errors = np.where(np.isnan(ranks), np.nan, error_of(run, "rank"))
     if every:
         worst = int(np.nanargmax(ranks))
-        what, rank, error = (
-            f"highest rank of {count} layers, at layer {worst}",
-            float(ranks[worst]),
-            float(errors[worst]),
-        )
+        what = f"highest rank of {count} layers, at layer {worst}"
+        rank, error = float(ranks[worst]), float(errors[worst])
     else:
         what = f"mean rank over {count} layers"
         rank, _, error = mean_over_layers(ranks, errors)

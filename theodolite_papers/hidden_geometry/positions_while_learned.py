@@ -99,11 +99,6 @@ def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
     return runs, table
 
 
-def _grid(table: pd.DataFrame, name: str) -> Floats:
-    """A column as (steps, layers)."""
-    return table.pivot(index="step", columns="layer", values=name).to_numpy(dtype=np.float64)
-
-
 def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
     """Whether each row, one step of a layer, meets all criteria."""
     return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
@@ -192,7 +187,11 @@ def training(study: Study, outcome: Outcome) -> None:
     runs, table = _surveyed(study)
     steps, run = list(runs), runs[max(runs)]
     outcome.tables["steps"] = table
-    grids = {title: (_grid(table, name), _grid(table, f"{name}_se")) for name, title in MEASURES.items()}
+    by_step = table.pivot(index="step", columns="layer")  # of every column a table of steps and layers
+    grids = {
+        title: (by_step[name].to_numpy(), by_step[f"{name}_se"].to_numpy())
+        for name, title in MEASURES.items()
+    }
     for title, (means, _) in grids.items():
         pairs = zip(steps, means, strict=True)
         shown = [f"{step}: {number(float(np.nanmean(row)))}" for step, row in pairs if np.isfinite(row).any()]

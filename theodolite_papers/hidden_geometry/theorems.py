@@ -155,15 +155,11 @@ def _draw_bounds(
     outcome: Outcome, layers: list[int], cutoffs: list[int], bounds: Floats, attained: Floats, trivial: Floats
 ) -> None:
     """Table and figure of every bound, layer by layer."""
-    outcome.tables["bounds"] = pd.DataFrame(
-        [
-            {"layer": layer, "k": k, "attained": attained[place, at]}
-            | {f"bound_{order}": bounds[place, index, at] for index, order in enumerate(ORDERS)}
-            | {"no_approximation": trivial[place]}
-            for place, layer in enumerate(layers)
-            for at, k in enumerate(cutoffs)
-        ]
-    )
+    columns = {"layer": np.repeat(layers, len(cutoffs)), "k": np.tile(cutoffs, len(layers))}
+    columns["attained"] = attained.ravel()
+    columns |= {f"bound_{order}": bounds[:, index].ravel() for index, order in enumerate(ORDERS)}
+    columns["no_approximation"] = np.repeat(trivial, len(cutoffs))
+    outcome.tables["bounds"] = pd.DataFrame(columns)
 
     def draw(place: int) -> go.Figure:
         return drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, place)
