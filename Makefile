@@ -33,11 +33,11 @@ $(VENV)/developers: $(VENV)/package
 demo: $(VENV)/package
 	$(BIN)/theodolite survey --out $(RUN)
 
-# Something of each feature, in four to six minutes on two cores: without the tests marked slow, and without checked shapes.
+# Something of each feature, without the tests marked slow and without checked shapes: four minutes on two idle cores.
 test: $(VENV)/developers
 	$(PYTEST) -m 'not slow and not browser and not chaos'
 
-# Everything, but for what needs a GPU.
+# Everything, but for what needs a GPU: eight minutes on two idle cores.
 test-all: $(VENV)/developers
 	$(PYTEST) -m 'not browser and not chaos' $(addprefix --ignore=,$(CHECKED))
 	$(PYTEST) -m 'not browser and not chaos' --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
