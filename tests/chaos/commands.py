@@ -139,7 +139,17 @@ COMMANDS: dict[str, Command] = {
         ("reproduce", "localization/figure1,localization/figure3", "--out", "@/out"), kills=16
     ),
     "reproduce": Command(
-        ("reproduce", "geometry/table1,geometry/figure2", "@/model", *READ, "--out", "@/out"), kills=8
+        (
+            "reproduce",
+            "geometry/table1,geometry/figure2",
+            "@/model",
+            *READ[:4],
+            "--contexts",
+            "4",
+            "--out",
+            "@/out",
+        ),
+        kills=8,
     ),
     "reproduce one": Command(REPRODUCE, ("pages/index.html",)),
     "reproduce another": Command(("reproduce", "localization/figure2", *REPRODUCE[2:])),
