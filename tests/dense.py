@@ -1,7 +1,7 @@
 """An independent survey: hidden states and attention matrices kept whole, every column by its definition.
 
 It shares no code with theodolite: models run through `transformers`' own eager attention with everything kept, and
-weights are read by parameter name. Slow, and meant to be read beside MATH.md.
+weights are read by parameter name. Slow, and meant to be read.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(model: Any, ids: torch.Tensor, attention_modules: list[Any], blocks: lis
 
 
 def layer_columns(dense: Dense, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """The layers table, MATH.md sections 2 and 4."""
+    """The layers table."""
     rows: list[dict[str, float]] = []
     for layer, h in enumerate(dense.hidden):
         x = h[:, 1:]
@@ -131,7 +131,7 @@ def outlier_table(dense: Dense) -> dict[str, np.ndarray]:
 
 
 def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.ndarray]:
-    """The measured part of the heads table, (L · H) values a column, MATH.md sections 3 and 4."""
+    """The measured part of the heads table, (L · H) values a column."""
     layers, contexts, heads, length, _ = dense.attention.shape
     names = ("entropy", "sink_first", "sink_later", "sink_learned", "previous_token", "same_token")
     columns = {name: np.zeros((layers, heads)) for name in (*names, "entropy_se", "previous_token_se")}
@@ -166,7 +166,7 @@ def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.nd
 
 
 def head_arrays(dense: Dense) -> dict[str, np.ndarray]:
-    """Arrays by position, (L, H, T), MATH.md section 3."""
+    """Arrays by position, (L, H, T)."""
     p = dense.attention
     full = np.concatenate([p, np.clip(1 - p.sum(-1, keepdims=True), 0, None)], axis=-1)
     seen = (p > 0).sum(-2)

@@ -137,7 +137,9 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
         folder = Path(request.model)
         return Study(provenance(folder)), request.out or folder / "reproduce"
     if command is not None:
-        raise UsageError(f"{name} is read from training runs: pass the folder that `{command}` wrote")
+        raise UsageError(
+            f"{name}: pass the folder that `{command}` wrote, or, of several training runs, theirs"
+        )
     if catalogue.need_no_model(experiments):
         refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
         pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]

@@ -32,15 +32,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print only a record of the
 class _Steps:
     """Options of every training run of one model."""
 
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps [default: as published; few-shot: 8000].")
-    ] = None
-    batch: Annotated[
-        int | None, typer.Option(help="Contexts per step [default: as published; few-shot: 32].")
-    ] = None
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: as published].")] = None
+    batch: Annotated[int | None, typer.Option(help="Contexts per step [default: as published].")] = None
     learning_rate: Annotated[
-        float | None,
-        typer.Option("--rate", help="Peak learning rate [default: as published; few-shot: 0.001]."),
+        float | None, typer.Option("--rate", help="Peak learning rate [default: as published].")
     ] = None
 
 
@@ -48,12 +43,20 @@ class _Steps:
 class _Small(_Steps):
     """Options of a small model's training run."""
 
-    positions: Annotated[
-        str | None, typer.Option(help="learned or rotary [default: learned; few-shot: rotary].")
-    ] = None
+    positions: Annotated[str, typer.Option(help="learned or rotary.")] = "learned"
     series: Annotated[
         bool, typer.Option("--series", help="Also save checkpoints during training, in OUT/series.")
     ] = False
+
+
+@dataclass(frozen=True)
+class _FewShot(_Small):
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: 8000].")] = None
+    batch: Annotated[int | None, typer.Option(help="Prompts per step [default: 32].")] = None
+    learning_rate: Annotated[
+        float | None, typer.Option("--rate", help="Peak learning rate [default: 0.001].")
+    ] = None
+    positions: Annotated[str, typer.Option(help="learned or rotary.")] = "rotary"
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def addition_command(
 
 @training.command("few-shot")
 @with_option_groups
-def few_shot_command(*, options: _Small, running: _Running) -> None:
+def few_shot_command(*, options: _FewShot, running: _Running) -> None:
     """Train a model that learns a hidden rule from the examples in its prompt: about 15 minutes on one core.
 
     The label of a word depends on one of its two attributes; which, and how, differs between prompts. `theodolite

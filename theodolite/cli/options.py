@@ -94,7 +94,12 @@ class Opening:
     ] = None
 
     def check(self, *models: str | None) -> None:
-        """Refuse what need not be opened to be refused, before any library of models is imported."""
+        """Refuse what need not be opened to be refused, before any library of models is imported.
+
+        Raises:
+            UsageError: an unknown dtype or attention, two places, a folder that is no checkpoint, or a revision of what
+                is here.
+        """
         check_dtype(self.dtype)
         check_attention(self.attention)
         check_one_place(self.device, self.device_map)
@@ -232,7 +237,11 @@ class Text:
         return self.corpus is not None and holds_images(Path(self.corpus))
 
     def check(self) -> None:
-        """Refuse what need not be read to be refused, before any library of models is imported."""
+        """Refuse what need not be read to be refused, before any library of models is imported.
+
+        Raises:
+            UsageError: a text that is not there, a number out of range, options that do not go together.
+        """
         from theodolite.corpus.sampling import Choice, check_length
         from theodolite.corpus.spec import check_spec
 
@@ -242,7 +251,11 @@ class Text:
         check_spec(self.corpus, self.columns, self.per_label)
 
     def check_stream(self) -> None:
-        """As `check`, and refuse what says how contexts are chosen, where the text is one sequence."""
+        """As `check`, and refuse what says how contexts are chosen, where the text is one sequence.
+
+        Raises:
+            UsageError: as `check`; options of contexts.
+        """
         named = [name for name, v in self.given().items() if v and name not in ("--corpus", "--length")]
         if named:
             raise UsageError(f"with --stride the text is one sequence: leave out {named[0]}")

@@ -33,9 +33,7 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 
 TENTH = 0.1  # an entropy survives that changes by at most this share of the maximum (ours)
 A_TENTH = Criterion("within", TENTH, "ours")
-RANGES = np.array(
-    ["collapsed", "", "uniform"]
-)  # below `ENTROPY_COLLAPSE`, between, above `UNIFORM_ATTENTION`
+RANGES = np.array(["collapsed", "", "uniform"])  # below `ENTROPY_COLLAPSE`, above `UNIFORM_ATTENTION`
 ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 
 

@@ -46,9 +46,8 @@ from theodolite.system.wording import counted, head_name, number, percent, with_
 
 NAME = "head outputs"
 TOKENS = 512  # at which outputs are kept, equally many per context; of more contexts, one in each of so many
-DIRECTIONS = (
-    128  # random ones along which wider streams' outputs are kept: ‖·‖² is off by √(2/128) = 1/8 at most
-)
+# Random ones along which wider streams' outputs are kept: ‖·‖² is off by √(2/128) = 1/8 at most.
+DIRECTIONS = 128
 ALIKE_CLAIM, DIFFERENCE = "heads write nearly the same", "‖new − old‖/‖old‖, mean over heads"
 ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
 AS_GOOD = Criterion("at most", math.log(1.05), "a perplexity that is 5 % higher (ours)")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -244,8 +245,11 @@ def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places
         traces += reference(x[[0, -1]], measure.limit, "default limit of alarms")
     # A logarithm shows no logit of 0 or less, as those of a head may all be.
     drawn = np.concatenate([extremes, means])
-    logarithmic = measure.grows and bool((drawn[np.isfinite(drawn)] > 0).all())
-    axis = {"type": "log", "dtick": "D2", "tickformat": "~g"} if logarithmic else {"rangemode": "tozero"}
+    drawn = drawn[np.isfinite(drawn)]
+    axis: dict[str, Any] = {"rangemode": "tozero"}
+    if measure.grows and (drawn > 0).all():
+        decades = float(np.log10(drawn.max() / drawn.min())) if len(drawn) else 0.0
+        axis = {"type": "log", "dtick": "D2" if decades < 2 else 1, "tickformat": "~g"}
     return Panel(measure.title, traces, "step", measure.axis, yaxis=axis)
 
 

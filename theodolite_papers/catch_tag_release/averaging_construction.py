@@ -101,11 +101,11 @@ def _outside(outcome: Outcome, numbers: Tensor) -> None:
     """Where the theorem says nothing: [SEP] in the last place, or absent."""
     model = averaging_model(SHOWN_TAGS[-1])
     last, absent = model(numbers, LENGTH - 1).output, model(numbers, ABSENT).output
-    for what, difference in {
-        "[SEP] in the last place: largest |f(x) − sum of the numbers/T|": last
-        - numbers[:, :-1].sum(-1) / LENGTH,
-        "no [SEP]: largest |f(x) − mean of all numbers|": absent - numbers.mean(-1),
-    }.items():
+    without_last = numbers[:, :-1].sum(-1) / LENGTH
+    for what, difference in (
+        ("[SEP] in the last place: largest |f(x) − sum of the numbers/T|", last - without_last),
+        ("no [SEP]: largest |f(x) − mean of all numbers|", absent - numbers.mean(-1)),
+    ):
         outcome.read(f"{what}, at s_tag = {SHOWN_TAGS[-1]:g}", number(float(difference.abs().max())))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,7 +60,8 @@ class AveragingRecipe:
     """What is trained.
 
     width: 2: the paper's architecture; more: a standard one. rate: the peak of a cosine. large_tag: s_tag starts at
-    `START_TAG` + N(0, 1). normed: QK-norm in the second layer. penalised: attention to [SEP] above `FREE_ATTENTION` is.
+    `START_TAG` + N(0, 1). normed: QK-norm in the second layer. penalised: attention to [SEP] costs above
+    `FREE_ATTENTION`.
     """
 
     name: str
@@ -83,7 +84,7 @@ class ForwardPass:
     hidden: Float[Tensor, "seeds batch length width"]
 
 
-class TwoLayers(nn.Module):
+class TwoLayers(nn.Module, ABC):
     """What both architectures share: a first layer that writes into the residual stream, a second that reads it."""
 
     @abstractmethod

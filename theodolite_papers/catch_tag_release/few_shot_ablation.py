@@ -95,7 +95,7 @@ def attention_of_prompts(model: OpenModel, ids: Tensor, batch: int) -> list[Prom
 
 
 def share_of(attention: list[PromptAttention], keys: list[Tensor]) -> float:
-    """Of the attention of the heads that have a sink in a prompt, what goes to such keys (by layer) there."""
+    """Mean share of attention that goes to `keys` (of each layer), over the heads and prompts with a sink."""
     shares = [
         (of.mass.where(of_layer, 0.0).sum(-1) / of.mass.sum(-1))[of.sinks.any(-1)]
         for of, of_layer in zip(attention, keys, strict=True)

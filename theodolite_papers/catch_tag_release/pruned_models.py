@@ -118,7 +118,7 @@ def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]
 
 
 def halves(study: Study) -> tuple[Corpus, Corpus]:
-    """What calibrates, and what is measured."""
+    """Split the text in two: contexts that calibrate the pruning, and contexts on which it is measured."""
     model = study.require_model()
     corpus = study.require_corpus("pruned models are calibrated and measured on a text: pass it with the run")
     if len(corpus.contexts) < 4:

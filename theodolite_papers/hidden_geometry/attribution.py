@@ -15,7 +15,7 @@ from theodolite.measure.constituents import DISJOINT, paired_groups
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
-from theodolite.system.wording import counted, head_name, number, percent
+from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers.drawing import theory as maps
 from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
@@ -256,16 +256,19 @@ def constituents(study: Study, outcome: Outcome) -> None:
 
     title = "Share of logit variance of every head"
     drawn = by_name("group", list(grids), draw, grid=True)
-    shows = "One cell per head: a group's share of the variance of the logits; the first five sum to 1."
+    shows = (
+        f"One cell per head: a group's share of the variance of the logits. {listed([*apart])} sum to 1; one below "
+        "0, drawn as 0, works against the rest. pos-pos and cvec-cvec are parts of position and context."
+    )
     look_for = "heads dominated by one group: strong in one map, pale in the others."
     source = f"{SONG}, eq. 10; the shares are ours"
     outcome.figure("shares", title, drawn, shows, look_for, source, wide=True)
     title = "Mean share by layer"
     drawn = figures_constituents.shares_by_layer(
         np.arange(blocks(run), dtype=np.float64),
-        {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in grids.items()},
+        {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in apart.items()},
     )
-    shows = "The mean over each layer's heads; mean and bias count with what is on the other side."
+    shows = "The mean over each layer's heads, which sum to 1; mean and bias count with what is on the other side."
     look_for = "position early, context late."
     source = f"{SONG}, eq. 10; the shares are ours"
     outcome.figure("by-layer", title, drawn, shows, look_for, source, wide=True)

@@ -68,7 +68,7 @@ UNRELATED = Criterion("within", 0.1, "“close to 0” read as section 5's “ra
 
 
 def above_chance(groups: int) -> Criterion:
-    """Of the share of heads in which one of several groups is the largest."""
+    """Ask that one of several groups is the largest in more heads than chance would give."""
     return Criterion(
         "more than", 1 / groups, f"“often dominant” read as: more often than one of {groups} groups by chance"
     )

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from theodolite.errors import UsageError
 from theodolite.theory import qk_moments
 from theodolite.theory.haar import haar_rotation
 
@@ -70,8 +71,15 @@ def decouple(
 
     w_q, w_k: factors of W, (H, d, d_h). v: orthogonal (d, d), the right singular vectors of P. scaling: of the logit.
     corners: K. rotations: how many random bases, at least 2.
+
+    Raises:
+        UsageError: V is not orthogonal, or there are too few rotations for a standard deviation.
     """
     w_q, w_k, v = w_q.double(), w_k.double(), v.to(w_q.device).double()
+    if not torch.allclose(v.mT @ v, torch.eye(len(v), dtype=v.dtype, device=v.device), rtol=0.0, atol=1e-4):
+        raise UsageError("v is not orthogonal: give all right singular vectors as columns")
+    if rotations < 2:
+        raise UsageError(f"rotations is {rotations}: a standard deviation needs at least 2")
     heads, width = w_q.shape[:2]
     moments = qk_moments(w_q, w_k)
     w_q = w_q * scaling

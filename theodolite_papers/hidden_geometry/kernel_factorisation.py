@@ -15,6 +15,8 @@ from scipy import stats
 from torch import Tensor
 from torch.nn import functional
 
+from theodolite.errors import UsageError
+
 _PAIRS = 64
 """Query-key pairs evaluated with each drawn set of weights."""
 
@@ -60,7 +62,14 @@ def kernel_factorisation(
 
     Every incoherence sees the same random numbers. With noise the error is flat below some incoherence at a fixed
     width, which says nothing of an upper bound: see `error_growth`.
+
+    Raises:
+        UsageError: an incoherence outside [0, 1], or fewer than 2 draws.
     """
+    if draws < 2 or not all(0 <= incoherence <= 1 for incoherence in incoherences):
+        raise UsageError(
+            f"{draws} draws at {list(incoherences)}: give 2 or more, at incoherences from 0 to 1"
+        )
     levels = torch.tensor(list(incoherences), dtype=torch.float64)
     error = torch.stack([_drawn(incoherence, setting, draws, seed) for incoherence in levels.tolist()])
     by_draw = error.mean(-1)

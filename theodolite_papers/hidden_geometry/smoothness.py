@@ -137,7 +137,7 @@ def _holding(energy: Tensor) -> Tensor:
 
 
 def measures(bases: Tensor) -> Floats:
-    """What `DIFFERENCES` are of, of every basis: (3, N)."""
+    """Spike, directions needed and low-frequency share of every positional basis: (3, N)."""
     grams = normalised_gram(bases)
     numbers = spike(grams), directions_needed(bases), low_frequency_ratio(grams, (10,))[..., 0]
     return np.stack([each.double().numpy() for each in numbers])

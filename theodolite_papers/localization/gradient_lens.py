@@ -98,7 +98,7 @@ def last_query(
 
 
 def gradient_shares(model: OpenModel, contexts: Int[Tensor, "contexts positions"]) -> Shares:
-    """Of the prediction of each context's last token."""
+    """How much of the gradient of each context's last prediction comes through each key, head by head."""
     propagates, shares = [], []
     for batch in contexts.split(BATCH):
         layers = last_query(model, batch)

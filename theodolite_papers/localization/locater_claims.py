@@ -48,7 +48,7 @@ def label_of(setting: Setting) -> str:
 
 
 def manner(setting: Setting) -> str:
-    """What LocAteR does differently in it than at κ₁ = 100 against the mean loss, as words that follow a comma."""
+    """Name what differs from κ₁ = 100 against the mean loss with the exact gradient, as words after a comma."""
     words = "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}"
     words += "" if setting.reduction == "mean" else ", against the summed loss"
     return words + ("" if setting.gradient == "exact" else ", printed gradient")

@@ -10,7 +10,7 @@ from theodolite.corpus.addition_task import parse_digits
 from theodolite_papers.training.embedded_training import train_embedded_model
 from theodolite_papers.training.models import EmbeddedConfig
 from theodolite_papers.training.task_models import PUBLISHED, train_task_model
-from theodolite_papers.training.tasks import DEFAULT, Additions, Characters, FewShot
+from theodolite_papers.training.tasks import FEW_SHOT, Additions, Characters, FewShot
 
 
 def train_embedded(out: Path, options: dict[str, Any], *, seed: int, **running: Any) -> list[str]:
@@ -48,7 +48,7 @@ def train_addition(
 
 def train_few_shot(out: Path, options: dict[str, Any], *, seed: int, **running: Any) -> list[str]:
     """Train on prompts whose labels follow a hidden rule."""
-    result = train_task_model(out, FewShot(), replace(DEFAULT, **_given(options, seed)), **running)
+    result = train_task_model(out, FewShot(), replace(FEW_SHOT, **_given(options, seed)), **running)
     accuracies = zip(result["accuracy_by_shots"], result["best_by_shots"], strict=True)
     return [
         f"{shots} example{'' if shots == 1 else 's'}: accuracy {share:.1%} (the best possible: {best:.1%})"

@@ -33,7 +33,7 @@ from theodolite_papers.catch_tag_release.few_shot_ablation import (
     show_ablations,
 )
 from theodolite_papers.training.task_models import train_task_model
-from theodolite_papers.training.tasks import DEFAULT, FewShot
+from theodolite_papers.training.tasks import FEW_SHOT, FewShot
 
 COUNT = 40
 
@@ -42,7 +42,7 @@ COUNT = 40
 def folder(tmp_path_factory: pytest.TempPathFactory):
     """A model whose queries look far more sharply than those of three steps, so that it has sinks."""
     out = tmp_path_factory.mktemp("trained")
-    config = replace(DEFAULT, layers=2, heads=2, width=16, batch=4, steps=3, bfloat16=False)
+    config = replace(FEW_SHOT, layers=2, heads=2, width=16, batch=4, steps=3, bfloat16=False)
     train_task_model(out / "few-0", FewShot(), config, threads=1, console=quiet())
     model = transformers.GPTNeoXForCausalLM.from_pretrained(out / "few-0")
     with torch.no_grad():

@@ -34,7 +34,7 @@ from theodolite_papers.catch_tag_release.few_shot import (
 from theodolite_papers.experiment import Study
 from theodolite_papers.training import tasks as few_shot
 from theodolite_papers.training.task_models import train_task_model
-from theodolite_papers.training.tasks import DEFAULT, IGNORED, FewShot
+from theodolite_papers.training.tasks import FEW_SHOT, IGNORED, FewShot
 
 
 class Reader(torch.nn.Module):
@@ -112,7 +112,7 @@ def test_batches_are_positive():
 
 def test_the_folder_opens_and_says_how_good_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Oracle: `transformers` on the folder's own tokenizer; by way of the command."""
-    monkeypatch.setattr(few_shot, "CHECKED", 40)
+    monkeypatch.setattr(few_shot, "FEW_SHOT_TESTED", 40)
     options = ["--out", str(tmp_path / "a"), "--steps", "4", "--batch", "3", "--seed", "5", "--threads", "1"]
     command = CliRunner().invoke(app, ["train", "few-shot", *options, "--json"])
     assert command.exit_code == 0, command.stderr
@@ -144,7 +144,7 @@ def test_the_folder_opens_and_says_how_good_the_model_is(tmp_path: Path, monkeyp
 def folder(tmp_path_factory: pytest.TempPathFactory):
     out = tmp_path_factory.mktemp("trained")
     for seed in (0, 1):
-        config = replace(DEFAULT, layers=1, heads=2, width=16, batch=4, steps=3, seed=seed, bfloat16=False)
+        config = replace(FEW_SHOT, layers=1, heads=2, width=16, batch=4, steps=3, seed=seed, bfloat16=False)
         train_task_model(out / f"few-{seed}", FewShot(), config, threads=1, console=quiet())
     (out / "other").mkdir()
     (out / "other" / "training.json").write_text('{"task": "characters"}')
