@@ -257,8 +257,8 @@ def constituents(study: Study, outcome: Outcome) -> None:
     title = "Share of logit variance of every head"
     drawn = by_name("group", list(grids), draw, grid=True)
     shows = (
-        f"One cell per head: a group's share of the variance of the logits. {listed([*apart])} sum to 1; one below "
-        "0, drawn as 0, works against the rest. pos-pos and cvec-cvec are parts of position and context."
+        f"One cell per head: a group's share of the variance of the logits. The groups {listed([*apart])} sum to 1; "
+        "one below 0, drawn as 0, works against the rest. pos-pos and cvec-cvec are parts of position and context."
     )
     look_for = "heads dominated by one group: strong in one map, pale in the others."
     source = f"{SONG}, eq. 10; the shares are ours"
