@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from theodolite_papers.catalogue import ALIASES, EXPERIMENTS, find
+from theodolite_papers.catalogue import ALIASES, EXPERIMENTS, find, reproduce
 
 if TYPE_CHECKING:
-    from theodolite_papers.experiment import Experiment, Study, reproduce
+    from theodolite_papers.experiment import Experiment, Study
 
 _HOMES = {
     "Experiment": "theodolite_papers.experiment",
     "Study": "theodolite_papers.experiment",
-    "reproduce": "theodolite_papers.experiment",
 }
 
 __all__ = ["ALIASES", "EXPERIMENTS", "Experiment", "Study", "find", "reproduce"]

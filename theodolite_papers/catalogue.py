@@ -1,4 +1,4 @@
-"""Every experiment by name, the published figures that are one of them elsewhere, and the look-up."""
+"""Every experiment by name, the published figures that are one of them elsewhere, the look-up, and `reproduce`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from theodolite.errors import UsageError
 from theodolite.system.wording import reading_order
 
 if TYPE_CHECKING:
+    from theodolite import Corpus, OpenModel, Run
+    from theodolite.models.prompts import Focus
+    from theodolite.report.outcome import Outcome
     from theodolite_papers.experiment import Experiment
 
 _PAPERS = {
@@ -207,3 +210,39 @@ def check_options(experiments: list[Experiment], given: list[str]) -> None:
                 f"--{option} is not for {', '.join(experiment.name for experiment in experiments)}: "
                 f"only {', '.join(takers)} take it"
             )
+
+
+def reproduce(
+    name: str,
+    run: Run | None = None,
+    model: OpenModel | None = None,
+    corpus: Corpus | None = None,
+    other: Corpus | None = None,
+    focus: Focus | None = None,
+) -> Outcome:
+    """Make one published table or figure again from a run.
+
+    Args:
+        name: such as `geometry/table1`; `theodolite_papers.EXPERIMENTS` has them all.
+        run: from `survey` or `Run.load`; None for experiments that read none, or a prompt alone.
+        model: the model of the run; only some experiments need it.
+        corpus: the text of the run; only some experiments need it.
+        other: a second text for those that compare two; None: random tokens.
+        focus: the prompt and the head for those that have one; None: random tokens, and heads found by the survey.
+
+    Raises:
+        UsageError: no such experiment, or the run, the model or the text lacks what it needs.
+    """
+    from theodolite_papers.experiment import Study, of_model, of_nothing
+
+    chosen = find(name)
+    if len(chosen) != 1:
+        raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
+    read: Run | dict[str, Any] | None = run
+    if read is None and model is not None and on_prompts(chosen):
+        read = of_model(model)
+    elif read is None:
+        if not need_no_model(chosen):
+            raise UsageError(f"{name} needs a run: survey a model, or load a run folder")
+        read = of_nothing()
+    return Study(read, model, corpus, other, focus=focus).outcome(chosen[0])
