@@ -166,26 +166,23 @@ def name_of(run: Run) -> str:
 
 def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], written: list[Run]) -> None:
     """Refuse what cannot be compared."""
-    faults = [
-        fault
-        for name, run in zip(names, surveys, strict=True)
-        for fault, is_there in {
-            f"{name}: this is a trace of sinks; give the survey, with the trace as FOLDER-sinks": run.is_trace,
-            f"{name}: these are outputs of heads; give the survey, with the outputs as FOLDER-outputs": run.is_outputs,
-            f"{name}: these are spectra of weights only; give a survey of a text": not run.provenance.get(
-                "corpus"
-            ),
-        }.items()
-        if is_there
-    ]
+    for name, run in zip(names, surveys, strict=True):
+        if run.is_trace:
+            raise UsageError(
+                f"{name}: this is a trace of sinks; give the survey, with the trace as FOLDER-sinks"
+            )
+        if run.is_outputs:
+            raise UsageError(
+                f"{name}: these are outputs of heads; give the survey, with the outputs as FOLDER-outputs"
+            )
+        if not run.provenance.get("corpus"):
+            raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
     for name, run in zip(names, traces, strict=False):
         if not run.is_trace:
-            faults.append(f"{name}: this is not a trace of sinks; `theodolite trace` makes one")
+            raise UsageError(f"{name}: this is not a trace of sinks; `theodolite trace` makes one")
     for name, run in zip(names, written, strict=False):
         if not run.is_outputs:
-            faults.append(f"{name}: these are not outputs of heads; `comparison.read_outputs` makes them")
-    if faults:
-        raise UsageError(faults[0])
+            raise UsageError(f"{name}: these are not outputs of heads; `comparison.read_outputs` makes them")
     first, second = (survey.provenance for survey in surveys)
     if _shape(first) == _shape(second) and not alike(first, second):
         raise UsageError(

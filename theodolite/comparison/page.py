@@ -42,14 +42,11 @@ def outcome(
     for place, audit in enumerate(audits):
         _judge_parts(page, audit, explain=place == 0)
     for name in audits[0].tables:
-        tables = [audit.tables[name] for audit in audits if name in audit.tables]
-        if len(audits) > 1:
-            tables = [
-                table.assign(before_in=audit.reference, after_in=audit.other)[
-                    ["before_in", "after_in", *table]
-                ]
-                for audit, table in zip([each for each in audits if name in each.tables], tables, strict=True)
-            ]
+        tables = []
+        for audit in audits:
+            if (table := audit.tables.get(name)) is not None:
+                pair = {"before_in": audit.reference, "after_in": audit.other} if len(audits) > 1 else {}
+                tables.append(table.assign(**pair)[[*pair, *table]])
         filled = [table for table in tables if len(table)]
         page.tables[name] = pd.concat(filled or tables[:1], ignore_index=True)
     if on_prompt:

@@ -58,14 +58,13 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     order = ["before", "after", *KEY]
     table = table.sort_values(order, ascending=[False] * 2 + [True] * 4, ignore_index=True)
     paired = None if places is None else kept_places(*places)
-    paired_too = "; all of them together by the share that is at the same place of the same context"
+    together = "; all of them together by the share that is at the same place of the same context"
     return Survival(
         "sinks",
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
         "that is left, and is lost where less is, each with the whole 95 % interval (contexts taken as independent)"
-        + paired_too
-        * (paired is not None),
+        + ("" if paired is None else together),
         table,
         _sinks_sentence,
         weight="before",

@@ -42,22 +42,19 @@ class Survival:
     name: str  # `sinks`, `tags`, …
     unit: str  # what is counted, in the singular
     criterion: str  # when a unit survives, and what is a unit
-    table: (
-        pd.DataFrame
-    )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them
+    # One row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them.
+    table: pd.DataFrame
     describe: Callable[[Survival], str]  # gives `sentence`
     weight: str = ""  # the column by which units count; empty: each counts once
     by_chance: float = 0.0  # how many units would survive if heads were matched at random; 0: none
     least: float = 0.0  # what makes a unit of `before`; the column `least` where each has its own
     paired: Estimate | None = None  # share of the whole family left, over contexts; None: read off the units
     further: tuple[Verdict, ...] = ()  # on more than what survives
-    contexts: int = (
-        0  # that the units' errors rest on; 0: no errors are known, so that the part is not decided
-    )
+    # That the units' errors rest on; 0: no errors are known, so that the part is not decided.
+    contexts: int = 0
     certain: bool = False  # no other text would say anything else: spectra of weights, or one model twice
-    directions: str = (
-        ""  # the column that is 1 where a unit's directions are as they were; empty: it has none
-    )
+    # The column that is 1 where a unit's directions are as they were; empty: it has none.
+    directions: str = ""
 
     @property
     def sentence(self) -> str:

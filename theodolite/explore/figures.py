@@ -112,9 +112,8 @@ def framed_map(run: Run, measure: str, layer: int, head: int) -> go.Figure:
 def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
     """Give figures of several models, alike but for their numbers, the same ends of colours and of axes."""
     for figure in drawn:
-        figure.update_layout(
-            paper_bgcolor=style.NEUTRAL
-        )  # on a dark page, too: colours are those of light paper
+        # On a dark page, too: colours are those of light paper.
+        figure.update_layout(paper_bgcolor=style.NEUTRAL)
     if len(drawn) < 2:
         return drawn
     for name in ("coloraxis", "coloraxis2"):

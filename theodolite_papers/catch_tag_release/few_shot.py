@@ -66,7 +66,7 @@ def accuracy_by_shots(
     return style.figure(lines, "examples in the prompt", "accuracy", height=FIGURE_HEIGHT, layout=layout)
 
 
-def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> list[go.Scatter]:
+def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> list[Any]:
     accuracy, low, high = (rows[name].to_numpy(np.float64) for name in ("accuracy", "low", "high"))
     name = for_plotly(model)
     shares = zip(rows["shots"], accuracy, low, high, strict=True)
@@ -89,7 +89,7 @@ def _marks(rows: pd.DataFrame, colour: str, shift: float) -> dict[str, Any]:
     return dots(at, rows["accuracy"], None, None, colour, hover, marker=marker, **own)
 
 
-def _bound(name: str, shots: Sequence[int], values: Sequence[float], dash: str) -> list[go.Scatter]:
+def _bound(name: str, shots: Sequence[int], values: Sequence[float], dash: str) -> list[Any]:
     hover = f"{name}, %{{x}} examples: %{{y:.1%}}<extra></extra>"
     return line(shots, values, name, style.GREY, dash=dash, width=1.2, hover=hover)
 

@@ -58,7 +58,7 @@ def curves(
     return style.figure(traces, *titles, height=height, layout=layout)
 
 
-def _curve(x: Floats, y: Floats, curve: Line, hover: str, errors: Floats | None = None) -> list[go.Scatter]:
+def _curve(x: Floats, y: Floats, curve: Line, hover: str, errors: Floats | None = None) -> list[Any]:
     own: dict[str, Any] = {"dash": curve.dash, "width": curve.width, "marker": curve.marker}
     return line(x, y, curve.name, curve.colour, errors=errors, hover=hover, **own)
 

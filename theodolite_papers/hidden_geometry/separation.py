@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 
 from theodolite import Run
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates, jackknife_error
 from theodolite.judging import Criterion
 from theodolite.report import published
 from theodolite.report.data import (
@@ -132,7 +132,7 @@ def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
         others = np.where(pair_count > 0, pair_count, np.nan)
         means.append((rows.sum(axis=1, keepdims=True) - 2 * rows) / others)
     gaps = means[0] - means[1]
-    return np.sqrt((len(of) - 1) * gaps.var(axis=1))
+    return jackknife_error(gaps.T)
 
 
 @experiment(

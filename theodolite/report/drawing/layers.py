@@ -43,7 +43,7 @@ def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str]
     return errors, told, f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
 
 
-def _band(run: Run, model: str, low: list[float], high: list[float], what: str) -> list[go.Scatter]:
+def _band(run: Run, model: str, low: list[float], high: list[float], what: str) -> list[Any]:
     """A shaded range over relative depth: the published layers are stretched onto this model's."""
     last = float(layer_numbers(run).max())
     x = [round(float(step), 4) for step in np.linspace(0, last, len(low))]
@@ -66,7 +66,7 @@ def _band(run: Run, model: str, low: list[float], high: list[float], what: str) 
     ]
 
 
-def _layer_bands(run: Run, table: published.Rows, what: str) -> list[go.Scatter]:
+def _layer_bands(run: Run, table: published.Rows, what: str) -> list[Any]:
     return [
         trace
         for model in published.MODELS
@@ -74,8 +74,8 @@ def _layer_bands(run: Run, table: published.Rows, what: str) -> list[go.Scatter]
     ]
 
 
-def _average_bands(run: Run, name: str, what: str) -> list[go.Scatter]:
-    traces: list[go.Scatter] = []
+def _average_bands(run: Run, name: str, what: str) -> list[Any]:
+    traces: list[Any] = []
     for model, average in published.AVERAGES.items():
         mean, deviation = getattr(average, name)
         low, high = max(mean - deviation, 0.0), min(mean + deviation, 1.0)
@@ -83,7 +83,7 @@ def _average_bands(run: Run, name: str, what: str) -> list[go.Scatter]:
     return traces
 
 
-def _chart(run: Run, traces: list[go.Scatter], y: str, **layout: Any) -> go.Figure:
+def _chart(run: Run, traces: list[Any], y: str, **layout: Any) -> go.Figure:
     return style.figure(traces, "layer", y, layout={"xaxis": style.layer_axis(layer_numbers(run))} | layout)
 
 
