@@ -212,7 +212,7 @@ def locater_command(
 
 def _quiet_screen() -> Console:
     """Where trainers report, without the progress bars of `transformers`."""
-    from theodolite.models.loading import hide_progress_bars
+    from theodolite.models.stored.loading import hide_progress_bars
 
     hide_progress_bars()
     return screen

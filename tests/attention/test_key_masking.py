@@ -11,11 +11,11 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.models.calls import capture_calls
 from theodolite.models.doors.answers import without_interventions
-from theodolite.models.head_weights import read_head_weights
-from theodolite.models.output_weights import read_output_weights
+from theodolite.models.doors.taps import intervened, tapped
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
-from theodolite.models.taps import intervened, tapped
+from theodolite.models.weights.head_weights import read_head_weights
+from theodolite.models.weights.output_weights import read_output_weights
 
 LAYER = 1
 

@@ -25,7 +25,7 @@ from theodolite.explore.one_head import view_head
 from theodolite.explore.view import catch_layer, head_tags, head_view, read_prompt
 from theodolite.logits.constituents import constituents, constituents_of_pass
 from theodolite.models import OpenModel, open_model
-from theodolite.models.lazy_weights import open_weights
+from theodolite.models.stored.lazy_weights import open_weights
 from theodolite.passes.survey import spectra, survey, survey_heads
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.walk_pass import read_walk

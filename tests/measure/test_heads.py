@@ -23,7 +23,7 @@ from theodolite.measure.head_roles import (
 from theodolite.measure.heads import examples_table, sinks_table
 from theodolite.measure.localization import layer_spectra, localization_tables
 from theodolite.measure.positional import argmax_property, positional_heads, qk_low_frequency
-from theodolite.models.head_weights import BEFORE_NORM, EXACT, HeadWeights
+from theodolite.models.weights.head_weights import BEFORE_NORM, EXACT, HeadWeights
 from theodolite.passes.survey import survey
 
 

@@ -17,12 +17,12 @@ from theodolite.attention.inputs import AttentionInputs, attend, softmax
 from theodolite.errors import UsageError
 from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel, open_model, open_weights
-from theodolite.models.head_weights import HeadWeights, read_head_weights
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.loading import on_meta
-from theodolite.models.projections import find_projections
-from theodolite.models.replaced_weights import replaced
-from theodolite.models.skeleton import build_skeleton
+from theodolite.models.stored.loading import on_meta
+from theodolite.models.stored.skeleton import build_skeleton
+from theodolite.models.weights.head_weights import HeadWeights, read_head_weights
+from theodolite.models.weights.projections import find_projections
+from theodolite.models.weights.replaced_weights import replaced
 from theodolite.passes.run import Run
 from theodolite.passes.survey import spectra
 

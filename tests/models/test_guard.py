@@ -23,7 +23,7 @@ from tests.chaos.states import in_threads
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.guard import between_passes, guarded
-from theodolite.models.lazy_weights import open_weights
+from theodolite.models.stored.lazy_weights import open_weights
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.sinks.interventions import attention_knockout

@@ -14,7 +14,7 @@ from tests.prune.families import opened_anew
 from theodolite import open_model
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.models.lazy_weights import open_weights
+from theodolite.models.stored.lazy_weights import open_weights
 from theodolite.prune import Pruned, prune_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it

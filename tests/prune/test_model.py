@@ -23,8 +23,8 @@ from tests.prune.test_methods import slow_sparsegpt
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.block_matrices import block_matrices
-from theodolite.models.factored import read_matrices, write_matrices
+from theodolite.models.stored.factored import read_matrices, write_matrices
+from theodolite.models.weights.block_matrices import block_matrices
 from theodolite.prune import Pruned, oats, prune_model
 from theodolite.report.content import text_line
 from theodolite.report.pruned_model import pruned_outcome

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.prune.families import opened_anew
 from theodolite.errors import WorkError
-from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
+from theodolite.models.weights.block_matrices import Matrix, block_matrices, one_expert_at_a_time
 from theodolite.prune.methods import factor_hessian
 from theodolite.prune.moments import InputMoments, Moments
 

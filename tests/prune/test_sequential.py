@@ -8,8 +8,8 @@ import torch
 from tests.prune.families import FAMILIES, opened_anew
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
-from theodolite.models.block_matrices import one_expert_at_a_time
 from theodolite.models.structure import first_tensor
+from theodolite.models.weights.block_matrices import one_expert_at_a_time
 from theodolite.prune.sequential import BlockByBlock
 
 

@@ -17,8 +17,8 @@ from tests.test_larger import split_map
 from theodolite import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.block_matrices import block_matrices, one_expert_at_a_time
-from theodolite.models.streamed import open_streamed
+from theodolite.models.stored.streamed import open_streamed
+from theodolite.models.weights.block_matrices import block_matrices, one_expert_at_a_time
 from theodolite.prune import Pruned, prune_model
 from theodolite.prune.matrices import PruningSettings
 from theodolite.system.pruned_folders import refuse_inside

@@ -13,8 +13,8 @@ from tests import checkpoints
 from theodolite.attention.inputs import attend
 from theodolite.errors import UsageError
 from theodolite.models import open_model
+from theodolite.models.doors.taps import tapped
 from theodolite.models.hooks import hooked
-from theodolite.models.taps import tapped
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 from theodolite.sinks.trace import trace_sinks
 

@@ -16,7 +16,7 @@ from tests.slow import slow_but
 from theodolite.errors import UsageError
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training_model import evaluation_mode, unwrap
+from theodolite.models.training.training_model import evaluation_mode, unwrap
 from theodolite.train.geometry import GeometryReader
 from theodolite.train.look_sums import QUERIES
 

@@ -121,7 +121,7 @@ class Opening:
         A hub name may carry its revision, NAME@REVISION, so that several models can each have one.
         """
         from theodolite.models import open_model
-        from theodolite.models.loading import hide_progress_bars
+        from theodolite.models.stored.loading import hide_progress_bars
 
         hide_progress_bars()
         model, options = self._options(model)
@@ -153,7 +153,7 @@ class Opening:
         self, opened: Callable[..., OpenModel], model: str | None, stopped: Callable[[], bool], **more: Any
     ) -> OpenModel:
         """Open the model by a function that says how much of its files is hashed, with a bar for that."""
-        from theodolite.models.loading import hide_progress_bars
+        from theodolite.models.stored.loading import hide_progress_bars
 
         hide_progress_bars()
         name, options = self._options(model)

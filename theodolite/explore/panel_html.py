@@ -19,7 +19,7 @@ from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import TheodoliteError
 from theodolite.explore.view import HeadView, Tags
 from theodolite.measure.head_roles import LEARNED_SINK, ROLES, HeadRole
-from theodolite.models.head_weights import EXACT, NO_MATRIX
+from theodolite.models.weights.head_weights import EXACT, NO_MATRIX
 from theodolite.passes.run import Run
 from theodolite.report.content import flowing
 from theodolite.report.data import Floats, column, entropy_share, provenance

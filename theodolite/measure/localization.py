@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
-from theodolite.models.head_weights import HeadWeights
+from theodolite.models.weights.head_weights import HeadWeights
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.propagation import propagation_finite
 from theodolite.theory.regimes import UNDEFINED, regime_margins

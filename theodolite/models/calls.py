@@ -14,6 +14,7 @@ from transformers import Cache
 
 from theodolite.attention.inputs import attend
 from theodolite.models.doors.answers import without_interventions
+from theodolite.models.doors.taps import tapped
 from theodolite.models.one_row import Batch, batch_read, reading, repeated_mask
 from theodolite.models.structure import (
     Layout,
@@ -24,7 +25,6 @@ from theodolite.models.structure import (
     first_tensor,
     removed_on_leaving,
 )
-from theodolite.models.taps import tapped
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from theodolite.models.dequantised import not_repacked, without_cast_warnings
+from theodolite.models.stored.dequantised import not_repacked, without_cast_warnings
 from theodolite.system.eager import eagerly
 
 Given = ParamSpec("Given")

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models.doors.answers import is_innermost
+from theodolite.models.doors.taps import overheard, tapped
 from theodolite.models.guard import guarded, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Structure, Turns, first_output, first_tensor, removed_on_leaving
-from theodolite.models.taps import overheard, tapped
 
 
 @runtime_checkable

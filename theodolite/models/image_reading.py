@@ -19,8 +19,8 @@ from transformers import AutoImageProcessor, PreTrainedModel
 from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
 from theodolite.models.hooks import positions_read
-from theodolite.models.loading import LOADING_ERRORS, reason_of, without_progress_bars
 from theodolite.models.opened import OpenModel
+from theodolite.models.stored.loading import LOADING_ERRORS, reason_of, without_progress_bars
 
 PIXELS = "pixel_values"
 CLASS_TOKEN = "[CLS]"

@@ -19,9 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models.calls import Calls, capture_calls
-from theodolite.models.dequantised import holds_quantised_layers
 from theodolite.models.guard import MAKING, guarded, measures
-from theodolite.models.loading import (
+from theodolite.models.opened import OpenModel
+from theodolite.models.source import Source
+from theodolite.models.stored.dequantised import holds_quantised_layers
+from theodolite.models.stored.loading import (
     LOADING_ERRORS,
     Tower,
     commit_of,
@@ -35,12 +37,10 @@ from theodolite.models.loading import (
     usable_device,
     without_progress_bars,
 )
-from theodolite.models.opened import OpenModel
-from theodolite.models.shards import as_sharded, is_spread, register_spread
-from theodolite.models.source import Source
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training_model import unwrap
+from theodolite.models.training.shards import as_sharded, is_spread, register_spread
+from theodolite.models.training.training_model import unwrap
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import at_home, local_folder

@@ -15,16 +15,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.models.calls import Call, Calls
-from theodolite.models.dequantised import refuse_unreadable_layers
 from theodolite.models.guard import between_passes, measures, once_a_pass
-from theodolite.models.head_weights import HeadWeights, read_head_weights
-from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.positions import positions_of
 from theodolite.models.source import Inputs, Source
-from theodolite.models.streamed_blocks import StreamedBlocks
+from theodolite.models.stored.dequantised import refuse_unreadable_layers
+from theodolite.models.stored.streamed_blocks import StreamedBlocks
+from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
-from theodolite.models.weights_checksum import Weights, weights_checksum, weights_sha256
+from theodolite.models.weights.head_weights import HeadWeights, read_head_weights
+from theodolite.models.weights.output_weights import read_output_weights, state_of
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,11 +15,11 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call, capture_calls
 from theodolite.models.doors.answers import without_interventions
-from theodolite.models.head_weights import run_until_tap, stop_at_tap
+from theodolite.models.doors.taps import tapped
 from theodolite.models.source import Source
 from theodolite.models.structure import Structure
-from theodolite.models.taps import tapped
 from theodolite.models.verification import VERIFIED_LENGTH
+from theodolite.models.weights.head_weights import run_until_tap, stop_at_tap
 
 UNKNOWN = "unknown"
 

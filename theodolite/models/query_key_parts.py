@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call
-from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
-from theodolite.models.function_norms import FunctionNorm, NormCalls
+from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import guarded, measures, without_autocast
-from theodolite.models.head_weights import call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
-from theodolite.models.taps import tapped
+from theodolite.models.weights.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
+from theodolite.models.weights.function_norms import FunctionNorm, NormCalls
+from theodolite.models.weights.head_weights import call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.theory.decomposition import PARTS, Decomposition
 
 

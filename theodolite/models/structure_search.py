@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
+from theodolite.models.doors.taps import attention_not_followed, listen_to_functions, tapped
 from theodolite.models.one_row import IN_ONE_ROW, Batch, batch_read
 from theodolite.models.source import Source
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
-from theodolite.models.taps import attention_not_followed, listen_to_functions, tapped
 
 
 @dataclass

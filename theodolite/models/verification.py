@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.dequantised import holds_quantised_layers
+from theodolite.models.doors.taps import tapped
+from theodolite.models.stored.dequantised import holds_quantised_layers
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
-from theodolite.models.taps import tapped
 from theodolite.system.choices import wider_than
 
 VERIFIED_LENGTH = 16

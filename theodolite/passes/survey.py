@@ -19,8 +19,8 @@ from theodolite.logits.attribution import AttributionPass, PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.head_weights import NO_MATRIX, no_head_matrix
 from theodolite.models.token_texts import text_of_tokens
+from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix
 from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass

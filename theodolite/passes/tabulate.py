@@ -26,7 +26,7 @@ from theodolite.measure.heads import examples_table, head_arrays, head_columns, 
 from theodolite.measure.localization import entropy_bound, localization_tables
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.uncertainty import array_errors, standard_errors
-from theodolite.models.head_weights import EXACT
+from theodolite.models.weights.head_weights import EXACT
 from theodolite.passes.added_columns import added_columns
 from theodolite.passes.run import Run
 from theodolite.passes.stages import States

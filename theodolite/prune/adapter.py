@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from theodolite.models import OpenModel
-from theodolite.models.factored import PrunedMatrix
+from theodolite.models.stored.factored import PrunedMatrix
 from theodolite.system.pruned_folders import ADAPTER_FILES
 
 PREFIX = "base_model.model."  # of PEFT, before the names of the model's modules

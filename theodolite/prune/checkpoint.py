@@ -21,8 +21,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
-from theodolite.models.block_matrices import Matrix
-from theodolite.models.factored import (
+from theodolite.models.stored.factored import (
     BLOCK,
     DENSE,
     PrunedMatrix,
@@ -30,9 +29,10 @@ from theodolite.models.factored import (
     read_matrices,
     write_matrices,
 )
-from theodolite.models.loading import without_progress_bars
-from theodolite.models.streamed import save_checkpoint
-from theodolite.models.streamed_blocks import save_config
+from theodolite.models.stored.loading import without_progress_bars
+from theodolite.models.stored.streamed import save_checkpoint
+from theodolite.models.stored.streamed_blocks import save_config
+from theodolite.models.weights.block_matrices import Matrix
 from theodolite.passes.run import Workspace
 from theodolite.prune.adapter import has_layer, write_adapter
 from theodolite.prune.pruned import (

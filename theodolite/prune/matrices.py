@@ -17,8 +17,8 @@ from torch import Tensor
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
-from theodolite.models.block_matrices import Matrix
-from theodolite.models.factored import PrunedMatrix
+from theodolite.models.stored.factored import PrunedMatrix
+from theodolite.models.weights.block_matrices import Matrix
 from theodolite.prune.methods import (
     INPUTS_AT_ONCE,
     ROWS,

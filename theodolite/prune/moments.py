@@ -17,7 +17,7 @@ from torch import Tensor
 
 from theodolite.accumulate.second_moments import SecondMoments
 from theodolite.errors import WorkError
-from theodolite.models.block_matrices import Matrix, tapped_products
+from theodolite.models.weights.block_matrices import Matrix, tapped_products
 from theodolite.prune.methods import ROWS, HessianFactor, factor_hessian
 from theodolite.system.choices import wider_than
 

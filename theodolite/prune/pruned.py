@@ -18,7 +18,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
-from theodolite.models.factored import BLOCK, PrunedMatrix, is_factored, read_matrices
+from theodolite.models.stored.factored import BLOCK, PrunedMatrix, is_factored, read_matrices
 from theodolite.sinks.interventions import Factors
 from theodolite.system.checksums import CHECKSUMS, read_bytes_checked, read_checked, read_json_checked
 from theodolite.system.pruned_folders import SETTINGS

@@ -26,8 +26,8 @@ from transformers.integrations import MLflowCallback
 from transformers.trainer_callback import CallbackHandler
 
 from theodolite.errors import UsageError
-from theodolite.models.shard_gradients import is_of_deepspeed
-from theodolite.models.training_model import unwrap
+from theodolite.models.training.shard_gradients import is_of_deepspeed
+from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
 from theodolite.train.locater import Locater, Strength, listed_layers
 from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch, scalars

@@ -27,9 +27,9 @@ from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moment
 from theodolite.models import OpenModel
 from theodolite.models.hooks import hooked
 from theodolite.models.open import verified_parts
-from theodolite.models.shards import is_spread, parallel_group
 from theodolite.models.source import Source
-from theodolite.models.training_model import autocast_dtype, evaluation_mode, training_source
+from theodolite.models.training.shards import is_spread, parallel_group
+from theodolite.models.training.training_model import autocast_dtype, evaluation_mode, training_source
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.train.look_sums import QUERIES, LookSums
 from theodolite.train.ranks import Ranks

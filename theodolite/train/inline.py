@@ -22,7 +22,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import known_state
 from theodolite.models.hooks import Hooks, hooked, overhearing
 from theodolite.models.open import verified_parts
-from theodolite.models.training_model import evaluation_mode
+from theodolite.models.training.training_model import evaluation_mode
 from theodolite.train.geometry import (
     LEAST_LENGTH,
     Geometry,

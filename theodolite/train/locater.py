@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
-from theodolite.models.logit_rows import LogitRows
-from theodolite.models.named_weights import NamedWeight, NamedWeights, find_named_weights
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
-from theodolite.models.projections import Projection, Projections, find_projections
-from theodolite.models.shard_gradients import (
+from theodolite.models.structure import Structure
+from theodolite.models.structure_search import find_structure
+from theodolite.models.training.shard_gradients import (
     Part,
     WholeParameters,
     check_deepspeed_has_gradients,
     is_of_deepspeed,
 )
-from theodolite.models.shards import head_group, is_part, is_spread, joined_heads
-from theodolite.models.structure import Structure
-from theodolite.models.structure_search import find_structure
-from theodolite.models.training_model import evaluation_mode, training_source
+from theodolite.models.training.shards import head_group, is_part, is_spread, joined_heads
+from theodolite.models.training.training_model import evaluation_mode, training_source
+from theodolite.models.weights.logit_rows import LogitRows
+from theodolite.models.weights.named_weights import NamedWeight, NamedWeights, find_named_weights
+from theodolite.models.weights.projections import Projection, Projections, find_projections
 from theodolite.train.penalty import (
     Gradient,
     add_penalty_gradient,

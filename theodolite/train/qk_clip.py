@@ -17,13 +17,13 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
-from theodolite.models.logit_rows import POSITIONS, find_logit_rows
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
-from theodolite.models.shard_gradients import is_of_deepspeed
-from theodolite.models.shards import parallel_group
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training_model import evaluation_mode, training_source
+from theodolite.models.training.shard_gradients import is_of_deepspeed
+from theodolite.models.training.shards import parallel_group
+from theodolite.models.training.training_model import evaluation_mode, training_source
+from theodolite.models.weights.logit_rows import POSITIONS, find_logit_rows
 from theodolite.train.callbacks import FOLDER, GeometryCallback
 from theodolite.train.geometry import Geometry
 from theodolite.train.locater import is_held

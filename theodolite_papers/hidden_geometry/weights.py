@@ -17,7 +17,7 @@ from theodolite.errors import WorkError
 from theodolite.estimates import Estimate
 from theodolite.judging import HOLDS, Criterion, judge, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
-from theodolite.models.head_weights import EXACT, no_head_matrix
+from theodolite.models.weights.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import Floats, column, evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
 from theodolite_papers.drawing import theory as drawing

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.loading import LOADING_ERRORS, reason_of, refuse_nonfinite_weights
+from theodolite.models.stored.loading import LOADING_ERRORS, reason_of, refuse_nonfinite_weights
 from theodolite.system.checksums import check_headers
 from theodolite.system.files import check_target, disk_errors, folder_purpose, folder_written_atomically
 from theodolite.system.interrupt import STOPPING, interruptible

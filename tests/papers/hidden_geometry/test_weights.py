@@ -15,7 +15,7 @@ from tests.papers.shared import answers
 from tests.report.synthetic import make_run
 from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
-from theodolite.models.head_weights import HeadWeights
+from theodolite.models.weights.head_weights import HeadWeights
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers import Study
 from theodolite_papers.hidden_geometry import weights

@@ -1,0 +1,114 @@
+"""Sparse and low-rank matrices as bytes, against the dense ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from theodolite.errors import WorkError
+from theodolite.models.stored.factored import PrunedMatrix, packed, read_matrices, unpacked, write_matrices
+from theodolite.system.checksums import read_checked, write_checked
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 19),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.floats(0, 1),
+    st.integers(0, 1000),
+)
+def test_a_packed_matrix_comes_back(outputs, inputs, dtype, share, seed):
+    """Oracle: the matrix itself, and the size by count: a value a nonzero, a bit per entry."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    matrix[torch.rand(outputs, inputs, generator=generator) < share] = 0
+    values, bits = packed(matrix)
+    assert torch.equal(unpacked(values, bits, (outputs, inputs)), matrix)
+    assert len(values) == np.count_nonzero(matrix.float().numpy())
+    assert len(bits) == (outputs * inputs + 7) // 8
+
+
+def test_golden_bits():
+    """By hand: row by row, the first entry the highest bit."""
+    values, bits = packed(torch.tensor([[1.0, 0, 0, 2.0, 0], [0, 0, 3.0, 0, 4.0]]))
+    assert values.tolist() == [1, 2, 3, 4]
+    assert bits.tolist() == [0b10010001, 0b01000000]
+
+
+def test_bits_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="2 values for 1 bits"):
+        unpacked(torch.ones(2), torch.tensor([128], dtype=torch.uint8), (2, 2))
+    with pytest.raises(ValueError, match="2 bytes of bits for 4 entries"):
+        unpacked(torch.ones(1), torch.zeros(2, dtype=torch.uint8), (2, 2))
+
+
+def _pieces() -> list[PrunedMatrix]:
+    """Two matrices of one layer of 7 outputs and 5 inputs, interleaved; the second one has no low-rank part."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    first, second = random(4, 5), random(3, 5)
+    first[:, 1] = second[0] = 0
+    rows = torch.tensor([6, 0, 2, 4]), torch.tensor([1, 3, 5])
+    return [
+        PrunedMatrix("q", "block.fused.weight", None, 1, rows[0], first, random(4, 2), random(2, 5)),
+        PrunedMatrix("mlp.fc.3", "block.fused.weight", None, 0, rows[1], second),
+    ]
+
+
+def test_pieces_come_back_from_their_file(tmp_path):
+    """Oracle: the pieces themselves."""
+    pieces, notes = _pieces(), {"rows": [1, 2], "error": 0.1}
+    write_matrices(tmp_path / "block.safetensors", pieces, notes)
+    found, told = read_matrices(tmp_path / "block.safetensors")
+    assert told == notes
+    for one, other in zip(pieces, found, strict=True):
+        for name, value in vars(one).items():
+            again = getattr(other, name)
+            assert torch.equal(value, again) if isinstance(value, torch.Tensor) else value == again, name
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path = tmp_path / "block.safetensors"
+    write_matrices(path, _pieces(), {})
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(WorkError, match=r"block\.safetensors is damaged"):
+        read_matrices(path)
+
+
+def test_a_matrix_is_the_sum_of_its_parts_rounded_once():
+    """Oracle: S + L R in float64."""
+    sum_of_parts, sparse_alone = (piece.merged() for piece in _pieces())
+    first, second = _pieces()
+    by_hand = first.sparse.double() + first.left.double() @ first.right.double()
+    assert torch.equal(sum_of_parts, by_hand.float())
+    assert torch.equal(sparse_alone, second.sparse)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("q/right"), "q has left and no other factor"),
+        (lambda tensors: tensors.pop("q/left"), "q has right and no other factor"),
+        (lambda tensors: tensors.update({"q/left": torch.ones(4, 3)}), "q/left and q/right have the shapes"),
+        (
+            lambda tensors: tensors.update({"q/rows": torch.tensor([0.5, 1, 2, 3])}),
+            "q/rows are torch.float32",
+        ),
+        (lambda tensors: tensors.update({"q/rows": torch.tensor([0, 1])}), "q/rows are torch.int64 of shape"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(change, said, tmp_path):
+    path = tmp_path / "block.safetensors"
+    write_matrices(path, _pieces(), {})
+    tensors, notes = read_checked(path)
+    change(tensors)
+    write_checked(path, tensors, notes)
+    with pytest.raises(WorkError, match=rf"block\.safetensors is damaged: .*{said}"):
+        read_matrices(path)

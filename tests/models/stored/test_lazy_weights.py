@@ -1,0 +1,256 @@
+"""Weights read from the shards, a layer at a time: the model's own, and nothing else is read or kept."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from benchmarks.shards import write_layout
+from tests import checkpoints, vision
+from tests.calls import call
+from tests.models.test_every_family import check_read_by_layers, same_run
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import open_model, open_streamed, open_weights
+from theodolite.models.stored import lazy_weights as reading
+from theodolite.models.stored.loading import on_meta
+from theodolite.models.stored.skeleton import build_skeleton, filled_with_rows
+from theodolite.passes.survey import spectra, survey
+
+SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+OTHERS = {
+    "Mixtral": {**SMALL, "num_local_experts": 4},
+    "Qwen3Moe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Gemma3": {**SMALL, "head_dim": 16},
+    "Olmo2": SMALL,
+}
+"""Experts that a checkpoint holds one by one, other names, norms of queries and keys."""
+
+
+def _refused(line: str) -> None:
+    raise AssertionError(f"opened whole: {line}")
+
+
+def _opened(folder: Path):
+    return open_weights(folder, say=_refused)
+
+
+def _assert_the_models_own(folder: Path) -> None:
+    check_read_by_layers(open_model(folder, device="cpu"), folder)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_names_that_transformers_changes_on_loading(family, tmp_path):
+    config_class = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, config_class)(**OTHERS[family])
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    _assert_the_models_own(tmp_path)
+
+
+def test_a_backbone_read_as_another_head_would_have_it(checkpoint, tmp_path):
+    """Names without the prefix of the backbone, as the first GPT-2 checkpoints have them, and no architecture."""
+    checkpoints.build("gpt2").base_model.save_pretrained(tmp_path)
+    _assert_the_models_own(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    _assert_the_models_own(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k not in ("architectures", "dtype")})
+    )
+    _assert_the_models_own(tmp_path)
+
+
+def test_half_precision(tmp_path):
+    checkpoints.write("llama3", tmp_path, dtype=torch.bfloat16)
+    _assert_the_models_own(tmp_path)
+    assert open_weights(tmp_path, dtype="float32").hf.dtype == torch.float32
+
+
+def test_other_tensors_are_not_read(checkpoint, tmp_path):
+    """What is not of the attention may be NaN: it is not looked at. What is, may not, and is named."""
+    folder = shutil.copytree(checkpoint("llama3"), tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    expected = spectra(open_model(folder, device="cpu"))
+    for name, tensor in weights.items():
+        if "self_attn" not in name:
+            tensor.fill_(math.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WorkError, match="holds NaN"):
+        open_model(folder)
+    assert spectra(_opened(folder)).heads.equals(expected.heads)
+    weights["model.layers.1.self_attn.k_proj.weight"][2, 3] = math.inf
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    opened = _opened(folder)
+    opened.head_weights(0)
+    with pytest.raises(WorkError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight holds infinite"):
+        spectra(opened)
+
+
+@pytest.mark.parametrize("scale", [0.0, 2**-6])
+def test_a_filled_skeleton_computes_what_its_rows_say(scale, checkpoint):
+    """Oracle: the same model whose parameters hold the same numbers, each in a place of its own."""
+    source = checkpoint("llama3")
+    model = open_model(source, device="cpu").hf
+    skeleton = build_skeleton(on_meta(source, type(model), model.config, model.dtype))
+    ids = torch.arange(6)[None]
+    with torch.inference_mode():
+        with filled_with_rows(skeleton, scale):
+            entries = {
+                name: p.clone(memory_format=torch.contiguous_format)
+                for name, p in skeleton.named_parameters()
+            }
+            got = skeleton.base_model(input_ids=ids)[0]
+        model.load_state_dict(entries)
+        torch.testing.assert_close(got, model.base_model(input_ids=ids)[0], rtol=1e-5, atol=1e-7)
+    assert all(p.is_meta for p in skeleton.parameters())
+
+
+def test_a_model_opened_for_its_weights_reads_no_text(checkpoint, opened):
+    from theodolite.corpus.corpus import Corpus
+
+    with pytest.raises(UsageError, match="opened for its weights only"):
+        survey(_opened(checkpoint("llama3")), Corpus.random_tokens(checkpoints.VOCABULARY, 12, 4))
+    with pytest.raises(UsageError, match="layers 0 to 2"):
+        _opened(checkpoint("llama3")).head_weights(3)
+
+
+def _whole(folder: Path) -> str:
+    said: list[str] = []
+    got = open_weights(folder, say=said.append)
+    same_run(spectra(got), spectra(open_model(folder, device="cpu")))
+    (line,) = said
+    assert "\n" not in line
+    return line
+
+
+def test_what_cannot_be_read_by_layers_is_opened_whole_and_says_so(checkpoint, tmp_path, monkeypatch):
+    folder = checkpoint("llama3")
+    real = reading.check_recomputed
+
+    def off(where, own, recomputed, largest):
+        real(where, own, recomputed * 1.01, largest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "check_recomputed", off)
+        assert "layer 0 (model.layers.0.self_attn): the attention output recomputed" in _whole(folder)
+    with monkeypatch.context() as patch:
+        other = reading.run_until_tap
+
+        def moved(module, call, hidden):
+            inputs = other(module, call, hidden)
+            inputs.key.add_(1.0)
+            return inputs
+
+        patch.setattr(reading, "run_until_tap", moved)
+        assert "model.layers.0.self_attn depend on weights outside it" in _whole(folder)
+
+
+def test_a_transformers_whose_loader_is_another_opens_the_whole_model(checkpoint, monkeypatch):
+    loader = importlib.import_module("transformers.conversion_mapping")
+    monkeypatch.delattr(loader, "get_model_conversion_mapping")
+    assert "this version of transformers is not known" in _whole(checkpoint("llama3"))
+
+
+def test_quantised_attention_is_not_taken_for_weights(checkpoint, tmp_path):
+    """Where only experts are quantised, attention is read as it is; what has no config is in test_quantised.py."""
+    folder = shutil.copytree(checkpoint("gpt_oss"), tmp_path / "experts")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if ".experts." in name]:
+        weights[name + "_blocks"] = weights.pop(name).to(torch.uint8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    expected = spectra(open_model(checkpoint("gpt_oss"), device="cpu"))
+    assert spectra(_opened(folder)).heads.equals(expected.heads)
+    weights["model.layers.0.self_attn.q_proj.weight_scale_inv"] = torch.ones(1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    said: list[str] = []
+    with pytest.raises((UsageError, WorkError)):  # no such checkpoint is opened whole here
+        open_weights(folder, say=said.append)
+
+
+def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
+    """A hole in a file reads as zeros: no spectrum, and attention that is uniform."""
+    model = checkpoints.build("llama2")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.zero_()
+    model.save_pretrained(tmp_path)
+    run = spectra(_opened(tmp_path))
+    same_run(run, spectra(open_model(tmp_path, device="cpu")))
+    zeros = run.heads[run.heads.layer == 1]
+    assert (zeros.frobenius_squared == 0).all()
+    assert (run.arrays["spectrum"][1] == 0).all()
+    assert set(zeros.regime) == {"uniform"}
+
+
+PEAKS = """
+import resource, sys
+from theodolite.models import open_weights
+for folder in sys.argv[1:]:
+    model = open_weights(folder, say=sys.exit)
+    assert all(model.head_weights(layer).w_q.any() for layer in range(model.layers))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_layers(tmp_path):
+    """The operating system's count: many layers of holes and of attention, after few in the same process."""
+    sizes, folders, few, many, width = [], [], 2, 24, 1024
+    for layers in (few, many):
+        folders.append(tmp_path / str(layers))
+        folders[-1].mkdir()
+        config = transformers.LlamaConfig(
+            hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=8
+        )
+        parameters, _ = write_layout(config, folders[-1])
+        sizes.append(2 * parameters)
+    command = [sys.executable, "-c", PEAKS, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peaks = [int(peak) for peak in done.stdout.split()]
+    assert sizes[1] - sizes[0] > 2**29
+    assert peaks[1] - peaks[0] < (many - few) * 4 * width**2 * 2 / 2  # half of what their attention takes
+
+
+def test_the_command_reads_by_layers(checkpoint, tmp_path):
+    """Also what is not of the attention being NaN shows that the command does not open the model."""
+    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if ".attn." not in name:
+            tensor.fill_(math.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    rows = json.loads(call("spectra", folder, "--json")[1])["heads"]
+    expected = spectra(open_model(checkpoint("gpt2"), device="cpu")).heads
+    assert [row["trace"] for row in rows] == pytest.approx(expected.trace.tolist(), rel=1e-12)
+    status, _, stderr = call("spectra", folder, "--json", "--device", "cpu")
+    assert (status, "holds NaN" in stderr) == (1, True)
+
+
+@pytest.mark.parametrize("opened", [open_weights, open_streamed])
+def test_of_two_towers_it_is_the_one_of_text_as_where_all_is_read(opened, tmp_path):
+    said: list[str] = []
+    model = opened(vision.write_clip(tmp_path), say=said.append)
+    assert type(model.hf).__name__ == "CLIPTextModel"
+    assert "opened whole, since it has two towers, of which this is the one of text" in said
+
+
+@pytest.mark.parametrize("opened", [open_model, open_weights, open_streamed])
+def test_a_folder_at_home(opened, checkpoint, monkeypatch):
+    folder = checkpoint("gpt2")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for path in ("~/gpt2", Path("~/gpt2")):
+        assert opened(path).id == str(folder)

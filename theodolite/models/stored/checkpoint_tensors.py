@@ -1,0 +1,156 @@
+"""The tensors of a checkpoint, those of some modules at a time, put into a skeleton (`skeleton.py`).
+
+What `transformers` does to the names and shapes of a checkpoint's tensors it does here, too: its own loader is given
+the few that are wanted. Nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from theodolite.errors import WorkError
+from theodolite.models.stored.dequantised import FLOATS, kinds_of, refuse_quantised_files
+from theodolite.models.stored.factored import is_factored
+from theodolite.models.stored.loading import (
+    architecture_of,
+    config_of,
+    has_adapter,
+    on_meta,
+    refuse_more_layers,
+    tower_of,
+    without_progress_bars,
+)
+from theodolite.models.stored.skeleton import build_skeleton
+from theodolite.system.pruned_folders import adapter_in
+
+
+class CannotReadLazily(WorkError):
+    """A part of the model cannot be read without the rest, and why."""
+
+
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """A skeleton, and where the checkpoint keeps its tensors.
+
+    Attributes:
+        model: the skeleton.
+        dtype: in which tensors are loaded.
+        kinds: the checkpoint's name of each tensor → its file and its type there.
+        names: the checkpoint's name of each tensor → the model's (the first, where one is cut into several).
+        changes: what `transformers` does to names and tensors of this architecture on loading.
+    """
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    kinds: dict[str, tuple[str, str]]
+    names: dict[str, str]
+    changes: list[Any]
+
+    def load(self, module: str, device: torch.device | str = "cpu") -> None:
+        """Give a module of the skeleton its tensors; errors as of `load_if`."""
+        self.load_if(lambda name: name.startswith(module + "."), module, device)
+
+    def load_if(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
+        """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them.
+
+        Raises:
+            CannotReadLazily: the checkpoint does not hold just what the module needs.
+            ImportError: this part of the loader, which `transformers` does not promise to keep, is gone.
+        """
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        sources = [source for source, name in self.names.items() if wanted(name)]
+        if any(self.kinds[source][1] not in FLOATS for source in sources):
+            raise CannotReadLazily(f"{what} is quantised")
+        to = LoadStateDictConfig(
+            device_map={"": str(device)},
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            weight_mapping=self.changes,
+        )
+        with without_progress_bars(), ExitStack() as stack:
+            # Opened anew every time: what was read of a mapped file counts as memory until it is closed.
+            files = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in {self.kinds[source][0] for source in sources}
+            }
+            tensors = {source: files[self.kinds[source][0]].get_slice(source) for source in sources}
+            outcome, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
+        missing = sorted(
+            name for name in outcome.missing_keys - self.model.all_tied_weights_keys.keys() if wanted(name)
+        )
+        if missing or outcome.mismatched_keys or outcome.conversion_errors:
+            raise CannotReadLazily(
+                f"the weights do not hold {(missing or [what])[0]} in the shape that config.json says"
+            )
+        if outcome.unexpected_keys and getattr(self.model.config, "quantization_config", None):
+            raise CannotReadLazily(f"{what} is quantised ({min(outcome.unexpected_keys)})")
+
+
+def checkpoint_tensors(
+    source: str | Path, dtype: str | torch.dtype, revision: str | None
+) -> CheckpointTensors:
+    """The skeleton of a checkpoint and the places of its tensors, none of which is read."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    config = config_of(source, revision)
+    if tower_of(config, None, lambda line: None) is not config:
+        raise CannotReadLazily("it has two towers, of which this is the one of text")
+    if is_factored(Path(source)):
+        raise CannotReadLazily("its matrices are factored")
+    if has_adapter(source, revision) or adapter_in(Path(source)):
+        raise CannotReadLazily("an adapter lies beside its weights")
+    kinds: dict[str, tuple[str, str]] = {}
+    files = _files(source, config, revision)
+    for path in files:
+        kinds |= {name: (path, kind) for name, kind in kinds_of(path).items()}
+    wanted: Any = dtype
+    if wanted == "auto":
+        wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
+    wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
+    architecture = architecture_of(source, config)
+    model = build_skeleton(on_meta(source, architecture, config, wanted))
+    refuse_quantised_files(source, model, files)
+    changes = get_model_conversion_mapping(model)
+    names = _renamed(model, list(kinds), changes)
+    refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))
+    return CheckpointTensors(model, wanted, kinds, names, changes)
+
+
+def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
+    """The files that `from_pretrained` would load."""
+    if getattr(config, "transformers_weights", None):
+        raise CannotReadLazily("its config names other files than model.safetensors")
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        file = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            if name == SAFE_WEIGHTS_NAME:
+                return [file]
+            return get_checkpoint_shard_files(source, file, revision=revision)[0]
+    raise CannotReadLazily(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+
+
+def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> dict[str, str]:
+    """The model's name of each tensor of a checkpoint, found as `convert_and_load_state_dict_in_model` does."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    known, names = model.state_dict(), {}
+    for source in sources:
+        name, _ = rename_source_key(source, renamings, converters, model.base_model_prefix, known)
+        if name not in known and source in known:
+            name, _ = rename_source_key(source, [], [], model.base_model_prefix, known)
+        names[source] = name
+    return names

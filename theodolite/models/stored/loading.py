@@ -1,0 +1,386 @@
+"""Weights and tokenizer from a folder or the hub: safetensors only, whole, finite, and no code of a checkpoint.
+
+What is opened is verified in `open.py`; nothing here knows of heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_peft_available
+from transformers.utils.hub import extract_commit_hash
+
+from theodolite.errors import UsageError, WorkError, first_line
+from theodolite.models.guard import MAKING
+from theodolite.models.stored.dequantised import FLOATS, has_own_class, kind_of_name, refuse_quantised_files
+from theodolite.models.stored.factored import is_factored, load_factored
+from theodolite.models.training.adapters import with_adapter_merged
+from theodolite.system.checkpoint_folders import refuse_index, weight_files
+from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in
+
+# What the loaders of transformers raise on broken or unknown checkpoints.
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    ImportError,
+    RuntimeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    TypeError,
+    SafetensorError,
+    StrictDataclassError,
+)
+
+
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+"""How `transformers` can turn queries and keys."""
+
+MOST_LABELS = 10**7
+
+MOST_TENSORS = 500_000
+"""Of a checkpoint: four times as many as the largest mixtures of experts with the scales of a quantiser."""
+
+
+Tower = Literal["text", "vision"]
+"""Of a checkpoint with two encoders beside each other, of text and of images (CLIP, SigLIP)."""
+
+
+def hide_progress_bars() -> None:
+    """Those of `transformers`, for the rest of the process: a command has its own."""
+    transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Loading takes less time than its progress bars take lines."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
+
+
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit that a revision of a hub model is now, so that all that is read of it is read of one.
+
+    Raises:
+        UsageError: its index names something else than safetensors of its own.
+        OSError: there is no such model or revision; without a network, the cache has none.
+    """
+    config = cached_file(name, CONFIG_NAME, revision=revision)
+    commit = extract_commit_hash(config, None)
+    index = cached_file(
+        name,
+        SAFE_WEIGHTS_INDEX_NAME,
+        revision=commit,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if index is not None:
+        refuse_index(Path(index).parent)
+    return commit
+
+
+def architecture_of(source: str | Path, config: Any) -> Any:
+    """The model class that a config names, or None where it names none.
+
+    Raises:
+        UsageError: `transformers` has no such class, or the config's sizes cannot be those of the checkpoint.
+    """
+    _refuse_impossible(source, config)
+    names = getattr(config, "architectures", None) or []
+    architecture = getattr(transformers, str(names[0]), None) if names else None
+    if names and not (isinstance(architecture, type) and issubclass(architecture, PreTrainedModel)):
+        raise UsageError(
+            f"cannot open {source}: transformers {transformers.__version__} has no architecture {names[0]} "
+            "(theodolite runs no code that a checkpoint brings along)"
+        )
+    return architecture
+
+
+def _refuse_impossible(source: str | Path, config: Any) -> None:
+    """Before a model is built: a module for each of a billion layers that no file holds would take hours."""
+    text = config.get_text_config()
+    for what in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        try:
+            size = getattr(text, what, 1)
+        except RuntimeError:
+            continue  # it is another one from layer to layer
+        if isinstance(size, int) and size < 1:
+            raise UsageError(f"cannot open {source}: its config.json says {what} = {size}")
+    for rope in _rope_parameters(text):
+        if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
+            raise UsageError(
+                f"cannot open {source}: its config.json says rope_type = {kind!r}; transformers "
+                f"{transformers.__version__} knows {', '.join(ROPE_TYPES)}"
+            )
+    folder, layers = Path(source), getattr(text, "num_hidden_layers", 0)
+    if not folder.is_dir() or not isinstance(layers, int):
+        return
+    held = 0
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                held += len(file.keys())
+        except SafetensorError:
+            return  # who loads it says which file is damaged
+    if held > MOST_TENSORS:
+        raise UsageError(f"cannot open {source}: its files hold {held:,} tensors")
+    if layers > held:
+        raise UsageError(
+            f"cannot open {source}: its config.json says {layers} layers, its files hold {held} tensors"
+        )
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Of all layers, or of each kind of layers."""
+    given = getattr(config, "rope_parameters", None)
+    of_kinds = (
+        [value for value in given.values() if isinstance(value, dict)] if isinstance(given, dict) else []
+    )
+    return of_kinds or ([given] if isinstance(given, dict) else [])
+
+
+def config_of(source: str | Path, revision: str | None) -> Any:
+    """The config of a checkpoint. Which code computes its attention is not its to say: it may name a download."""
+    _refuse_many_labels(Path(source) / "config.json")
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    config._attn_implementation = None
+    return config
+
+
+def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> Any:
+    """The config of one tower where a checkpoint has two, which `say` is told; any other config as it is.
+
+    Raises:
+        UsageError: there is no such tower.
+    """
+    if tower is not None and tower not in ("text", "vision"):
+        raise UsageError(f"tower is {tower!r}: give 'text' or 'vision'")
+    name = str((getattr(config, "architectures", None) or [""])[0])
+    family, chosen = name.removesuffix("Model"), tower or "text"
+    of_tower = f"{family}{chosen.capitalize()}Model"
+    whole = getattr(transformers, name, None)
+    both = all(hasattr(whole, method) for method in ("get_text_features", "get_image_features"))
+    if not (both and hasattr(transformers, of_tower)):
+        return config
+    part = getattr(config, f"{chosen}_config")
+    part.architectures = [of_tower]
+    part._attn_implementation = None
+    say(f"{name} has two towers: this is the one of {'text' if chosen == 'text' else 'images'} ({of_tower})")
+    return part
+
+
+def _refuse_many_labels(path: Path) -> None:
+    """The one number for which a config takes memory as soon as it is made: a name for each label."""
+    if not path.is_file():
+        return
+    try:
+        labels = json.loads(path.read_text(encoding="utf-8")).get("num_labels")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # who reads the rest says what is wrong
+    if isinstance(labels, int) and labels > MOST_LABELS:
+        raise UsageError(f"cannot open {path.parent}: its config.json says {labels} labels")
+
+
+def on_meta(
+    source: str | Path, architecture: Any, config: Any, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The model of a config without its numbers; `architecture` None: the config's own backbone.
+
+    Raises:
+        UsageError: the config asks for more numbers than the files of the checkpoint have bits.
+    """
+    with MAKING, without_progress_bars(), torch.device("meta"):
+        make = AutoModel.from_config if architecture is None else architecture._from_config
+        model: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
+    folder = Path(source)
+    if folder.is_dir():
+        held = sum(path.stat().st_size for path in weight_files(folder))
+        wanted = sum(parameter.numel() for parameter in model.parameters())
+        if wanted > 8 * held:
+            raise UsageError(
+                f"cannot open {source}: its config.json asks for {wanted:,} weights, its files have {held:,} bytes"
+            )
+    return model
+
+
+def load(
+    source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
+) -> PreTrainedModel:
+    """The model of a checkpoint's own architecture, all of whose tensors are there.
+
+    Raises:
+        UsageError: the config asks for more than the files hold; a factored checkpoint and a `device_map`.
+        WorkError: tensors of the model are missing, or of layers that its config does not have are there.
+    """
+    architecture = architecture_of(source, config)
+    folder = Path(source)
+    adapter = adapter_in(folder)
+    if (adapter or has_adapter(source, revision)) and not is_peft_available():
+        raise UsageError(
+            f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
+        )
+    skeleton = on_meta(
+        source, architecture, config
+    )  # refuses what is larger than its files, before it is read
+    if folder.is_dir():
+        refuse_quantised_files(source, skeleton, weight_files(folder))
+    if is_factored(folder):
+        if device_map is not None:
+            raise UsageError(f"{source} is factored, and goes to one device: leave out --device-map")
+        factored = load_factored(architecture, config, folder)
+        return factored if dtype == "auto" else factored.to(getattr(torch, str(dtype).removeprefix("torch.")))
+    with ExitStack() as stack:
+        scratch = None
+        if (
+            device_map is not None
+        ):  # what is offloaded in another form than the checkpoint's (most experts) goes there
+            scratch = stack.enter_context(TemporaryDirectory(prefix="theodolite-offload-"))
+        with MAKING:
+            model, info = (architecture or AutoModel).from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                device_map=device_map,
+                offload_folder=scratch,
+                revision=revision,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        weakref.finalize(model, stack.pop_all().close)
+    if not folder.is_dir():  # they lie in the cache now
+        cached = Path(str(cached_file(source, CONFIG_NAME, revision=revision))).parent
+        refuse_quantised_files(source, skeleton, weight_files(cached))
+    refuse_more_layers(source, model, sorted(info["unexpected_keys"]))
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise WorkError(
+            f"{source} lacks {len(missing)} of the model's tensors (first: {missing[0]}): the weights belong "
+            "to another architecture or are incomplete"
+        )
+    return model if adapter is None else with_adapter_merged(model, adapter)
+
+
+def has_adapter(source: str | Path, revision: str | None) -> bool:
+    """Whether there is one beside the weights: `transformers` then loads both, if it finds PEFT."""
+    name = "adapter_config.json"
+    return (
+        cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
+    )
+
+
+def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
+    """Other tensors (old buffers, another head) may be left over, but not those of layers like the model's own.
+
+    Raises:
+        WorkError: there are such tensors.
+    """
+    known = {kind_of_name(name) for name, _ in model.named_parameters()}
+    extra = [name for name in unexpected if kind_of_name(name) in known]
+    if extra:
+        raise WorkError(
+            f"{source} has {len(extra)} tensors of layers that its config.json does not have (first: {extra[0]}): "
+            "config and weights do not belong together"
+        )
+
+
+def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer, or None where it has none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except BaseException as error:
+        # A panic of Rust is no `Exception`.
+        if not isinstance(error, LOADING_ERRORS) and type(error).__name__ != "PanicException":
+            raise
+        return None  # random tokens and weights need none; a text without one is refused where it is read
+    # Without any files, transformers makes up a tokenizer of special tokens only.
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
+
+
+def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
+    """Raise `WorkError` where a weight is NaN or infinite; `prefix` leads to the module, where it is a part."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or parameter.dtype not in FLOATS.values() or has_own_class(parameter):
+            continue
+        # One such number spoils a sum, which is read at the speed of memory; a sum may overflow by itself.
+        total = parameter.sum(dtype=torch.promote_types(parameter.dtype, torch.float32))
+        if not torch.isfinite(total) and not torch.isfinite(parameter).all():
+            kind = "NaN" if torch.isnan(parameter).any() else "infinite"
+            if kind == "infinite" and parameter.dtype == torch.float16:
+                raise WorkError(
+                    f"tensor {prefix}{name} holds infinite values in float16: try --dtype float32"
+                )
+            raise WorkError(
+                f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"
+            )
+
+
+def hash_checkpoint(
+    folder: Path, show_progress: Callable[[int, int], None] = lambda done, total: None
+) -> str:
+    """Of config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)
+
+    `show_progress` is told (bytes done, bytes in all), and may raise to stop.
+    """
+    digest, done = hashlib.sha256(), 0
+    paths = [folder / "config.json", *weight_files(folder)]
+    if adapter := adapter_in(folder):
+        paths += [adapter / name for name in ADAPTER_FILES]
+    total = sum(path.stat().st_size for path in paths)
+    for path in paths:
+        with path.open("rb") as file:
+            for piece in iter(functools.partial(file.read, 1 << 20), b""):
+                show_progress(done, total)
+                digest.update(piece)
+                done += len(piece)
+    show_progress(total, total)
+    return digest.hexdigest()
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a checkpoint or a pass failed, in a line; the kind of error where it has no message."""
+    if isinstance(error, StrictDataclassError):
+        return " ".join(str(error).split())  # the field, and what is wrong with it
+    if "ignore_mismatched_sizes" in str(error):  # whose advice is for callers of transformers
+        return "the shapes of its tensors are not those that its config.json asks for"
+    return first_line(error) or type(error).__name__
+
+
+def usable_device(device: str | torch.device | None) -> torch.device:
+    """The device; of None a CUDA device if there is one, else the CPU.
+
+    Raises:
+        UsageError: it is none, cannot be used, or has no float64 or no numbers at all.
+    """
+    try:
+        usable = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if usable.type == "mps":
+            raise UsageError("cannot use device mps: sums are taken in float64, which it lacks; use the CPU")
+        torch.empty(0, device=usable, dtype=torch.float64)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UsageError(f"cannot use device {device}: {reason_of(error)}") from error
+    if usable.type == "meta":
+        raise UsageError("cannot use device meta, which holds no numbers: use --device cpu")
+    return usable

@@ -1,0 +1,93 @@
+"""Are the weights in memory still those that were opened? Asked when a pass begins; what to call them if not.
+
+Version counters of tensors are no help: a write to `.data` leaves them as they are. So all weights are read: a CRC-32,
+which memory and a core's speed allow at 2 GB a second, beside minutes for a survey of a model of that size. A CRC finds
+every change by chance; the name of changed weights is a SHA-256.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from theodolite.models.stored.dequantised import has_own_class
+from theodolite.models.weights.replaced_weights import own_parameter
+from theodolite.system.checksums import digest
+from theodolite.system.threads import parallel_map
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the weights of an opened model are.
+
+    Attributes:
+        sha256: of the checkpoint on disk, if that was local; of the tensors where they were `changed`, or where the
+            model was opened `in_memory`.
+        revision: the commit on the hub, if they are still those.
+        changed: whether they are others than those that were opened.
+    """
+
+    sha256: str | None
+    revision: str | None
+    changed: bool = False
+    in_memory: bool = False
+
+    @property
+    def of_files(self) -> bool:
+        """Whether they are what the checkpoint's files hold."""
+        return not self.changed and not self.in_memory
+
+    def described(self) -> dict[str, str | None]:
+        """As a provenance has it."""
+        where = "in memory, changed" if self.changed else "in memory" if self.in_memory else None
+        return {"revision": self.revision, "sha256": self.sha256, **({"weights": where} if where else {})}
+
+
+def weights_checksum(model: nn.Module) -> int:
+    """Of names, types, shapes and bytes of all weights; 0 of those that are elsewhere (on disk, on the meta device)."""
+    return zlib.crc32(repr(parallel_map(_crc, list(_weights(model).items()))).encode())
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """The name of the weights in memory."""
+    return digest({name: tensor.detach().cpu().contiguous() for name, tensor in _weights(model).items()})
+
+
+def _crc(named: tuple[str, Tensor]) -> tuple[str, str, tuple[int, ...], int]:
+    name, tensor = named
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return name, str(tensor.dtype), tuple(tensor.shape), zlib.crc32(values.data)
+
+
+def _weights(model: nn.Module) -> Mapping[str, Tensor]:
+    """Parameters and the buffers that checkpoints hold, each once; what an intervention has replaced, as it was."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in _tensors(model):
+        if not tensor.is_meta:
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(part for named in found.values() for part in _parts(*named))
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensor, or the plain ones that one of a quantiser's class is made of."""
+    if not has_own_class(tensor):
+        yield name, tensor
+        return
+    parts: Any = tensor
+    for part in parts.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{name}", own_parameter(module, name, parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer

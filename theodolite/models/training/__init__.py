@@ -1,0 +1,1 @@
+"""Models that are being trained: found inside wrappers, sharded over ranks, with adapters."""

@@ -1,0 +1,122 @@
+"""PEFT's adapters that add a matrix to another (LoRA and its like): W + ΔW, differentiable in its parts.
+
+And the refusal of weights that are no one matrix, where one is needed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.errors import UsageError
+from theodolite.models.stored.dequantised import holds_quantised_layers
+from theodolite.models.training.shards import Place, is_dtensor
+
+TOLERANCE = 1e-2
+"""Of the answers of an adapter's layer to a few rows, in whatever precision it has: another kind is off by more."""
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module is PEFT's, around another."""
+    return type(module).__module__.split(".")[0] == "peft" and hasattr(module, "base_layer")
+
+
+def without_adapters(module: nn.Module) -> list[str]:
+    """Put the layers that adapters are around in their place, in a copy; their names."""
+    names = [name for name, child in module.named_modules() if is_adapter(child)]
+    for name in names:
+        layer: Any = module.get_submodule(name)
+        module.set_submodule(name, layer.base_layer)
+    return names
+
+
+def adapted_weight(adapter: Any, weight: Tensor) -> Tensor:
+    """The weight of the layer inside of an adapter, with what active adapters add unless they are merged into it."""
+    for name in active(adapter):
+        weight = weight + adapter.get_delta_weight(name).to(weight.dtype)
+    return weight
+
+
+def adapter_places(adapter: Any) -> list[Place]:
+    """Of the parameters that what is added is made of."""
+    modules = dict.fromkeys(
+        part
+        for group in adapter.adapter_layer_names
+        for name in active(adapter)
+        if isinstance(inside := getattr(adapter, group, None), nn.ModuleDict) and name in inside
+        for part in inside[name].modules()
+    )
+    return [(part, name) for part in modules for name, p in part._parameters.items() if p is not None]
+
+
+def active(adapter: Any) -> list[str]:
+    """Names of the adapters that add something now."""
+    if adapter.merged or adapter.disable_adapters:
+        return []
+    return [name for name in adapter.active_adapters if name in getattr(adapter, "scaling", {name: 1.0})]
+
+
+def with_adapter_merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with an adapter of PEFT added to its matrices, each sum taken in float64 and rounded once."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings(action="ignore"):  # of what PEFT asks of transformers
+        adapted: Any = PeftModel.from_pretrained(model, folder)
+    for module in filter(is_adapter, list(adapted.modules())):
+        layer: Any = module
+        dtype = layer.base_layer.weight.dtype
+        layer.double().merge()
+        layer.to(dtype)
+    merged: PreTrainedModel = adapted.unload()
+    return merged
+
+
+def check_adapter(where: str, adapter: Any) -> None:
+    """Ask the layer a few rows: it must multiply them by `adapted_weight`.
+
+    Raises:
+        UsageError: it does not (DoRA, which rescales the sum; IA3, which multiplies), or cannot be asked.
+    """
+    kind = f"{where} carries an adapter that is no matrix added to its weight (DoRA, say)"
+    # DoRA answers as LoRA does until its first step.
+    variants = getattr(adapter, "lora_variant", {})
+    if not hasattr(adapter, "get_delta_weight") or any(name in variants for name in active(adapter)):
+        raise UsageError(f"{kind}: use LoRA, or leave the layer out by layers=[…]")
+    weight = adapter.base_layer.weight
+    if is_dtensor(weight) or weight.ndim != 2 or hasattr(weight, "ds_id"):
+        return  # spread over ranks: it can be asked in a pass only
+    with torch.no_grad():
+        effective = adapted_weight(adapter, weight)
+        transposed = not isinstance(adapter.base_layer, nn.Linear)
+        matrix = effective if transposed else effective.T
+        rows = torch.eye(len(matrix), dtype=weight.dtype, device=weight.device)[:8]
+        rows[0] = torch.linspace(-1, 1, len(matrix)).to(rows)
+        answer = adapter(rows) - adapter(torch.zeros_like(rows))
+        expected = rows @ matrix
+    if not (answer - expected).abs().max() <= TOLERANCE * expected.abs().max():
+        raise UsageError(f"{kind}: use LoRA, or leave the layer out by layers=[…]")
+
+
+def refuse_replaced_weights(model: nn.Module, participle: str) -> None:
+    """Raise `UsageError` where matrices are quantised or carry an adapter; `participle` is what they cannot be."""
+    refuse_quantised_weights(model, participle)
+    adapters = [name for name, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"]
+    if adapters:
+        raise UsageError(
+            f"{adapters[0]} carries a PEFT adapter, so its weight is not one matrix that could be {participle}: "
+            "merge the adapter (merge_and_unload) or train without one"
+        )
+
+
+def refuse_quantised_weights(model: nn.Module, participle: str) -> None:
+    """Raise `UsageError` where matrices are quantised; `participle` is what they cannot be."""
+    if getattr(model, "is_quantized", False) or holds_quantised_layers(model):
+        raise UsageError(
+            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {participle}: load it in bfloat16 "
+            "or float32"
+        )

@@ -1,0 +1,301 @@
+"""The weight matrices inside a model's blocks, read and written one at a time, whatever holds them.
+
+They are those of `nn.Linear` and of GPT-2's `Conv1D`, with W_q, W_k and W_v apart where the model fuses them, and the
+slices of 3-D parameters that experts multiply by. Embeddings, the head and norms are outside; what chooses experts is
+left out. What enters a matrix is seen where PyTorch multiplies by it (`tapped_products`), not by a module's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from theodolite.errors import UsageError
+from theodolite.models.guard import measures
+from theodolite.models.opened import OpenModel
+from theodolite.models.structure import removed_on_leaving
+from theodolite.models.training.adapters import refuse_replaced_weights
+from theodolite.models.weights.projections import Projection, find_projections
+
+ROUTER = re.compile(r".*(router|gate|gating)")
+"""Parts of the name of what chooses experts, or weighs a shared one: as `gate`, but not `gate_proj`."""
+
+EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+"""In the name of a matrix that an expert has for itself."""
+
+EXPERT_TOKENS = 16
+"""Of the sequence on which it is seen how experts multiply by their slices."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix (outputs, inputs) of a block, as `nn.Linear` would hold it.
+
+    Attributes:
+        layer: its block.
+        name: "q", "k", "v" (features head by head), or where the block keeps it: "mlp.c_fc".
+        expert: which slice of a 3-D parameter, else None.
+        parameter: the model's name of the parameter that holds it.
+        module: the submodule that has this parameter as its attribute `attribute`.
+        dimension: that of the outputs, 0 or 1, of the parameter or its slice.
+        rows: which outputs of the parameter, in the matrix's order; None: all.
+    """
+
+    layer: int
+    name: str
+    expert: int | None
+    parameter: str
+    module: nn.Module
+    attribute: str
+    dimension: int
+    rows: Int64[Tensor, " outputs"] | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the block, with the expert: `mlp.experts.down_proj.3`."""
+        return self.name if self.expert is None else f"{self.name}.{self.expert}"
+
+    @property
+    def is_of_expert(self) -> bool:
+        """Whether only the tokens reach it that its expert is chosen for."""
+        return self.expert is not None or EXPERT.search(self.name) is not None
+
+    @property
+    def holder(self) -> Float[Tensor, "_ _"]:
+        """What products are taken with: the parameter, or the expert's slice of it. Writes go through."""
+        parameter = getattr(self.module, self.attribute).detach()
+        return parameter if self.expert is None else parameter[self.expert]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, inputs = self.holder.shape[:: 1 if self.dimension == 0 else -1]
+        return (outputs if self.rows is None else len(self.rows)), inputs
+
+    def read(self) -> Float[Tensor, "outputs inputs"]:
+        """A copy, row by row in memory."""
+        weight = self.holder if self.dimension == 0 else self.holder.T
+        if self.rows is None:
+            return weight.clone(memory_format=torch.contiguous_format)
+        return weight.index_select(0, self.rows.to(weight.device)).contiguous()
+
+    def write(self, matrix: Float[Tensor, "outputs inputs"]) -> None:
+        """Put another matrix in its place, in the parameter itself: what is tied stays tied."""
+        with torch.no_grad():
+            parameter = getattr(self.module, self.attribute)
+            holder = parameter if self.expert is None else parameter[self.expert]
+            weight = holder if self.dimension == 0 else holder.T
+            if self.rows is None:
+                weight.copy_(matrix)
+            else:
+                weight[self.rows.to(weight.device)] = matrix.to(weight.device, weight.dtype)
+
+
+@measures
+def block_matrices(
+    model: OpenModel, visit: Callable[[list[Matrix]], None] = lambda matrices: None
+) -> list[list[Matrix]]:
+    """The matrices of every block, in the order in which the block names them.
+
+    W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole.
+
+    Args:
+        model: from `open_model` or `open_streamed`; of the second, a matrix can be read and written while its block is
+            present (`OpenModel.block_present`).
+        visit: called with those of each block while it is present.
+
+    Raises:
+        UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules or layers.
+    """
+    refuse_replaced_weights(model.root, "pruned")
+    if model.structure.shared:
+        raise UsageError(f"{model.id}: several layers share one block, which is not pruned")
+    names = {module: name for name, module in model.root.named_modules()}
+    experts = _expert_outputs(model)
+    by_block, owners = [], dict[int, str]()
+    for layer in range(model.layers):
+        with model.block_present(layer):
+            matrices = _matrices_of(model, layer, names, experts)
+            visit(matrices)
+        _refuse_shared(matrices, owners)
+        by_block.append(matrices)
+    return by_block
+
+
+def _matrices_of(
+    model: OpenModel, layer: int, names: dict[nn.Module, str], experts: dict[tuple[nn.Module, str], int]
+) -> list[Matrix]:
+    projections = _projections(model, layer)
+    matrices: list[Matrix] = []
+    for path, module in model.structure.blocks[layer].named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and not _chooses_experts(path):
+            dimension = 1 if isinstance(module, Conv1D) else 0
+            whole = Matrix(layer, path, None, f"{names[module]}.weight", module, "weight", dimension)
+            inside = {name: at for name, at in projections.items() if at.module is module}
+            matrices += _split_by_projection(whole, inside)
+        for name, value in module.named_parameters(recurse=False):
+            if (module, name) in experts:
+                full, outputs = f"{names[module]}.{name}", experts[module, name]
+                matrices += [
+                    Matrix(layer, f"{path}.{name}", expert, full, module, name, outputs)
+                    for expert in range(len(value))
+                ]
+    return matrices
+
+
+def left_dense(model: OpenModel, matrices: Sequence[Matrix]) -> dict[str, int]:
+    """Numbers of entries, by name, of what else the blocks multiply by: routers, experts of an unknown kind."""
+    pruned = {matrix.parameter for matrix in matrices}
+    inside = {id(parameter) for block in model.structure.blocks for parameter in block.parameters()}
+    return {
+        name: parameter.numel()
+        for name, parameter in model.root.named_parameters()
+        if id(parameter) in inside
+        and parameter.ndim >= 2
+        and name not in pruned
+        and not name.endswith("bias")
+    }
+
+
+OnProduct = Callable[[Tensor, Tensor], None]
+"""Called with the inputs (…, inputs) of a product, and a view (outputs, inputs) of its matrix."""
+
+
+@contextmanager
+def tapped_products(on_product: OnProduct) -> Iterator[None]:
+    """While open, `on_product` is called at every product of vectors with a matrix in this thread."""
+    with _ProductTap(on_product):
+        yield
+
+
+@contextmanager
+def one_expert_at_a_time(model: nn.Module) -> Iterator[None]:
+    """While open, experts multiply by their slices one after the other, not by all in one grouped product."""
+    if not isinstance(model, PreTrainedModel) or not model._can_set_experts_implementation():
+        yield
+        return
+    before = model.config._experts_implementation
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+# function → its inputs and its matrix among its arguments (place and name), and whether the matrix is (outputs, inputs)
+_PRODUCTS: dict[Any, tuple[tuple[int, str], tuple[int, str], bool]] = {
+    functional.linear: ((0, "input"), (1, "weight"), True),
+    torch.addmm: ((1, "mat1"), (2, "mat2"), False),
+    torch.matmul: ((0, "input"), (1, "other"), False),
+    torch.mm: ((0, "input"), (1, "mat2"), False),
+    Tensor.matmul: ((0, "self"), (1, "other"), False),
+    Tensor.mm: ((0, "self"), (1, "mat2"), False),
+    Tensor.__matmul__: ((0, "self"), (1, "other"), False),
+}
+
+
+class _ProductTap(TorchFunctionMode):
+    def __init__(self, on_product: OnProduct) -> None:
+        super().__init__()
+        self._on_product = on_product
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS:
+            *places, outputs_first = _PRODUCTS[func]
+            inputs, matrix = (args[at] if at < len(args) else kwargs[name] for at, name in places)
+            if matrix.ndim == 2:
+                self._on_product(inputs, matrix if outputs_first else matrix.T)
+        return func(*args, **kwargs)
+
+
+def _expert_outputs(model: OpenModel) -> dict[tuple[nn.Module, str], int]:
+    """Of each 3-D parameter that is multiplied by slice by slice: the dimension of a slice's outputs."""
+    owners = {
+        module: [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+        for module in model.root.modules()
+    }
+    slices: dict[int, tuple[nn.Module, str, Tensor]] = {}
+    outputs: dict[tuple[nn.Module, str], int] = {}
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        slices.clear()  # of the module that runs: others need not be in memory
+        for name in owners[module]:
+            slices.update((part.data_ptr(), (module, name, part)) for part in getattr(module, name))
+
+    def on_product(inputs: Tensor, matrix: Tensor) -> None:
+        module, name, part = slices.get(matrix.data_ptr(), (None, "", None))
+        if module is not None and part is not None and matrix.numel() == part.numel():
+            outputs[module, name] = 0 if matrix.stride() == part.stride() else 1
+
+    hooks = [module.register_forward_pre_hook(enter) for module, stacked in owners.items() if stacked]
+    if hooks:
+        with ExitStack() as undo:
+            undo.enter_context(removed_on_leaving(hooks))
+            undo.enter_context(torch.inference_mode())
+            undo.enter_context(one_expert_at_a_time(model.root))
+            undo.enter_context(tapped_products(on_product))
+            model.source.run(model.source.sample(EXPERT_TOKENS))
+    return outputs
+
+
+def _projections(model: OpenModel, layer: int) -> dict[str, Projection]:
+    """Where W_q, W_k and W_v of a layer are, or nothing where it has none that are entries of one matrix each."""
+    for name, parameter in model.structure.blocks[layer].named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"layer {layer}: {name} is offloaded: read it as it runs (theodolite prune --stream, open_streamed)"
+            )
+    if layer not in model.calls:
+        return {}
+    try:
+        (of_layer,) = find_projections(
+            model.root, model.structure, model.calls, [layer], purpose="replacement"
+        )
+    except UsageError:
+        return {}
+    projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
+    return {name: projection for name, projection in projections.items() if projection is not None}
+
+
+def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> list[Matrix]:
+    """A module's matrix, or the projections in it and what is left of it."""
+    free = torch.ones(whole.shape[0], dtype=torch.bool)
+    parts = []
+    for name, projection in projections.items():
+        if free[projection.rows].all():  # else it shares its rows with another: keys that are values, too
+            free[projection.rows] = False
+            parts.append(replace(whole, name=name, rows=projection.rows))
+    if not parts:
+        return [whole]
+    if free.any():
+        parts.append(replace(whole, name=f"{whole.name}.rest", rows=free.nonzero().flatten()))
+    if len(parts) == 1 and parts[0].rows is not None and bool((parts[0].rows.diff() == 1).all()):
+        return [replace(parts[0], rows=None)]
+    return parts
+
+
+def _chooses_experts(path: str) -> bool:
+    return any(ROUTER.fullmatch(part) for part in path.split("."))
+
+
+def _refuse_shared(matrices: list[Matrix], owners: dict[int, str]) -> None:
+    for matrix in matrices:
+        owner = owners.setdefault(id(getattr(matrix.module, matrix.attribute)), matrix.parameter)
+        if owner != matrix.parameter:
+            raise UsageError(
+                f"{matrix.parameter} is {owner}: one matrix that serves two modules is not pruned"
+            )
