@@ -41,7 +41,7 @@ BOOTSTRAPS = 1000
 """Resamples for metrics whose standard error has no closed form."""
 
 
-@measures
+@measures("model")
 def harness(
     model: OpenModel,
     tasks: Sequence[str],

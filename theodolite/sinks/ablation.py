@@ -88,7 +88,7 @@ class _HeadTap(Hooks):
         return torch.cat(outputs)
 
 
-@measures
+@measures("model")
 def ablation_test(
     model: OpenModel,
     corpus: Corpus,
