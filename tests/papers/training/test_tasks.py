@@ -190,10 +190,10 @@ def test_rates_are_as_published() -> None:
 )
 def test_what_cannot_be_trained_is_said_in_a_line(tmp_path, change, says):
     """Oracle: the words."""
-    threads = change.get("threads", 1)
+    sizes = {name: value for name, value in change.items() if name != "threads"}
+    config, running = replace(PUBLISHED["addition"], **sizes), {"threads": change.get("threads", 1)}
     with pytest.raises(UsageError, match=says):
-        config = replace(PUBLISHED["addition"], **{name: value for name, value in change.items() if name != "threads"})
-        train_task_model(tmp_path / "m", Additions(), config, threads=threads, console=quiet())
+        train_task_model(tmp_path / "m", Additions(), config, console=quiet(), **running)
     with pytest.raises(UsageError, match="cannot be read as UTF-8 text"):
         Characters.of_file(tmp_path / "missing.txt")
     assert not list(tmp_path.iterdir())
