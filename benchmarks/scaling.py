@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass
 
 import torch
+from theodolite.passes.ray_survey import shards
+from theodolite.passes.ray_workers import packed, unpacked
 
 from theodolite import open_model
 from theodolite.accumulate.second_moments import SKETCH
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import GROUPS
-from theodolite.passes.ray_survey import shards
-from theodolite.passes.ray_workers import packed, unpacked
 from theodolite.passes.survey_pass import (
     EXAMPLES,
     SAMPLED_BYTES,

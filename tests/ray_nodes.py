@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import psutil
-
 from theodolite.passes.ray_cluster import imported_ray
 
 

@@ -18,6 +18,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from theodolite.passes.ray_cluster import connected
+from theodolite.passes.ray_survey import shards, survey_on_ray
+from theodolite.passes.ray_workers import packed, unpacked
 
 from tests import checkpoints
 from tests.calls import call
@@ -29,9 +32,6 @@ from theodolite.models.source import Source
 from theodolite.models.verification import VERIFIED_LENGTH
 from theodolite.passes import ray_actors as crew
 from theodolite.passes import ray_survey as distribute
-from theodolite.passes.ray_cluster import connected
-from theodolite.passes.ray_survey import shards, survey_on_ray
-from theodolite.passes.ray_workers import packed, unpacked
 from theodolite.passes.run import TABLES, Run
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass

@@ -24,7 +24,13 @@ from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
 
 LENGTH = 40
-STAGES = ["reading contexts", "splitting logits", "reading weights", "scoring head types", "attributing patterns"]
+STAGES = [
+    "reading contexts",
+    "splitting logits",
+    "reading weights",
+    "scoring head types",
+    "attributing patterns",
+]
 
 
 def kept_whole(model: OpenModel, corpus: Corpus) -> dense.Dense:

@@ -161,7 +161,7 @@ def test_a_damaged_block_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "what", "kept"), [(unfinished, "write_checked", 1), (checkpoint, "_with_bytes", 4)]
+    ("module", "what", "kept"), [(unfinished, "write_checked", 1), (checkpoint, "_with_bytes", 5)]
 )
 def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(
     module, what, kept, finished, tmp_path, monkeypatch

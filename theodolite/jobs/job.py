@@ -115,9 +115,10 @@ class Job:
         """Do what is left of all stages.
 
         Raises:
-            UsageError: what was saved is damaged, or of another version.
+            UsageError: what was saved is of other work, of another version, or damaged.
             Exception: what a stage raises, when all that is whole is saved.
         """
+        self.work.check()
         for stage in self.stages:
             tensors, saved = self.work.load(stage.name) or ({}, {})
             if saved:

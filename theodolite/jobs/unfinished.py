@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +68,13 @@ class Unfinished:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes out, and refuse what other work has left.
+        """Keep other processes out.
 
         Raises:
-            UsageError: another process is at work there, or the folder is of other work.
+            UsageError: another process is at work there.
             WorkError: nothing can be written there.
         """
-        if self.out is None:
-            yield
-            return
-        with locked(self.out):
-            self.check()
+        with nullcontext() if self.out is None else locked(self.out):
             yield
 
     def check(self) -> None:

@@ -61,7 +61,7 @@ Arrays = dict[str, Any]
 """A state as it travels: numpy's arrays, which Ray sends without a copy."""
 
 
-@measures
+@measures("model")
 def survey_on_ray(
     model: OpenModel,
     corpus: Corpus,
@@ -124,6 +124,7 @@ def survey_on_ray(
         chunks = chunks_of(len(corpus.contexts), plan.batch)
         pool = _Pool(task, min(room, actors or room, len(chunks)), say)
         with work.claimed():
+            work.check()
             began = time.monotonic()
             _read(chunks, len(corpus.contexts), work, pool, show_progress)
             parts = {name: _sent(*(work.load(name) or ({}, {}))) for name in work.names()}

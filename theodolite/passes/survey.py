@@ -64,7 +64,7 @@ def survey(
 ) -> None: ...
 
 
-@measures
+@measures("model")
 def survey(
     model: OpenModel,
     corpus: Corpus,
@@ -115,7 +115,7 @@ def survey(
     )
 
 
-@measures
+@measures("model")
 def survey_heads(
     model: OpenModel,
     corpus: Corpus,
@@ -156,7 +156,7 @@ def survey_heads(
     )
 
 
-@measures
+@measures("model")
 def spectra(
     model: OpenModel,
     out: str | Path | None = None,

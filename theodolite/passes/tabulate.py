@@ -17,7 +17,6 @@ from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
-from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
@@ -158,7 +157,7 @@ def _text_tables(states: States, facts: Facts) -> tuple[dict[str, pd.DataFrame],
         "layers": pd.DataFrame({"layer": range(len(arrays["mean"])), **layers}),
         "sinks": sinks_table(attention, facts.text),
         "outliers": pd.DataFrame(outlier_rows(outliers, means, errors, leading), columns=OUTLIER_COLUMNS),
-        "examples": examples_table(attention, examples, SINK_THRESHOLD, facts.text),
+        "examples": examples_table(attention, examples, facts.text),
     }
     return tables, arrays
 

@@ -58,6 +58,9 @@ from theodolite.system.run_folders import differences
 WEIGHTS = "weights"
 """Beside the checksums of single files: that of the weights and the adapter together."""
 
+SECONDS = "seconds"
+"""The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
+
 WriteExtras = Callable[[Pruned, Path], object]
 """Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
 
@@ -84,8 +87,7 @@ class UnfinishedPruning:
         """Lock the folder against other processes.
 
         Raises:
-            UsageError: another process holds it, the folder holds something else, or it has an unfinished pruning with
-                other settings.
+            UsageError: another process holds it, or the folder holds something else.
         """
         with self._work.claimed():
             if self.out.is_dir() and not any(self.out.iterdir()):
@@ -120,9 +122,10 @@ class UnfinishedPruning:
         """The record of this pruning where `OUT` has it; what a process killed as it finished has left is removed.
 
         Raises:
-            UsageError: `OUT` is in the other format, or damaged.
+            UsageError: `OUT` is in the other format, or damaged; or `OUT.partial` holds another pruning.
         """
         if not self.out.exists():
+            self._work.check()
             return None
         written = Pruned.load(self.out)
         there = written.provenance["pruning"]["format"]
@@ -143,12 +146,12 @@ class UnfinishedPruning:
     @property
     def seconds(self) -> float:
         """Seconds spent on the finished blocks."""
-        notes = [self._work.notes(name) for name in self._work.names()]
-        return max((float(each["notes"]["seconds"]) for each in notes), default=0.0)
+        return float(self._work.notes(SECONDS).get(SECONDS, 0.0))
 
     def save(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
         """Save a finished block atomically."""
-        self._work.save(_name(layer), *packed_block(matrices, {"rows": rows, "seconds": seconds}))
+        self._work.save(_name(layer), *packed_block(matrices, {"rows": rows}))
+        self._work.save(SECONDS, {}, {SECONDS: seconds})
 
     def low_rank(self, rows: TableRows) -> LowRank:
         """The low-rank parts of the finished blocks, whose rows of the table these are."""
