@@ -51,6 +51,15 @@ def test_a_damaged_file_is_named(name, content, tmp_path):
         work.check() if name == JOB else work.load("text")
 
 
+def test_parts_that_do_not_say_what_they_are_of_are_refused(tmp_path):
+    """As those of a version before that file was there."""
+    work = Unfinished(tmp_path / "run", {"model": "a"})
+    work.save("text", TENSORS, {})
+    (work.folder / JOB).unlink()
+    with pytest.raises(UsageError, match=r"run\.partial does not say what it holds: remove it"):
+        work.check()
+
+
 def test_two_processes_are_not_at_work_at_once(tmp_path):
     first, second = (Unfinished(tmp_path / "run", {"model": "a"}) for _ in range(2))
     with first.claimed(), pytest.raises(UsageError, match="another process is writing to"), second.claimed():

@@ -9,6 +9,7 @@ writer's business.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -57,7 +58,9 @@ class Unfinished:
         corpus: Mapping[str, Any] | None = None,
         kind: str = "survey",
     ) -> None:
-        self.fingerprint, self.corpus, self.kind = dict(fingerprint), dict(corpus or {}), kind
+        # As JSON gives it back, so that what is read equals what was written.
+        self.fingerprint: Notes = json.loads(json.dumps(dict(fingerprint)))
+        self.corpus, self.kind = dict(corpus or {}), kind
         self._in_memory: dict[str, tuple[Tensors, Notes]] = {}
         self.out: Path | None = None
         if out is not None:
@@ -89,6 +92,8 @@ class Unfinished:
 
     def _there(self) -> Notes | None:
         if self.out is None or not (self.folder / JOB).exists():
+            if self.names() and self.out is not None:
+                raise UsageError(f"{self.folder} does not say what it holds: remove it to start afresh")
             return None
         try:
             there = read_json_checked(self.folder / JOB)

@@ -239,7 +239,7 @@ def _arrays(state: dict[str, torch.Tensor]) -> Arrays:
 
 
 def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}  # Ray's are read-only
+    return {name: torch.tensor(array) for name, array in arrays.items()}  # copied: Ray's are read-only
 
 
 def _sent(state: dict[str, torch.Tensor], notes: Notes) -> Any:
