@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.random_tokens import repeated_random_tokens
+from theodolite.corpus.special_tokens import repeated_random_tokens
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.errors import UsageError
 from theodolite.models.opened import OpenModel

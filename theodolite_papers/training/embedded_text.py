@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from theodolite.corpus.documents import Document, python_topics, stdlib_docstrings, stdlib_sources
+from theodolite.corpus.documents import Document
+from theodolite.corpus.python_texts import python_topics, stdlib_docstrings, stdlib_sources
 from theodolite.errors import UsageError
 from theodolite_papers.training.models import EmbeddedConfig
 
