@@ -23,7 +23,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from benchmarks.results import made_by
-from theodolite.corpus.documents import python_topics
+from theodolite.corpus.python_texts import python_topics
 from theodolite.train import GeometryMonitor, Locater, QKClip
 from theodolite.train.monitor import CONTEXTS, GeometryWarning
 from theodolite_papers.training.models import LearningRate, gpt2
