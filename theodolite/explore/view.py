@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
-from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
@@ -150,7 +150,7 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
 def catch_layer(inputs: AttentionInputs, trailing: int) -> LayerCatch:
     """Attend once more with a layer's kept inputs, to see whom its sinks catch; `trailing` special tokens end them."""
     with torch.inference_mode():
-        output, catches = attend_and_catch(inputs, stretches=True, trailing=trailing)
+        output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=trailing)
     return LayerCatch(catches.to(torch.device("cpu")), output[0])
 
 
