@@ -16,8 +16,8 @@ from rich.table import Table
 import theodolite.comparison.matched as matched
 from theodolite.comparison.audit import Audit, alike, compare, most_lost
 from theodolite.comparison.candidates import Work, candidates_of, check, measure, trace_head, without_term
-from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import LOW_RANK_CLAIM, experiment_of, outcome
+from theodolite.comparison.parts import OUTPUTS
 from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Verdict
 from theodolite.models.prompts import Focus
@@ -154,7 +154,7 @@ def show(compared: Compared, console: Console) -> None:
         for part in audit.parts:
             console.print(f"[bold]{part.name}[/bold]  {escape(harmless(part.sentence))}", highlight=False)
         names = [part.name for part in audit.parts]
-        for name, ending in (("tags", "sinks"), (NAME, "outputs")):
+        for name, ending in (("tags", "sinks"), (OUTPUTS, "outputs")):
             if name not in names and matched.NAME not in names:
                 why = f"Not compared: not every survey has a run FOLDER-{ending}."
                 console.print(f"[bold]{name}[/bold]  {why}")
