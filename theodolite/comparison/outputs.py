@@ -140,7 +140,7 @@ def _directions(width: int) -> Float[Tensor, "width directions"]:
     return torch.randn(width, DIRECTIONS, generator=generator, dtype=torch.float64) / DIRECTIONS**0.5
 
 
-@measures
+@measures("model")
 def read_outputs(
     model: OpenModel,
     corpus: Corpus,

@@ -85,7 +85,7 @@ class _HeadTap(Hooks):
         return output
 
 
-@measures
+@measures("model")
 def ablation_test(
     model: OpenModel,
     corpus: Corpus,

@@ -79,7 +79,7 @@ class _PromptTap(Hooks):
         return output
 
 
-@measures
+@measures("model")
 def trace_prompt(
     model: OpenModel, ids: Int[Tensor, " positions"], layer: int | None = None, head: int | None = None
 ) -> PromptTrace:

@@ -145,7 +145,7 @@ class TracePass(CorpusPass):
         return each_part(work, len(self._ids), torch.device("cpu"))
 
 
-@measures
+@measures("model")
 def trace_sinks(
     model: OpenModel,
     corpus: Corpus | Tensor,
