@@ -183,7 +183,7 @@ def tags(reference: Run, other: Run) -> Survival:
     def mean(name: str) -> float:
         return float(np.average(own[name], weights=own["tagged_before"])) if len(own) else 0.0
 
-    ends = (*SIDES, "difference", "se")
+    ends, cosine = (*SIDES, "difference", "se"), own["cosine"].median()
     return Survival(
         "tags",
         "tag",
@@ -201,7 +201,7 @@ def tags(reference: Run, other: Run) -> Survival:
         each(_tag_change),
         details=(
             Change("largest η² in later layers", mean("released_before"), mean("released_after")),
-            f"median cosine of the directions {number(own['cosine'].median())}",
+            *([f"median cosine of the directions {number(cosine)}"] if np.isfinite(cosine) else []),
         ),
         weight="tagged_before",
         directions="cosine",
