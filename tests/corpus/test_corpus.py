@@ -27,7 +27,7 @@ from theodolite.corpus.documents import Columns
 from theodolite.corpus.named import make_corpus, make_stream
 from theodolite.corpus.sampling import Choice, choose
 from theodolite.errors import UsageError
-from theodolite_papers.training.task_models import character_tokenizer
+from theodolite_papers.training.tasks import character_tokenizer
 
 WORDS = [chr(ord("a") + index) for index in range(26)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -146,7 +146,7 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch, plain, kind):
 def words_with_merges() -> PreTrainedTokenizerFast:
     """A byte-level BPE with merges over spaces and letters, whose words must not be cut."""
     from theodolite.corpus.documents import Document
-    from theodolite_papers.training.embedded_text import Source, train_tokenizer
+    from theodolite_papers.training.embedded import Source, train_tokenizer
 
     text = "aab bba  ab\n ba\n\n abab bbbb aaaa  b a " * 20
     return PreTrainedTokenizerFast(

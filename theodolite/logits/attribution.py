@@ -82,7 +82,7 @@ class PatternPass:
         self._scores.copy_(state["scores"])
         self._errors.copy_(state["errors"])
 
-    @measures
+    @measures("self.model")
     def run(self, progress: Progress) -> None:
         """One forward pass; what it has found is whole when all layers are."""
         progress.checkpoint(progress.done)
@@ -152,7 +152,7 @@ class AttributionPass:
         """Continue from what `state` gave."""
         self._rows = state["numbers"].tolist()
 
-    @measures
+    @measures("self.model")
     def run(self, progress: Progress) -> None:
         """One forward pass as far as the last chosen layer; what it has found is whole at its end."""
         progress.checkpoint(progress.done)
