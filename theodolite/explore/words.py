@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.explore.view import HeadView, Tags
 from theodolite.measure.head_roles import LEARNED_SINK, ROLES, HeadRole
 from theodolite.models.weights.head_weights import EXACT, NO_MATRIX
