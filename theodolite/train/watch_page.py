@@ -19,14 +19,12 @@ from numpy.typing import NDArray
 from pandas.api.typing import DataFrameGroupBy
 from plotly.offline import get_plotlyjs
 
-from theodolite.report import style
+from theodolite.report import page, style
 from theodolite.report.content import Tile
 from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import Panel, Sketch, dots, heat, line, panels, reference, saturation
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
-from theodolite.report.page import block_of, rendered
-from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import counted, for_plotly, head_name, number, visible
 from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
 from theodolite.train.look_sums import residual_place
@@ -81,9 +79,7 @@ OF_MAP = (ENTROPIES, PROPAGATION, FIRST_SINK, LATER_SINK, LOGITS)
 def write_page(record: Record, *, finished: bool) -> None:
     """Write the page of a record beside it, which reloads itself while the run is not finished; or `WorkError`."""
     assert record.folder is not None
-    path = record.folder / PAGE
-    with disk_errors(path):
-        write_text(path, render(record, finished=finished))
+    page.write_page(record.folder / PAGE, render(record, finished=finished))
 
 
 def render(record: Record, *, finished: bool) -> str:
@@ -92,7 +88,7 @@ def render(record: Record, *, finished: bool) -> str:
     folder = record.folder.resolve()
     run = folder.parent if folder.name == FOLDER else folder
     newest = record.alarms[: -LISTED - 1 : -1]
-    return rendered(
+    return page.rendered(
         "watch.html.j2",
         {
             "reload": 0 if finished else RELOAD,
@@ -100,7 +96,7 @@ def render(record: Record, *, finished: bool) -> str:
             "folder": visible(folder),
             "written": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             "tiles": _tiles(record),
-            "blocks": [block_of(exhibit) for exhibit in _exhibits(record)],
+            "blocks": [page.block_of(exhibit) for exhibit in _exhibits(record)],
             "alarms": [(alarm.step, alarm.kind, where(alarm), alarm.trend) for alarm in newest],
             "listed": LISTED,
             "count": len(record.alarms),
@@ -141,9 +137,9 @@ def _exhibits(record: Record) -> list[Exhibit]:
             if values is not None:
                 shown.append(measure_panel(measure, columns.steps, values, columns.places))
     alarms = record.alarms[-MARKED:]
-    page = Outcome()
+    outcome = Outcome()
     if shown:
-        page.figure(
+        outcome.figure(
             "lines",
             "Over the steps",
             lines(shown, alarms),
@@ -158,8 +154,8 @@ def _exhibits(record: Record) -> list[Exhibit]:
     values_of = {measure: heads.of(measure.column) for measure in OF_MAP}
     maps = {measure.column: (measure, values) for measure, values in values_of.items() if values is not None}
     if not maps:
-        return page.exhibits
-    page.figure(
+        return outcome.exhibits
+    outcome.figure(
         "alarms",
         "Alarms",
         alarm_strip(alarms, heads.steps),
@@ -174,7 +170,7 @@ def _exhibits(record: Record) -> list[Exhibit]:
         column: head_map(measure, heads.steps, values, heads.places, alarms)
         for column, (measure, values) in maps.items()
     }
-    page.figure(
+    outcome.figure(
         "heads",
         "Every head over the steps",
         Choice("colour", options, sketches.__getitem__, mode="buttons"),
@@ -185,7 +181,7 @@ def _exhibits(record: Record) -> list[Exhibit]:
         SOURCE,
         wide=True,
     )
-    return page.exhibits
+    return outcome.exhibits
 
 
 def first_of_groups(count: int, most: int) -> NDArray[np.int64]:
