@@ -167,7 +167,7 @@ def rendered(template: str, values: dict[str, Any]) -> str:
     The nonce is the digest of the page without it: fixed for a page, and unpredictable to the texts on it.
     """
     css, *js = map(static_text, STATIC)
-    shared = {"css": css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
+    shared = {"css": style.css() + css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
     jinja_template = environment().get_template(template)
     context = shared | values
     page = jinja_template.render(context, nonce="")
