@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, replace
 from itertools import product
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from theodolite.errors import UsageError
+from theodolite.jobs.unfinished import Unfinished
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.report.outcome import Outcome
 from theodolite_papers.catalogue import made_by as command_of
@@ -262,11 +262,11 @@ def test_all_are_compared_at_one_step() -> None:
 
 def write(folder: Path, runs: list[GridRun]) -> None:
     folder.mkdir()
-    (folder / "grid.json").write_text(json.dumps(RECIPE))
+    Unfinished(folder, RECIPE, folder=folder).begin()
     for run in runs:
         place = folder / "points" / run.setting.name
         place.mkdir(parents=True)
-        (place / "setting.json").write_text(json.dumps(asdict(run.setting)))
+        Unfinished(place, asdict(run.setting), folder=place).begin()
         run.losses.to_parquet(place / "losses.parquet")
         run.heads.to_parquet(place / "heads.parquet")
         curves = {"steps": torch.tensor(run.propagation_steps), "propagation": run.propagation}
