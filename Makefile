@@ -75,6 +75,7 @@ families: $(VENV)/developers
 
 bench: $(VENV)/developers
 	$(BIN)/python -m benchmarks.spectra
+	$(BIN)/python -m benchmarks.head_weights
 	$(BIN)/python -m benchmarks.propagation
 	$(BIN)/python -m benchmarks.survey
 	$(BIN)/python -m benchmarks.long_context

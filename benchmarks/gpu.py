@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import locater, long_context, monitor, oats, propagation, spectra, survey
+from benchmarks import head_weights, locater, long_context, monitor, oats, propagation, spectra, survey
 from benchmarks.ratios import Ratio
 from theodolite.errors import first_line
 
@@ -35,6 +35,7 @@ Benchmark = Callable[[str], Sequence[Ratio]]
 # The shortest ones first. Full SVDs of 3072 × 768 take a second each on a GPU too: 20 of OATS's 80 iterations.
 BENCHMARKS: dict[str, Benchmark] = {
     "spectra": spectra.main,
+    "head_weights": head_weights.main,
     "long_context": lambda device: [
         ratio for length in LENGTHS for ratio in long_context.measure(length, device)
     ],

@@ -23,7 +23,7 @@ from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.estimates import Estimate, Estimates, jackknife_error
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.models.structure import NoAttention
-from theodolite.models.weights.head_weights import NotAffine
+from theodolite.models.weights.copies import NotAffine
 from theodolite.passes.corpus_pass import CorpusPass, batch_of
 from theodolite.passes.stages import Stage, run_stages
 from theodolite.report.data import OF_GROUPS, Floats
