@@ -16,7 +16,6 @@ from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
-from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.logits.attribution import PATTERNS, attribution_table
@@ -140,7 +139,7 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
         "layers": pd.DataFrame({"layer": range(len(arrays["mean"])), **layers}),
         "sinks": sinks_table(attention, text),
         "outliers": pd.DataFrame(outlier_rows(outliers, means, errors, leading), columns=OUTLIER_COLUMNS),
-        "examples": examples_table(attention, own["examples"], SINK_THRESHOLD, text),
+        "examples": examples_table(attention, own["examples"], text),
     }
     return tables, arrays
 

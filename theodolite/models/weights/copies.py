@@ -6,7 +6,6 @@ A copy is in another dtype or has other weights, and leaves the model as it is. 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from theodolite.models.calls import Call
 from theodolite.models.source import device_of, dtype_of
 from theodolite.models.stored.dequantised import dequantised, quantised_layers
 from theodolite.models.structure import removed_on_leaving
-from theodolite.models.training.shards import alone, gathered, is_part, of_own_heads, without_foreign_hooks
+from theodolite.models.training.shards import gathered, is_part, of_own_heads, whole_copy
 
 AFFINE_TOLERANCE = 32 * torch.finfo(torch.float32).eps
 """Relative error of an affine map in float64. Some families rotate in float32 whatever their dtype (Cohere, ModernBERT,
@@ -104,13 +103,12 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         if any(p.is_meta for p in module.parameters()):
             return module
         weights_present.enter_context(gathered(module.modules()))
-        memo = weights_present.enter_context(without_foreign_hooks(module))
         # A hook knows all offloaded weights of the model: it is not copied with the module.
-        memo |= {id(child._hf_hook): child._hf_hook for child in hooked} | plain
+        memo: dict[int, Any] = {id(child._hf_hook): child._hf_hook for child in hooked} | plain
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in not_copied:
                 memo[id(tensor)] = _copy_of(tensor, module, dtype)
-        copy_of = alone(copy.deepcopy(module, memo), module)
+        copy_of = whole_copy(module, memo)
     for child in copy_of.modules():
         if child.__dict__.pop("_hf_hook", None) is not None:
             del child._old_forward
