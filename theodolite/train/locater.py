@@ -1,6 +1,6 @@
 """LocAteR on a model, for a loop of one's own; `callbacks.py` puts it into the Trainer.
 
-The penalty itself is in `penalty.py`, and where a model keeps its factors is found by `models/projections.py`.
+The penalty itself is in `penalty.py`, and where a model keeps its factors is found by `models/weights/weight_map.py`.
 Nothing here computes either. No weight is changed: the optimizer does that.
 """
 
@@ -31,8 +31,7 @@ from theodolite.models.training.shard_gradients import (
 from theodolite.models.training.shards import head_group, is_part, is_spread, joined_heads
 from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.logit_rows import LogitRows
-from theodolite.models.weights.named_weights import NamedWeight, NamedWeights, find_named_weights
-from theodolite.models.weights.projections import Projection, Projections, find_projections
+from theodolite.models.weights.weight_map import Projection, Projections, find_projections
 from theodolite.train.penalty import (
     Gradient,
     add_penalty_gradient,
@@ -61,9 +60,6 @@ class Locater:
         mean: κ₂, on (tr W_QK − 1)².
         layers: which attention layers, counted from 0; None: all.
         gradient: "exact" or "published", as in `locater_penalty`.
-        qkv: where a module's weights are not found (tensors of three dimensions, weights that are computed from
-            others), their names inside each attention module: `["q.weight", "k.weight"]`, or of one that holds both.
-            They are verified against the queries and keys that the module attends with.
 
     W_QK is that of relative distance 0 in families with rotary positions, of the weights without biases.
 
@@ -81,7 +77,6 @@ class Locater:
         *,
         layers: Iterable[int] | None = None,
         gradient: Gradient = "exact",
-        qkv: str | Sequence[str] | None = None,
     ) -> None:
         check_gradient(gradient)
         self._strengths = {"scale": scale, "mean": mean}
@@ -96,11 +91,7 @@ class Locater:
             structure = find_structure(source)
             calls = capture_calls(inner, structure, source.small_pass(1))
             self.layers = _selected(asked, structure)
-            self._projections: Sequence[Projections | NamedWeights] = (
-                find_projections(inner, structure, calls, self.layers)
-                if qkv is None
-                else find_named_weights(inner, structure, calls, self.layers, qkv)
-            )
+            self._projections = find_projections(inner, structure, calls, self.layers)
         self._together = together = is_spread(inner)
         self._whole = [WholeParameters(layer.places) for layer in self._projections] if together else []
         name_of = {id(module): name for name, module in inner.named_modules()}
@@ -168,7 +159,7 @@ class Locater:
                 part.times(factor).add()
         return value
 
-    def _added(self, layer: Any, strengths: tuple[float, float], factor: float) -> Tensor:
+    def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
         """The penalty of one layer, whose gradient is added where it belongs."""
         into: list[Tensor | None] = []
         for projection in (layer.query, layer.key):
@@ -193,9 +184,7 @@ class Locater:
     def _wholes(self) -> list[WholeParameters]:
         return self._whole or [WholeParameters(layer.places) for layer in self._projections]
 
-    def _penalty(
-        self, layers: Sequence[Projections | NamedWeights], strengths: tuple[float, float]
-    ) -> Tensor:
+    def _penalty(self, layers: Sequence[Projections], strengths: tuple[float, float]) -> Tensor:
         moments = [head_moments(*layer.factors()) for layer in layers]
         device = moments[0][0].device  # layers may be spread over devices
         traces, squares = (torch.stack([m.to(device) for m in part]) for part in zip(*moments, strict=True))
@@ -277,7 +266,7 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
     return lambda step: strength * min(step / steps, 1.0)
 
 
-def _check_held(model: nn.Module, held: dict[str, Projection | NamedWeight]) -> None:
+def _check_held(model: nn.Module, held: dict[str, Projection]) -> None:
     """By name, a few look-ups a layer: a replacement may keep the old module inside, as an adapter does."""
     for name, place in held.items():
         if not is_held(model, name, place):
@@ -287,9 +276,9 @@ def _check_held(model: nn.Module, held: dict[str, Projection | NamedWeight]) -> 
             )
 
 
-def _is_direct(layer: Projections | NamedWeights) -> bool:
+def _is_direct(layer: Projections) -> bool:
     """Whether W_q and W_k are views of matrices in float32 or float64, each with a gradient of its own."""
-    return isinstance(layer, Projections) and all(
+    return all(
         projection.is_view
         and projection.weight.dtype in (torch.float32, torch.float64)
         and projection.weight.dtype == layer.query.weight.dtype
@@ -298,7 +287,7 @@ def _is_direct(layer: Projections | NamedWeights) -> bool:
     )
 
 
-def is_held(model: nn.Module, name: str, place: Projection | NamedWeight | LogitRows) -> bool:
+def is_held(model: nn.Module, name: str, place: Projection | LogitRows) -> bool:
     """Whether a model still has the weight of this name at the place where it was found."""
     try:
         return model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there

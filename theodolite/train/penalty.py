@@ -1,7 +1,7 @@
 """LocAteR, the penalty of Bao et al. 2024 (section 6) that narrows the spectrum of every head's query-key matrix.
 
 `locater_penalty` works on the factors W_q and W_k, whoever holds them. It forms no d×d matrix, and it must not
-know of models: which parameters hold a head's factors is found in `theodolite.models.weights.projections`.
+know of models: which parameters hold a head's factors is found in `theodolite.models.weights.weight_map`.
 
 Bao et al. keep tokens in columns and write W_QK = W_Qᵀ W_K with factors of shape (d_h, d); ours are (d, d_h) and
 W_QK = W_q W_kᵀ, the transpose of theirs. Both terms are the same for a matrix and its transpose.

@@ -1,7 +1,7 @@
 """QK-Clip (Kimi Team 2025, "Kimi K2", section 2.1): after an optimizer step, scale down heads with too large logits.
 
 For a loop of one's own (`QKClip`) and for the Trainer (`QKClipCallback`). How large logits are is measured by the
-monitor or by the caller; which rows of which weights make a head's logits is found by `models/logit_rows.py`.
+monitor or by the caller; which rows of which weights make a head's logits is found by `models/weights/logit_rows.py`.
 """
 
 from __future__ import annotations

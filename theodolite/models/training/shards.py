@@ -189,13 +189,8 @@ def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     its state into an empty one of its class before; of the model itself nothing is changed.
 
     Args:
-        memo: as `copy.deepcopy` takes it; ZeRO 3 has gathered the parameters.
+        memo: as `copy.deepcopy` takes it, with plain parameters in place of those that are spread.
     """
-    memo |= {
-        id(p): nn.Parameter(of_own_heads(p.detach(), module).clone(), requires_grad=p.requires_grad)
-        for p in module.parameters()
-        if is_dtensor(p)
-    }
     sharded = _sharded(module)
     for child in sharded:
         kinds: Iterator[Any] = (kind for kind in type(child).__mro__[1:] if not issubclass(kind, FSDPModule))
