@@ -16,7 +16,7 @@ import transformers
 
 from benchmarks.ratios import Ratio, seconds, where
 from theodolite.train.geometry import GeometryReader
-from theodolite.train.inline import OverheardReader
+from theodolite.train.inline import InlineReader
 from theodolite.train.monitor import CONTEXTS, LENGTH
 
 EVERY, SPECTRA_EVERY = 100, 5
@@ -54,7 +54,7 @@ def main(given: Sequence[str] | None = None) -> list[Ratio]:
         optimizer.step()
         optimizer.zero_grad()
 
-    inline = OverheardReader(model)
+    inline = InlineReader(model)
 
     def looked_at_step(spectra: bool) -> None:
         inline.arm(0, spectra)

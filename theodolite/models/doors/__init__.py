@@ -10,7 +10,7 @@ opening verifies that the recomputed output is the model's. `transformers.py` is
 | file | what it holds |
 | --- | --- |
 | `transformers.py` | the door of `transformers`: a registered attention function |
-| `pytorch.py` | the door of every other module: PyTorch's attention functions, heard by a mode |
+| `pytorch.py` | the door of every other module: PyTorch's attention functions, intercepted by a mode |
 | `by_hand.py` | the rules by which that mode follows attention that is written out |
 | `answers.py` | who answers: the tap that is open, and interventions |
 | `taps.py` | opening a tap or an intervention on a model |

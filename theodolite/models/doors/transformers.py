@@ -66,7 +66,7 @@ def attention_inputs(
 
 
 def to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
-    """To some keys only: the numbers of those that each query has chosen, (batch, queries, chosen) (DeepSeek 3.2)."""
+    """Mask all keys but those that each query has chosen, by index (batch, queries, chosen) (DeepSeek 3.2)."""
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     chosen = torch.zeros(len(indices), queries, keys, dtype=torch.bool, device=indices.device)
     mask = chosen.scatter_(-1, indices.long(), True).unsqueeze(1)
@@ -105,8 +105,8 @@ AttentionMaskInterface.register(WITH_MASKS, eager_mask)
 
 
 @contextmanager
-def turned_to_interface(model: nn.Module) -> Iterator[None]:
-    """While open, the attention layers of what is `on_interface` in a model go through the tap."""
+def interface_door(model: nn.Module) -> Iterator[None]:
+    """Open the door: set the registered attention function on the parts that are `on_interface`."""
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         for part in on_interface(model):
@@ -116,13 +116,11 @@ def turned_to_interface(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for config, implementation in before:
-            config._attn_implementation = (
-                implementation  # and that of all of its parts, whose turn comes later
-            )
+            config._attn_implementation = implementation  # and of all its parts, which come later
 
 
 def on_interface(model: nn.Module) -> list[PreTrainedModel]:
-    """The model; or, where it does not use the interface, those in it that do: the text side of GOT-OCR 2, say."""
+    """Return the parts that use the attention interface: the model, else parts inside it (GOT-OCR 2's text side)."""
     if isinstance(model, PreTrainedModel) and model._can_set_attn_implementation():
         return [model]
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -130,7 +128,7 @@ def on_interface(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """The configs of a model and of the models in it, text and vision say; none before one that it is a part of."""
+    """List the configs of a model and of the models in it (text, vision); a part comes after its whole."""
     configs: dict[int, PreTrainedConfig] = {}
     waiting = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     while waiting:
