@@ -15,7 +15,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.corpus.random_tokens import repeated_random_tokens
+from theodolite.corpus.special_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, scores_by_context
