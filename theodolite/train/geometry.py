@@ -54,15 +54,8 @@ SPECTRA = (
 
 
 RESIDUAL = (
-    "contexts",
-    "readers",
-    "norm_sum",
-    "norm_first_sum",
-    "cosine_sum",
-    "collapse_sum",
-    "outlier",
-    "massive",
-    "massive_first",
+    *("contexts", "readers", "norm_sum", "norm_first_sum", "cosine_sum", "collapse_sum"),
+    *("outlier", "massive", "massive_first"),
 )
 """Sums over the contexts of one layer of the residual stream; those by position are as large as a batch of its own."""
 

@@ -8,8 +8,8 @@ of PyTorch that it attends with. Interventions are applied there too, whoever ta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
@@ -19,6 +19,11 @@ from theodolite.models.doors.pytorch import functions_door
 from theodolite.models.doors.transformers import interface_door, on_interface
 from theodolite.models.training.shards import of_all_heads
 from theodolite.system.shared import Shared
+
+Door = Callable[[nn.Module], AbstractContextManager[None]]
+
+DOORS: list[tuple[Callable[[nn.Module], object], Door]] = [(on_interface, interface_door)]
+"""Which models go through which door: the first that fits; all others through PyTorch's functions."""
 
 _open: dict[nn.Module, Shared] = {}
 """Models that go through the tap: those who have one open share the door."""
@@ -95,9 +100,9 @@ def _opened(model: nn.Module) -> Iterator[frozenset[nn.Module]]:
 
 @contextmanager
 def _through_its_door(model: nn.Module) -> Iterator[None]:
-    by_interface = model not in _by_functions and on_interface(model)
+    doors = [] if model in _by_functions else [door for fits, door in DOORS if fits(model)]
     try:
-        with (interface_door if by_interface else functions_door)(model):
+        with (doors[0] if doors else functions_door)(model):
             yield
     finally:
         del _open[model]

@@ -27,19 +27,33 @@ WITH_MASKS = "theodolite_with_masks"
 and a model may read its mask elsewhere (NLLB's router)."""
 
 
-def attention_inputs(
+def _tapped_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-) -> AttentionInputs:
-    """Read the arguments of the attention interface as `AttentionInputs`."""
+    sliding_window: int | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of the interface: hand the inputs to `answered`.
+
+    Of its arguments, `s_aux` are a learned sink's logits, `indices` the keys that each query has chosen. What else the
+    interface hands over decides no logit.
+    """
+    if block_indices is not None:
+        raise UsageError(
+            f"{type(module).__name__} attends to blocks of keys that it chooses, which cannot be read"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     own_scaling = getattr(module, "scaling", None)
     if scaling == 1.0 and isinstance(own_scaling, float) and own_scaling != 1.0:
@@ -52,7 +66,7 @@ def attention_inputs(
         attention_mask, is_causal = None, False
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    return AttentionInputs(
+    inputs = AttentionInputs(
         query=query,
         key=key,
         value=value,
@@ -63,9 +77,12 @@ def attention_inputs(
         bias=position_bias,
         sink=s_aux,
     )
+    if indices is not None:
+        inputs = _to_chosen_keys(inputs, indices)
+    return answered(module, inputs, sliding_window), None
 
 
-def to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
+def _to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
     """Mask all keys but those that each query has chosen, by index (batch, queries, chosen) (DeepSeek 3.2)."""
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     chosen = torch.zeros(len(indices), queries, keys, dtype=torch.bool, device=indices.device)
@@ -75,27 +92,6 @@ def to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
     elif inputs.causal:
         mask = mask & mask.new_ones(queries, keys).tril_()
     return replace(inputs, mask=mask, causal=False)
-
-
-def _tapped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    known = {name: kwargs.get(name) for name in ("softcap", "s_aux", "is_causal", "position_bias")}
-    inputs = attention_inputs(module, query, key, value, attention_mask, scaling, **known)
-    if kwargs.get("block_indices") is not None:
-        raise UsageError(
-            f"{type(module).__name__} attends to blocks of keys that it chooses, which cannot be read"
-        )
-    if kwargs.get("indices") is not None:
-        inputs = to_chosen_keys(inputs, kwargs["indices"])
-    return answered(module, inputs, kwargs.get("sliding_window")), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _tapped_attention)

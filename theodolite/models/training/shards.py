@@ -213,7 +213,7 @@ def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _sharded(model: nn.Module) -> list[FSDPModule]:
+def _sharded(model: nn.Module) -> list[Any]:
     """The modules of a model that FSDP2 has sharded."""
     return [m for m in model.modules() if distributed.is_available() and isinstance(m, FSDPModule)]
 
