@@ -27,7 +27,7 @@ from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, for_plotly, head_name, number, visible
 from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
-from theodolite.train.look_sums import residual_place
+from theodolite.train.geometry import residual_place
 from theodolite.train.record import FOLDER, Record
 
 Steps = NDArray[np.int64]
