@@ -121,6 +121,18 @@ class AttentionInputs:
         seen = self.mask[:, :, query, key] if self.mask is not None else key <= query if self.causal else None
         return logits if seen is None else logits.masked_fill(~seen, MASKED)
 
+    def of_queries(self, chosen: slice | Int[Tensor, " chosen"]) -> AttentionInputs:
+        """The inputs of some queries, by position; each sees the same keys as before."""
+        mask, bias = self.mask, self.bias
+        if mask is not None:
+            mask = mask[:, :, chosen]
+        elif self.causal:
+            keys = torch.arange(self.key.shape[2], device=self.key.device)
+            mask = (keys <= keys[chosen, None])[None, None]
+        if bias is not None and bias.shape[2] > 1:
+            bias = bias[:, :, chosen]
+        return replace(self, query=self.query[:, :, chosen], mask=mask, bias=bias, causal=False)
+
     def of_heads(self, part: slice) -> AttentionInputs:
         """The inputs of some query heads, whole groups that share a key head."""
         group = self.query.shape[1] // self.key.shape[1]
