@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from theodolite.accumulate.keyed import KeyedSums
 from theodolite.accumulate.sums import (
     PAIRS,
+    KeyedSums,
     LayerSums,
     Mergeable,
     SavedState,

@@ -1,4 +1,4 @@
-"""Named tensors, one a layer, that are summed over a corpus. What every accumulator here is made of.
+"""Named tensors, one a layer or one a key, that are summed over a corpus. What every accumulator here is made of.
 
 An accumulator has `update(...)`, `merge(other)`, `state()` and `restore(state)`, so that sharding, resuming and
 distribution are one operation. Each layer's tensors live where that layer's hidden states live; `state` brings
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.corpus.groups import Groups
@@ -104,6 +105,55 @@ class LayerSums:
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
                 self.add(name, layer, state[name][layer].to(tensor.device))
+
+
+class KeyedSums:
+    """Sums in rows that come into being when their key, a tuple of integers, is first seen.
+
+    Tensors name → (rows, *shape) in float64.
+    """
+
+    def __init__(self, width: int, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.width = width
+        self._row_of: dict[tuple[int, ...], int] = {}
+        self._tensors = {name: torch.zeros(0, *shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def rows(self, keys: Int[Tensor, "some width"]) -> Int[Tensor, " some"]:
+        """The row of each key, new ones at the end."""
+        rows = [self._row_of.setdefault(tuple(key), len(self._row_of)) for key in keys.tolist()]
+        have = len(next(iter(self._tensors.values())))
+        if len(self._row_of) > have:
+            more = max(len(self._row_of), 2 * have) - have  # doubling: each row is copied a few times only
+            for name, tensor in self._tensors.items():
+                self._tensors[name] = torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def add(self, name: str, rows: Int[Tensor, " some"], values: Tensor) -> None:
+        """Add `values` (some, *shape) to rows, which may repeat."""
+        self._tensors[name].index_add_(0, rows, values.to("cpu", torch.float64))
+
+    def at(self, name: str) -> Tensor:
+        """The tensor itself, (rows, *shape) and spare rows behind; change it in place."""
+        return self._tensors[name]
+
+    def state(self) -> State:
+        """`keys` (K, width) in ascending order, and every tensor's rows in that order."""
+        ordered = sorted(self._row_of.items())
+        rows = torch.tensor([row for _, row in ordered], dtype=torch.int64)
+        keys = torch.tensor([key for key, _ in ordered], dtype=torch.int64).reshape(-1, self.width)
+        return {"keys": keys} | {name: tensor[rows] for name, tensor in self._tensors.items()}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self._row_of = {tuple(key): row for row, key in enumerate(state["keys"].tolist())}
+        self._tensors = {name: state[name].clone() for name in self._tensors}
+
+    def merge(self, other: Mergeable) -> None:
+        """Take in what another one has seen."""
+        state = other.state()
+        rows = self.rows(state["keys"])
+        for name in self._tensors:
+            self.add(name, rows, state[name])
 
 
 def include(total: Tensor, value: Tensor, *, maximum: bool) -> None:

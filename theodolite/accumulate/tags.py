@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.keyed import KeyedSums
-from theodolite.accumulate.sums import PAIRS, State, joined, pair_sums, part_of
+from theodolite.accumulate.sums import PAIRS, KeyedSums, State, joined, pair_sums, part_of
 from theodolite.attention.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.corpus.groups import GROUPS, Groups
 

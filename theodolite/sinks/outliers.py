@@ -317,19 +317,8 @@ def position_0_as_one(massive: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-GROWTH = [
-    "dimension",
-    "token_id",
-    "token",
-    "first",
-    "places",
-    "layer",
-    "value",
-    "share",
-    "appears",
-    "vanishes",
-    "rise",
-]
+GROWTH = ["dimension", "token_id", "token", "first", "places"]
+GROWTH += ["layer", "value", "share", "appears", "vanishes", "rise"]
 
 
 def _growth(state: State, text: Callable[[int], str]) -> pd.DataFrame:
