@@ -18,7 +18,7 @@ from theodolite.attention.inputs import MASKED, AttentionInputs, attend
 def hide_keys(
     inputs: AttentionInputs, hidden: Bool[Tensor, "hidden_contexts keys"], heads: list[int], sink_column: bool
 ) -> AttentionInputs:
-    """The inputs with a bias on the hidden keys, as low as it takes for their weights to be exactly 0.
+    """Add a bias to the hidden keys that is just low enough for their weights to be exactly 0.
 
     It is no lower, so that a query which sees hidden keys only has its own weights, up to the rounding of that bias.
     """
@@ -53,7 +53,7 @@ def restore_blind_queries(
     heads: list[int],
     output: Float[Tensor, "batch queries heads value_width"],
 ) -> Float[Tensor, "batch queries heads value_width"]:
-    """The output, with that of the unedited inputs for queries which see hidden keys only."""
+    """Replace the output of queries that see hidden keys only by that of the unedited inputs."""
     blind = _blind(inputs, hidden, heads)
     positions = blind.flatten(0, 1).any(dim=0).nonzero().flatten()
     if not len(positions):

@@ -23,7 +23,7 @@ from theodolite.system.threads import parallel_map
 
 @dataclass(frozen=True)
 class AttentionSummary:
-    """What each head does on each context.
+    """Entropy, normalisers, received attention and output of every head on every context.
 
     Attributes:
         output: the attention output, in the values' dtype (width 0 where there are no values).
@@ -63,7 +63,7 @@ class AttentionSummary:
 
 
 Visit = Callable[[int, int, int, Tensor], None]
-"""Told (first query, first key, first head) of a block and its weights (batch, heads, rows, keys)."""
+"""A callback with (first query, first key, first head) of a block and its weights (batch, heads, rows, keys)."""
 
 
 def attention_summary(
@@ -159,7 +159,7 @@ def summarise(
     visit: Visit | None = None,
     visit_whole: Callable[[AttentionSummary], None] | None = None,
 ) -> AttentionSummary:
-    """`attention_summary` of what a layer's attention gets.
+    """Compute the `attention_summary` of a layer's inputs.
 
     Args:
         inputs: what a layer's attention gets.
@@ -191,7 +191,7 @@ def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
 def summarise_in_blocks(
     inputs: AttentionInputs, output: Tensor | None = None, visit: Visit | None = None
 ) -> AttentionSummary:
-    """`summarise` by torch operations."""
+    """Compute the summary by torch operations, a block of queries at a time."""
     batch, heads, queries, _ = inputs.query.shape
     value, dtype = inputs.value, torch.promote_types(inputs.query.dtype, torch.float32)
     if output is None:

@@ -53,7 +53,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def tried(work: Callable[[], Result]) -> Result | None:
-    """What `work` gives; None, with one warning and no second try, where Triton cannot run: no compiler, say."""
+    """Return what `work` returns; None, with one warning and no second try, where Triton cannot run."""
     try:
         return work()
     except torch.OutOfMemoryError:
@@ -69,7 +69,7 @@ def tried(work: Callable[[], Result]) -> Result | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the first kernel finds of each query; the learned column is not in it."""
+    """What the first kernel computes of each query, without a learned sink column."""
 
     output: Float[Tensor, "batch queries heads value_width"]
     entropy: Float[Tensor, "batch heads queries"]

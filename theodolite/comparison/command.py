@@ -1,4 +1,4 @@
-"""`theodolite compare`: run folders or models compared, written and shown. The formulas are elsewhere."""
+"""`theodolite compare`: compare run folders or models, write the page and print the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILE = "comparison.json"
 
 @dataclass(frozen=True)
 class Compared:
-    """What was compared, and what its page shows."""
+    """Audits of all pairs, the content of the page, and the reference run."""
 
     audits: list[Audit]
     outcome: Outcome

@@ -1,4 +1,4 @@
-"""Does a model need a tag? A sink's head is ablated in a live model, and what changes behind it is measured.
+"""Ablate the head of a sink in a live model, and measure what changes behind it: does the model need the tag?
 
 Each ablation has norm-matched random controls. All are compared on the same contexts, so a change has the standard
 error of a mean of paired differences. The groups of tokens are those of the untouched model throughout.
@@ -61,7 +61,7 @@ Effects = dict[str, Float[Tensor, " contexts"]]
 
 
 class _HeadTap(Hooks):
-    """Of one batch: one head's catches in each context, later sinks behind it, η² of a grouping by layer."""
+    """Record of one batch a head's catches in each context, later sinks behind it, and η² of a grouping by layer."""
 
     def __init__(self, layer: int, head: int, groups: Sequence[Catches] = ()) -> None:
         self.layer, self.head = layer, head
