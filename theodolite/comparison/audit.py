@@ -36,6 +36,7 @@ from theodolite.judging import (
 )
 from theodolite.passes.run import Run
 from theodolite.report.data import column, error_of, mean_over_layers, provenance, value_of
+from theodolite.system.run_folders import OUTPUTS, TRACE
 from theodolite.system.wording import counted, head_name, listed, percent
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
@@ -239,21 +240,21 @@ def name_of(run: Run) -> str:
 def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], written: list[Run]) -> None:
     """Refuse what cannot be compared."""
     for name, run in zip(names, surveys, strict=True):
-        if run.is_trace:
+        if run.kind == TRACE:
             raise UsageError(
                 f"{name}: this is a trace of sinks; give the survey, with the trace as FOLDER-sinks"
             )
-        if run.is_outputs:
+        if run.kind == OUTPUTS:
             raise UsageError(
                 f"{name}: these are outputs of heads; give the survey, with the outputs as FOLDER-outputs"
             )
         if not run.provenance.get("corpus"):
             raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
     for name, run in zip(names, traces, strict=False):
-        if not run.is_trace:
+        if run.kind != TRACE:
             raise UsageError(f"{name}: this is not a trace of sinks; `theodolite trace` makes one")
     for name, run in zip(names, written, strict=False):
-        if not run.is_outputs:
+        if run.kind != OUTPUTS:
             raise UsageError(f"{name}: these are not outputs of heads; `comparison.read_outputs` makes them")
     first, second = (survey.provenance for survey in surveys)
     if _shape(first) == _shape(second) and not alike(first, second):

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing.grammar import heat, line, reference, rows_down
-from theodolite.report.drawing.outliers import largest_columns
+from theodolite.report.drawing.layers import largest_columns
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.outliers import Outliers, position_0_as_one
