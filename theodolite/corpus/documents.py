@@ -164,14 +164,29 @@ def kind_of(file: Path) -> str:
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
-def opened(path: Path) -> IO[bytes]:
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressed where its name says that it is compressed."""
     if path.suffix.lower() not in COMPRESSED:
-        return path.open("rb")
+        with path.open("rb") as file:
+            yield file
+        return
     import fsspec
 
-    file: IO[bytes] = fsspec.open(str(path), "rb", compression="infer").open()
-    return file
+    compression = fsspec.utils.infer_compression(str(path))
+    if compression is None:
+        raise UsageError(f"{path} is compressed by what is not installed: pip install zstandard")
+    try:
+        with fsspec.open(str(path), "rb", compression=compression) as file:
+            yield file
+    except UsageError:
+        raise
+    except Exception as error:  # each kind of compression has its own
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise UsageError(
+            f"{path} cannot be decompressed ({first_line(error)}); compress it anew, or give it as it is"
+        ) from error
 
 
 def text_of(path: Path) -> str:
