@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.measure.ratios import ratio
 
@@ -104,7 +105,7 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
 
 
 def examples_table(
-    attention: State, ids: Int[Tensor, "examples positions"], threshold: float, text: Callable[[int], str]
+    attention: State, ids: Int[Tensor, "examples positions"], text: Callable[[int], str]
 ) -> pd.DataFrame:
     """Every token of the example contexts with the most attention that any head pays it on average."""
     received, layer = attention["example_received"].max(dim=0)
@@ -119,6 +120,6 @@ def examples_table(
             "received": received[places].numpy(),
             "layer": layer[places].numpy(),
             "head": head[places].numpy(),
-            "sink": (received > threshold)[places].numpy(),
+            "sink": (received > SINK_THRESHOLD)[places].numpy(),
         }
     )

@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite import __version__
-from theodolite.corpus.documents import Document, python_topics, stdlib_docstrings, stdlib_sources
+from theodolite.corpus.documents import Document
+from theodolite.corpus.python_texts import python_topics, stdlib_docstrings, stdlib_sources
 from theodolite.errors import UsageError
 from theodolite_papers.training.models import EmbeddedConfig, embedded_model
 from theodolite_papers.training.trainer import ModelTraining, check_training, train_into
