@@ -492,24 +492,24 @@ def factorisation(
     return style.figure(traces, *titles, height=430, layout=layout)
 
 
-def error_over_incoherence(widths: Floats, curves: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
+def error_over_incoherence(widths: Floats, measured: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
     """Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence."""
-    lines = [Line(name, colour, marker=6) for name, colour in zip(curves, style.CATEGORIES, strict=False)]
-    values, errors = zip(*curves.values(), strict=True)
+    lines = [Line(name, colour, marker=6) for name, colour in zip(measured, style.CATEGORIES, strict=False)]
+    values, errors = zip(*measured.values(), strict=True)
     x = {"type": "log", "tickvals": widths.tolist(), "ticktext": [f"{d:g}" for d in widths]}
     titles = "width d", "error over incoherence"
     return curves(widths, lines, values, titles, errors=errors, height=380, xaxis=x, yaxis=TWOS)
 
 
-def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
+def layer_lines(layers: Floats, measured: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
     """Layer measures with their standard errors, pairwise in one colour: measured solid, then its baseline dotted."""
     looks = [
         Line("", colour, dash, marker=marker)
         for colour in (THIS_MODEL, style.BLUE)
         for dash, marker in (("solid", 6), ("dot", 0))
     ]
-    lines = [replace(look, name=name) for name, look in zip(curves, looks, strict=False)]
-    values, errors = zip(*curves.values(), strict=True)
+    lines = [replace(look, name=name) for name, look in zip(measured, looks, strict=False)]
+    values, errors = zip(*measured.values(), strict=True)
     x, from_0 = style.layer_axis(layers), {"rangemode": "tozero"}
     return curves(layers, lines, values, ("layer", y), errors=errors, height=360, xaxis=x, yaxis=from_0)
 
