@@ -184,6 +184,11 @@ class Task:
     seed: int
     extra: Sequence[Extra]
 
+    @property
+    def needs(self) -> dict[str, int]:
+        """Of the resources of one node."""
+        return {"CPU": 1, "GPU": 1} if self.opening["device"] == "cuda" else {"CPU": self.threads}
+
 
 class Worker:
     """The actor. It opens the model with its first call, so that what is wrong with it is raised there."""
@@ -293,28 +298,23 @@ class _Pool:
                     "another address, or rerun when there is room"
                 )
 
-    @property
-    def _needs(self) -> dict[str, int]:
-        if self._task.opening["device"] == "cuda":
-            return {"num_cpus": 1, "num_gpus": 1}
-        return {"num_cpus": self._task.threads}
-
     def _start(self) -> None:
         ray = _imported_ray()
         # However often a worker dies it is restarted; only what it dies of is given up.
         how = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
-        actor, task = ray.remote(Worker).options(**how, **self._needs), ray.put(self._task)
+        needs = {f"num_{name.lower()}s": count for name, count in self._task.needs.items()}
+        actor, task = ray.remote(Worker).options(**how, **needs), ray.put(self._task)
         workers = [actor.remote(task) for _ in range(self._count)]
         self._starting = {worker.ready.remote(): worker for worker in workers}
 
     def _lacking(self) -> str:
         """What a worker needs, and what there is."""
-        ray = _imported_ray()
-        free, there = ray.available_resources(), ray.cluster_resources()
-        needs = {name.removeprefix("num_").upper()[:-1]: count for name, count in self._needs.items()}
-        asked = " and ".join(f"{count} {name}" for name, count in needs.items())
-        has = " and ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in needs)
-        return f"which needs {asked} of one node; the Ray cluster has {has} free"
+        free, there = _imported_ray().available_resources(), _imported_ray().cluster_resources()
+        needs = [
+            f"{count} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} in the Ray cluster are free)"
+            for name, count in self._task.needs.items()
+        ]
+        return f"which needs of one node {' and '.join(needs)}"
 
     def _answer(self, reference: Any, doing: str | None) -> Any:
         """What a worker answered, or None if it was lost with its node; what it raised is raised as itself."""
