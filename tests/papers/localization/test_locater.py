@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, replace
 from itertools import product
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 
 from tests.papers.shared import outcome_of
 from theodolite.errors import UsageError
+from theodolite.jobs.unfinished import Unfinished
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite_papers.catalogue import made_by as command_of
 from theodolite_papers.experiment import Outcome, Study
@@ -265,11 +265,11 @@ def test_all_are_compared_at_one_step() -> None:
 
 def write(folder: Path, runs: list[GridRun]) -> None:
     folder.mkdir()
-    (folder / "grid.json").write_text(json.dumps(RECIPE))
+    Unfinished(folder, RECIPE, folder=folder).begin()
     for run in runs:
         place = folder / "points" / run.setting.name
         place.mkdir(parents=True)
-        (place / "setting.json").write_text(json.dumps(asdict(run.setting)))
+        Unfinished(place, asdict(run.setting), folder=place).begin()
         run.losses.to_parquet(place / "losses.parquet")
         run.heads.to_parquet(place / "heads.parquet")
         curves = {"steps": torch.tensor(run.propagation_steps), "propagation": run.propagation}
