@@ -21,6 +21,7 @@ from theodolite.passes.survey import survey
 from theodolite.report import published
 from theodolite.report.outcome import Outcome
 from theodolite_papers import ALIASES, EXPERIMENTS, Study, find, reproduce
+from theodolite_papers.catalogue import declared
 from theodolite_papers.experiment import claims
 from theodolite_papers.hidden_geometry.separation import gap_errors
 
@@ -32,7 +33,7 @@ OF_THE_SURVEY = [
     )
 ]
 FROM_THE_RUN = [experiment.name for experiment in OF_THE_SURVEY if "model" not in experiment.needs]
-CLAIMS = claims("geometry", "all of it", OF_THE_SURVEY)
+CLAIMS = claims(declared()["geometry/claims"], OF_THE_SURVEY)
 
 
 def changed(run: Run, **columns: object) -> Run:

@@ -80,7 +80,7 @@ class SharesPass:
         return self._state
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         for name, values in self._state.items():
             values.copy_(state[name])
 
@@ -129,7 +129,7 @@ class SharesPass:
 
 
 def shares_tables(state: State, notes: dict[str, Any]) -> tuple[pd.DataFrame, dict[str, list[float]]]:
-    """From the state of a `SharesPass` to the table of constituents and columns of the heads table.
+    """Make the table of constituents, and columns of the heads table, from the state of a `SharesPass`.
 
     Returns:
         One row for each layer, head and pair of parts, and for the additive bias; and L · H values each of `share_…`,
@@ -176,7 +176,7 @@ def _share_rows(layer: int, sums: ShareSums, heads: int) -> list[dict[str, Any]]
 
 
 def contexts_within(tokens: int, length: int, least: int, most: int) -> int:
-    """So many contexts of `length` tokens as `tokens` allow, within bounds: a fixed cost, however long they are."""
+    """The number of contexts of `length` tokens that `tokens` allow, within bounds: a fixed cost at any length."""
     return max(least, min(most, tokens // length))
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from theodolite.accumulate.extra import Columns, Extra
 from theodolite.errors import UsageError
+from theodolite.jobs.job import States
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.head_roles import PATTERN_ROLES
 from theodolite.measure.localization import MOMENTS
 from theodolite.measure.positional import COLUMNS as POSITIONAL
-from theodolite.passes.stages import States
 
 _LAYERS = (
     *("rank", "stable_rank", "relative_norm", "incoherence_mean", "incoherence_max", "incoherence_random"),

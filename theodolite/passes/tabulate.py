@@ -5,7 +5,8 @@ What a state is missing (a survey of heads alone, spectra from weights alone) le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -18,6 +19,7 @@ from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
+from theodolite.jobs.job import States
 from theodolite.logits.attribution import PATTERNS, attribution_table
 from theodolite.logits.shares import shares_tables
 from theodolite.measure.geometry import COUNT_ERRORS, geometry, outlier_rows
@@ -28,15 +30,49 @@ from theodolite.measure.uncertainty import array_errors, standard_errors
 from theodolite.models.weights.head_weights import EXACT
 from theodolite.passes.added_columns import added_columns
 from theodolite.passes.run import Run
-from theodolite.passes.stages import States
 
 OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS, *COUNT_ERRORS]
 
 
-def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
-    """All tables and arrays of a survey, from what its passes, or some, have left; `extra`: its added accumulators."""
-    facts = states.notes["facts"]
-    provenance: dict[str, Any] = facts["provenance"]
+@dataclass(frozen=True)
+class Facts:
+    """What the tables say of the model and the text besides what was summed.
+
+    Attributes:
+        provenance: of the run; without an entry `corpus` no text was read, and the rest is empty.
+        text: that of a token id.
+        sample: contexts and tokens whose vectors were kept.
+        labels: of all contexts.
+        examples: token ids of the contexts that are shown.
+        pictures: the array of their images, if they are images.
+    """
+
+    provenance: dict[str, Any]
+    text: Callable[[int], str] = str
+    sample: Sample | None = None
+    labels: Tensor | None = None
+    examples: Tensor | None = None
+    pictures: State = field(default_factory=dict)
+
+    @property
+    def trailing(self) -> int:
+        """How many special tokens stand behind the text of every context; they are told apart as position 0 is."""
+        return int(self.provenance["corpus"].get("trailing_special_tokens", 0))
+
+    @property
+    def grid(self) -> PatchGrid | None:
+        """How the tokens of the images lie that were read; None where it was text."""
+        return grid_described(self.provenance["corpus"])
+
+    @property
+    def leading(self) -> int:
+        """Tokens at the beginning that are told apart from the others."""
+        return 1 if self.grid is None else self.grid.leading
+
+
+def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
+    """All tables and arrays of a survey, from what its stages, or some, have left; `extra`: its added accumulators."""
+    provenance = facts.provenance
     tables: dict[str, pd.DataFrame] = dict.fromkeys(
         ("layers", "sinks", "outliers", "examples"), pd.DataFrame()
     )
@@ -47,8 +83,8 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
     if states.of("corpus"):
         attention = states.of("corpus.attention")
         heads |= head_columns(attention)
-        mean, pos, _ = survey_means(states)
-        end = pos.shape[1] - trailing_tokens(states)
+        mean, pos, _ = survey_means(states, facts.trailing, facts.leading)
+        end = pos.shape[1] - facts.trailing
         arrays |= {"mean": mean, "positional_basis": pos.float()[:, :end]}
         arrays |= {"positional_basis_last": pos.float()[:, end:]} if end < pos.shape[1] else {}
         arrays |= head_arrays(attention)
@@ -77,24 +113,9 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
     return Run(**tables, arrays=arrays, provenance=provenance)
 
 
-def survey_means(states: States) -> tuple[Tensor, Tensor, Tensor]:
+def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, Tensor, Tensor]:
     """μ (N, d), pos (N, T, d) and ctx (N, S, d) of the text that was read; trailing special tokens have a pos."""
-    grid = grid_of(states)
-    leading = 1 if grid is None else grid.leading
-    return states.once(
-        "means", lambda: decomposed_means(states.of("corpus.means"), trailing_tokens(states), leading)
-    )
-
-
-def grid_of(states: States) -> PatchGrid | None:
-    """How the tokens of the images lie that were read; None where it was text."""
-    return grid_described(states.notes["facts"]["provenance"]["corpus"])
-
-
-def trailing_tokens(states: States) -> int:
-    """How many special tokens stand behind the text of every context; they are told apart as position 0 is."""
-    corpus: dict[str, Any] = states.notes["facts"]["provenance"]["corpus"]
-    return int(corpus.get("trailing_special_tokens", 0))
+    return states.once("means", lambda: decomposed_means(states.of("corpus.means"), trailing, leading))
 
 
 def _entropy_bounds(states: States) -> list[float]:
@@ -104,42 +125,39 @@ def _entropy_bounds(states: States) -> list[float]:
     return torch.cat([entropy_bound(*layer) for layer in layerwise]).tolist()
 
 
-def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.DataFrame], dict[str, Tensor]]:
+def _text_tables(states: States, facts: Facts) -> tuple[dict[str, pd.DataFrame], dict[str, Tensor]]:
     """The tables of layers, sinks, outliers and examples, and the arrays of the layers."""
     residual, outliers, attention = (
         states.of(f"corpus.{name}") for name in ("residual", "outliers", "attention")
     )
     _refuse_overflow(residual)
     _refuse_overflow(states.of("corpus.inputs"))
-    own = states.of("facts")
-    sample = Sample(own["sample_slot"], own["sample_context"], own["sample_position"])
-    labels = own["labels"]
+    sample, labels, examples = facts.sample, facts.labels, facts.examples
+    assert sample is not None
+    assert labels is not None
+    assert examples is not None
     if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
         labels = torch.full_like(labels, -1)
     labels = labels[sample.kept]
     means = states.of("corpus.means")
-    length = facts["provenance"]["corpus"]["length"] - trailing_tokens(states)
+    length = facts.provenance["corpus"]["length"] - facts.trailing
     means = means | {name: means[name][:, :, :length] for name in ("position_sum", "readers")}
-    grid = grid_of(states)
-    leading, shape = (1, None) if grid is None else (grid.leading, grid.shape)
+    leading, shape = facts.leading, None if facts.grid is None else facts.grid.shape
     layers, arrays = geometry(means, residual, outliers, sample, labels, leading, shape)
     sketches, clusters = states.of("corpus.sketches"), arrays["context_cluster"]
     layers |= standard_errors(means, sketches, outliers, sample, labels, clusters, leading, shape)
-    errors = array_errors(means, outliers, survey_means(states)[1], leading)
+    errors = array_errors(means, outliers, survey_means(states, facts.trailing, leading)[1], leading)
     arrays |= {name: errors[name] for name in errors if name not in COUNT_ERRORS}
-    if grid is not None:
-        arrays |= {"example_picture": own["pictures"]}
+    if facts.grid is not None:
+        arrays |= facts.pictures
         arrays |= {"example_received": attention["example_received"].float()}
         arrays |= {"example_norm": states.of("corpus.examples")["norm"].float()}
 
-    def text(token: int) -> str:
-        return str(facts["tokens"][str(token)])
-
     tables = {
         "layers": pd.DataFrame({"layer": range(len(arrays["mean"])), **layers}),
-        "sinks": sinks_table(attention, text),
+        "sinks": sinks_table(attention, facts.text),
         "outliers": pd.DataFrame(outlier_rows(outliers, means, errors, leading), columns=OUTLIER_COLUMNS),
-        "examples": examples_table(attention, own["examples"], text),
+        "examples": examples_table(attention, examples, facts.text),
     }
     return tables, arrays
 

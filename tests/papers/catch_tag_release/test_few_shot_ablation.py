@@ -15,14 +15,14 @@ from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
 from theodolite.evaluate.few_shot import few_shot_accuracy
 from theodolite.models import open_model
 from theodolite_papers.catch_tag_release import few_shot
-from theodolite_papers.catch_tag_release import few_shot_ablation as ablation
-from theodolite_papers.catch_tag_release.few_shot import PROMPT_SEED
-from theodolite_papers.catch_tag_release.few_shot_ablation import (
+from theodolite_papers.catch_tag_release import few_shot as ablation
+from theodolite_papers.catch_tag_release.few_shot import (
     ATTENDED,
     DENSE,
     HIDDEN,
     OATS,
     OTHERS,
+    PROMPT_SEED,
     RANDOM,
     WITHOUT,
     PromptAttention,
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(ablation, "PROMPTS", COUNT)
+    monkeypatch.setattr(ablation, "ABLATION_PROMPTS", COUNT)
     monkeypatch.setattr(few_shot, "CALIBRATION", 32)
 
 
@@ -124,7 +124,7 @@ def made_up(curves: dict[str, list[list[float]]]) -> pd.DataFrame:
 
 
 def of_curves(curves: dict[str, list[list[float]]]) -> list[str]:
-    return answers(verdicts_of(show_ablations, made_up(curves)))
+    return answers(verdicts_of(show_ablations, made_up(curves), of="sinks/examples"))
 
 
 def test_verdicts_are_against_the_control_that_costs_most():

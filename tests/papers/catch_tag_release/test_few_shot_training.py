@@ -13,25 +13,24 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from tests.papers.shared import quiet
+from tests.papers.shared import outcome_of, quiet
 from theodolite.cli.app import app
 from theodolite.corpus.few_shot_task import RULES, TEST_STREAM, prompt_ids
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import batch_of_prompts, few_shot_accuracy, right_answers
 from theodolite.models import open_model
-from theodolite.report.outcome import Outcome
-from theodolite_papers import command as folders
 from theodolite_papers.catalogue import made_by
 from theodolite_papers.catch_tag_release import few_shot as shots
 from theodolite_papers.catch_tag_release.few_shot import (
     DENSE,
     few_shot_provenance,
     figure_3,
+    is_few_shot,
     models_in,
     shots_table,
     show_accuracy,
 )
-from theodolite_papers.experiment import Study
+from theodolite_papers.experiment import Outcome, Study
 from theodolite_papers.training import tasks as few_shot
 from theodolite_papers.training.tasks import FEW_SHOT, IGNORED, FewShot, train_task_model
 
@@ -158,7 +157,7 @@ def few(monkeypatch):
 
 
 def shown(table: pd.DataFrame) -> Outcome:
-    outcome = Outcome()
+    outcome = outcome_of("sinks/figure3")
     show_accuracy(outcome, table)
     return outcome
 
@@ -206,7 +205,7 @@ def test_verdicts_follow_the_numbers():
 
 
 def test_the_folder_is_known_and_others_are_refused(folder):
-    assert folders.provenance_reader(folder) is few_shot_provenance
+    assert is_few_shot(folder)
     assert made_by([figure_3]) == "theodolite train few-shot"
     study = Study(few_shot_provenance(folder))
     assert study.provenance["few_shot"]["models"] == ["few-0", "few-1"]

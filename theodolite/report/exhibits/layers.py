@@ -7,7 +7,6 @@ import functools
 from theodolite.report.data import residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
-from theodolite.report.drawing import outliers as maps
 from theodolite.report.drawing.patches import is_of_text
 from theodolite.report.exhibit import SurveyExhibit, by_layer_of
 from theodolite.report.measures import BAO, SONG, ZHANG
@@ -223,7 +222,7 @@ _OUTLIERS = [
         "outliers",
         "Outlier dimensions by layer",
         ("arrays.outlier_share",),
-        maps.outlier_shares,
+        curves.outlier_shares,
         "Share of tokens with |x| ≥ 6, for the dimensions with the highest shares.",
         "columns that persist across many layers: one dimension shared by all tokens, as a tag would be.",
         f"{ZHANG}, Fig. 2(b)",
