@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
+from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import batch_of, check_fit

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError
+from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.passes.ray_cluster import node_here

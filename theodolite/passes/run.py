@@ -21,7 +21,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
-from theodolite.passes.table_columns import fault_of
+from theodolite.measure.catalogue import fault_of
 from theodolite.system.checksums import (
     CHECKSUMS,
     CorruptFile,

@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.logits.attribution import AttributionPass, PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
+from theodolite.measure.catalogue import taken
+from theodolite.measure.extra import Extra, check_extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import text_of_tokens
 from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix
-from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Pass, Stage, States, run_into
 from theodolite.passes.survey_pass import HeadsPass, SurveyPass, choose_sample
-from theodolite.passes.tabulate import survey_means, tabulate, trailing_tokens
+from theodolite.passes.tabulate import added_columns, survey_means, tabulate, trailing_tokens
 from theodolite.passes.weights_pass import WeightsPass
 from theodolite.system.progress import Progress, ShowStage
 
@@ -179,7 +179,7 @@ def survey_fingerprint(
     model: OpenModel, corpus: Corpus, batch: int, seed: int, extra: Sequence[Extra]
 ) -> dict[str, Any]:
     """What decides every byte of a survey, whose added accumulators are checked."""
-    check_extra(extra)
+    check_extra(extra, taken)
     added = {"extra": [accumulator.name for accumulator in extra]} if extra else {}
     return {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed, **added}
 

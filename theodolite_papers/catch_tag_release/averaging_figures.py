@@ -11,10 +11,10 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
+from theodolite.measure.publications import ZHANG
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import dots, line
-from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.system.threads import using_threads
 from theodolite.system.wording import for_plotly

@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
+from theodolite.measure.publications import ZHAI
 from theodolite.report import style
-from theodolite.report.measures import ZHAI
 from theodolite.system.wording import number
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
 from theodolite_papers.drawing import localization as drawing

@@ -12,6 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import Run
 from theodolite.report import style
@@ -20,13 +21,14 @@ from theodolite.report.data import (
     array,
     blocks,
     column,
+    columns_of,
     entropy_limits,
     head_grid,
     head_labels,
     heads_per_block,
+    offered,
 )
 from theodolite.report.drawing.grammar import Sketch, Sketched, dots, head_cells, reference
-from theodolite.report.measures import ABSENT_AT_ZERO, HEAD_MEASURES, Measure
 from theodolite.system.wording import for_plotly, number
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
@@ -54,17 +56,19 @@ def regime_kind(name: object) -> int:
     return REGIMES.index(first) if first in REGIMES else -1
 
 
-def head_measures(run: Run) -> list[Measure]:
-    """The measures that this run has for at least one head, in the order of the pickers."""
+def head_measures(run: Run) -> list[Column]:
+    """The columns that pickers offer and that this run has for at least one head, in their order."""
     measures = []
-    for name, measure in HEAD_MEASURES.items():
-        if measure.scale == "kind":
-            if name in run.heads.columns and any(regime_kind(value) >= 0 for value in run.heads[name]):
-                measures.append(measure)
-        elif (values := column(run.heads, name)) is not None and not (
-            name in ABSENT_AT_ZERO and not np.nan_to_num(values).any()
-        ):
-            measures.append(measure)
+    for name, described in offered(run).items():
+        if name not in run.heads:
+            continue
+        if described.kind == "name":
+            has = any(regime_kind(value) >= 0 for value in run.heads[name])
+        else:
+            values = column(run.heads, name)
+            has = values is not None and not (described.rare and not np.nan_to_num(values).any())
+        if has:
+            measures.append(described)
     return measures
 
 
@@ -72,12 +76,12 @@ def head_notes(run: Run) -> list[list[str]]:
     """For every head of the (L, H) grid its other main numbers, as the lines of a hover text."""
     notes = [["" for _ in range(heads_per_block(run))] for _ in range(blocks(run))]
     names = [name for name in NOTE_COLUMNS if name in run.heads.columns]
+    described = columns_of(run, "heads")
     for row in run.heads[["layer", "head", *names]].itertuples(index=False):
         parts = []
         for name, value in zip(names, row[2:], strict=True):
-            title = HEAD_MEASURES[name].title
-            shown = for_plotly(value) if HEAD_MEASURES[name].scale == "kind" else number(value)
-            parts.append(f"{title} {shown}")
+            shown = for_plotly(value) if described[name].kind == "name" else number(value)
+            parts.append(f"{described[name].title} {shown}")
         lines = [" · ".join(parts[start : start + 3]) for start in range(0, len(parts), 3)]
         notes[int(row[0])][int(row[1])] = "<br>".join(lines)
     return notes
@@ -91,9 +95,9 @@ def _regime_grid(run: Run, name: str) -> Floats:
     return grid
 
 
-def _of_regimes(run: Run, measure: Measure) -> dict[str, Any]:
+def _of_regimes(run: Run, measure: Column) -> dict[str, Any]:
     """The entries of a map of regimes: a colour each, by name."""
-    count, grid = len(REGIMES), _regime_grid(run, measure.column)
+    count, grid = len(REGIMES), _regime_grid(run, measure.name)
     return {
         "z": grid,
         "low": -0.5,
@@ -104,45 +108,43 @@ def _of_regimes(run: Run, measure: Measure) -> dict[str, Any]:
     }
 
 
-def _of_amounts(run: Run, measure: Measure) -> dict[str, Any]:
+def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
     """The entries of a map of numbers: what is coloured, where its colours end, and their scale."""
-    grid = head_grid(run, measure.column)
+    grid = head_grid(run, measure.name)
     if grid is None:
-        raise UsageError(f"this run has no head measure {measure.column!r}")
-    title, scale = measure.unit, style.MAGNITUDE
-    finite = np.abs(grid[np.isfinite(grid)])
-    if measure.scale == "share":
-        low, high = 0.0, 1.0
-    elif measure.scale == "balance":
-        low, high, scale = -1.0, 1.0, style.SIGNED
-    elif measure.scale == "signed":
-        high = float(np.percentile(finite, ROBUST)) or 1.0
-        low, scale = -high, style.SIGNED
-    elif measure.scale == "decades":
+        raise UsageError(f"this run has no head measure {measure.name!r}")
+    title, finite = measure.unit, np.abs(grid[np.isfinite(grid)])
+    low, high = measure.range
+    scale = style.SIGNED if low < 0 else style.MAGNITUDE
+    if measure.decades:
         with np.errstate(divide="ignore", invalid="ignore"):
             grid = np.where(grid > 0, np.log10(grid), np.nan)
         logs = grid[np.isfinite(grid)]
         low, high = (float(logs.min()), float(logs.max())) if len(logs) else (0.0, 1.0)
         title = "log₁₀"
     elif measure.unit == "nats" and array(run, "visible_keys") is not None:
-        low, high = 0.0, float(entropy_limits(run).mean(axis=1).max())
-    else:
-        low, high = 0.0, float(np.percentile(finite, ROBUST))
+        high = float(entropy_limits(run).mean(axis=1).max())
+    elif np.isinf(high):
+        high = float(np.percentile(finite, ROBUST))
+    if np.isinf(low):
+        high = high or 1.0
+        low = -high
     return {"z": grid, "low": low, "high": high if high > low else low + 1.0, "scale": scale, "bar": title}
 
 
 @Sketched
 def head_map(run: Run, measure: str) -> Sketch:
     """One head measure over layer × head; hovering tells what it means and the head's other numbers."""
-    described = HEAD_MEASURES[measure]
-    value = {"decades": "10^%{z:.3f}", "kind": "%{text}"}.get(described.scale, "%{z:.4g}")
-    unit = f" {described.unit}" if described.unit else ""
-    meaning = "<br>".join(textwrap.wrap(described.meaning, HOVER_WIDTH))
+    described = columns_of(run, "heads")[measure]
+    is_name = described.kind == "name"
+    value = "%{text}" if is_name else "10^%{z:.3f}" if described.decades else "%{z:.4g}"
+    unit = f" {for_plotly(described.unit)}" if described.unit else ""
+    meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
     hover = (
-        f"<b>L%{{y}}H%{{x}}</b><br>{described.title}: {value}{unit}<br>"
+        f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
         f"<i>{meaning}</i><br><br>%{{customdata}}<extra></extra>"
     )
-    entries = (_of_regimes if described.scale == "kind" else _of_amounts)(run, described)
+    entries = (_of_regimes if is_name else _of_amounts)(run, described)
     return head_cells.sketch(**entries, hover=hover, customdata=head_notes(run))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 
+from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.report.data import residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
 from theodolite.report.drawing import outliers as maps
 from theodolite.report.drawing.patches import is_of_text
 from theodolite.report.exhibit import SurveyExhibit, by_layer_of
-from theodolite.report.measures import BAO, SONG, ZHANG
 
 _by_layer = functools.partial(by_layer_of, residual_layers)
 
