@@ -23,12 +23,12 @@ from scipy import stats
 from torch import Tensor, nn
 
 from benchmarks.results import made_by
-from theodolite.corpus.documents import python_topics
+from theodolite.corpus.python_texts import python_topics
 from theodolite.train import GeometryMonitor, Locater, QKClip
 from theodolite.train.monitor import CONTEXTS, GeometryWarning
-from theodolite_papers.training.models import gpt2
+from theodolite_papers.training.models import LearningRate, gpt2
 from theodolite_papers.training.tasks import Characters
-from theodolite_papers.training.training_loop import BETAS, LearningRate, updates
+from theodolite_papers.training.trainer import BETAS, updates
 
 LEARNING_RATES = {
     "healthy": LearningRate(1e-3),

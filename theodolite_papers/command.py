@@ -22,7 +22,7 @@ from theodolite_papers.catalogue import ALIASES, EXPERIMENTS
 from theodolite_papers.catch_tag_release.few_shot import few_shot_provenance, is_few_shot
 from theodolite_papers.experiment import Experiment, Study
 from theodolite_papers.localization.locater_figures import grid_provenance
-from theodolite_papers.localization.locater_grid import is_grid
+from theodolite_papers.localization.locater_training import is_grid
 
 KINDS = {is_grid: grid_provenance, is_few_shot: few_shot_provenance}
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +13,10 @@ from rich.console import Console
 from theodolite.cli.commands import with_option_groups
 from theodolite.cli.screen import one_line_errors, screen
 from theodolite.system.files import json_text
+
+if TYPE_CHECKING:
+    from theodolite_papers.training.models import TaskModelConfig
+    from theodolite_papers.training.tasks import Task
 
 training = typer.Typer(
     help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
@@ -68,11 +71,18 @@ class _Running:
     threads: Threads = 2
     as_json: AsJson = False
 
-    def train(self, train: Callable[..., list[str]], *task: object, options: _Steps) -> None:
-        """Call `train`, and say what it returns."""
-        console = _quiet_screen()
-        lines = train(self.out, *task, asdict(options), seed=self.seed, threads=self.threads, console=console)
-        _say(lines, self.out, self.as_json)
+    def settings(self, options: _Steps) -> dict[str, Any]:
+        """The options that were given, and the seed."""
+        given = {name: value for name, value in asdict(options).items() if value is not None}
+        return given | {"seed": self.seed}
+
+    def train(self, task: Task, config: TaskModelConfig, options: _Small) -> None:
+        """Train a model on a task and say how good it is; `config`: where an option is not given."""
+        from theodolite_papers.training.tasks import train_task_model
+
+        config, console = replace(config, **self.settings(options)), _quiet_screen()
+        result = train_task_model(self.out, task, config, threads=self.threads, console=console)
+        _say(task.summary(result), self.out, self.as_json)
 
 
 RECORDS = ("training.json", "grid.json")
@@ -87,9 +97,12 @@ def embedded_command(*, options: _Steps, running: _Running) -> None:
     Example: theodolite train embedded --out mine --seed 0
     """
     with one_line_errors():
-        from theodolite_papers.training.command import train_embedded
+        from theodolite_papers.training.embedded import train_embedded_model
+        from theodolite_papers.training.models import EmbeddedConfig
 
-        running.train(train_embedded, options=options)
+        config, console = EmbeddedConfig(**running.settings(options)), _quiet_screen()
+        result = train_embedded_model(running.out, config=config, threads=running.threads, console=console)
+        _say(result.summary(), running.out, running.as_json)
 
 
 @training.command("characters")
@@ -107,9 +120,9 @@ def characters_command(
     Example: theodolite train characters --text shakespeare.txt --series --out shakespeare
     """
     with one_line_errors():
-        from theodolite_papers.training.command import train_characters
+        from theodolite_papers.training.tasks import PUBLISHED, Characters
 
-        running.train(train_characters, text, options=options)
+        running.train(Characters.of_file(text), PUBLISHED["characters"], options)
 
 
 @training.command("addition")
@@ -127,9 +140,10 @@ def addition_command(
     Example: theodolite train addition --digits 10 --positions rotary --series --out adder
     """
     with one_line_errors():
-        from theodolite_papers.training.command import train_addition
+        from theodolite.corpus.addition_task import parse_digits
+        from theodolite_papers.training.tasks import PUBLISHED, Additions
 
-        running.train(train_addition, digits, options=options)
+        running.train(Additions(parse_digits(digits)), PUBLISHED["addition"], options)
 
 
 @training.command("few-shot")
@@ -143,9 +157,9 @@ def few_shot_command(*, options: _FewShot, running: _Running) -> None:
     Example: theodolite train few-shot --out few-shot --seed 0
     """
     with one_line_errors():
-        from theodolite_papers.training.command import train_few_shot
+        from theodolite_papers.training.tasks import FEW_SHOT, FewShot
 
-        running.train(train_few_shot, options=options)
+        running.train(FewShot(), FEW_SHOT, options)
 
 
 @dataclass(frozen=True)
@@ -205,7 +219,7 @@ def locater_command(
     Example: theodolite train locater --text train.txt --held-out test.txt --out grid
     """
     with one_line_errors():
-        from theodolite_papers.localization.locater_grid import train_locater
+        from theodolite_papers.localization.locater_training import train_locater
 
         _say(train_locater(out, console=_quiet_screen(), **vars(options)), out, as_json)
 

@@ -7,8 +7,9 @@ import torch
 
 from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, dense, make
 from tests.attention.test_summary import dense_summary
-from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
+from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.attention.sinks import least_queries
 
 
 def tokens() -> torch.Tensor:

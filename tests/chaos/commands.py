@@ -32,10 +32,10 @@ from theodolite.cli.screen import one_line_errors
 from theodolite.passes.run import Workspace
 from theodolite.passes.survey import survey
 from theodolite.sinks.trace import trace_sinks
-from theodolite_papers.localization import locater_grid as grid
-from theodolite_papers.localization.grid_text import TextFiles
-from theodolite_papers.localization.locater_training import Recipe, Setting
-from theodolite_papers.training import task_models, tasks, training_loop
+from theodolite_papers.localization import locater_training as grid
+from theodolite_papers.localization.locater_training import Recipe, Setting, TextFiles
+from theodolite_papers.training import tasks
+from theodolite_papers.training.trainer import Trainer
 
 RIGHT, REFUSED = "right", "refused"
 WRONG = "wrong"
@@ -79,10 +79,10 @@ TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then
 
 def _train(root: Path, out: str = "out") -> object:
     """A training smaller than the command can make it."""
-    config = task_models.TaskModelConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4, series=True)
+    config = tasks.TaskModelConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4, series=True)
     config = replace(config, positions="learned")
     task = tasks.Characters.of_text(TEXT, length=32)
-    return task_models.train_task_model(root / out, task, config, threads=1, console=Console(quiet=True))
+    return tasks.train_task_model(root / out, task, config, threads=1, console=Console(quiet=True))
 
 
 def _train_grid(root: Path) -> None:
@@ -292,6 +292,6 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "pages": _by("reproduce another"),
     "trained": _by("train, trained"),
     "half": _interrupted("survey, resumed", Workspace, "save_progress"),
-    "begun": _interrupted("train, begun", training_loop, "save_checkpoint"),
+    "begun": _interrupted("train, begun", Trainer, "save"),
 }
 """What writes each kind of file, by the name that it begins with; the model and the text are always there."""

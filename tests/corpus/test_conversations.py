@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.checkpoints import byte_tokenizer
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.documents import Columns
-from theodolite.corpus.named import make_corpus
-from theodolite.corpus.streams import make_stream
+from theodolite.corpus.named import make_corpus, make_stream
 from theodolite.errors import UsageError
 
 TEMPLATE = (

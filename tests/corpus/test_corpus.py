@@ -20,15 +20,14 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 from tests.checkpoints import byte_tokenizer
 from theodolite.corpus import corpus as module
-from theodolite.corpus import cutting, hub_dataset
+from theodolite.corpus import cutting, documents
 from theodolite.corpus.addition_task import CHARACTERS
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.documents import Columns
-from theodolite.corpus.named import make_corpus
+from theodolite.corpus.named import make_corpus, make_stream
 from theodolite.corpus.sampling import Choice, choose
-from theodolite.corpus.streams import make_stream
 from theodolite.errors import UsageError
-from theodolite_papers.training.task_models import character_tokenizer
+from theodolite_papers.training.tasks import character_tokenizer
 
 WORDS = [chr(ord("a") + index) for index in range(26)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -76,9 +75,9 @@ def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[
 def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the rows that are read of a data set, one after the other."""
     read: list[int] = []
-    document_of_row = hub_dataset.document_of_row
+    document_of_row = documents.document_of_row
     monkeypatch.setattr(
-        hub_dataset, "document_of_row", lambda *of: (read.append(of[-1]), document_of_row(*of))[1]
+        documents, "document_of_row", lambda *of: (read.append(of[-1]), document_of_row(*of))[1]
     )
     return read
 
@@ -147,7 +146,7 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch, plain, kind):
 def words_with_merges() -> PreTrainedTokenizerFast:
     """A byte-level BPE with merges over spaces and letters, whose words must not be cut."""
     from theodolite.corpus.documents import Document
-    from theodolite_papers.training.embedded_text import Source, train_tokenizer
+    from theodolite_papers.training.embedded import Source, train_tokenizer
 
     text = "aab bba  ab\n ba\n\n abab bbbb aaaa  b a " * 20
     return PreTrainedTokenizerFast(
@@ -263,7 +262,7 @@ def test_python_docs_are_the_topics(plain: PreTrainedTokenizerFast) -> None:
 
 
 def test_stdlib_code_is_source(plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    from theodolite.corpus.documents import stdlib_sources
+    from theodolite.corpus.python_texts import stdlib_sources
 
     first = next(document for document in stdlib_sources() if len(document.text) > 2000)
     monkeypatch.setattr(module, "stdlib_sources", lambda: [first])

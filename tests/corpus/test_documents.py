@@ -12,16 +12,9 @@ import pandas as pd
 import pytest
 
 from theodolite.corpus import documents as texts
-from theodolite.corpus.documents import (
-    Columns,
-    Document,
-    docstrings,
-    joined_articles,
-    python_topics,
-    read_path,
-    stdlib_docstrings,
-    stdlib_sources,
-)
+from theodolite.corpus import python_texts
+from theodolite.corpus.documents import Columns, Document, joined_articles, read_path
+from theodolite.corpus.python_texts import docstrings, python_topics, stdlib_docstrings, stdlib_sources
 from theodolite.errors import UsageError
 
 
@@ -39,7 +32,7 @@ def test_stdlib_sources_are_the_interpreter_s_own_files_without_tests() -> None:
 
 
 def test_docstrings_are_those_that_inspect_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "stdlib_files", lambda: [Path(textwrap.__file__)])
+    monkeypatch.setattr(python_texts, "stdlib_files", lambda: [Path(textwrap.__file__)])
     prose = {document.label: document.text for document in stdlib_docstrings()}["textwrap.py"]
     shown = (textwrap, textwrap.TextWrapper, textwrap.TextWrapper.fill, textwrap.wrap, textwrap.dedent)
     places = [prose.index(inspect.getdoc(thing) or "?") for thing in shown]

@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoints import byte_tokenizer
 from theodolite.corpus.few_shot_task import LETTERS, RULES, Prompts, Rules, prompt_ids
 from theodolite.errors import UsageError
-from theodolite_papers.training.task_models import character_tokenizer
+from theodolite_papers.training.tasks import character_tokenizer
 
 TINY = Rules(attributes=(0.7, 0.3), values=2, usual=0.2, shots=2, fillers=2)
 

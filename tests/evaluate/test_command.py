@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from tests.calls import call as called
-from theodolite.corpus.named import make_corpus
-from theodolite.corpus.streams import make_stream
+from theodolite.corpus.named import make_corpus, make_stream
 from theodolite.errors import UsageError
 from theodolite.evaluate import command
 from theodolite.evaluate.command import parse_shots, tables

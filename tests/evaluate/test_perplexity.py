@@ -15,7 +15,7 @@ from tests.passes.test_end_tokens import word_piece
 from tests.slow import slow_but
 from theodolite import open_model
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.documents import HELD_OUT_TOPICS, python_topics
+from theodolite.corpus.python_texts import HELD_OUT_TOPICS, python_topics
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import Perplexity, perplexity, perplexity_scores
 from theodolite.models.token_texts import token_bytes

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.accumulate.test_catches import random_catches, sums_of_squares
-from theodolite.accumulate.catches import Catches
+from tests.attention.test_catches import random_catches, sums_of_squares
 from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
+from theodolite.attention.catches import Catches
 from theodolite.measure.ratios import difference, ratio
 from theodolite.measure.tags import Written, traced_heads, traces, written
 

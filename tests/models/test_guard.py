@@ -22,7 +22,7 @@ from tests.chaos.settings import OTHERS, STATES, seen, set_to
 from tests.chaos.states import in_threads
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite.models.guard import between_passes, guarded
+from theodolite.models.guard import between_passes, guarded, measures
 from theodolite.models.stored.lazy_weights import open_weights
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
@@ -213,3 +213,36 @@ def test_a_pass_that_was_made_in_inference_mode_goes_on_outside_of_it(opened):
         totals.append(total.state())
     assert totals[0].keys() == totals[1].keys()
     assert all(torch.equal(totals[0][name], totals[1][name]) for name in totals[0])
+
+
+def test_the_model_that_is_measured_is_the_one_that_the_call_names(opened):
+    """Oracle: the modules' own flags; another model, before it among the arguments, is left alone."""
+    first, second = opened("gpt2"), opened("llama3")
+
+    class Holder:
+        model = second
+
+        @measures("self.model")
+        def modes(self, other: Any) -> tuple[bool, bool]:
+            return other.hf.training, self.model.hf.training
+
+    @measures("model")
+    def modes(other: Any, model: Any = None) -> tuple[bool, bool]:
+        return other.hf.training, model is not None and model.hf.training
+
+    first.hf.train()
+    second.hf.train()
+    try:
+        for call in (
+            lambda: modes(first, second),
+            lambda: modes(first, model=second),
+            lambda: Holder().modes(first),
+        ):
+            assert call() == (True, False)
+        assert modes(first) == (True, False)  # none is given: the function itself says so
+        assert second.hf.training
+    finally:
+        first.hf.eval()
+        second.hf.eval()
+    with pytest.raises(ValueError, match="'corpus' is not in list"):
+        measures("corpus")(modes)

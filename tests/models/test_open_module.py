@@ -29,7 +29,7 @@ from tests.models.modules import (
     token_ids,
 )
 from theodolite import Corpus, find_outliers, open_model, open_module, survey, trace_sinks
-from theodolite.corpus.transformed_images import TransformedImages
+from theodolite.corpus.images import TransformedImages
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import next_token_losses
 from theodolite.models import image_reader

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import theodolite
-from theodolite.corpus.documents import python_topics
+from theodolite.corpus.python_texts import python_topics
 from theodolite.models import open_weights
 from theodolite.system import embedded
 from theodolite_papers.training.models import EmbeddedConfig, embedded_model

@@ -26,14 +26,8 @@ from theodolite.accumulate.sums import (
     placed,
 )
 from theodolite.attention.inputs import BLOCK, AttentionInputs
-from theodolite.attention.summary import (
-    SINK_THRESHOLD,
-    AttentionSummary,
-    last_query,
-    least_queries,
-    summarise,
-    weights_at,
-)
+from theodolite.attention.sinks import ReceivedAttention
+from theodolite.attention.summary import AttentionSummary, last_query, summarise, weights_at
 from theodolite.theory.singular import largest_singular_value
 
 SCORES = ("previous", "same")
@@ -124,21 +118,19 @@ class AttentionStatistics(LayerSums):
         batch, heads, length, _ = inputs.query.shape
         value, device = inputs.value, inputs.value.device
         output = value.new_empty(batch, length, heads, value.shape[-1])
-        seen_by = inputs.visible_queries()
-        enough = seen_by - 1 >= least_queries(length)
 
         def work(part: slice) -> dict[str, Tensor]:
             return _statistics(inputs.of_contexts(part), tokens, part, output[part], self.trailing)
 
         parts = each_part(work, batch, device)
-        received = torch.cat([sums.pop("received") for sums in parts]) / seen_by.clamp_min(1)
+        received = ReceivedAttention.of(inputs, torch.cat([sums.pop("received") for sums in parts]))
         for sums in parts:
             self._between(layer, sums["squared_lengths"], sums["squared_entropy"])
             for name, sum_ in sums.items():
                 self.add(name, layer, sum_)
-        self.add("received", layer, received.sum(dim=0))
-        self._sinks(layer, (received > SINK_THRESHOLD) & enough, tokens.ids)
-        self._examples(layer, received * enough, first_context)
+        self.add("received", layer, received.mean.sum(dim=0))
+        self._sinks(layer, received.sinks, tokens.ids)
+        self._examples(layer, received.mean * received.candidate, first_context)
         self.add("visible_keys", layer, inputs.visible_keys().amax(dim=(0, 1)))
         return output
 

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.accumulate.keyed import KeyedSums
 from theodolite.accumulate.sums import PAIRS, State, joined, pair_sums, part_of
+from theodolite.attention.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.corpus.groups import GROUPS, Groups
 
 FIRST, LATER, COLUMN, STRETCH = 0, 1, 2, 3

@@ -6,7 +6,6 @@ Triton kernels of `triton.py` where they can do what is asked for. Nothing here 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,16 +16,9 @@ from torch import Tensor
 from theodolite.attention import triton as attention_triton
 from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
 from theodolite.attention.piecewise import empirical_propagation
+from theodolite.attention.sinks import ReceivedAttention
 from theodolite.errors import UsageError
 from theodolite.system.threads import parallel_map
-
-SINK_THRESHOLD = 0.3
-"""ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
-
-
-def least_queries(length: int) -> int:
-    """How many other queries must see a key before it can count as a sink."""
-    return min(16, math.ceil(length / 4))
 
 
 @dataclass(frozen=True)
@@ -54,13 +46,12 @@ class AttentionSummary:
     @property
     def received(self) -> Float64[Tensor, "batch heads keys"]:
         """Mean attention that each key gets from the queries that see it."""
-        return self.mass / self.inputs.visible_queries().clamp_min(1)
+        return ReceivedAttention.of(self.inputs, self.mass).mean
 
     @property
     def sinks(self) -> Bool[Tensor, "batch heads keys"]:
-        """Which keys receive more than `SINK_THRESHOLD` of at least `least_queries` queries beside their own."""
-        enough = self.inputs.visible_queries() - 1 >= least_queries(self.inputs.query.shape[2])
-        return (self.received > SINK_THRESHOLD) & enough
+        """Which keys are attention sinks."""
+        return ReceivedAttention.of(self.inputs, self.mass).sinks
 
     @property
     def propagates(self) -> Bool[Tensor, "batch heads keys"]:

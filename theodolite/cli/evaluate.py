@@ -141,7 +141,7 @@ def evaluate_command(
             model = opening.open(name)
             described.append(describe_model(model)["model"])
             corpus = read.read(model, stopped, stream=stride is not None) if reads else None
-            scores += evaluate(model, corpus, asked, answers, partial(progress, stopped=stopped), stopped)
+            scores += evaluate(model, corpus, asked, answers, partial(progress, stopped=stopped))
             del model  # before the next one is opened
         _finish(scores, {"versions": versions(), "models": described}, as_json)
 

@@ -268,7 +268,7 @@ class Text:
             UsageError: the model has no tokenizer or image processor, or the text gives no context.
             KeyboardInterrupt: `stopped()` is true.
         """
-        from theodolite.corpus.streams import make_stream
+        from theodolite.corpus.named import make_stream
         from theodolite.models import image_reader
 
         of_images = model.vocabulary is None

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.catches import Catches, attend_and_catch
-from theodolite.accumulate.sums import State, each_part
+from theodolite.accumulate.sums import State
+from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, statuses
 from theodolite.corpus.corpus import Corpus
@@ -112,8 +112,13 @@ class OutputsPass(CorpusPass):
         refuse_nonfinite_stream(layer, hidden)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Compute one layer's attention, and keep what its heads write at the chosen tokens."""
-        output = self._attend(layer, inputs)
+        """Compute one layer's attention; keep where its sinks are and what its heads write at the chosen tokens."""
+        output, contexts = attend_and_catch(inputs)
+        for place, catches in enumerate(contexts):
+            position, head = catches.position.cpu(), catches.head.cpu()
+            context, of_layer = (torch.full_like(head, value) for value in (self._first + place, layer))
+            places = torch.stack([context, of_layer, head, position], dim=1)
+            self._places.append(places[position >= 0])
         chosen = ((self._context >= self._first) & (self._context < self._last)).nonzero().squeeze(1)
         rows = output[self._context[chosen] - self._first, self._position[chosen]].double()
         heads, width = rows.shape[1:]  # of other layers they may be more, or wider
@@ -121,21 +126,6 @@ class OutputsPass(CorpusPass):
         written = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
         self._written[layer, :heads][:, chosen] = written
         return output
-
-    def _attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Attention of every context, noting where its sinks are."""
-
-        def work(part: slice) -> tuple[Tensor, Catches]:
-            return attend_and_catch(inputs.of_contexts(part))
-
-        outputs = []
-        for place, (output, catches) in enumerate(each_part(work, len(inputs.value), torch.device("cpu"))):
-            outputs.append(output)
-            position, head = catches.position.cpu(), catches.head.cpu()
-            context, of_layer = (torch.full_like(head, value) for value in (self._first + place, layer))
-            places = torch.stack([context, of_layer, head, position], dim=1)
-            self._places.append(places[position >= 0])
-        return torch.cat(outputs)
 
     def forward(self, ids: Tensor) -> None:
         """Run the model, with its head where it predicts next tokens."""
@@ -154,7 +144,7 @@ def _directions(width: int) -> Float[Tensor, "width directions"]:
     return torch.randn(width, DIRECTIONS, generator=generator, dtype=torch.float64) / DIRECTIONS**0.5
 
 
-@measures
+@measures("model")
 def read_outputs(
     model: OpenModel,
     corpus: Corpus,

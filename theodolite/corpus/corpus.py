@@ -1,8 +1,7 @@
-"""From text to a corpus: non-overlapping contexts with labels, a hash and a seed; or from images.
+"""Make a corpus of a text or of images: non-overlapping contexts with labels, a hash and a seed.
 
-Everything that a survey reads comes through `Corpus`, wherever the text was. This module tokenizes and cuts;
-it does not find text (`documents.py` does) or images (`pictures.py`), knows no model, and imports no model library: a
-tokenizer is anything that behaves like those of `transformers`.
+Everything that a survey reads comes through `Corpus`. `documents.py` finds and reads texts, `pictures.py` images;
+`cutting.py` cuts and `sampling.py` chooses. A tokenizer is anything that behaves like those of `transformers`.
 """
 
 from __future__ import annotations
@@ -19,25 +18,23 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.building import left_out, numbered, of_documents, of_images, of_rows, one_each
+from theodolite.corpus.cutting import Cutter
 from theodolite.corpus.documents import (
-    HELD_OUT_TOPICS,
     Columns,
     Document,
+    joined_articles,
     printable,
-    python_topics,
     read_path,
-    stdlib_sources,
+    streamed_rows,
 )
-from theodolite.corpus.hub_dataset import streamed_documents
-from theodolite.corpus.images import ImageReader, Images, refuse_length
+from theodolite.corpus.images import ImageReader, Images, choose_images, refuse_length
 from theodolite.corpus.patches import PatchGrid
-from theodolite.corpus.pictures import pictures_at, pictures_of_dataset
-from theodolite.corpus.ragged import NO_TOKEN, contexts_of_rows, runs
-from theodolite.corpus.random_tokens import drawable_ids
-from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length
+from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
+from theodolite.corpus.python_texts import held_out_topics, python_topics, stdlib_sources
+from theodolite.corpus.ragged import NO_TOKEN, contexts_of_rows, padded, read_order, runs
+from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, RANDOM
-from theodolite.corpus.special_tokens import Tokenizer
+from theodolite.corpus.special_tokens import Tokenizer, drawable_ids
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -173,24 +170,14 @@ class Corpus:
         """
         columns = Columns(text_column, label_column, label_rows, tokenizer)
         choice = Choice(contexts, seed, per_label, label_rows)
+        name = printable(path)
         if isinstance(tokenizer, ImageReader):
             refuse_length(length)
             pictures, passed_over = pictures_at(path, columns)
-            selection = {"files_passed_over": passed_over} if passed_over else {}
-            return of_images(
-                cls,
-                printable(path),
-                pictures,
-                tokenizer,
-                choice,
-                columns.described() | selection,
-                show_tokens,
-            )
-        if length is None:
-            raise UsageError("text is cut into contexts of equal length: give a length in tokens")
-        documents = read_path(path, columns)
-        read = (documents, tokenizer, length, choice, columns.described(), show_tokens)
-        return of_documents(cls, printable(path), *read, pack=pack)
+            selection = columns.described() | ({"files_passed_over": passed_over} if passed_over else {})
+            return cls._of_images(name, pictures, tokenizer, choice, selection, show_tokens)
+        read = (read_path(path, columns), tokenizer, length, choice, pack)
+        return cls._of_documents(name, *read, columns.described(), show_tokens)
 
     @classmethod
     def from_texts(
@@ -209,9 +196,9 @@ class Corpus:
         if isinstance(texts, str):
             raise UsageError("texts is one string; give a list of texts.")
         texts = list(texts)
-        documents = list(map(Document, texts, one_each(labels, len(texts), "text")))
-        return of_documents(
-            cls, "texts", documents, tokenizer, length, Choice(contexts, seed, per_label), pack=pack
+        documents = list(map(Document, texts, _one_each(labels, len(texts), "text")))
+        return cls._of_documents(
+            "texts", documents, tokenizer, length, Choice(contexts, seed, per_label), pack
         )
 
     @classmethod
@@ -245,13 +232,11 @@ class Corpus:
         choice = Choice(contexts, seed, per_label, label_rows, streamed=True)
         if isinstance(tokenizer, ImageReader):
             refuse_length(length)
-            pictures = pictures_of_dataset(name, config, split, columns)
-            return of_images(cls, name, pictures, tokenizer, choice, columns.described(), show_tokens)
-        if length is None:
-            raise UsageError("text is cut into contexts of equal length: give a length in tokens")
-        documents = streamed_documents(name, config, split, columns)
-        read = (documents, tokenizer, length, choice, columns.described(), show_tokens)
-        return of_documents(cls, name, *read, pack=pack)
+            images = pictures_of_dataset(name, config, split, columns)
+            return cls._of_images(name, images, tokenizer, choice, columns.described(), show_tokens)
+        documents = joined_articles(streamed_rows(name, config, split, columns))
+        read = (documents, tokenizer, length, choice, pack)
+        return cls._of_documents(name, *read, columns.described(), show_tokens)
 
     @classmethod
     def python_docs(
@@ -270,11 +255,8 @@ class Corpus:
         The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
         that short ones are packed: about 30 kB.
         """
-        choice = Choice(contexts, seed, per_label)
-        if not held_out:
-            return of_documents(cls, DOCS, python_topics(), tokenizer, length, choice, pack=pack)
-        unread = [Document(topic.text, None) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
-        return of_documents(cls, HELD_OUT, unread, tokenizer, length, choice, pack=pack)
+        name, topics = (HELD_OUT, held_out_topics()) if held_out else (DOCS, python_topics())
+        return cls._of_documents(name, topics, tokenizer, length, Choice(contexts, seed, per_label), pack)
 
     @classmethod
     def stdlib_code(
@@ -289,7 +271,7 @@ class Corpus:
     ) -> Corpus:
         """Source code of the running interpreter's standard library, with files as labels."""
         choice = Choice(contexts, seed, per_label)
-        return of_documents(cls, CODE, stdlib_sources(), tokenizer, length, choice, pack=pack)
+        return cls._of_documents(CODE, stdlib_sources(), tokenizer, length, choice, pack)
 
     @classmethod
     def random_tokens(
@@ -311,7 +293,7 @@ class Corpus:
         ids, frame = drawable_ids(vocabulary, length, below)
         body = length - len(frame.before) - len(frame.after)
         rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
-        return cls(RANDOM, rows, *numbered([None] * contexts), seed)
+        return cls.unlabelled(RANDOM, rows, seed)
 
     @classmethod
     def from_ids(
@@ -346,11 +328,93 @@ class Corpus:
             raise UsageError(f"token ids of shape {tuple(ids.shape)}: give whole numbers (rows, positions)")
         # A copy: what the caller does to the tensor later is not what was read.
         ids = ids.detach().to("cpu", torch.int64, copy=True)
-        labels_of_rows = one_each(labels, len(ids), "row")
+        labels_of_rows = _one_each(labels, len(ids), "row")
         if attention_mask is None and position_ids is None:
-            return cls("token ids", ids, *numbered(labels_of_rows), seed)
+            return cls("token ids", ids, *_numbered(labels_of_rows), seed)
         contexts, of_row, short = contexts_of_rows(ids, attention_mask, position_ids)
         if not contexts:
             raise UsageError(f"no context has {LEAST_LENGTH} tokens or more: nothing can be measured")
-        own = [labels_of_rows[row] for row in of_row]
-        return of_rows(cls, "token ids", contexts, own, seed, left_out(short))
+        of_contexts = [labels_of_rows[row] for row in of_row]
+        return cls._of_rows("token ids", contexts, of_contexts, seed, {"too_short": short} if short else {})
+
+    @classmethod
+    def unlabelled(cls, name: str, ids: Int[Tensor, "contexts length"], seed: int) -> Corpus:
+        """Contexts of one length as they are, without labels."""
+        return cls(name, ids, *_numbered([None] * len(ids)), seed)
+
+    @classmethod
+    def _of_documents(
+        cls,
+        name: str,
+        documents: Iterable[Document],
+        tokenizer: Tokenizer,
+        length: int | None,
+        choice: Choice,
+        pack: bool,
+        selection: dict[str, Any] | None = None,
+        show_tokens: ShowTokens = lambda tokens: None,
+    ) -> Corpus:
+        """Cut documents and choose contexts; `selection` is what is known of it beforehand."""
+        if length is None:
+            raise UsageError("text is cut into contexts of equal length: give a length in tokens")
+        cutter = Cutter(tokenizer, length, choice, pack, show_tokens)
+        sample = choose(cutter.cut(documents), choice)
+        if not sample.bodies:
+            raise cutter.nothing_chosen(name, sample)
+        selection = (selection or {}) | ({"too_short": cutter.too_short} if cutter.too_short else {})
+        if cutter.stopped:
+            selection |= {"tokens_read": cutter.tokens}
+        labels = [label for label, _ in sample.bodies]
+        return cls._of_rows(
+            name, cutter.rows(sample), labels, choice.seed, selection | sample.balance(choice)
+        )
+
+    @classmethod
+    def _of_rows(
+        cls,
+        name: str,
+        rows: Sequence[Int[Tensor, " tokens"]],
+        labels: Sequence[str | None],
+        seed: int,
+        selection: dict[str, Any],
+    ) -> Corpus:
+        """Contexts that may be of unlike lengths, in the order in which they are read."""
+        contexts, lengths = padded(rows)
+        numbers, names = _numbered(labels)
+        if lengths is not None:
+            order = read_order(lengths)
+            contexts, numbers, lengths = contexts[order], numbers[order], lengths[order]
+        return cls(name, contexts, numbers, names, seed, selection, lengths=lengths)
+
+    @classmethod
+    def _of_images(
+        cls,
+        name: str,
+        pictures: Iterable[Picture],
+        reader: ImageReader,
+        choice: Choice,
+        selection: dict[str, Any],
+        show_images: ShowTokens,
+    ) -> Corpus:
+        """Choose pictures, and read what was chosen."""
+        images, sample = choose_images(name, pictures, reader, choice, show_images)
+        contexts = torch.arange(images.grid.length).expand(len(images.pictures), -1)
+        labels, names = _numbered([picture.label for picture in images.pictures])
+        return cls(name, contexts, labels, names, choice.seed, selection | sample.balance(choice), images)
+
+
+def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:
+    """Each label's number, −1 for None, and the labels in the order of their first appearance."""
+    names = list(dict.fromkeys(label for label in labels if label is not None))
+    index = {label: position for position, label in enumerate(names)}
+    return torch.tensor([-1 if label is None else index[label] for label in labels], device="cpu"), names
+
+
+def _one_each(labels: Sequence[str] | None, count: int, noun: str) -> Sequence[str | None]:
+    """The labels, one for each of `count` things called `noun`; None: no labels."""
+    if labels is None:
+        return [None] * count
+    if len(labels) != count:
+        raise UsageError(f"There are {count} {noun}s and {len(labels)} labels; give each {noun} one label.")
+    values = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else labels
+    return [None if label is None else str(label) for label in values]

@@ -1,13 +1,19 @@
-"""From documents to the tokens of contexts: tokenized chunk by chunk, cut or packed, and no further than needed."""
+"""Cut documents into the tokens of contexts: tokenized chunk by chunk, cut or packed, and no further than needed."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
-from theodolite.corpus.documents import Document
-from theodolite.corpus.special_tokens import Tokenizer, refuse_growth
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.corpus.documents import Document, printable
+from theodolite.corpus.sampling import LEAST_LENGTH, READ_AHEAD, Choice, Sample, check_length
+from theodolite.corpus.special_tokens import Tokenizer, frame_of, refuse_growth
+from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
@@ -15,31 +21,42 @@ BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white spac
 READ_TOKENS = 1 << 22  # of a text that has given enough contexts; some 16 MB, read in seconds
 
 
-@dataclass
 class Cutter:
-    """Cuts documents into the bodies of contexts, and remembers the longest text that did not fill one."""
+    """Cuts documents into the bodies of contexts, and remembers what it read and left out.
 
-    tokenizer: Tokenizer
-    body: int  # tokens of a context without those around it
-    between: list[int]
-    packs: bool = True  # short documents of a label together; not where every document has a label of its own
-    least: int | None = (
-        None  # tokens of a context, where short documents and remainders are some; None: dropped
-    )
-    enough: int | None = None  # contexts after which no more than `READ_TOKENS` are read; None: all are
-    show_tokens: ShowTokens = lambda tokens: None
-    longest: int = 0
-    too_short: int = 0
-    cuts: int = 0
-    tokens: int = 0
-    stopped: bool = False
-    short: dict[str | None, list[int]] = field(default_factory=dict)
+    Args:
+        length: tokens of a context, with those that the tokenizer puts around it.
+        choice: of contexts; where it says how many, no more than `READ_TOKENS` are read after enough of them.
+        pack: short documents of a label together, but where each row has a label of its own; without, short documents
+            and remainders are contexts of their own length.
+        show_tokens: is told how many tokens were read so far.
+
+    Raises:
+        UsageError: a length or a choice that cannot be, or a tokenizer whose special tokens fill a context.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, length: int, choice: Choice, pack: bool, show_tokens: ShowTokens
+    ) -> None:
+        check_length(length)
+        choice.check()
+        self.tokenizer, self.length, self.choice = tokenizer, length, choice
+        self.pack, self.show_tokens = pack, show_tokens
+        self.frame = frame_of(tokenizer, length)
+        self.around = len(self.frame.before) + len(self.frame.after)
+        self.body = length - self.around
+        self.least = max(1, LEAST_LENGTH - self.around)
+        counted = choice.contexts is not None and choice.per_label is None
+        self.enough = READ_AHEAD * choice.contexts if counted and choice.contexts else None
+        self.short: dict[str | None, list[int]] = {}
+        self.longest = self.too_short = self.cuts = self.tokens = 0
+        self.stopped = False
 
     def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, list[int]]]:
         """The label and the tokens of each context, in the order of reading."""
         for document in documents:
+            label, full = document.label, False
             pending: list[int] = []
-            full = False
             for ids in encode(self.tokenizer, document.text):
                 if self.enough is not None and self.cuts >= self.enough and self.tokens >= READ_TOKENS:
                     self.stopped = True
@@ -49,29 +66,58 @@ class Cutter:
                 pending += ids
                 whole = len(pending) // self.body * self.body
                 for begin in range(0, whole, self.body):
-                    self.cuts += 1
-                    yield document.label, pending[begin : begin + self.body]
+                    yield self._counted(label, pending[begin : begin + self.body])
                 pending, full = pending[whole:], full or whole > 0
-            if self.least is not None and pending:
-                if len(pending) >= self.least:
-                    self.cuts += 1
-                    yield document.label, pending
-                else:
-                    self.too_short += 1
-                    self.longest = max(self.longest, len(pending))
-                continue
-            if full or not pending:
-                continue
-            if not self.packs:
+            if not self.pack and len(pending) >= self.least:
+                yield self._counted(label, pending)
+            elif not self.pack and pending:
+                self.too_short += 1
                 self.longest = max(self.longest, len(pending))
-                continue
-            packed = self.short.setdefault(document.label, [])
-            packed += self.between + pending if packed else pending
-            self.longest = max(self.longest, len(packed))
-            if len(packed) >= self.body:
-                self.cuts += 1
-                yield document.label, packed[: self.body]
-                self.short[document.label] = packed[self.body :]
+            elif pending and not full:
+                if not self.choice.rows:
+                    pending = self._packed(label, pending)
+                self.longest = max(self.longest, len(pending))
+                if len(pending) >= self.body:
+                    yield self._counted(label, pending[: self.body])
+                    self.short[label] = pending[self.body :]
+
+    def _packed(self, label: str | None, ids: list[int]) -> list[int]:
+        """A short document behind the other ones of its label."""
+        packed = self.short.setdefault(label, [])
+        packed += self.frame.between + ids if packed else ids
+        return packed
+
+    def _counted(self, label: str | None, ids: list[int]) -> tuple[str | None, list[int]]:
+        self.cuts += 1
+        return label, ids
+
+    def rows(self, sample: Sample) -> list[Int[Tensor, " tokens"]]:
+        """The chosen contexts with what the tokenizer puts around each."""
+        before, after = self.frame.before, self.frame.after
+        return [
+            torch.from_numpy(np.concatenate([before, body, after]).astype(np.int64))
+            for _, body in sample.bodies
+        ]
+
+    def nothing_chosen(self, name: str, sample: Sample) -> UsageError:
+        """Why no context was chosen, and what to do."""
+        if self.cuts and sample.too_short:
+            count, label = sample.longest
+            return UsageError(
+                f"no label of {name} has {self.choice.per_label} contexts of {self.length} tokens: "
+                f"'{printable(label)}' has the most, {count}; use a smaller --per-label or --length"
+            )
+        if self.cuts:
+            return UsageError(
+                f"{name} has no labels: leave out --per-label, or give a folder of files or a table with a "
+                "--label-column"
+            )
+        if not self.longest:
+            return UsageError(f"{name} holds no text; give a text of at least {self.length} tokens.")
+        return UsageError(
+            f"{name} is shorter than one context of {self.length} tokens: its longest text has "
+            f"{self.longest + self.around}; use a smaller --length or a longer text."
+        )
 
 
 def encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:

@@ -1,49 +1,29 @@
-"""Where text comes from: the Python documentation, the standard library's source, files and folders.
+"""Read documents: from files and folders, from data sets of the hub, and from conversations.
 
-Readers turn a place into `Document`s: whole texts with the label they belong to. They know nothing of tokens,
-models or contexts (`corpus.py` cuts those), and read each file once, in sorted order, so that the same place
-gives the same documents in the same order on every machine.
+A reader of files yields a `Document` of each text. To add a kind of file, write one and name it in `TEXTS`, or in
+`TABLES` where rows have columns. Files are read in sorted order, so that the same place gives the same documents
+everywhere. Nothing here knows of tokens, models or contexts.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
 import io
 import json
-import os
 import re
-import sysconfig
-import tokenize
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from theodolite.corpus.conversations import as_text
 from theodolite.errors import UsageError, first_line
 
 LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts, where none is named
 
-# Not prose and not hand-written code: tests, other packages, generated tables (`encodings` holds one of 256
-# lines for each code page), and `pydoc_data`, whose one module is the text of `python_topics` itself.
-STDLIB_LEFT_OUT = frozenset(
-    [
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idle_test",
-        "idlelib",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
-    ]
-)
-
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Of ShareGPT's rows, `{"from": "human", "value": …}`: what templates call them."""
 
 ARTICLE_TITLE = re.compile(r" = (?!= )(\S.*) = ?\n?")
 """A line of WikiText that opens an article, ` = Title = `; ` = = Section = = ` opens a section of one."""
@@ -86,13 +66,15 @@ class Columns:
         column = {} if self.label is None else {"label_column": self.label}
         return column | ({"label_rows": True} if self.rows else {})
 
+    @property
+    def of_labels(self) -> list[str]:
+        """The columns in which a label is looked for."""
+        if self.label is not None:
+            return [self.label]
+        return [] if self.rows else [name for name in LABEL_COLUMNS if name != self.text]
+
 
 TEXT_COLUMN = Columns()
-
-
-def printable(path: str | Path) -> str:
-    """A path as a text that can be written: the names of files may be any bytes."""
-    return str(path).encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)
@@ -103,78 +85,18 @@ class Document:
     label: str | None = None
 
 
-def python_topics() -> list[Document]:
-    """The language reference that every CPython carries (`pydoc_data.topics`), one document a topic."""
-    from pydoc_data.topics import topics
-
-    return [Document(topics[name], name) for name in sorted(topics)]
-
-
-HELD_OUT_TOPICS = ("bltin-type-objects", "continue", "objects", "return", "string-methods")
-"""Topics that the embedded model was not trained on, nor on text that shares a paragraph with them."""
-
-
-def stdlib_files() -> list[Path]:
-    """Python files of the running interpreter's standard library, sorted by path relative to it.
-
-    Tests, installed packages, generated tables (`STDLIB_LEFT_OUT`) and the build settings of this machine
-    (`config-*`, `_sysconfigdata*`) are left out.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if name not in STDLIB_LEFT_OUT and not name.startswith("config-")
-        ]
-        files += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
-
-
-def stdlib_sources() -> Iterator[Document]:
-    """Source files of the standard library, each a document labelled with its path (`json/decoder.py`)."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in stdlib_files():
-        with tokenize.open(path) as file:  # honours the file's own coding line
-            text = file.read()
-        if text.strip():
-            yield Document(text, path.relative_to(root).as_posix())
-
-
-def docstrings(source: str) -> str:
-    """The docstrings of a module, its classes and functions in reading order, with blank lines between.
-
-    Source that this interpreter cannot parse has none.
-    """
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the files read are not ours to report
-            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-    except SyntaxError:
-        return ""
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    texts = (ast.get_docstring(node, clean=False) for node in nodes)
-    return "\n\n".join(inspect.cleandoc(text) for text in texts if text)
-
-
-def stdlib_docstrings() -> Iterator[Document]:
-    """The docstrings of each file of `stdlib_sources`, as one document of prose with the same label."""
-    for document in stdlib_sources():
-        if text := docstrings(document.text):
-            yield Document(text + "\n", document.label)
+def printable(path: str | Path) -> str:
+    """A path as a text that can be written: the names of files may be any bytes."""
+    return str(path).encode("utf-8", "backslashreplace").decode()
 
 
 def read_path(path: str | Path, columns: Columns = TEXT_COLUMN) -> Iterator[Document]:
     """Documents of a file, or of every readable file of a folder and its subfolders in sorted order.
 
-    `.txt` and `.md` files are one document each; `.jsonl` and `.parquet` files give one a row (`Columns`). A text in
-    WikiText's format (at least two lines of title), and rows that are its lines, give one an article
-    (`joined_articles`). A document's label is its row's where the table has labels, or its article's title, otherwise
-    its file's path relative to the folder. In a folder, hidden files, empty files and other suffixes are passed over.
+    Files of `TEXTS` are one document each, those of `TABLES` give one a row (`Columns`). A text in WikiText's format
+    (at least two lines of title), and rows that are its lines, give one an article (`joined_articles`). A document's
+    label is its row's where the table has labels, or its article's title, otherwise its file's path relative to the
+    folder. In a folder, hidden files, empty files and other suffixes are passed over.
 
     Raises `UsageError` for a path that is missing or of another suffix, for a file that is empty or not UTF-8
     text, and for rows without the text column or the label column asked for.
@@ -184,7 +106,7 @@ def read_path(path: str | Path, columns: Columns = TEXT_COLUMN) -> Iterator[Docu
         label = printable(file.relative_to(path).as_posix() if path.is_dir() else file.name)
         row_of = f"{label} " if path.is_dir() and columns.rows else ""
         try:
-            for document in joined_articles(READERS[file.suffix.lower()](file, columns)):
+            for document in joined_articles(documents_of(file, columns)):
                 yield Document(document.text, row_of + document.label if document.label else label)
         except EmptyFileError:
             if not path.is_dir():
@@ -199,59 +121,126 @@ def files_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> list[Path]:
     """The files that `read_path` reads, in order, none of them opened; `UsageError` where there is none."""
     path = Path(path)
     if path.is_dir():
-        files = sorted(
-            (file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file()),
-            key=lambda file: file.relative_to(path).as_posix(),
-        )
-        readable = [f for f in files if not any(part.startswith(".") for part in f.relative_to(path).parts)]
-        if not readable:
-            raise UsageError(f"{path} holds no file of {SUFFIXES}; give another folder.")
+        files = [file for file in files_of_folder(path) if kind_of(file) in READERS]
+        if not files:
+            raise UsageError(f"{path} holds no file of {' '.join(READERS)}; give another folder.")
     elif path.is_file():
-        if path.suffix.lower() not in READERS:
+        files = [path]
+        if kind_of(path) not in READERS:
             raise UsageError(
-                f"{path} is not one of {SUFFIXES}; convert it, or rename it if it is plain text."
+                f"{path} is not one of {' '.join(READERS)}; convert it, or rename it if it is plain text."
             )
-        readable = [path]
     else:
         raise UsageError(f"There is no file or folder {path}; check the path.")
-    if columns.option and not any(file.suffix.lower() in TABLES for file in readable):
+    if columns.option and not any(kind_of(file) in TABLES for file in files):
         raise UsageError(f"{path} holds no table ({' '.join(TABLES)}): leave out {columns.option}")
-    return readable
+    return files
 
 
-def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
-    """The document of a row of a table: its text and its label; None when the text is null.
-
-    A conversation becomes the text of the tokenizer's chat template. `source` names the row in errors, `number` counts
-    it from 1. Raises `UsageError` when there is no such column or it holds neither.
-    """
-    for wanted, advice in (
-        (columns.text, "choose with --text-column"),
-        (columns.label, "choose with --label-column"),
-    ):
-        if wanted is not None and wanted not in row:
-            raise UsageError(f"{source} has no column '{wanted}' (it has: {', '.join(row)}); {advice}.")
-    text = row[columns.text]
-    if text is None:
-        return None
-    if isinstance(text, list):
-        text = as_text(text, columns.tokenizer, f"{source}: column '{columns.text}'")
-    if not isinstance(text, str):
-        kind = type(text).__name__
-        raise UsageError(
-            f"{source}: column '{columns.text}' holds {kind}, not text; choose with --text-column."
-        )
-    if columns.rows:
-        return Document(text, f"row {number}")
-    labels = (row[name] for name in _label_columns(columns) if row.get(name) is not None)
-    label = next(labels, None)
-    return Document(text, None if label is None else str(label).encode("utf-8", "replace").decode())
+def files_of_folder(folder: Path) -> list[Path]:
+    """All files of a folder and its subfolders, sorted by path, without hidden ones."""
+    files = [(file.relative_to(folder), file) for file in folder.rglob("*") if file.is_file()]
+    visible = [
+        (below.as_posix(), file)
+        for below, file in files
+        if not any(part.startswith(".") for part in below.parts)
+    ]
+    return [file for _, file in sorted(visible)]
 
 
-def _label_columns(columns: Columns) -> list[str]:
-    if columns.label is not None:
-        return [columns.label]
-    return [] if columns.rows else [name for name in LABEL_COLUMNS if name != columns.text]
+def documents_of(file: Path, columns: Columns) -> Iterator[Document]:
+    """What the reader of a file's kind makes of it."""
+    return READERS[kind_of(file)](file, columns)
+
+
+def kind_of(file: Path) -> str:
+    """The suffix that says how a file is read: `.jsonl` of `a.jsonl` and of `a.jsonl.gz`."""
+    suffix = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+# Files: a reader of each kind.
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+def opened(path: Path) -> IO[bytes]:
+    """A file to be read, decompressed where its name says that it is compressed; close it."""
+    if path.suffix.lower() not in COMPRESSED:
+        return path.open("rb")
+    import fsspec
+
+    file: IO[bytes] = fsspec.open(str(path), "rb", compression="infer").open()
+    return file
+
+
+def text_of(path: Path) -> str:
+    """The whole of a text file; `UsageError` where it is not UTF-8."""
+    with opened(path) as file:
+        return _decode(file.read(), path)
+
+
+def _read_text(path: Path, columns: Columns) -> Iterator[Document]:
+    text = text_of(path)
+    if not text.strip():
+        raise EmptyFileError(path)
+    articles = list(_articles(io.StringIO(text)))
+    titled = sum(article.label is not None for article in articles)
+    yield from articles if titled >= 2 else [Document(text)]
+
+
+def _read_jsonl(path: Path, columns: Columns) -> Iterator[Document]:
+    offset = rows = 0
+    with opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            text = _decode(line, path, offset).strip()
+            offset += len(line)
+            if not text:
+                continue
+            rows += 1
+            source = f"{path} line {number}"
+            if document := document_of_row(_json_object(text, source), columns, source, rows):
+                yield document
+    if not rows:
+        raise EmptyFileError(path)
+
+
+def _json_object(text: str, source: str) -> dict[str, object]:
+    try:
+        row = json.loads(text)
+    except RecursionError:
+        raise UsageError(f"{source} is not JSON (nested too deeply); give one object a line.") from None
+    except ValueError as error:  # of numbers with thousands of digits, too
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UsageError(f"{source} is not JSON ({why}); give one object a line.") from None
+    if not isinstance(row, dict):
+        raise UsageError(f"{source} is not a JSON object; give one object a line.")
+    return row
+
+
+def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
+    import pyarrow
+    import pyarrow.parquet
+
+    if not path.stat().st_size:
+        raise EmptyFileError(path)
+    try:
+        with opened(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
+            names = file.schema_arrow.names
+            if not file.metadata.num_rows:
+                raise EmptyFileError(path)
+            document_of_row(dict.fromkeys(names), columns, str(path), 0)  # refuses columns that are not there
+            wanted = [name for name in (columns.text, *columns.of_labels) if name in names]
+            batches = file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted)))
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, start=1):
+                if document := document_of_row(row, columns, str(path), number):
+                    yield document
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise  # of the disk; those of the decoder have no number
+        why = first_line(error)
+        raise UsageError(f"{path} is not a Parquet file that can be read ({why}); write it anew.") from None
 
 
 def _decode(data: bytes, path: Path, offset: int = 0) -> str:
@@ -267,13 +256,121 @@ def _decode(data: bytes, path: Path, offset: int = 0) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _read_text(path: Path, columns: Columns) -> Iterator[Document]:
-    text = _decode(path.read_bytes(), path)
-    if not text.strip():
-        raise EmptyFileError(path)
-    articles = list(_articles(io.StringIO(text)))
-    titled = sum(article.label is not None for article in articles)
-    yield from articles if titled >= 2 else [Document(text)]
+Reader = Callable[[Path, Columns], Iterator[Document]]
+
+TEXTS: dict[str, Reader] = {".txt": _read_text, ".md": _read_text}
+"""Kinds of files that are text, and what reads them: one document each, or several with labels."""
+
+TABLES: dict[str, Reader] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+"""Kinds of files with rows and columns, and what reads them: `document_of_row` makes a document of each row."""
+
+READERS = TEXTS | TABLES
+
+
+# Rows of tables, and conversations in them.
+
+
+def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
+    """The document of a row of a table: its text and its label; None when the text is null.
+
+    A conversation becomes the text of the tokenizer's chat template. `source` names the row in errors, `number` counts
+    it from 1. Raises `UsageError` when there is no such column or it holds neither.
+    """
+    for wanted, option in ((columns.text, "--text-column"), (columns.label, "--label-column")):
+        if wanted is not None and wanted not in row:
+            raise UsageError(
+                f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
+            )
+    text = row[columns.text]
+    if text is None:
+        return None
+    if isinstance(text, list):
+        text = as_text(text, columns.tokenizer, f"{source}: column '{columns.text}'")
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise UsageError(
+            f"{source}: column '{columns.text}' holds {kind}, not text; choose with --text-column."
+        )
+    if columns.rows:
+        return Document(text, f"row {number}")
+    label = next((row[name] for name in columns.of_labels if row.get(name) is not None), None)
+    return Document(text, None if label is None else str(label).encode("utf-8", "replace").decode())
+
+
+def as_text(turns: Sequence[Any], tokenizer: Any, source: str) -> str:
+    """A conversation in the chat template of a tokenizer, without the token that it puts before every sequence.
+
+    Args:
+        turns: `{"role": …, "content": …}` each, or ShareGPT's `{"from": …, "value": …}`.
+        source: where it stands, for errors.
+
+    Raises:
+        UsageError: it is no conversation, the tokenizer has no template, or the template refuses it.
+    """
+    messages = [_message(turn) for turn in turns]
+    if not messages or None in messages:
+        raise UsageError(
+            f'{source} is neither text nor a conversation: give a text, or a list of {{"role": …, "content": …}}'
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            f"{source} is a conversation, and the tokenizer has no chat template: give that of a model that chats, "
+            "or a column of text"
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # whatever a template raises
+        raise UsageError(f"{source}: the chat template refuses it ({first_line(error)})") from error
+    before = next(iter(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"]))
+    first = tokenizer.bos_token
+    return text.removeprefix(first) if first and before == tokenizer.bos_token_id else text
+
+
+def _message(turn: Any) -> dict[str, Any] | None:
+    if not isinstance(turn, dict):
+        return None
+    if "role" in turn and "content" in turn:  # tables fill what is left out with None
+        return {name: value for name, value in turn.items() if value is not None}
+    if "from" in turn and "value" in turn:
+        return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+    return None
+
+
+# Data sets of the Hugging Face hub, or of a folder of data files, streamed by `datasets`.
+
+
+def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
+    """Rows of a data set as they arrive, class numbers replaced by their names."""
+    import datasets
+
+    with streamed_dataset(name, config, split) as dataset:
+        features = dataset.features or {}
+        for number, row in enumerate(dataset, start=1):
+            for column, feature in features.items():
+                if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
+                    row[column] = feature.int2str(row[column])
+            if document := document_of_row(row, columns, f"Dataset {name}", number):
+                yield document
+
+
+@contextmanager
+def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]:
+    """A data set to be read while open; `UsageError` where it cannot be."""
+    import datasets
+
+    try:
+        yield datasets.load_dataset(name, config, split=split, streaming=True)
+    except UsageError:
+        raise
+    except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
+        why = first_line(error) or type(error).__name__
+        raise UsageError(
+            f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a "
+            "network, give a folder that holds its files."
+        ) from error
+
+
+# Articles of WikiText.
 
 
 def joined_articles(rows: Iterable[Document]) -> Iterator[Document]:
@@ -314,65 +411,3 @@ def _articles(lines: Iterable[str]) -> Iterator[Document]:
         before = line
     if any(map(str.strip, body)):
         yield Document("".join(body), title)
-
-
-def _read_jsonl(path: Path, columns: Columns) -> Iterator[Document]:
-    offset = rows = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            text = _decode(line, path, offset).strip()
-            offset += len(line)
-            if not text:
-                continue
-            source = f"{path} line {number}"
-            try:
-                row = json.loads(text)
-            except RecursionError:
-                raise UsageError(
-                    f"{source} is not JSON (nested too deeply); give one object a line."
-                ) from None
-            except ValueError as error:  # of numbers with thousands of digits, too
-                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise UsageError(f"{source} is not JSON ({why}); give one object a line.") from None
-            if not isinstance(row, dict):
-                raise UsageError(f"{source} is not a JSON object; give one object a line.")
-            rows += 1
-            if document := document_of_row(row, columns, source, rows):
-                yield document
-    if not rows:
-        raise EmptyFileError(path)
-
-
-def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
-    import pyarrow
-    import pyarrow.parquet
-
-    if not path.stat().st_size:
-        raise EmptyFileError(path)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if not file.metadata.num_rows:
-                raise EmptyFileError(path)
-            document_of_row(dict.fromkeys(names), columns, str(path), 0)  # refuses columns that are not there
-            wanted = [name for name in (columns.text, *_label_columns(columns)) if name in names]
-            batches = file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted)))
-            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in enumerate(rows, start=1):
-                if document := document_of_row(row, columns, str(path), number):
-                    yield document
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise  # of the disk; those of the decoder have no number
-        why = first_line(error)
-        raise UsageError(f"{path} is not a Parquet file that can be read ({why}); write it anew.") from None
-
-
-READERS: dict[str, Callable[[Path, Columns], Iterator[Document]]] = {
-    ".txt": _read_text,
-    ".md": _read_text,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-TABLES = (".jsonl", ".parquet")
-SUFFIXES = " ".join(READERS)

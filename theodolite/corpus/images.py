@@ -1,4 +1,4 @@
-"""Images as a corpus has them: the pictures that were chosen, and their pixels as the model reads them, when asked for.
+"""Read images of a corpus: how pixels are made of pictures, and those of the pictures that were chosen.
 
 A `Corpus` of images holds one `Images`; its contexts are the tokens that the model makes of a picture, by position.
 Each picture is read once to find what cannot be read and to hash what was; it is kept where all of them fit
@@ -8,7 +8,7 @@ Each picture is read once to find what cannot be read and to hash what was; it i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -43,6 +43,53 @@ class ImageReader(Protocol):
 
     def grid_of(self, height: int, width: int) -> PatchGrid:
         """The tokens of a picture of so many pixels."""
+
+
+@dataclass(frozen=True)
+class TransformedImages:
+    """How a module reads pictures: what `Corpus.from_path` takes in place of a tokenizer.
+
+    Args:
+        transform: from a picture of Pillow in RGB to pixel values (channels, height, width), as those of timm and
+            torchvision; the same for the same picture.
+        patch: height and width of a patch in pixels.
+        before: names of the tokens before the patches; () where there are none.
+        mean, deviation: of each colour, by which the transform normalised; to show pictures in reports.
+    """
+
+    transform: Callable[[Any], Tensor]
+    patch: tuple[int, int]
+    before: tuple[str, ...] = ("[CLS]",)
+    mean: Sequence[float] = (0.0,)
+    deviation: Sequence[float] = (1.0,)
+
+    def read(self, image: Any) -> Float[Tensor, "channels height width"]:
+        """The pixel values of a picture in RGB.
+
+        Raises:
+            UsageError: the transform gives something else.
+        """
+        pixels = self.transform(image)
+        if not isinstance(pixels, Tensor) or pixels.ndim != 3:
+            raise UsageError(
+                f"the transform gives {tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__} "
+                "for a picture: pixel values are (channels, height, width)"
+            )
+        return pixels.float()
+
+    def shown(
+        self, pixels: Float[Tensor, "images channels height width"]
+    ) -> UInt8[Tensor, "images height width colours"]:
+        """Pixel values as a picture that can be looked at."""
+        mean, deviation = (
+            torch.tensor(values, dtype=torch.float64) for values in (self.mean, self.deviation)
+        )
+        colours = pixels.movedim(1, -1).double() * deviation + mean
+        return (colours * 255).round().clamp(0, 255).to(torch.uint8)
+
+    def grid_of(self, height: int, width: int) -> PatchGrid:
+        """The tokens of a picture of so many pixels."""
+        return PatchGrid(height // self.patch[0], width // self.patch[1], self.before)
 
 
 @dataclass(frozen=True, eq=False)

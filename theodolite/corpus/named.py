@@ -1,7 +1,9 @@
-"""Corpora by name, as on the command line, including addition problems and few-shot prompts."""
+"""Make corpora by name, as on the command line: contexts of a text, a text as one sequence, or what is drawn."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,23 @@ import numpy as np
 import torch
 
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
-from theodolite.corpus.building import numbered
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
-from theodolite.corpus.documents import TEXT_COLUMN, Columns
+from theodolite.corpus.documents import (
+    TABLES,
+    TEXT_COLUMN,
+    Columns,
+    EmptyFileError,
+    documents_of,
+    files_at,
+    kind_of,
+    printable,
+    streamed_rows,
+    text_of,
+)
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.images import ImageReader, refuse_length
+from theodolite.corpus.python_texts import held_out_topics, python_topics, stdlib_sources
+from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.corpus.spec import (
     CODE,
     DOCS,
@@ -23,13 +37,16 @@ from theodolite.corpus.spec import (
     RANDOM,
     check_spec,
     dataset_of,
-    preset,
+    is_drawn,
 )
 from theodolite.corpus.special_tokens import Tokenizer
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
 DRAWN_AT_ONCE = 1000
+
+BETWEEN = "\n\n"
+"""What joins the rows of a text that is one sequence, as the literature reads WikiText-2."""
 
 
 def make_corpus(
@@ -59,7 +76,7 @@ def make_corpus(
         refuse_length(length)
         if spec is None:
             raise UsageError("the model reads images: give a folder of them, or hf:NAME (--corpus)")
-        if name in KEYWORDS or digits_of(name) is not None:
+        if name in KEYWORDS or is_drawn(name):
             raise UsageError(
                 f"the model reads images, and {name} is text: give a folder of images, or hf:NAME"
             )
@@ -80,12 +97,70 @@ def make_corpus(
             return addition_corpus(tokenizer, length, some, seed, digits)
     labels = (columns.label, columns.rows, per_label)
     more: dict[str, Any] = {"pack": pack, "show_tokens": show_tokens}
-    dataset = dataset_of(preset(name))
+    dataset = dataset_of(name)
     if dataset is None:
         return Corpus.from_path(name, tokenizer, length, contexts, seed, columns.text, *labels, **more)
-    of, config, split = dataset
-    place = (config or None, split or "train", columns.text, seed)
-    return Corpus.from_dataset(of, tokenizer, length, some, *place, *labels, **more)
+    of, *place = dataset
+    return Corpus.from_dataset(of, tokenizer, length, some, *place, columns.text, seed, *labels, **more)
+
+
+def make_stream(spec: str | Path | None, tokenizer: Tokenizer, columns: Columns = TEXT_COLUMN) -> Corpus:
+    """The text that `spec` names as one context of all its tokens (1, tokens), as WikiText-2's perplexities are read.
+
+    Rows of a table, and the lines of a text in WikiText's format as its data set has them, are joined by empty lines;
+    the whole is tokenized at once, with what the tokenizer puts around a sequence.
+
+    Args:
+        spec: as of `make_corpus`, but for what is drawn (random tokens, additions, prompts); `wikitext-2` is the test
+            part of the raw WikiText-2 of the hub.
+        tokenizer: the model's own.
+        columns: the text column of tables.
+
+    Raises:
+        UsageError: there is no such text, or it is none of rows, files or documents.
+    """
+    check_spec(spec, columns)
+    name = DOCS if spec is None else str(spec)
+    text = BETWEEN.join(_rows(name, replace(columns, tokenizer=tokenizer)))
+    # verbose=False: it is longer than the model, which reads it in windows.
+    encoded = tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=True, verbose=False)
+    ids = list(encoded["input_ids"])
+    if len(ids) < LEAST_LENGTH:
+        raise UsageError(f"{name} has {len(ids)} tokens: give a text with {LEAST_LENGTH} or more")
+    return Corpus.unlabelled(printable(name), torch.tensor([ids]), 0)
+
+
+def _rows(name: str, columns: Columns) -> Iterable[str]:
+    if is_drawn(name):
+        raise UsageError(f"{name} is drawn, and no text of its own: leave out --stride, or give a text")
+    dataset = dataset_of(name)
+    if name == DOCS:
+        documents: Iterable[Any] = python_topics()
+    elif name == HELD_OUT:
+        documents = held_out_topics()
+    elif name == CODE:
+        documents = stdlib_sources()
+    elif dataset is not None:
+        documents = streamed_rows(*dataset, columns)
+    else:
+        return _rows_of_files(Path(name), columns)
+    return (document.text for document in documents)
+
+
+def _rows_of_files(path: Path, columns: Columns) -> Iterator[str]:
+    """Of a table its rows; of WikiText its lines with their ends, "" for one without text; any other text whole."""
+    for file in files_at(path, columns):
+        try:
+            documents = list(documents_of(file, columns))
+        except EmptyFileError:
+            if not path.is_dir():
+                raise
+            continue
+        if kind_of(file) in TABLES or len(documents) == 1:
+            yield from (document.text for document in documents)
+        else:
+            lines = text_of(file).removesuffix("\n").split("\n")
+            yield from (f"{line}\n" if line.strip() else "" for line in lines)
 
 
 def addition_corpus(
@@ -108,20 +183,17 @@ def addition_corpus(
     random = np.random.default_rng(seed)
     rows: list[list[int]] = []
     while len(rows) < contexts:
-        long = [
-            example.text
-            for example in additions(DRAWN_AT_ONCE, random, digits)
-            if len(example.text) >= length
-        ]
+        texts = (example.text for example in additions(DRAWN_AT_ONCE, random, digits))
         rows += [
-            list(tokenizer(t[:length], add_special_tokens=False, verbose=False)["input_ids"]) for t in long
+            list(tokenizer(text[:length], add_special_tokens=False, verbose=False)["input_ids"])
+            for text in texts
+            if len(text) >= length
         ]
         if {len(row) for row in rows} - {length}:
             raise UsageError(
                 "addition problems need a tokenizer with one token per character, as `theodolite train` makes"
             )
-    ids = torch.from_numpy(np.array(rows[:contexts], dtype=np.int64))
-    return Corpus(corpus_name(digits), ids, *numbered([None] * contexts), seed)
+    return Corpus.unlabelled(corpus_name(digits), torch.tensor(rows[:contexts]), seed)
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
@@ -134,4 +206,4 @@ def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int 
     ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
     if not 4 <= length <= ids.shape[1]:
         raise UsageError(f"these prompts have {ids.shape[1]} tokens; use a --length from 4 to {ids.shape[1]}")
-    return Corpus(FEW_SHOT, ids[:, :length].clone(), *numbered([None] * contexts), seed)
+    return Corpus.unlabelled(FEW_SHOT, ids[:, :length].clone(), seed)

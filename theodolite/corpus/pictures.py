@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from theodolite.corpus.documents import LABEL_COLUMNS, TEXT_COLUMN, Columns, printable
-from theodolite.corpus.hub_dataset import streamed_dataset
+from theodolite.corpus.documents import TEXT_COLUMN, Columns, files_of_folder, printable, streamed_dataset
 from theodolite.errors import UsageError, first_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -107,11 +106,7 @@ def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[
         raise UsageError(f"{printable(path)} {why}: give an image or a folder of images")
     if is_saved_dataset(path):
         return list(_saved(path, columns)), 0
-    files = sorted(
-        (file for file in path.rglob("*") if file.is_file()),
-        key=lambda file: file.relative_to(path).as_posix(),
-    )
-    files = [f for f in files if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    files = files_of_folder(path)
     images = [file for file in files if is_image(file)]
     if not images:
         raise UsageError(f"{printable(path)} holds no image ({' '.join(SUFFIXES)}): give another folder")
@@ -161,8 +156,7 @@ def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
         raise UsageError(
             f"{source} has no column '{columns.label}' (it has: {', '.join(features)}); choose with --label-column"
         )
-    label_columns = (columns.label,) if columns.label is not None else LABEL_COLUMNS
-    label = next((name for name in label_columns if name in features), None)
+    label = next((name for name in columns.of_labels if name in features), None)
     named = features[label] if isinstance(features.get(label), datasets.ClassLabel) else None
     rows: Iterable[Any] = dataset.cast_column(chosen[0], datasets.Image(decode=False))
     for number, row in enumerate(rows, start=1):

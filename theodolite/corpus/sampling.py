@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -68,6 +68,16 @@ class Sample:
     too_short: int = 0
     longest: tuple[int, str] = (0, "")
     not_drawn: int = 0
+
+    def balance(self, choice: Choice) -> dict[str, Any]:
+        """What provenance says of a sample with as many contexts of each label; nothing of another."""
+        if choice.per_label is None:
+            return {}
+        return {
+            "per_label": choice.per_label,
+            "labels_too_short": self.too_short,
+            "labels_not_drawn": self.not_drawn,
+        }
 
 
 class Reservoir(Generic[Item]):

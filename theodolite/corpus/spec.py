@@ -1,4 +1,4 @@
-"""What a text is called on the command line, checked before anything is read or any library of models imported."""
+"""Check what a text is called on the command line, before it is read or any library of models is imported."""
 
 from __future__ import annotations
 
@@ -20,22 +20,18 @@ PRESETS = {WIKITEXT_2: "hf:Salesforce/wikitext:wikitext-2-raw-v1:test"}
 KEYWORDS = (DOCS, HELD_OUT, CODE, RANDOM, ADDITION, FEW_SHOT, *PRESETS)
 
 
-def preset(name: str) -> str:
-    """The data set that a short name stands for; any other name as it is."""
-    return PRESETS.get(name, name)
+def is_drawn(name: str) -> bool:
+    """Whether it names what is drawn by a seed: random tokens, prompts or addition problems."""
+    return name in (RANDOM, FEW_SHOT) or digits_of(name) is not None
 
 
-def is_text(name: str) -> bool:
-    """Whether it names a text that is there, and nothing that is drawn by a seed."""
-    return name not in (RANDOM, FEW_SHOT) and digits_of(name) is None
-
-
-def dataset_of(name: str) -> tuple[str, str, str] | None:
-    """Name, config and split of `hf:NAME[:CONFIG[:SPLIT]]`, "" where left out; None for another name.
+def dataset_of(name: str) -> tuple[str, str | None, str] | None:
+    """Name, config and split of `hf:NAME[:CONFIG[:SPLIT]]`, or of a preset; None for another name.
 
     Raises:
         UsageError: it names no data set.
     """
+    name = PRESETS.get(name, name)
     if not name.startswith(DATASET):
         return None
     dataset, config, split, *more = [*name.removeprefix(DATASET).split(":"), "", ""]
@@ -43,7 +39,7 @@ def dataset_of(name: str) -> tuple[str, str, str] | None:
         raise UsageError(
             f"'{name}' does not name a dataset; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT."
         )
-    return dataset, config, split
+    return dataset, config or None, split or "train"
 
 
 def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None = None) -> None:
@@ -55,9 +51,9 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
     """
     columns.described()
     name = DOCS if spec is None else str(spec)
-    if dataset_of(preset(name)) is not None:
+    if dataset_of(name) is not None:
         return
-    unlabelled = name in (HELD_OUT, RANDOM, FEW_SHOT) or digits_of(name) is not None
+    unlabelled = name == HELD_OUT or is_drawn(name)
     if unlabelled and per_label is not None:
         raise UsageError(f"{name} has no labels: leave out --per-label")
     if unlabelled or name in (DOCS, CODE):

@@ -1,4 +1,4 @@
-"""What a tokenizer puts around every sequence: before a text, behind it, and between packed ones."""
+"""A tokenizer's special tokens: what it puts around every sequence, and the ids that random tokens are drawn from."""
 
 from __future__ import annotations
 
@@ -102,3 +102,32 @@ def trailing_special_tokens(
     places = end[:, None] - torch.arange(len(after), 0, -1, device="cpu")
     ends = ids.cpu().gather(1, places.clamp_min(0))
     return len(after) if after and bool((ends == torch.tensor(after, device="cpu")).all()) else 0
+
+
+def repeated_random_tokens(
+    vocabulary: int | Tokenizer, length: int, contexts: int, seed: int, *, below: int | None = None
+) -> tuple[Int[Tensor, "contexts length"], int, int]:
+    """Random tokens twice over, for induction: (ids, start, half), drawn as in `Corpus.random_tokens`.
+
+    ids[:, start : start + half] stands again right behind itself; what the tokenizer puts around is around both.
+    """
+    drawable, frame = drawable_ids(vocabulary, length, below)
+    half = (length - len(frame.before) - len(frame.after)) // 2
+    drawn = np.random.default_rng(seed).choice(drawable, size=(contexts, half))
+    return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
+
+
+def drawable_ids(
+    vocabulary: int | Tokenizer, length: int, below: int | None
+) -> tuple[np.ndarray, SpecialTokens]:
+    """The ids to draw random tokens from, and what goes around them."""
+    if isinstance(vocabulary, int):
+        if vocabulary < 1:
+            raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")
+        return np.arange(vocabulary), SpecialTokens([], [], [])
+    # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
+    marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
+    named, every = set(vocabulary.all_special_ids), set(vocabulary.get_vocab().values())
+    ordinary = every - named - set(marked) or every - named or every  # some mark all of their tokens
+    ids = np.array(sorted(ordinary), dtype=np.int64)
+    return ids if below is None else ids[ids < below], frame_of(vocabulary, length)

@@ -94,11 +94,8 @@ def evaluate(
     questions: Questions,
     answers: AnswersFile,
     bar: Bar,
-    stopped: Callable[[], bool] = lambda: False,
 ) -> list[Score]:
-    """All scores of one model; those already in the file are not measured again.
-
-    `stopped` is asked before each forward pass of lm-eval; a `bar` stops the other tasks.
+    """All scores of one model; those already in the file are not measured again. A `bar` may raise to stop.
 
     Raises:
         UsageError, WorkError: as `perplexity`, `few_shot_answers` and `harness`.
@@ -117,7 +114,7 @@ def evaluate(
         )
         scores += [score for score in few_shot if score.shots in questions.shots]
     if questions.of_lm_eval or questions.folder:
-        scores += _harness(model, questions, answers, model_key, bar, stopped)
+        scores += _harness(model, questions, answers, model_key, bar)
     return [replace(score, model=model.id) for score in scores]
 
 
@@ -146,13 +143,8 @@ def _harness(
     answers: AnswersFile,
     model_key: dict[str, Any],
     bar: Bar,
-    stopped: Callable[[], bool],
 ) -> list[Score]:
     """One number of shots at a time, each saved as soon as it is measured."""
-
-    def before_pass() -> None:
-        if stopped():
-            raise KeyboardInterrupt
 
     def measure(shots: int) -> list[Score]:
         with bar(f"lm-eval, {counted(shots, 'example')}", "requests") as show:
@@ -164,7 +156,6 @@ def _harness(
                 batch=BATCH if questions.batch is None else questions.batch,
                 limit=questions.limit,
                 download=questions.download,
-                before_pass=before_pass,
                 show_progress=show,
             )
 

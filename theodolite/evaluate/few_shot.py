@@ -25,7 +25,7 @@ from theodolite.system.progress import ShowProgress
 PROMPTS = 4000
 
 
-@measures
+@measures("model")
 def few_shot_answers(
     model: OpenModel,
     *,

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,11 @@ BATCH = 8
 SEED, OTHER_SEED = 0, 1234
 """Seed of Python's generator, and of all others, as in lm-eval's own command."""
 
-REQUEST_METHODS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
-"""Methods through which lm-eval sends a model its requests."""
-
 BOOTSTRAPS = 1000
 """Resamples for metrics whose standard error has no closed form."""
 
 
-@measures
+@measures("model")
 def harness(
     model: OpenModel,
     tasks: Sequence[str],
@@ -51,7 +48,6 @@ def harness(
     batch: int = BATCH,
     limit: int | None = None,
     download: bool = False,
-    before_pass: Callable[[], None] = lambda: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> list[Score]:
     """Evaluate a model on lm-eval tasks with 0, 1, … examples in the prompt.
@@ -65,8 +61,8 @@ def harness(
         batch: requests per forward pass.
         limit: use only the first documents of each task; None: all.
         download: whether missing data may be downloaded; otherwise no connection is attempted.
-        before_pass: called before each forward pass; it may raise to stop.
-        show_progress: told (done, total) requests of a number of shots, before each forward pass and at the end.
+        show_progress: told (done, total) requests of a number of shots, before each forward pass and at the end; it may
+            raise to stop.
 
     Returns:
         A score for each number of shots, task (a tag: its tasks; a group: its aggregate) and metric, with lm-eval's
@@ -86,7 +82,8 @@ def harness(
     scores: list[Score] = []
     with _quietly() as cut, _without_bars(), _network(download):
         manager, names = _task_manager(tasks, folder)
-        language_model = lm_eval.models.huggingface.HFLM(
+        asked = _reporting(
+            show_progress,
             pretrained=model.hf,
             tokenizer=tokenizer,
             batch_size=batch,
@@ -94,10 +91,10 @@ def harness(
         )
         for count in shots:
             cut.clear()
-            with _seeded(), _reporting_passes(language_model, before_pass, show_progress):
+            with _seeded(), asked.reporting():
                 loaded = _loaded(manager, names, count, folder, download)
                 results = lm_eval.evaluate(
-                    language_model, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=True
+                    asked, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=True
                 )
             shared = {"model": model.id, "shots": count, "batch": batch, "cut": len(cut)}
             scores += _scores(names, loaded, results, shared)
@@ -219,53 +216,63 @@ def _each(samples: list[dict[str, Any]], metric: str, value: float) -> np.ndarra
     return each if len(each) and abs(each.mean() - value) <= 1e-9 * max(1.0, abs(value)) else None
 
 
-@contextlib.contextmanager
-def _reporting_passes(
-    language_model: Any, before_pass: Callable[[], None], show_progress: ShowProgress
-) -> Iterator[None]:
-    """Call `before_pass` and `show_progress` before every forward pass that answers lm-eval's requests."""
-    done, total = 0, 0
+def _reporting(show_progress: ShowProgress, **options: Any) -> Any:
+    """lm-eval's model of transformers, which tells `show_progress` of its requests before each forward pass."""
+    from lm_eval.models.huggingface import HFLM
 
-    def counted(ask: Callable[..., Any], requests: Sequence[Any], *rest: Any, **more: Any) -> Any:
-        nonlocal total
-        total += len(requests)
-        return ask(requests, *rest, **more)
+    class Reporting(HFLM):
+        """Counts the requests that lm-eval sends it: those begun, and all."""
 
-    def entered(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal done
-        before_pass()
-        show_progress(min(done, total), total)
-        ids = args[0] if args else kwargs["input_ids"]
-        done += len(ids) if ids.shape[1] > 1 else 0  # one token: a further step of a generation
+        begun = total = 0
 
-    for name in REQUEST_METHODS:
-        setattr(language_model, name, functools.partial(counted, getattr(language_model, name)))
-    hook = language_model.model.register_forward_pre_hook(entered, with_kwargs=True)
-    try:
-        yield
-        show_progress(total, total)
-    finally:
-        hook.remove()
-        for name in REQUEST_METHODS:
-            delattr(language_model, name)  # uncovers the class's method
+        def loglikelihood(self, requests: list[Any], **rest: Any) -> Any:
+            self.total += len(requests)
+            return super().loglikelihood(requests, **rest)
+
+        def loglikelihood_rolling(self, requests: list[Any], **rest: Any) -> Any:
+            self.total += len(requests)
+            return super().loglikelihood_rolling(requests, **rest)
+
+        def generate_until(self, requests: list[Any], **rest: Any) -> Any:
+            self.total += len(requests)
+            return super().generate_until(requests, **rest)
+
+        @contextlib.contextmanager
+        def reporting(self) -> Iterator[None]:
+            self.begun = self.total = 0
+            hook = self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
+            try:
+                yield
+                show_progress(self.total, self.total)
+            finally:
+                hook.remove()
+
+        def _enter(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            show_progress(min(self.begun, self.total), self.total)
+            ids = args[0] if args else kwargs["input_ids"]
+            self.begun += len(ids) if ids.shape[1] > 1 else 0  # one token: a further step of a generation
+
+    return Reporting(**options)
 
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Without the progress bars of lm-eval and its dependencies: the command shows its own."""
-    import tqdm.std  # lm-eval's own dependency
+    """Without the progress bars of lm-eval and its dependencies: the command shows its own.
 
-    bars: Any = tqdm.std.tqdm
-    original = bars.__init__
+    lm-eval 0.4.13 takes `disable_tqdm` for requests only, and neither where it builds them (`Task.build_all_requests`
+    in lm_eval/api/task.py) nor for bootstraps (`bootstrap_stderr` in lm_eval/api/metrics.py); tqdm 4.70 reads
+    TQDM_DISABLE as it is imported, and never again (https://github.com/tqdm/tqdm/issues/1526). So its class is changed
+    for the while.
+    """
+    from tqdm.std import tqdm  # lm-eval's own dependency
 
-    def silent(self: Any, *args: Any, **options: Any) -> None:
-        original(self, *args, **options | {"disable": True})
+    original = tqdm.__init__
 
-    bars.__init__ = silent
-    try:
+    def disabled(bar: Any, *args: Any, **options: Any) -> None:
+        original(bar, *args, **options | {"disable": True})
+
+    with _set("__init__", disabled, tqdm):
         yield
-    finally:
-        bars.__init__ = original
 
 
 @contextlib.contextmanager
@@ -310,19 +317,27 @@ def _seeded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _network(allowed: bool) -> Iterator[None]:
-    """Unless allowed, fail at once on missing data rather than wait for a connection."""
+    """Unless allowed, fail at once on missing data rather than wait for a connection.
+
+    datasets 5.2 and huggingface_hub 2.4 read the environment variable HF_HUB_OFFLINE as they are imported
+    (datasets/config.py, huggingface_hub/constants.py), and what they read then at every call.
+    """
     import datasets
     import huggingface_hub
 
-    if allowed:
+    configs = () if allowed else (datasets.config, huggingface_hub.constants)
+    with _set("HF_HUB_OFFLINE", True, *configs):
         yield
-        return
-    configs: list[Any] = [datasets.config, huggingface_hub.constants]
-    before = [config.HF_HUB_OFFLINE for config in configs]
-    for config in configs:
-        config.HF_HUB_OFFLINE = True
+
+
+@contextlib.contextmanager
+def _set(name: str, value: object, *owners: object) -> Iterator[None]:
+    """While open, an attribute of each owner has this value."""
+    before = [getattr(owner, name) for owner in owners]
+    for owner in owners:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for config, value in zip(configs, before, strict=True):
-            config.HF_HUB_OFFLINE = value
+        for owner, own in zip(owners, before, strict=True):
+            setattr(owner, name, own)

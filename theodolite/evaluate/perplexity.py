@@ -98,7 +98,7 @@ LITERATURE = 2048
 """Tokens of a window in published perplexities of WikiText-2, where the model has positions for them."""
 
 
-@measures
+@measures("model")
 def perplexity(
     model: OpenModel,
     corpus: Corpus,

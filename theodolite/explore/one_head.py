@@ -68,7 +68,7 @@ class HeadFigure:
         return path
 
 
-@measures
+@measures("model")
 def view_head(
     model: OpenModel, text: str | Sequence[int] | Int[Tensor, " positions"], layer: int, head: int
 ) -> HeadFigure:

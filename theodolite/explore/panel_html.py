@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import TheodoliteError
 from theodolite.explore.view import HeadView, Tags
 from theodolite.measure.head_roles import LEARNED_SINK, ROLES, HeadRole

@@ -16,14 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
-from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.attribution import chosen_heads
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.models import OpenModel
-from theodolite.models.guard import measures
+from theodolite.models.guard import known_state, measures
 from theodolite.models.query_key_parts import LayerPass, visit_layers
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.run import Run
@@ -117,7 +117,7 @@ class Tags:
     chance: float
 
 
-@measures
+@measures("model")
 def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
     """Run the model on a prompt and keep every layer's inputs; `WorkError` where they are NaN or infinite."""
     layers: list[LayerPass] = []
@@ -146,15 +146,15 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
     return Run(empty, heads, empty, empty, empty, arrays, {})
 
 
-@measures
+@known_state()
 def catch_layer(inputs: AttentionInputs, trailing: int) -> LayerCatch:
     """Attend once more with a layer's kept inputs, to see whom its sinks catch; `trailing` special tokens end them."""
     with torch.inference_mode():
-        output, catches = attend_and_catch(inputs, stretches=True, trailing=trailing)
+        output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=trailing)
     return LayerCatch(catches.to(torch.device("cpu")), output[0])
 
 
-@measures
+@known_state()
 def head_view(
     tokens: tuple[str, ...],
     inputs: AttentionInputs,
@@ -191,7 +191,7 @@ def head_view(
     )
 
 
-@measures
+@measures("model")
 def head_tags(model: OpenModel, read: PromptPass, caught: LayerCatch, view: HeadView) -> Tags | None:
     """What the head writes, coloured; None where all tokens but two or fewer are sinks.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.corpus.random_tokens import repeated_random_tokens
+from theodolite.corpus.special_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
 from theodolite.measure.attribution import (
@@ -86,7 +86,7 @@ class PatternPass:
         self._scores.copy_(state["scores"])
         self._errors.copy_(state["errors"])
 
-    @measures
+    @measures("self.model")
     def run(self, progress: Progress) -> None:
         """One forward pass; what it has found is whole when all layers are."""
         progress.checkpoint(progress.done)
@@ -156,7 +156,7 @@ class AttributionPass:
         """Continue from what `state` gave."""
         self._rows = state["numbers"].tolist()
 
-    @measures
+    @measures("self.model")
     def run(self, progress: Progress) -> None:
         """One forward pass as far as the last chosen layer; what it has found is whole at its end."""
         progress.checkpoint(progress.done)

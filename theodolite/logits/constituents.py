@@ -32,7 +32,7 @@ class Surveyed(Protocol):
         """Of which model it is."""
 
 
-@measures
+@measures("model")
 def constituents(
     model: OpenModel,
     ids: Int[Tensor, " positions"] | Int[Tensor, "contexts positions"],
@@ -82,7 +82,7 @@ def constituents(
     return results[0]
 
 
-@measures
+@measures("model")
 def constituents_of_pass(model: OpenModel, layer_pass: LayerPass, run: Surveyed) -> Constituents:
     """As `constituents` with a run, of what `visit_layers` told of a layer; no forward pass is made.
 

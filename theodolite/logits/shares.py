@@ -81,7 +81,7 @@ class SharesPass:
         for name, values in self._state.items():
             values.copy_(state[name])
 
-    @measures
+    @measures("self.model")
     def run(self, progress: Progress) -> None:
         """Split the logits of every layer, batch by batch."""
         layers = self.model.layers

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
-from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.judging import Criterion
 from theodolite.measure.column import ATTENTION, BEHAVIOUR, SHARE, SINKS, Array, Column, gives
@@ -246,7 +246,6 @@ def examples_table(
     attention: State,
     examples: Int[Tensor, "examples positions"],
     text: Callable[[int], str],
-    threshold: float = SINK_THRESHOLD,
 ) -> pd.DataFrame:
     """Every token of the example contexts with the most attention that any head pays it on average."""
     received, layer = attention["example_received"].max(dim=0)
@@ -263,7 +262,7 @@ def examples_table(
             "received": received[places].numpy(),
             "layer": layer[places].numpy(),
             "head": head[places].numpy(),
-            "sink": (received > threshold)[places].numpy(),
+            "sink": (received > SINK_THRESHOLD)[places].numpy(),
         }
     )
 

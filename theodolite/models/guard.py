@@ -9,6 +9,7 @@ is measured here.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,21 +32,31 @@ MAKING = threading.RLock()
 """Held while a model is made: transformers then changes its classes, for all threads (no ties, no first weights)."""
 
 
-def measures(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A function that computes numbers with a model is `guarded` while it runs.
+def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """Decorate a function that measures a model: the model is `guarded` while the function runs.
 
-    The model is the first argument, or that of the object whose method it is. Where there is none (a checkpoint that is
-    to be opened, a wrong argument that is to be refused), only the state is a known one. A function that is guarded
-    runs no other model that a second thread may have: two such could wait for each other.
+    Where the argument is no opened model (the function itself refuses it), only the state is a known one. The function
+    must run no other model that a second thread may have: two such could wait for each other.
+
+    Args:
+        which: the opened model, as the function calls it: `"model"` for its argument of that name, `"self"`,
+            `"self.model"`.
     """
+    name, _, attribute = which.partition(".")
 
-    @functools.wraps(function)
-    def guarded_function(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        model = _model_among((*args[:2], kwargs.get("model")))
-        with known_state() if model is None else guarded(model):
-            return function(*args, **kwargs)
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        place = list(inspect.signature(function).parameters).index(name)
 
-    return guarded_function
+        @functools.wraps(function)
+        def measuring(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            opened = args[place] if place < len(args) else kwargs.get(name)
+            root = getattr(getattr(opened, attribute) if attribute else opened, "root", None)
+            with guarded(root) if isinstance(root, nn.Module) else known_state():
+                return function(*args, **kwargs)
+
+        return measuring
+
+    return decorate
 
 
 @contextmanager
@@ -118,15 +129,6 @@ def known_state(*, leave_inference: bool = True) -> Iterator[None]:
         undo.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
         undo.enter_context(_OF_THE_PROCESS.set())
         yield
-
-
-def _model_among(objects: tuple[Any, ...]) -> nn.Module | None:
-    for given in objects:
-        for opened in (given, getattr(given, "model", None)):
-            model = getattr(opened, "root", None)
-            if isinstance(model, nn.Module):
-                return model
-    return None
 
 
 @contextmanager

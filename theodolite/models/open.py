@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models.calls import Calls, capture_calls
-from theodolite.models.guard import MAKING, guarded, measures
+from theodolite.models.guard import MAKING, guarded, known_state, measures
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
 from theodolite.models.stored.dequantised import holds_quantised_layers
@@ -58,7 +58,7 @@ RUNNING_ERRORS = (
 """What models raise on inputs that they do not take."""
 
 
-@measures
+@known_state()
 def open_model(
     path_or_id: str | Path | nn.Module | None = None,
     *,
@@ -278,7 +278,7 @@ def verified_parts(
     return structure, calls, inputs
 
 
-@measures
+@measures("model")
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
     """A model of the same class and config with random weights; the global random state stays as it is.
 

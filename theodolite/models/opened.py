@@ -207,13 +207,13 @@ class OpenModel:
         """Where inputs go."""
         return self.source.device
 
-    @measures
+    @measures("self")
     def forward(self, inputs: Inputs) -> Tensor:
         """What a pass without gradients or a cache returns: of `transformers`, the last hidden states (…, width)."""
         with torch.no_grad():
             return first_output(self.source.run(inputs))
 
-    @measures
+    @measures("self")
     def logits(
         self, ids: Int[Tensor, "contexts positions"]
     ) -> Float[Tensor, "contexts positions vocabulary"]:
@@ -276,7 +276,7 @@ class OpenModel:
         """Tokens that the model has positions for, or None where it sets no limit (ALiBi)."""
         return self.source.longest
 
-    @measures
+    @measures("self")
     def head_weights(self, layer: int) -> HeadWeights:
         """The weights of one layer's heads: `w_q, w_k, w_v, b_q, b_k, b_v, scaling`, leading with heads.
 
@@ -290,7 +290,7 @@ class OpenModel:
         with self._load_layer(layer):
             return read_head_weights(self.root, self.structure, layer, self._call(layer))
 
-    @measures
+    @measures("self")
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
         """W_O of one layer's heads: its attention adds Σ_h o_h W_O[h] to the stream (before a norm of the sum).
 

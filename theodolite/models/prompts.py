@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.random_tokens import repeated_random_tokens
 from theodolite.corpus.sampling import LEAST_LENGTH
+from theodolite.corpus.special_tokens import repeated_random_tokens
 from theodolite.errors import UsageError
 from theodolite.models.opened import OpenModel
 from theodolite.system.wording import counted

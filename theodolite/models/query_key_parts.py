@@ -69,7 +69,7 @@ class _LastLayerDone(Exception):
     pass
 
 
-@measures
+@measures("model")
 def visit_layers(
     model: OpenModel,
     inputs: Inputs,

@@ -48,7 +48,7 @@ class CorpusPass(Hooks):
         batch: contexts a forward pass.
     """
 
-    @measures
+    @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         check_seed(seed)
         self.model = model
@@ -67,18 +67,18 @@ class CorpusPass(Hooks):
         """Contexts `first …`, a batch of ids, come next."""
         raise NotImplementedError
 
-    @measures
+    @measures("self.model")
     def state(self) -> State:
         """Everything seen so far, as `accumulator.tensor` → tensor."""
         return joined({name: accumulator.state() for name, accumulator in self.accumulators.items()})
 
-    @measures
+    @measures("self.model")
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
         for name, accumulator in self.accumulators.items():
             accumulator.restore(part_of(state, name))
 
-    @measures
+    @measures("self.model")
     def run(self, progress: Progress) -> None:
         """Read every context from `progress.done` on.
 
@@ -94,7 +94,7 @@ class CorpusPass(Hooks):
                 done = last
                 progress.checkpoint(done)
 
-    @measures
+    @measures("self.model")
     def read(self, first: int, last: int) -> None:
         """Read the contexts `first … last − 1` only, in batches that begin at `first`."""
         with hooked(self.model, self):

@@ -52,7 +52,7 @@ def from_survey(run: Run, source: str) -> Prediction:
     )
 
 
-@measures
+@measures("model")
 def from_increments(model: OpenModel, walk: TextWalk, length: int) -> Prediction:
     """Predictions from the second moment of the increments x_{t+1} − x_t of what each attention module reads.
 

@@ -54,7 +54,7 @@ AHEAD = 2
 """Shards for each worker that may be under way or wait for an earlier one: this bounds the memory that they take."""
 
 
-@measures
+@measures("model")
 def survey_on_ray(
     model: OpenModel,
     corpus: Corpus,

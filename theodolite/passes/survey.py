@@ -41,7 +41,7 @@ TITLES = {
 """What is said while each pass runs."""
 
 
-@measures
+@measures("model")
 def survey(
     model: OpenModel,
     corpus: Corpus,
@@ -99,7 +99,7 @@ def survey(
     )
 
 
-@measures
+@measures("model")
 def survey_heads(
     model: OpenModel,
     corpus: Corpus,
@@ -133,7 +133,7 @@ def survey_heads(
     return run_into(stages, tabulate, None, fingerprint, checkpoint_seconds=0, show_progress=show_progress)
 
 
-@measures
+@measures("model")
 def spectra(
     model: OpenModel,
     out: str | Path | None = None,

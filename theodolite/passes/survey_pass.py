@@ -39,7 +39,7 @@ EXAMPLES = 4
 class HeadsPass(CorpusPass):
     """What the heads table needs of a text: means by position, what attention reads, and what it does."""
 
-    @measures
+    @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         super().__init__(model, corpus, seed, batch)
         contexts, length = corpus.contexts.shape
@@ -65,7 +65,7 @@ class HeadsPass(CorpusPass):
         """The accumulators by name."""
         return {"means": self.means, "inputs": self.inputs, "attention": self.attention_statistics}
 
-    @measures
+    @measures("self.model")
     def merge(self, state: State) -> None:
         """Take in the `state` of another pass over other contexts of the same corpus."""
         for name, accumulator in self.accumulators.items():
@@ -100,7 +100,7 @@ class SurveyPass(HeadsPass):
 
     _examples = EXAMPLES
 
-    @measures
+    @measures("model")
     def __init__(
         self, model: OpenModel, corpus: Corpus, seed: int, batch: int, extra: Sequence[Extra] = ()
     ) -> None:

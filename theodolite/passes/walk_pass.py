@@ -60,7 +60,7 @@ class _WalkHooks(Hooks):
         self.inputs.update(layer, hidden[:, : self.length], self.first)
 
 
-@measures
+@measures("model")
 def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
     """Read a seeded sample of at most `CONTEXTS` contexts.
 

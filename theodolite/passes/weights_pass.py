@@ -17,7 +17,7 @@ from theodolite.measure.localization import layer_spectra
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.positional import positional_heads
 from theodolite.models import OpenModel
-from theodolite.models.guard import measures
+from theodolite.models.guard import known_state, measures
 from theodolite.models.structure import NoAttention
 from theodolite.models.weights.head_weights import NO_MATRIX, HeadWeights, NotAffine
 from theodolite.system.progress import Progress
@@ -57,7 +57,7 @@ class LayersPass:
         """Continue from what `state` gave."""
         self._parts = [state]
 
-    @measures
+    @known_state()
     def run(self, progress: Progress) -> None:
         """Read the layers that are left; a layer's weights go before the next one's come."""
         for number, layer in enumerate(self._layers[progress.done :], progress.done):
@@ -105,7 +105,7 @@ class WeightsPass:
         """Continue from what `state` gave."""
         self._state = {name: values.clone() for name, values in state.items()}
 
-    @measures
+    @measures("self.model")
     def run(self, progress: Progress) -> None:
         """Read the layers that are left; a layer's weights go before the next one's come."""
         for layer in range(progress.done, self.total):

@@ -43,7 +43,7 @@ PRUNED_SHARE = 0.3
 """Share of exact zeros in its matrices above which a model counts as already pruned."""
 
 
-@measures
+@measures("model")
 def prune_model(
     model: OpenModel,
     corpus: Corpus,

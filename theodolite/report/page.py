@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 from plotly.offline import get_plotlyjs
 
-from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, style

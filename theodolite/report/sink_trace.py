@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.estimates import most_extreme, sigmas
 from theodolite.judging import SIGMAS, Criterion, Estimate

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.catches import LEARNED, Catches, attend_and_catch
 from theodolite.accumulate.tags import released
+from theodolite.attention.catches import LEARNED, Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -76,19 +76,16 @@ class _HeadTap(Hooks):
             )
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        outputs, later = [], []
-        for context in range(len(inputs.query)):
-            output, catches = attend_and_catch(inputs.of_contexts(slice(context, context + 1)))
-            outputs.append(output)
-            later.append(float((catches.position > 0).sum()))
-            if layer == self.layer:
-                self.catches.append(_of_head(catches, self.head).to(torch.device("cpu")))
+        output, contexts = attend_and_catch(inputs)
+        if layer == self.layer:
+            self.catches += [_of_head(catches, self.head).to(torch.device("cpu")) for catches in contexts]
         if self.groups and layer > self.layer:
+            later = [float((catches.position > 0).sum()) for catches in contexts]
             self.later_sinks += torch.tensor(later, dtype=torch.float64)
-        return torch.cat(outputs)
+        return output
 
 
-@measures
+@measures("model")
 def ablation_test(
     model: OpenModel,
     corpus: Corpus,

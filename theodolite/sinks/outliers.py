@@ -98,7 +98,7 @@ class Outliers:
     numbers: dict[str, Any]
 
 
-@measures
+@measures("model")
 def find_outliers(
     model: OpenModel,
     corpus: Corpus,

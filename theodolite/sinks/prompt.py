@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
-from theodolite.attention.summary import least_queries
+from theodolite.attention.sinks import ReceivedAttention
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
@@ -67,7 +67,7 @@ class _PromptTap(Hooks):
         self.streams.append(hidden[0].double().cpu())
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        output, catches = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
+        output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
         weights, _, received = attention_paid(inputs)
         self.received.append(received.nan_to_num(0.0).amax(dim=0))
         if layer == self.layer:
@@ -79,7 +79,7 @@ class _PromptTap(Hooks):
         return output
 
 
-@measures
+@measures("model")
 def trace_prompt(
     model: OpenModel, ids: Int[Tensor, " positions"], layer: int | None = None, head: int | None = None
 ) -> PromptTrace:
@@ -126,7 +126,7 @@ class _DividingTap(Hooks):
         self.heads: dict[tuple[int, int], tuple[float, float]] = {}
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        output, catches = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
+        output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
         for head in catches.head.unique().tolist():
             of_cpu = catches.to(torch.device("cpu"))
             _, group = groups_of(of_cpu, head, inputs.query.shape[2], self.trailing)
@@ -163,10 +163,9 @@ def attention_paid(
     """
     exact = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
     logits = exact.logits()
-    weights, visible = softmax(logits, exact.sink)[0].cpu(), (logits[0] > MASKED / 2).cpu()
-    queries = visible.sum(dim=1)
-    received = weights.sum(dim=1) / queries.clamp_min(1)
-    return weights, visible, received.masked_fill(queries - 1 < least_queries(queries.shape[1]), torch.nan)
+    weights = softmax(logits, exact.sink)
+    received = ReceivedAttention.of(exact, weights.sum(dim=2)).of_candidates
+    return weights[0].cpu(), (logits[0] > MASKED / 2).cpu(), received[0].cpu()
 
 
 def groups_of(

@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.accumulate.sums import State, each_part
 from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
+from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
@@ -115,7 +115,7 @@ class TracePass(CorpusPass):
         groups = inputs.query.shape[1] // inputs.value.shape[1]
 
         def work(part: slice) -> tuple[Tensor, Catches, tuple[dict[str, Tensor], ...] | None]:
-            output, catches = attend_and_catch(
+            output, (catches,) = attend_and_catch(
                 inputs.of_contexts(part), stretches=self._stretches, trailing=self._trailing
             )
             if not len(catches.head):
@@ -145,7 +145,7 @@ class TracePass(CorpusPass):
         return each_part(work, len(self._ids), torch.device("cpu"))
 
 
-@measures
+@measures("model")
 def trace_sinks(
     model: OpenModel,
     corpus: Corpus | Tensor,

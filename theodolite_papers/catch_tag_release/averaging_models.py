@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.estimates import Estimate, most_extreme
 from theodolite.judging import Criterion, judge, mix_of
 from theodolite.system.progress import shown

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from theodolite.system.threads import using_threads
 from theodolite.theory import mean_after
-from theodolite_papers.training.training_loop import CLIP, updates
+from theodolite_papers.training.trainer import CLIP, updates
 
 LENGTH = 20
 """Tokens, [SEP] among them."""

@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from torch import Tensor
 
-from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.estimates import CONFIDENCE, Estimate
 from theodolite.judging import FAILS, HOLDS, Criterion, Verdict, judge, unless_explained, untestable
 from theodolite.models.prompts import prompt_or_shipped

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from theodolite import Corpus, OpenModel
-from theodolite.accumulate.catches import attend_and_catch
+from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.evaluate.scores import mean_and_error
@@ -70,14 +70,12 @@ class _SinkHooks(Hooks):
         self.sinks = torch.zeros(contexts, layers, heads, length, dtype=torch.bool)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        outputs = []
-        for context in range(len(inputs.query)):
-            output, catches = attend_and_catch(inputs.of_contexts(slice(context, context + 1)))
-            outputs.append(output)
+        output, contexts = attend_and_catch(inputs)
+        for context, catches in enumerate(contexts):
             tokens = catches.position >= 0
             head, position = catches.head[tokens].cpu(), catches.position[tokens].cpu()
             self.sinks[context, layer, head, position] = True
-        return torch.cat(outputs)
+        return output
 
 
 def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> ModelSinks:

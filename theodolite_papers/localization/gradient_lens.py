@@ -80,7 +80,7 @@ class _LastQuery(Hooks):
         return (weights.to(value.dtype) @ value).transpose(1, 2)
 
 
-@measures
+@measures("model")
 def last_query(
     model: OpenModel, contexts: Int[Tensor, "contexts positions"]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:

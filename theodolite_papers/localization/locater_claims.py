@@ -24,8 +24,7 @@ from theodolite.report.data import Floats
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number
 from theodolite.theory import curve_width
-from theodolite_papers.localization.locater_grid import GridRun
-from theodolite_papers.localization.locater_training import PUBLISHED_STEPS, Reduction, Setting
+from theodolite_papers.localization.locater_training import PUBLISHED_STEPS, GridRun, Reduction, Setting
 
 MEASURES = {
     "final_loss": "held-out loss, nats per token",

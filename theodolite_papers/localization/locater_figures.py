@@ -20,8 +20,7 @@ from theodolite.system.wording import counted, for_plotly, number
 from theodolite_papers.drawing.localization import TWOS, Line, curves
 from theodolite_papers.experiment import BAO, Experiment, Outcome, Study, by_name, experiment, of_trainings
 from theodolite_papers.localization import locater_claims as judged
-from theodolite_papers.localization.locater_grid import GridRun, read_grid
-from theodolite_papers.localization.locater_training import PUBLISHED_STEPS, Setting
+from theodolite_papers.localization.locater_training import PUBLISHED_STEPS, GridRun, Setting, read_grid
 
 ACROSS = 2
 MAP_HEIGHT = 380

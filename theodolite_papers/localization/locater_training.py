@@ -1,35 +1,169 @@
-"""One training run of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
+"""Train language models with LocAteR and without (Bao et al. 2024, section 7): the text, one run, a grid of runs.
 
-It lives in a folder and resumes from its checkpoint to any further step, with the same bytes. Runs of one seed see the
-same batches, initial weights and dropout, which pairs them.
+A training run lives in a folder and resumes from its checkpoint to any further step, with the same bytes. Runs of one
+seed see the same batches, initial weights and dropout, which pairs them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
+import pyarrow
 import torch
-from jaxtyping import Float
+from filelock import FileLock, Timeout
+from jaxtyping import Float, Int
+from rich.console import Console
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from theodolite.errors import UsageError, WorkError
-from theodolite.system.checksums import write_checked
-from theodolite.system.files import disk_errors, folder_purpose, json_text, write_atomically, write_text
+from theodolite.corpus.documents import Document
+from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
+from theodolite.passes.corpus_pass import perplexity_of
+from theodolite.system.checksums import read_checked, write_checked
+from theodolite.system.files import (
+    check_target,
+    disk_errors,
+    folder_purpose,
+    json_text,
+    write_atomically,
+    write_text,
+)
+from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.processor import multiplies_halves
+from theodolite.system.threads import using_threads
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 from theodolite_papers.localization.decoder import Decoder, DecoderShape, as_opt
-from theodolite_papers.localization.grid_text import GridText
-from theodolite_papers.training import training_loop
+from theodolite_papers.training.embedded import Source, train_tokenizer
+from theodolite_papers.training.tasks import read_text
+from theodolite_papers.training.trainer import Trainer, another_training_run, check_numbers
+
+END_OF_LINE, UNKNOWN = "</s>", "<unk>"
+
+
+@dataclass(frozen=True)
+class GridText:
+    """Windows of length + 1 tokens, each sharing one token with the next, so that every token is predicted once.
+
+    tokenizer: trained on the training text alone. train, held_out: ids, (windows, length + 1). tokens_per_word: of
+    the held-out text; a line end is a word, as in the usual perplexity of WikiText. sha256: of both files' bytes
+    and of how they were cut.
+    """
+
+    tokenizer: Tokenizer
+    train: Int[Tensor, "windows window"]
+    held_out: Int[Tensor, "windows window"]
+    tokens_per_word: float
+    sha256: str
+
+    def batch(self, step: int, size: int, seed: int) -> Int[Tensor, "size window"]:
+        """The windows of a step: every epoch in another order, its last incomplete batch left out."""
+        epoch, place = divmod(step, len(self.train) // size)
+        return self.train[_order(len(self.train), seed, epoch)[place * size : (place + 1) * size]]
+
+
+@lru_cache(maxsize=4)
+def _order(windows: int, seed: int, epoch: int) -> Int[Tensor, " windows"]:
+    return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(windows))
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Which texts, and how they are cut.
+
+    length: tokens of a context. batch: contexts per step. vocabulary: of a byte-level BPE; None: one token per word.
+    """
+
+    train: Path
+    held_out: Path
+    length: int = 64
+    batch: int = 64
+    vocabulary: int | None = 2048
+
+    def read(self) -> GridText:
+        """Tokenize and cut both."""
+        texts = [read_text(path, "file") for path in (self.train, self.held_out)]
+        tokenizer = (
+            word_tokenizer(texts[0])
+            if self.vocabulary is None
+            else train_tokenizer([Source("text", 1.0, (Document(texts[0]),))], self.vocabulary, 0)
+        )
+        streams = [np.array(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+        for path, stream, least in zip((self.train, self.held_out), streams, (self.batch, 1), strict=True):
+            if len(stream) <= least * self.length:
+                needed = least * self.length + 1
+                raise UsageError(f"{path} has {len(stream)} tokens; give a text of {needed} or more.")
+        words = len(texts[1].split()) + texts[1].count("\n")
+        cut = [_windows(stream, self.length) for stream in streams]
+        return GridText(tokenizer, cut[0], cut[1], len(streams[1]) / words, self.sha256())
+
+    def sha256(self) -> str:
+        """Of both files' text and of how they are cut."""
+        digest = hashlib.sha256(f"{self.length} {self.vocabulary}".encode())
+        for path in (self.train, self.held_out):
+            digest.update(hashlib.sha256(read_text(path, "file").encode()).digest())
+        return digest.hexdigest()
+
+
+def kept_text(folder: Path, files: TextFiles) -> GridText:
+    """The text of a grid: as its folder keeps it, or read from `files` and kept there."""
+    place = folder / "text.safetensors"
+    if not place.exists():
+        text = files.read()
+        facts = {"sha256": text.sha256, "tokens_per_word": text.tokens_per_word}
+        facts |= {"tokenizer": text.tokenizer.to_str()}
+        notes, tensors = {"text": json.dumps(facts)}, {"train": text.train, "held_out": text.held_out}
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(place, lambda path: write_checked(path, tensors, notes))
+    text = load_text(folder)
+    if text.sha256 != files.sha256():
+        raise UsageError(f"{folder} holds a grid of another text or vocabulary; choose another folder.")
+    return text
+
+
+def load_text(folder: Path) -> GridText:
+    """The text that a grid's folder keeps."""
+    place = folder / "text.safetensors"
+    try:
+        tensors, notes = read_checked(place)
+        facts = json.loads(notes["text"])
+        facts["tokenizer"] = Tokenizer.from_str(facts["tokenizer"])
+        return GridText(train=tensors["train"], held_out=tensors["held_out"], **facts)
+    except Exception as error:  # of the tokenizer, which has no class of its own
+        raise UsageError(
+            f"{place} is damaged ({first_line(error)}); remove {folder} to start over."
+        ) from error
+
+
+def word_tokenizer(text: str) -> Tokenizer:
+    """One token per word between white space, the frequent ones first, and one per line end; others become `<unk>`."""
+    counts = Counter(text.split())
+    words = sorted(counts.keys() - {END_OF_LINE, UNKNOWN}, key=lambda word: (-counts[word], word))
+    vocabulary = {word: index for index, word in enumerate([END_OF_LINE, UNKNOWN, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Replace(Regex("\n"), f" {END_OF_LINE} ")
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def _windows(stream: np.ndarray, length: int) -> Int[Tensor, "windows window"]:
+    starts = np.arange((len(stream) - 1) // length) * length
+    return torch.from_numpy(stream[starts[:, None] + np.arange(length + 1)].astype(np.int64))
+
 
 PUBLISHED_STEPS = 50_000
 BETAS = (0.9, 0.999)
@@ -98,7 +232,7 @@ class Setting:
             raise UsageError(f"{self.name}: a strength is negative or not finite; give 0 or more.")
         if self.reduction not in get_args(Reduction):
             raise UsageError(f"{self.name}: there is no such reduction; choose mean or sum.")
-        training_loop.check_numbers(self.seed)
+        check_numbers(self.seed)
 
 
 def published_rate(width: int) -> float:
@@ -112,7 +246,7 @@ def measured(step: int, every: int) -> bool:
 
 
 class LocaterTraining:
-    """A model, its optimizer and what was measured so far; from its folder's checkpoint if there is one."""
+    """A model and what was measured of it so far; from its folder's checkpoint if there is one."""
 
     def __init__(self, folder: Path, setting: Setting, recipe: Recipe, text: GridText, device: str) -> None:
         setting.check()
@@ -123,47 +257,40 @@ class LocaterTraining:
             text.tokenizer.get_vocab_size(), setting.width, setting.layers, recipe.length, recipe.dropout
         )
         self.model = Decoder(shape).to(self.device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=BETAS, weight_decay=setting.weight_decay, fused=True
+        decay = {"betas": BETAS, "weight_decay": setting.weight_decay}
+        self.trainer = Trainer(
+            folder=folder,
+            model=self.model,
+            optimizer=torch.optim.AdamW(self.model.parameters(), fused=True, **decay),
+            loss=self._loss,
+            rate=lambda step: published_rate(setting.width),
+            seed=setting.seed,
+            save_every=recipe.checkpoint_every,
+            measure=self._measure,
+            before_save=self._write_tables,
+            kept={
+                "summed": torch.zeros(
+                    (), dtype=torch.float64, device=self.device
+                ),  # loss since the last measurement
+                "history/steps": torch.zeros(0, dtype=torch.int64),
+                "history/losses": torch.zeros(0, len(LOSSES), dtype=torch.float64),
+                "history/heads": torch.zeros(0, setting.layers, len(HEADS), dtype=torch.float64),
+                "history/propagation": torch.zeros(0, setting.layers, recipe.length),
+            },
         )
-        # Loss since the last measurement.
-        self.summed = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.history: dict[str, Tensor] = {
-            "steps": torch.zeros(0, dtype=torch.int64),
-            "losses": torch.zeros(0, len(LOSSES), dtype=torch.float64),
-            "heads": torch.zeros(0, setting.layers, len(HEADS), dtype=torch.float64),
-            "propagation": torch.zeros(0, setting.layers, recipe.length),
-        }
         known = asdict(setting)
         if folder_purpose(folder / "setting.json", known) != known:
-            raise training_loop.another_training_run(folder)
-        self.step, kept = training_loop.load_checkpoint(self._checkpoint, self.model, self.optimizer)
-        if kept:
-            self.summed.copy_(kept["summed"])
-            self.history = {name: kept[f"history/{name}"] for name in self.history}
+            raise another_training_run(folder)
+        self.trainer.resume()
 
-    def advance(self, until: int, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Train on to step `until`, saving on the way and at the end; False where `stop` ended it before."""
-        if self.step == 0 and not len(self.history["steps"]):
-            self._record()
-        began = self.step
-        steps = training_loop.updates(
-            self.model,
-            self.optimizer,
-            self._loss,
-            lambda step: published_rate(self.setting.width),
-            range(began, until),
-            seed=self.setting.seed,
-        )
-        while self.step < until and not stop():
-            self.step, _ = next(steps)
-            if measured(self.step, self.recipe.measure_every):
-                self._record()
-            if self.step % self.recipe.checkpoint_every == 0 and self.step < until:
-                self.save()
-        if self.step > began or not self._checkpoint.exists():
-            self.save()
-        return self.step >= until
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self.trainer.step
+
+    def history(self, name: str) -> Tensor:
+        """What was measured so far: `steps`, `losses`, `heads` or `propagation`, a row for each measurement."""
+        return self.trainer.kept[f"history/{name}"]
 
     def progress(self) -> str:
         """The step, and the loss on held-out text when it was last measured."""
@@ -195,43 +322,30 @@ class LocaterTraining:
             tokenizer.save_pretrained(self.folder / "model")
             write_text(place, json_text(summary, 2) + "\n")
 
-    def save(self) -> None:
-        """Write the checkpoint, and what was measured as tables; each file whole or not at all."""
-        tensors = {f"history/{name}": values for name, values in self.history.items()}
-        tensors["summed"] = self.summed
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            losses, heads = self.tables()
-            for name, table in (("losses.parquet", losses), ("heads.parquet", heads)):
-                write_atomically(self.folder / name, partial(table.to_parquet, index=False))
-            curves = {name: self.history[name] for name in ("steps", "propagation")}
-            place = self.folder / "propagation.safetensors"
-            write_atomically(place, lambda path: write_checked(path, curves))
-        # Last: a training run killed before this resumes from an older one, and writes all of them again.
-        notes, path = {"step": str(self.step)}, self._checkpoint
-        training_loop.save_checkpoint(path, self.model, self.optimizer, notes, tensors)
-
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""
-        steps = self.history["steps"].numpy()
-        losses = pd.DataFrame(self.history["losses"].numpy(), columns=list(LOSSES))
+        steps = self.history("steps").numpy()
+        losses = pd.DataFrame(self.history("losses").numpy(), columns=list(LOSSES))
         losses.insert(0, "step", steps)
         layers = self.setting.layers
-        heads = pd.DataFrame(self.history["heads"].flatten(0, 1).numpy(), columns=list(HEADS))
+        heads = pd.DataFrame(self.history("heads").flatten(0, 1).numpy(), columns=list(HEADS))
         heads.insert(0, "layer", np.tile(np.arange(layers), len(steps)))
         heads.insert(0, "step", np.repeat(steps, layers))
         return losses, heads
 
-    @property
-    def _checkpoint(self) -> Path:
-        return self.folder / training_loop.CHECKPOINT
+    def _write_tables(self) -> None:
+        """Write what was measured, each file whole or not at all: never older than the checkpoint that follows."""
+        for name, table in zip(("losses.parquet", "heads.parquet"), self.tables(), strict=True):
+            write_atomically(self.folder / name, partial(table.to_parquet, index=False))
+        curves = {name: self.history(name) for name in ("steps", "propagation")}
+        write_atomically(self.folder / "propagation.safetensors", lambda path: write_checked(path, curves))
 
     def _loss(self, step: int) -> Tensor:
         setting, recipe = self.setting, self.recipe
         window = self.text.batch(step, recipe.batch, setting.seed).to(self.device)
         dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
         loss = self.model.loss(window[:, :-1], window[:, 1:], dtype)
-        self.summed += loss.detach()
+        self.trainer.kept["summed"] += loss.detach()
         if setting.scale or setting.mean:
             w_q, w_k = self._factors()
             penalty = locater_penalty(w_q, w_k, setting.scale, setting.mean, gradient=setting.gradient)
@@ -243,25 +357,28 @@ class LocaterTraining:
         w_q, w_k = (torch.stack(part) for part in zip(*pairs, strict=True))
         return w_q, w_k
 
-    def _record(self) -> None:
-        """Measure, and add a row to every table."""
-        before = int(self.history["steps"][-1]) if self.step else 0
-        training = float(self.summed) / (self.step - before) if self.step else math.nan
-        if self.step and not math.isfinite(training):
-            raise WorkError(f"The loss of {self.setting.name} is {training} before step {self.step}.")
-        self.summed.zero_()
+    def _measure(self, step: int, _: Tensor | None) -> None:
+        """Add a row to every table, after the steps that are measured."""
+        if not measured(step, self.recipe.measure_every):
+            return
+        kept = self.trainer.kept
+        before = int(self.history("steps")[-1]) if step else 0
+        training = float(kept["summed"]) / (step - before) if step else math.nan
+        if step and not math.isfinite(training):
+            raise WorkError(f"The loss of {self.setting.name} is {training} before step {step}.")
+        kept["summed"].zero_()
         held_out = self.text.held_out
         count = min(self.recipe.measured_windows, len(held_out))
         losses = self._held_out(held_out[np.linspace(0, len(held_out) - 1, count).astype(int)])
         row = [training, float(losses.mean()), _standard_error(losses)]
         heads, propagation = self._heads(held_out[: self.recipe.batch, :-1])
         for name, values in (
-            ("steps", torch.tensor(self.step)),
+            ("steps", torch.tensor(step)),
             ("losses", torch.tensor(row, dtype=torch.float64)),
             ("heads", heads),
             ("propagation", propagation.float()),
         ):
-            self.history[name] = torch.cat([self.history[name], values.cpu()[None]])
+            kept[f"history/{name}"] = torch.cat([self.history(name), values.cpu()[None]])
 
     def _held_out(self, windows: Tensor) -> Float[Tensor, " windows"]:
         """Mean loss of each window in nats per token, dropout off, weights and products in float32."""
@@ -292,3 +409,236 @@ class LocaterTraining:
 def _standard_error(values: Float[Tensor, " windows"]) -> float:
     """Over windows, as if they were independent."""
     return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+WORDS = "words"
+
+
+def train_locater(
+    out: Path,
+    text: Path,
+    held_out: Path,
+    console: Console,
+    *,
+    seeds: int = 3,
+    steps: int | None = None,
+    gradient: Gradient = "exact",
+    reduction: Reduction = "mean",
+    vocabulary: str | None = None,
+    device: str = "cpu",
+    **numbers: str | None,
+) -> list[str]:
+    """Train what is missing of the grid; returns a line on each training run.
+
+    vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`,
+    joined by commas; an empty text: none of them. None: as published.
+    """
+    for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
+        if given not in get_args(choices):
+            raise UsageError(f"--{name} is '{given}'; choose {' or '.join(get_args(choices))}.")
+    if seeds < 1:
+        raise UsageError(f"--seeds is {seeds}; give 1 or more.")
+    recipe = Recipe(vocabulary=_vocabulary(vocabulary), bfloat16=multiplies_halves(device))
+    how: dict[str, Any] = {
+        name: _numbers(name, given) for name, given in numbers.items() if given is not None
+    }
+    settings = Grid(seeds=seeds, gradient=gradient, reduction=reduction, **how).settings()
+    files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
+    steps = PUBLISHED_STEPS if steps is None else steps
+    train_grid(Job(out, recipe, steps, device), settings, files, console)
+    names = {setting.name for setting in settings}
+    summaries = {run.setting.name: run.summary for run in read_grid(out)[1] if run.summary}
+    unfinished = [name for name in names if name not in summaries or summaries[name]["step"] < steps]
+    if unfinished:
+        raise WorkError(
+            f"{len(unfinished)} of {len(names)} training runs are not at step {steps}; another process is working on "
+            "them: wait for it, then rerun the command"
+        )
+    lines = []
+    for name, summary in summaries.items():
+        if name in names:
+            perplexity = perplexity_of(summary["held_out_loss"])
+            error = perplexity * (summary["held_out_loss_se"] or math.nan)  # null: one window
+            lines.append(
+                f"{name}: step {summary['step']}, held-out perplexity {perplexity:.2f} (± {error:.2f} over contexts)"
+            )
+    return lines
+
+
+def _numbers(name: str, given: str) -> tuple[Any, ...]:
+    kind = int if name in ("layers", "widths") else float
+    try:
+        return tuple(dict.fromkeys(kind(part) for part in given.split(",") if part.strip()))
+    except ValueError:
+        raise UsageError(f"--{name} is '{given}'; give numbers with commas between them.") from None
+
+
+def _vocabulary(given: str | None) -> int | None:
+    if given is None:
+        return Recipe().vocabulary
+    if given == WORDS:
+        return None
+    if not given.isdecimal():
+        raise UsageError(f"--vocabulary is '{given}'; give a number of tokens, or {WORDS}.")
+    return int(given)
+
+
+ROUND = 5000
+"""Steps that every training run takes before any goes further."""
+
+RUN_FOLDERS = "points"
+CLAIM = "grid.json"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The published settings, and as many weight decays without LocAteR.
+
+    seeds: 0 … seeds − 1. scales, means: κ₁ and κ₂ of the LocAteR training runs. decays: of those without; 0.01 is the
+    published one. gradient, reduction: as in `Setting`.
+    """
+
+    layers: tuple[int, ...] = (1,)
+    widths: tuple[int, ...] = (32,)
+    seeds: int = 3
+    scales: tuple[float, ...] = (100.0,)
+    means: tuple[float, ...] = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
+    decays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0, 10.0)
+    gradient: Gradient = "exact"
+    reduction: Reduction = "mean"
+
+    def settings(self) -> list[Setting]:
+        """Every setting; a seed's before the next seed's."""
+        settings = []
+        how = Setting(gradient=self.gradient, reduction=self.reduction)
+        for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
+            pairs = product(self.scales, self.means)
+            kinds = [replace(how, scale=scale, mean=mean) for scale, mean in pairs]
+            kinds += [Setting(weight_decay=decay) for decay in self.decays]
+            settings += [replace(kind, layers=layers, width=width, seed=seed) for kind in kinds]
+        return settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs to know besides its settings."""
+
+    folder: Path
+    recipe: Recipe
+    steps: int
+    device: str
+
+
+def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Console) -> None:
+    """Bring every setting to `job.steps` steps."""
+    for what, number in (("setting", len(settings)), ("step", job.steps)):
+        if number < 1:
+            raise UsageError(f"there is nothing to train: give at least one {what}.")
+    for setting in settings:
+        setting.check()
+    check_target(job.folder)
+    with disk_errors(job.folder):
+        job.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(job.folder / "lock"):
+        kept_text(job.folder, files)
+        _claim(job)
+    console.print(f"{len(settings)} training runs of {job.steps} steps in {job.folder}")
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with interruptible(lambda: say(STOPPING)) as pressed:
+        failed = _train_all(settings, job, pressed, say)
+    if failed:
+        raise WorkError("; ".join(failed))
+
+
+def _claim(job: Job) -> None:
+    """Write into the folder how its training runs are made, unless it says the same already."""
+    claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
+    if folder_purpose(job.folder / CLAIM, claim) != claim:
+        raise UsageError(f"{job.folder} holds a grid of another recipe or device; choose another folder.")
+
+
+def _train_all(
+    settings: list[Setting], job: Job, stop: Callable[[], bool], say: Callable[[str], None]
+) -> list[str]:
+    """Train the settings in rounds; the messages of those that failed, which are not tried again."""
+    text = load_text(job.folder)
+    failed: dict[Setting, str] = {}
+    with using_threads(1 if torch.device(job.device).type == "cpu" else torch.get_num_threads()):
+        for target in [*range(ROUND, job.steps, ROUND), job.steps]:
+            for setting in settings:
+                folder = job.folder / RUN_FOLDERS / setting.name
+                if stop():
+                    return []
+                if setting in failed:
+                    continue
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    with FileLock(folder / "lock", timeout=0):
+                        began = time.perf_counter()
+                        training = LocaterTraining(folder, setting, job.recipe, text, job.device)
+                        first_step = training.step
+                        if training.trainer.advance(target, stop) and target == job.steps:
+                            training.finish()
+                        steps = training.step - first_step
+                        if steps:
+                            pace = f"{steps / (time.perf_counter() - began):.1f} steps per second"
+                            say(f"{setting.name}: {training.progress()}, {pace}")
+                except Timeout:
+                    say(f"{setting.name}: another process is training it; skipped")
+                except TheodoliteError as error:
+                    failed[setting] = str(error)
+                    say(f"{setting.name}: {error}")
+    return list(failed.values())
+
+
+@dataclass(frozen=True)
+class GridRun:
+    """What one training run of a grid has given so far.
+
+    propagation: ρ_i of the last query, for `propagation_steps`. summary: on all held-out text; None before the last
+    step.
+    """
+
+    setting: Setting
+    losses: pd.DataFrame
+    heads: pd.DataFrame
+    propagation: Float[Tensor, "steps layers length"]
+    propagation_steps: list[int]
+    summary: dict[str, Any] | None
+
+
+def is_grid(folder: str | Path) -> bool:
+    """Whether a grid of training runs is there, finished or not."""
+    return (Path(folder) / CLAIM).is_file()
+
+
+def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
+    """How a grid's training runs are made, and all of them by name; also while they are running."""
+    folder = Path(folder)
+    try:
+        recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
+    places = sorted((folder / RUN_FOLDERS).glob("*"))
+    # The last file of the first save.
+    runs = [_grid_run(place) for place in places if (place / "propagation.safetensors").exists()]
+    if not runs:
+        raise UsageError(f"{folder} holds no saved training run yet; wait for the first checkpoint.")
+    return recipe, runs
+
+
+def _grid_run(folder: Path) -> GridRun:
+    summary = folder / "summary.json"
+    try:
+        setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
+        losses, heads = (pd.read_parquet(folder / f"{name}.parquet") for name in ("losses", "heads"))
+        curves, _ = read_checked(folder / "propagation.safetensors")
+        end = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None
+        return GridRun(setting, losses, heads, curves["propagation"], curves["steps"].tolist(), end)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, pyarrow.ArrowException) as error:
+        raise UsageError(
+            f"{folder} is damaged ({first_line(error)}); remove it and train it again."
+        ) from error

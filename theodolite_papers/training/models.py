@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import transformers
 
 from theodolite.system.processor import multiplies_halves
-from theodolite_papers.training.training_loop import LearningRate
 
 ATTENTION = "eager"
 """On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a task model's step, this one little."""
@@ -20,6 +20,29 @@ WARM_UP = 0.04  # share of the steps of a model of text
 
 GATED_WIDTH = 3
 """Width of Llama's gated MLP over the model's: as many weights as in GPT-2's, to a ninth."""
+
+
+FINAL_RATE = 0.1  # of the peak learning rate, where a cosine ends
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate by step: a line from 0 over `warm_up`, then level, a cosine to `FINAL_RATE`, or a line to 0."""
+
+    peak: float
+    warm_up: int = 1
+    decay: Literal["none", "cosine", "linear"] = "none"
+    steps: int = 0
+
+    def at(self, step: int) -> float:
+        """The rate of a step."""
+        done = max(0.0, (step - self.warm_up) / max(1, self.steps - self.warm_up))
+        share = {
+            "none": 1.0,
+            "cosine": FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done)),
+            "linear": 1 - done,
+        }[self.decay]
+        return self.peak * (min(1.0, (step + 1) / self.warm_up) * share)
 
 
 @dataclass(frozen=True)
@@ -56,7 +79,7 @@ class EmbeddedConfig:
 
 @dataclass(frozen=True)
 class TaskModelConfig:
-    """Sizes and schedule of a model of a task. `task_models.PUBLISHED` has the settings of the paper."""
+    """Sizes and schedule of a model of a task. `tasks.PUBLISHED` has the settings of the paper."""
 
     layers: int
     heads: int

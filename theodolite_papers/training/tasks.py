@@ -1,25 +1,32 @@
-"""What the small trainers train on: characters of a text, additions, prompts of examples. No model is built here."""
+"""Train toy models on tasks: the characters of a text, additions, prompts of examples (Song & Zhong 2024, A.2, D.3).
+
+`training.json` next to the weights has every setting, the losses and the accuracies.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Int
+from rich.console import Console
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, Addition, additions, corpus_name, full_length
 from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import right_answers
-from theodolite_papers.training.models import TaskModelConfig
+from theodolite.system.files import json_text
+from theodolite_papers.training.models import TaskModelConfig, task_model
+from theodolite_papers.training.trainer import ModelTraining, check_training, train_into
 
 IGNORED = -100
 """Target of a position that has no part in the loss."""
@@ -36,6 +43,15 @@ SHORT_OPERANDS = (1, 2, 3, 4)
 
 Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
 """Inputs, and the token that should follow each (`IGNORED` where nothing is asked)."""
+
+PUBLISHED = {
+    "characters": TaskModelConfig(6, 6, 384, 64, 5000, 1e-3, "cosine", dropout=0.1),
+    "addition": TaskModelConfig(4, 4, 256, 64, 10000, 1e-4, "linear"),
+}
+"""Appendix A.2. Where it is silent (AdamW's β, gradient clipping), as in `trainer.py`."""
+
+SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
+"""Steps whose weights a series keeps, and the last: about even on a logarithmic scale."""
 
 FEW_SHOT = TaskModelConfig(4, 4, 128, 32, 8000, 1e-3, "cosine", positions="rotary")
 """Layers, heads, width, prompts per step, steps, rate: 15 minutes on one core."""
@@ -110,6 +126,13 @@ class Characters:
             "training_loss": self._loss(model, self.train, windows),
         }
 
+    def summary(self, result: dict[str, Any]) -> list[str]:
+        """What is said of a finished model, in a line."""
+        return [
+            f"loss {result['validation_loss']:.3f} nats per character held out, "
+            f"{result['training_loss']:.3f} on the training text"
+        ]
+
     @torch.no_grad()
     def _loss(self, model: PreTrainedModel, ids: np.ndarray, most: int) -> float:
         windows = min(most, len(ids) // (self.length + 1))
@@ -163,6 +186,12 @@ class Additions:
         accuracy = self.accuracy(model, count=TESTED)
         shorter = {str(n): self.accuracy(model, (n, n), TESTED) for n in SHORT_OPERANDS}
         return {"tested": TESTED, "accuracy": accuracy, "accuracy_by_digits": shorter}
+
+    def summary(self, result: dict[str, Any]) -> list[str]:
+        """What is said of a finished model, in a line."""
+        shares = result["accuracy_by_digits"].items()
+        shorter = ", ".join(f"{n} digit{'' if n == '1' else 's'} {share:.1%}" for n, share in shares)
+        return [f"accuracy {result['accuracy']:.1%} in distribution; {shorter}"]
 
     def _encode(self, text: str) -> Int[Tensor, " characters"]:
         return torch.tensor([self.characters.index(character) for character in text])
@@ -230,6 +259,14 @@ class FewShot:
             "best_by_shots": self.rules.best_accuracy().tolist(),
         }
 
+    def summary(self, result: dict[str, Any]) -> list[str]:
+        """What is said of a finished model, a line for each number of examples."""
+        accuracies = zip(result["accuracy_by_shots"], result["best_by_shots"], strict=True)
+        return [
+            f"{shots} example{'' if shots == 1 else 's'}: accuracy {share:.1%} (the best possible: {best:.1%})"
+            for shots, (share, best) in enumerate(accuracies)
+        ]
+
     def _accuracy(self, model: PreTrainedModel, count: int) -> list[float]:
         """On prompts that no step drew."""
         prompts = self.rules.draw(count, np.random.default_rng([0, TEST_STREAM]))
@@ -241,3 +278,55 @@ class FewShot:
 
 Task = Characters | Additions | FewShot
 """What a training run reads, and how it is judged."""
+
+
+def train_task_model(
+    out: str | Path, task: Task, config: TaskModelConfig, *, threads: int = 2, console: Console | None = None
+) -> dict[str, Any]:
+    """Train on `task` and write the folder `out`; returns what `training.json` there says.
+
+    A killed training run resumes, with the same bytes on the same machine, threads and package versions. With
+    `config.series` the weights of the steps of `SERIES`, and of the last, are kept.
+    """
+    out = Path(out)
+    check_training(out, config, threads)
+
+    def loss(model: PreTrainedModel, step: int) -> Tensor:
+        inputs, targets = task.batch(step, config.batch, config.seed)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
+            logits = model(input_ids=inputs, use_cache=False).logits
+        return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def measure(model: PreTrainedModel) -> dict[str, Any]:
+        return {
+            "task": task.name,
+            "length": task.length,
+            "characters": task.characters,
+            "text_sha256": task.sha256,
+            **asdict(config),
+            "threads": threads,
+            "parameters": model.num_parameters(),
+            **task.measure(model),
+        }
+
+    run = ModelTraining(
+        config=config,
+        build=lambda: task_model(config, len(task.characters), task.length),
+        tokenizer=character_tokenizer(task.characters, task.length),
+        data={"task": task.name, "data": task.sha256},
+        loss=loss,
+        progress=lambda model, loss: f"training loss {loss:.4f}; {task.quick_score(model)}",
+        measure=measure,
+        page=lambda result: ("training.json", json_text(result, 2) + "\n"),
+        series=(*SERIES, config.steps) if config.series else (),
+    )
+    return train_into(out, run, threads, console)
+
+
+def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast:
+    """One token per character; a character that is not among `characters` is left out."""
+    vocabulary = {character: index for index, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length)

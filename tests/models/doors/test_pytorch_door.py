@@ -261,25 +261,38 @@ def test_what_is_heard_is_the_attention(kind):
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_multihead_attention(need_weights, batch_first):
+@pytest.mark.parametrize(
+    ("masks", "more"),
+    [
+        ({"attn_mask": torch.zeros(LENGTH, LENGTH).masked_fill(LATER, -torch.inf)}, {}),
+        ({"attn_mask": LATER, "is_causal": True}, {}),
+        ({}, {}),
+        ({"key_padding_mask": PADDED[:, 0, 0]}, {}),
+        ({"key_padding_mask": PADDED[:, 0, 0], "attn_mask": LATER}, {"add_zero_attn": True}),
+        ({}, {"add_bias_kv": True, "kdim": WIDTH, "vdim": 2 * WIDTH}),
+    ],
+)
+def test_multihead_attention(need_weights, batch_first, masks, more):
     """Oracle: the weights that it returns."""
-    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first).eval()
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first, **more).eval()
     x = _input() if batch_first else _input().transpose(0, 1)
-    mask = torch.zeros(LENGTH, LENGTH).masked_fill(LATER, -torch.inf)
-    options = {"attn_mask": mask, "average_attn_weights": False}
+    options = masks | {"average_attn_weights": False}
     seen = []
 
     class Wrapped(nn.Sequential):
         def forward(self, x):
-            output, weights = self[0](x, x, x, need_weights=need_weights, **options)
+            output, weights = self[0](x, x, values, need_weights=need_weights, **options)
             seen.append(weights)
             return output
 
+    values = torch.cat([x] * (more.get("vdim", WIDTH) // WIDTH), dim=-1)
     with torch.no_grad():
-        own, own_weights = layer(x, x, x, need_weights=True, **options)
+        own, own_weights = layer(x, x, values, need_weights=True, **options)
     output, [(owner, inputs)] = _heard(Wrapped(layer).eval(), x)
     torch.testing.assert_close(output, own, rtol=1e-5, atol=1e-6)
     assert owner is layer
+    assert (inputs.mask is None) == (not masks)
+    assert inputs.bias is None
     torch.testing.assert_close(softmax(inputs.logits(), None), own_weights, rtol=1e-5, atol=1e-6)
     if need_weights:
         torch.testing.assert_close(seen[-1], own_weights)

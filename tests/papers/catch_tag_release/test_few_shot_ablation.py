@@ -32,8 +32,7 @@ from theodolite_papers.catch_tag_release.few_shot_ablation import (
     share_of,
     show_ablations,
 )
-from theodolite_papers.training.task_models import train_task_model
-from theodolite_papers.training.tasks import FEW_SHOT, FewShot
+from theodolite_papers.training.tasks import FEW_SHOT, FewShot, train_task_model
 
 COUNT = 40
 

@@ -33,8 +33,7 @@ from theodolite_papers.catch_tag_release.few_shot import (
 )
 from theodolite_papers.experiment import Study
 from theodolite_papers.training import tasks as few_shot
-from theodolite_papers.training.task_models import train_task_model
-from theodolite_papers.training.tasks import FEW_SHOT, IGNORED, FewShot
+from theodolite_papers.training.tasks import FEW_SHOT, IGNORED, FewShot, train_task_model
 
 
 class Reader(torch.nn.Module):

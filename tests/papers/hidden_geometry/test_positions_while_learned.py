@@ -28,8 +28,7 @@ from theodolite_papers.hidden_geometry.positions_while_learned import (
     series_of,
     some_contexts,
 )
-from theodolite_papers.training.task_models import TaskModelConfig, train_task_model
-from theodolite_papers.training.tasks import Additions
+from theodolite_papers.training.tasks import Additions, TaskModelConfig, train_task_model
 
 SERIES, ADDITION = EXPERIMENTS["geometry/training"], EXPERIMENTS["geometry/addition"]
 SPIRAL = {"low_frequency_10": 0.95, "smooth_roughness": 0.01, "turns": 1.2, "relative_norm_beyond_noise": 0.5}

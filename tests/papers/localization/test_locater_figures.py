@@ -31,8 +31,7 @@ from theodolite_papers.localization.locater_claims import (
     wider,
 )
 from theodolite_papers.localization.locater_figures import OF_SHAPES, figure_7, fill, grid_provenance
-from theodolite_papers.localization.locater_grid import GridRun, read_grid
-from theodolite_papers.localization.locater_training import Setting
+from theodolite_papers.localization.locater_training import GridRun, Setting, read_grid
 
 STEPS = [0, 1, 2, 5, 10]
 MEANS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)

@@ -15,11 +15,18 @@ from filelock import FileLock
 from tests.papers.shared import hashes, quiet
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import read_checked
-from theodolite_papers.localization import locater_grid as locater_command
-from theodolite_papers.localization import locater_grid as module
-from theodolite_papers.localization.grid_text import TextFiles
-from theodolite_papers.localization.locater_grid import Grid, Job, read_grid, train_grid, train_locater
-from theodolite_papers.localization.locater_training import Recipe, Setting
+from theodolite_papers.localization import locater_training as locater_command
+from theodolite_papers.localization import locater_training as module
+from theodolite_papers.localization.locater_training import (
+    Grid,
+    Job,
+    Recipe,
+    Setting,
+    TextFiles,
+    read_grid,
+    train_grid,
+    train_locater,
+)
 
 RECIPE = Recipe(length=16, batch=2, vocabulary=None, measure_every=2, measured_windows=3, checkpoint_every=2)
 SETTINGS = [Setting(width=8), Setting(width=8, scale=100.0, mean=1.0), Setting(width=8, seed=1)]

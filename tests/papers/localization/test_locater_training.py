@@ -25,11 +25,14 @@ from theodolite_papers.localization.decoder import (
     fairseq_sinusoids,
     next_token_loss,
 )
-from theodolite_papers.localization.grid_text import GridText, TextFiles, kept_text, load_text
 from theodolite_papers.localization.locater_training import (
+    GridText,
     LocaterTraining,
     Recipe,
     Setting,
+    TextFiles,
+    kept_text,
+    load_text,
     measured,
     published_rate,
 )
@@ -117,7 +120,7 @@ def test_first_step_in_closed_form(reduction, share, text, tmp_path):
         matrix = block.projections.weight[:8].mT @ block.projections.weight[8:16]
         loss = loss + share * (100 * matrix.square().sum() + 0.5 * (matrix.trace() - 1) ** 2)
     loss.backward()
-    training.advance(1)
+    training.trainer.advance(1)
     rate = published_rate(8)
     for (name, before), after in zip(model.named_parameters(), training.model.parameters(), strict=True):
         gradient = before.grad if before.grad is not None else torch.zeros_like(before)
@@ -134,15 +137,15 @@ def test_first_step_in_closed_form(reduction, share, text, tmp_path):
 def test_the_same_bytes_when_it_was_stopped(text: GridText, tmp_path: Path) -> None:
     """Oracle: a training run in one go. Stopped between checkpoints and asked for fewer steps first, it is the same."""
     uninterrupted = LocaterTraining(tmp_path / "whole", SETTING, RECIPE, text, "cpu")
-    assert uninterrupted.advance(13)
+    assert uninterrupted.trainer.advance(13)
     uninterrupted.finish()
     asked = iter([False] * 7 + [True] * 99)
     parted = tmp_path / "parted"
-    assert not LocaterTraining(parted, SETTING, RECIPE, text, "cpu").advance(11, lambda: next(asked))
+    assert not LocaterTraining(parted, SETTING, RECIPE, text, "cpu").trainer.advance(11, lambda: next(asked))
     assert LocaterTraining(parted, SETTING, RECIPE, text, "cpu").step == 7
-    assert LocaterTraining(parted, SETTING, RECIPE, text, "cpu").advance(9)
+    assert LocaterTraining(parted, SETTING, RECIPE, text, "cpu").trainer.advance(9)
     last = LocaterTraining(parted, SETTING, RECIPE, text, "cpu")
-    assert last.advance(13)
+    assert last.trainer.advance(13)
     last.finish()
     assert hashes(parted) == hashes(tmp_path / "whole")
     losses = pd.read_parquet(parted / "losses.parquet")
@@ -158,7 +161,7 @@ def test_training_loss_is_the_mean_since_the_last_measurement(text: GridText, tm
     for step in range(5):
         window = text.batch(step, 4, 0)
         losses.append(float(training.model.losses(window[:, :-1], window[:, 1:]).mean()))
-        training.advance(step + 1)
+        training.trainer.advance(step + 1)
     recorded = training.tables()[0].set_index("step")["training_loss"]
     assert recorded[1] == pytest.approx(losses[0], abs=1e-5)
     assert recorded[5] == pytest.approx(np.mean(losses[2:]), abs=1e-5)
@@ -168,7 +171,7 @@ def test_measures_against_transformers(text: GridText, tmp_path: Path) -> None:
     """Oracle: the written model's attentions and weights: entropy by scipy's formula, W_QK as a d×d matrix, ρ by
     definition from logits recovered as ln attention (equal up to a constant, which the definition removes)."""
     training = LocaterTraining(tmp_path, replace(SETTING, scale=0.0, mean=0.0), RECIPE, text, "cpu")
-    training.advance(5)
+    training.trainer.advance(5)
     training.finish()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
     windows = text.held_out
@@ -218,15 +221,15 @@ def test_seeds_pair_the_settings(text: GridText, tmp_path: Path) -> None:
     assert torch.equal(begin["plain"], begin["penalised"])
     assert not torch.equal(begin["plain"], begin["other"])
     for training in trainings.values():
-        training.advance(3)
+        training.trainer.advance(3)
     after = {name: training.model.blocks[0].projections.weight for name, training in trainings.items()}
     assert not torch.equal(after["plain"], after["penalised"])
     assert not torch.equal(after["printed"], after["penalised"])
     assert (
-        torch.equal(trainings["plain"].history["losses"][0], trainings["penalised"].history["losses"][0])
+        torch.equal(trainings["plain"].history("losses")[0], trainings["penalised"].history("losses")[0])
         is False
     )  # NaN
-    assert trainings["plain"].history["losses"][0, 1] == trainings["penalised"].history["losses"][0, 1]
+    assert trainings["plain"].history("losses")[0, 1] == trainings["penalised"].history("losses")[0, 1]
 
 
 def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +248,7 @@ def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     broken = LocaterTraining(tmp_path / "nan", SETTING, RECIPE, text, "cpu")
     broken.model.unembedding.data.fill_(math.nan)
     with pytest.raises(WorkError, match="is nan before step 1"):
-        broken.advance(2)
+        broken.trainer.advance(2)
 
 
 SHAPE = DecoderShape(vocabulary=23, width=16, layers=2, length=32, dropout=0.1)

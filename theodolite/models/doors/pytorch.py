@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-import types
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -229,23 +228,41 @@ def _of_four(tensor: Tensor, contexts: int | None) -> Tensor:
     return tensor.flatten(1, -3) if tensor.ndim > 4 else tensor[(None,) * (4 - tensor.ndim)]
 
 
-def _hear_multi_head(owner: nn.Module, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's own function, by a copy of it whose attention is heard; weights that are asked for are its own."""
+class _HeardMask(Tensor):
+    """A mask that hears the attention in which it is used.
+
+    `multi_head_attention_forward` asks at its beginning whether it is overridden, by a mode or by one of its tensors
+    but the masks, and then calls attention in the same state: heard by its mask, it may be PyTorch's own all the same.
+    """
+
+    given = True
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.scaled_dot_product_attention:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        query, key, value, mask, *rest = args
+        mask = mask.as_subclass(Tensor) if cls.given else None
+        return _hear_scaled_dot_product(_here.owner, func, query, key, value, mask, *rest)
+
+
+class _NoMask(_HeardMask):
+    """Zeros in place of a mask, where there is none."""
+
+    given = False
+
+
+def _hear_multi_head(_owner: nn.Module, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own function, whose attention is heard by its mask; weights that are asked for are its own."""
     asked = inspect.signature(func).bind(*args, **kwargs)
     asked.apply_defaults()
-    weights = func(*args, **kwargs)[1] if asked.arguments["need_weights"] else None
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        return _hear_scaled_dot_product(owner, None, *args, **kwargs)
-
-    names = {
-        **func.__globals__,
-        "scaled_dot_product_attention": attend,
-        "has_torch_function": lambda _: False,
-    }
-    heard = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    asked.arguments["need_weights"] = False
-    return heard(*asked.args, **asked.kwargs)[0], weights
+    given = asked.arguments
+    weights = func(*args, **kwargs)[1] if given["need_weights"] else None
+    query, key, mask = (given[name] for name in ("query", "key", "attn_mask"))
+    kind = _NoMask if mask is None and given["key_padding_mask"] is None else _HeardMask
+    mask = query.new_zeros(len(query), len(key)) if mask is None else mask
+    given |= {"attn_mask": mask.as_subclass(kind), "is_causal": False, "need_weights": False}
+    return func(*asked.args, **asked.kwargs)[0], weights
 
 
 FLEX_OUTPUTS = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")

@@ -22,7 +22,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models.calls import Calls, capture_calls, capture_current_calls
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
-from theodolite.models.guard import measures
+from theodolite.models.guard import known_state
 from theodolite.models.open import open_model
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
@@ -52,7 +52,7 @@ OTHER_WEIGHTS = 2**-6
 """Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""
 
 
-@measures
+@known_state()
 def open_weights(
     path_or_id: str | Path | None = None,
     *,

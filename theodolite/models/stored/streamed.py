@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.models.guard import measures
+from theodolite.models.guard import known_state
 from theodolite.models.open import open_model
 from theodolite.models.opened import OpenModel
 from theodolite.models.stored.checkpoint_tensors import CannotReadLazily, checkpoint_tensors
@@ -33,7 +33,7 @@ from theodolite.system.choices import check_dtype
 from theodolite.system.processor import say_if_slow
 
 
-@measures
+@known_state()
 def open_streamed(
     path_or_id: str | Path | None = None,
     *,

@@ -7,6 +7,7 @@ own, and what it taps is put together.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -131,9 +132,7 @@ def gathering_entry(outermost: nn.Module, inner: nn.Module) -> nn.Module | None:
 @contextmanager
 def as_sharded(model: nn.Module) -> Iterator[None]:
     """On leaving, what FSDP2 had sharded is sharded again: it keeps the root's weights after a pass."""
-    sharded = [
-        module for module in model.modules() if distributed.is_available() and isinstance(module, FSDPModule)
-    ]
+    sharded = _sharded(model)
     try:
         yield
     finally:
@@ -152,15 +151,6 @@ def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     with deepspeed.zero.GatheredParameters(of_zero):
         yield
-
-
-def copies_of_dtensors(module: nn.Module) -> dict[int, nn.Parameter]:
-    """By the ids of a module's DTensors, plain parameters: whole, or those of this rank's heads."""
-    return {
-        id(p): nn.Parameter(of_own_heads(p.detach(), module).clone(), requires_grad=p.requires_grad)
-        for p in module.parameters()
-        if is_dtensor(p)
-    }
 
 
 def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
@@ -191,38 +181,47 @@ def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
     }
 
 
-@contextmanager
-def without_foreign_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
-    """While open, a deep copy of `module` with the memo that this yields is of its own class, without what gathers."""
-    memo: dict[int, Any] = {}
-    classes = []
+def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a module with whole weights (those of this rank's heads), which gathers none as it runs.
+
+    FSDP2 gives a module a class that refuses to be copied (torch 2.13: `_unimplemented_deepcopy` in
+    torch/distributed/fsdp/_fully_shard/_fully_shard.py). So such a module is copied as `copy` copies any other, from
+    its state into an empty one of its class before; of the model itself nothing is changed.
+
+    Args:
+        memo: as `copy.deepcopy` takes it; ZeRO 3 has gathered the parameters.
+    """
+    memo |= {
+        id(p): nn.Parameter(of_own_heads(p.detach(), module).clone(), requires_grad=p.requires_grad)
+        for p in module.parameters()
+        if is_dtensor(p)
+    }
+    sharded = _sharded(module)
+    for child in sharded:
+        kinds: Iterator[Any] = (kind for kind in type(child).__mro__[1:] if not issubclass(kind, FSDPModule))
+        kind = next(kinds)
+        memo[id(child)] = kind.__new__(kind)
     for child in module.modules():
-        if distributed.is_available() and isinstance(child, FSDPModule):
-            classes.append((child, type(child)))
-            kinds: Iterator[Any] = (c for c in type(child).__mro__[1:] if not issubclass(c, FSDPModule))
-            child.__class__ = next(kinds)
-        for hooks in [value for name, value in child.__dict__.items() if name.endswith("_hooks") and value]:
-            own = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_foreign(hook))
-            if len(own) < len(hooks):
-                memo[id(hooks)] = own
-        memo |= {
-            id(state): state for name, state in child.__dict__.items() if name.startswith("__composable_api")
-        }
-    try:
-        yield memo
-    finally:
-        for child, kind in classes:
-            child.__class__ = kind
-
-
-def alone(copied: nn.Module, module: nn.Module) -> nn.Module:
-    """A copy of a module runs its class's `forward`, not one that gathers for the original; its heads are the same."""
+        for name, value in vars(child).items():
+            if name.endswith("_hooks") and any(map(_is_foreign, value.values())):
+                own = ((key, hook) for key, hook in value.items() if not _is_foreign(hook))
+                memo[id(value)] = OrderedDict(own)
+            elif name.startswith("__composable_api"):
+                memo[id(value)] = value
+    for child in sharded:
+        memo[id(child)].__setstate__(copy.deepcopy(vars(child), memo))
+    copied = copy.deepcopy(module, memo)
     for child in copied.modules():
-        if _is_foreign(child.__dict__.get("forward")):
+        if _is_foreign(vars(child).get("forward")):
             del child.forward
     if module in _has_own_heads:
         _has_own_heads[copied] = _has_own_heads[module]
     return copied
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    """The modules of a model that FSDP2 has sharded."""
+    return [m for m in model.modules() if distributed.is_available() and isinstance(m, FSDPModule)]
 
 
 def _is_foreign(function: Any) -> bool:

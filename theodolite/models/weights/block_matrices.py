@@ -102,7 +102,7 @@ class Matrix:
                 weight[self.rows.to(weight.device)] = matrix.to(weight.device, weight.dtype)
 
 
-@measures
+@measures("model")
 def block_matrices(
     model: OpenModel, visit: Callable[[list[Matrix]], None] = lambda matrices: None
 ) -> list[list[Matrix]]:

@@ -9,7 +9,6 @@ that the subtraction of the bias costs nothing, and the module stops as soon as 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from theodolite.models.doors.taps import tapped
 from theodolite.models.source import device_of, dtype_of
 from theodolite.models.stored.dequantised import dequantised, quantised_layers
 from theodolite.models.structure import Structure, removed_on_leaving
-from theodolite.models.training.shards import alone, copies_of_dtensors, gathered, without_foreign_hooks
+from theodolite.models.training.shards import gathered, whole_copy
 from theodolite.models.weights.function_norms import make_norms_modules
 
 ROWS = 1024
@@ -285,9 +284,7 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         # A hook knows all offloaded weights of the model: it is not copied with the module.
         hooks = {id(child._hf_hook): child._hf_hook for child in hooked}
         weights_present.enter_context(gathered(module.modules()))
-        own_hooks = weights_present.enter_context(without_foreign_hooks(module))
-        memo = {**hooks, **plain, **copies_of_dtensors(module), **own_hooks}
-        copy_of = alone(copy.deepcopy(module, memo), module)
+        copy_of = whole_copy(module, {**hooks, **plain})
     for child in copy_of.modules():
         if child.__dict__.pop("_hf_hook", None) is not None:
             del child._old_forward

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
-from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run

@@ -14,21 +14,23 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from tests.papers.shared import quiet
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
-from theodolite_papers.training import command, embedded_text, embedded_training, training_loop
-from theodolite_papers.training.embedded_text import (
+from theodolite_papers.train_command import training
+from theodolite_papers.training import embedded, trainer
+from theodolite_papers.training.embedded import (
+    EmbeddedConfig,
     Source,
     Streams,
     bigram_loss,
     mixed_with_tasks,
     split_sources,
+    train_embedded_model,
 )
-from theodolite_papers.training.embedded_training import EmbeddedConfig, train_embedded_model
-from theodolite_papers.training.models import embedded_model
-from theodolite_papers.training.training_loop import LearningRate
+from theodolite_papers.training.models import LearningRate, embedded_model
 
 SMALL = EmbeddedConfig(
     layers=1,
@@ -63,7 +65,7 @@ def sources() -> list[Source]:
 def few_sources() -> Iterator[None]:
     """Two texts in the place of Python's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedded_text, "python_sources", sources)
+        patch.setattr(embedded, "python_sources", sources)
         yield
 
 
@@ -112,7 +114,7 @@ def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path, monkeypatch: pytes
     config = replace(
         SMALL, layers=2, width=32, length=15, vocabulary=257, batch=32, steps=150, learning_rate=1e-2
     )
-    monkeypatch.setattr(embedded_text, "python_sources", lambda: [Source("x", 1.0, documents)])
+    monkeypatch.setattr(embedded, "python_sources", lambda: [Source("x", 1.0, documents)])
     result = train_embedded_model(tmp_path / "model", config=config, threads=1, console=quiet())
     # A bigram model knows the 8 symbols, and that 1 in 16 ends a line: which none of the held-out ones does.
     assert result.bigram_loss["x"] == pytest.approx(math.log(8 * 16 / 15), abs=0.1)
@@ -152,7 +154,7 @@ def test_an_existing_folder_a_broken_loss_and_a_full_disk(tmp_path, monkeypatch)
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(training_loop, "write_checked", full)
+    monkeypatch.setattr(trainer, "write_checked", full)
     with pytest.raises(WorkError, match="No space left on device"):
         train_embedded_model(tmp_path / "m", config=SMALL, threads=1, console=quiet())
     assert not (tmp_path / "m").exists()
@@ -176,13 +178,14 @@ def test_options_that_are_not_given_are_the_defaults(tmp_path: Path, monkeypatch
     """Oracle: the configuration that reaches the trainer."""
     asked = []
 
-    def train(out: Path, config: EmbeddedConfig) -> SimpleNamespace:
+    def train(out: Path, config: EmbeddedConfig, **_: object) -> SimpleNamespace:
         asked.append(config)
-        return SimpleNamespace(validation_loss={})
+        return SimpleNamespace(summary=list)
 
-    monkeypatch.setattr(command, "train_embedded_model", train)
-    for options in ({}, {"steps": 9, "batch": None}):
-        command.train_embedded(tmp_path / "m", options, seed=3)
+    monkeypatch.setattr(embedded, "train_embedded_model", train)
+    for options in ([], ["--steps", "9"]):
+        arguments = ["embedded", "--out", str(tmp_path / "m"), "--seed", "3", *options]
+        assert CliRunner().invoke(training, arguments).exit_code == 0
     assert asked == [EmbeddedConfig(seed=3), EmbeddedConfig(steps=9, seed=3)]
 
 
@@ -209,7 +212,7 @@ def test_the_loss_leaves_out_what_cannot_be_predicted() -> None:
         for place in range(16)
         if known[place + 1]
     ]
-    loss = embedded_training._training_loss(model, (tokens, predictable), config)
+    loss = embedded._training_loss(model, (tokens, predictable), config)
     assert len(expected) < 3 * 16
     assert float(loss) == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 

@@ -1,8 +1,7 @@
 """Which queries every sink of a context catches, found together with the attention output.
 
-A key is a sink of a head by the survey's criterion (`SINK_THRESHOLD`, `least_queries`): the queries that see it pay
-it more than ε of their attention on average. A query is caught by the sink that it pays most, if that is more than
-ε too. Position 0 and the sinks themselves are neither caught nor not caught: they are left out.
+Sinks are those of `sinks.py`. A query is caught by the sink that it pays most, if that is more than
+`SINK_THRESHOLD`. Position 0 and the sinks themselves are neither caught nor not caught: they are left out.
 
 A sink of a stretch catches as many queries as a sink must have (`least_queries`) without being one: what it catches is
 a part of the context, and another key takes over. Only who asks for them is given any, for with them the other sinks
@@ -19,7 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
-from theodolite.attention.summary import SINK_THRESHOLD, least_queries, weights_and_rows
+from theodolite.attention.sinks import SINK_THRESHOLD, ReceivedAttention, least_queries
+from theodolite.attention.summary import weights_and_rows
+from theodolite.system.threads import parallel_map
 
 _FIELDS = ("head", "position", "received", "stretch", "caught", "seen", "of", "kept")
 
@@ -70,25 +71,35 @@ class Catches:
 
 def attend_and_catch(
     inputs: AttentionInputs, *, stretches: bool = False, trailing: int = 0
-) -> tuple[Float[Tensor, "1 queries heads width"], Catches]:
-    """The attention output of one context, and what its sinks catch.
+) -> tuple[Float[Tensor, "batch queries heads width"], list[Catches]]:
+    """Compute the attention output, and what the sinks of each context catch.
 
     Args:
-        inputs: of a batch of one context.
+        inputs: of a layer's attention.
         stretches: find sinks of stretches, too.
         trailing: special tokens behind the text, which are caught by nothing, as position 0 is not.
     """
+
+    def work(context: int) -> tuple[Tensor, Catches]:
+        return _of_one_context(inputs.of_contexts(slice(context, context + 1)), stretches, trailing)
+
+    # One context at a time on every device: each has sinks of its own.
+    outputs, catches = zip(*parallel_map(work, range(len(inputs.query))), strict=True)
+    return torch.cat(outputs), list(catches)
+
+
+def _of_one_context(inputs: AttentionInputs, stretches: bool, trailing: int) -> tuple[Tensor, Catches]:
     _, heads, length, _ = inputs.query.shape
     value = inputs.value
     output = value.new_empty(1, length, heads, value.shape[-1])
-    received = value.new_zeros(heads, length, dtype=torch.float64)
+    mass = value.new_zeros(heads, length, dtype=torch.float64)
     log_total = value.new_empty(heads, length, dtype=torch.promote_types(value.dtype, torch.float32))
-    catching = received.new_zeros(received.shape)
+    catching = torch.zeros_like(mass)
     for block in inputs.blocks():
         weights, _, total, *_ = weights_and_rows(block.logits, inputs.sink)
         summed = weigh(weights, value[:, :, block.first : block.last])
         output[:, block.start : block.stop] = summed.transpose(1, 2)
-        received[:, block.first : block.last] += weights[0].sum(dim=-2)
+        mass[:, block.first : block.last] += weights[0].sum(dim=-2)
         # A query that sees nothing pays nothing: e^{logit − ∞}.
         log_total[:, block.start : block.stop] = total[0].masked_fill(total[0] == -torch.inf, torch.inf)
         if stretches:
@@ -97,19 +108,16 @@ def attend_and_catch(
             not_itself = key != torch.arange(block.start, block.stop, device=key.device)
             catching.scatter_add_(1, key, ((paid > SINK_THRESHOLD) & not_itself).double())
     stretch = catching >= least_queries(length)
+    received = ReceivedAttention.of(inputs, mass[None])
     return output, _catches(inputs, received, stretch, log_total, trailing)
 
 
 def _catches(
-    inputs: AttentionInputs, received: Tensor, stretch: Tensor, log_total: Tensor, trailing: int
+    inputs: AttentionInputs, received: ReceivedAttention, stretch: Tensor, log_total: Tensor, trailing: int
 ) -> Catches:
-    length = received.shape[1]
-    seen_by = inputs.visible_queries()[0]
-    received = received / seen_by.clamp_min(1)
-    enough = seen_by - 1 >= least_queries(length)
-    global_sink = (received > SINK_THRESHOLD) & enough
+    length, global_sink = inputs.key.shape[2], received.sinks[0]
     head, position = (global_sink | stretch).nonzero(as_tuple=True)
-    mean, part = received[head, position], ~global_sink[head, position]
+    mean, part = received.mean[0, head, position], ~global_sink[head, position]
     keys, column = position.unique(return_inverse=True)
     logits = inputs.to_keys(keys)[0]
     paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, column].double()

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.accumulate.test_attention import KINDS, LENGTH, dense, make
-from theodolite.accumulate.catches import LEARNED, Catches, attend_and_catch, between_and_total
 from theodolite.accumulate.tags import HeadOutputs, Tags, measured, released
+from theodolite.attention.catches import LEARNED, Catches, attend_and_catch, between_and_total
 from theodolite.attention.inputs import AttentionInputs
 
 
@@ -48,10 +48,9 @@ def test_catches_are_those_of_dense_attention(kind, stretches):
     inputs = make(kind, strength=4.0)
     weights, output, learned = dense(inputs)
     found = of_stretches = 0
-    for context in range(len(weights)):
-        part = inputs.of_contexts(slice(context, context + 1))
-        ours, catches = attend_and_catch(part, stretches=stretches)
-        torch.testing.assert_close(ours, output[context : context + 1], rtol=1e-10, atol=1e-10)
+    ours, contexts = attend_and_catch(inputs, stretches=stretches)
+    torch.testing.assert_close(ours, output, rtol=1e-10, atol=1e-10)
+    for context, catches in enumerate(contexts):
         expected = []
         for head, p in enumerate(weights[context].numpy()):
             seen = np.tri(LENGTH, dtype=bool) if kind != "bidirectional" else np.ones_like(p, dtype=bool)
@@ -91,7 +90,7 @@ def test_of_sinks_that_are_paid_alike_the_first_catches():
     query = torch.ones(1, 1, 20, 1, dtype=torch.float64)
     key = torch.zeros(1, 1, 20, 1, dtype=torch.float64)
     key[0, 0, [2, 4]] = 40.0
-    _, catches = attend_and_catch(AttentionInputs(query, key, key.clone(), 1.0, causal=True))
+    _, (catches,) = attend_and_catch(AttentionInputs(query, key, key.clone(), 1.0, causal=True))
     assert catches.position.tolist() == [2, 4]
     assert catches.caught.sum(dim=1).tolist() == [16, 0]  # but 0, the sinks, and 1, which sees none
     assert catches.seen.sum(dim=1).tolist() == [16, 15]
@@ -102,7 +101,7 @@ def test_a_short_context_whose_tokens_are_all_sinks_adds_nothing_bad():
     x = torch.zeros(1, 1, 8, 2)
     position = torch.arange(8)
     mask = ((position - position[:, None]) % 8 < 3)[None, None]
-    _, catches = attend_and_catch(AttentionInputs(x, x, x + 1.0, 1.0, causal=False, mask=mask))
+    _, (catches,) = attend_and_catch(AttentionInputs(x, x, x + 1.0, 1.0, causal=False, mask=mask))
     assert catches.position.tolist() == list(range(8))
     assert not catches.kept.any()
     tags = Tags(1, 2, 1)

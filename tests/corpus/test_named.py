@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from theodolite.corpus import streams
-from theodolite.corpus.documents import HELD_OUT_TOPICS, Columns, Document
+from theodolite.corpus import named
+from theodolite.corpus.documents import Columns, Document
+from theodolite.corpus.named import make_stream
+from theodolite.corpus.python_texts import HELD_OUT_TOPICS
 from theodolite.corpus.spec import PRESETS, dataset_of
-from theodolite.corpus.streams import make_stream
 from theodolite.errors import UsageError
 
 LINES = ["", " = First = ", "", " Some words of it .", " More .", "", " = Second = ", "", " Other words ."]
@@ -40,7 +41,7 @@ def test_the_preset_is_the_hubs_test_part(opened, monkeypatch):
         asked.append((name, config, split))
         return map(Document, ROWS)
 
-    monkeypatch.setattr(streams, "streamed_rows", rows)
+    monkeypatch.setattr(named, "streamed_rows", rows)
     model = opened("llama3")
     stream = make_stream("wikitext-2", model.tokenizer)
     assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]

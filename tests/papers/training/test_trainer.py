@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from tests.papers.shared import hashes, quiet
-from tests.papers.training.test_task_models import TINY
+from tests.papers.training.test_tasks import TINY
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import read_checked
 from theodolite.system.locks import locked
-from theodolite_papers.training.task_models import train_task_model
-from theodolite_papers.training.tasks import Additions
-from theodolite_papers.training.training_loop import LearningRate
+from theodolite_papers.training.models import LearningRate
+from theodolite_papers.training.tasks import Additions, train_task_model
 
 SERIES = replace(TINY, series=True, checkpoint_every=4, dropout=0.2)
 """Nothing but the weights of step 0 is written before step 4."""

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.papers.shared import quiet
 from theodolite.corpus.addition_task import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
-from theodolite_papers.training.command import train_addition, train_characters
-from theodolite_papers.training.task_models import PUBLISHED, train_task_model
-from theodolite_papers.training.tasks import IGNORED, Additions, Characters
+from theodolite_papers.training.tasks import IGNORED, PUBLISHED, Additions, Characters, train_task_model
 
 TINY = replace(PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
 
@@ -177,32 +174,26 @@ def test_rates_are_as_published() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "says"),
+    ("change", "says"),
     [
-        (None, {"positions": "alibi"}, "choose learned or rotary"),
-        (None, {"steps": 0}, "steps is 0; it must be positive"),
-        (None, {"warm_up": 0}, "warm_up is 0; it must be positive"),
-        (None, {"learning_rate": 0.0}, "the learning rate is 0.0; it must be above 0 and at most 1"),
-        (None, {"learning_rate": math.nan}, "the learning rate is nan; it must be above 0 and at most 1"),
-        (None, {"learning_rate": 1e9}, "it must be above 0 and at most 1"),
-        (None, {"seed": -1}, "^seed is -1; it must be from 0 to 4294967295.$"),
-        (None, {"seed": 1 << 32}, "^seed is 4294967296; it must be from 0 to 4294967295.$"),
-        (None, {"threads": 0}, "^threads is 0; it must be positive.$"),
-        (None, {"threads": 100_000}, "^threads is 100000; it must be 1024 at most.$"),
-        ("missing.txt", {}, "cannot be read as UTF-8 text"),
+        ({"positions": "alibi"}, "choose learned or rotary"),
+        ({"steps": 0}, "steps is 0; it must be positive"),
+        ({"warm_up": 0}, "warm_up is 0; it must be positive"),
+        ({"learning_rate": 0.0}, "the learning rate is 0.0; it must be above 0 and at most 1"),
+        ({"learning_rate": math.nan}, "the learning rate is nan; it must be above 0 and at most 1"),
+        ({"learning_rate": 1e9}, "it must be above 0 and at most 1"),
+        ({"seed": -1}, "^seed is -1; it must be from 0 to 4294967295.$"),
+        ({"seed": 1 << 32}, "^seed is 4294967296; it must be from 0 to 4294967295.$"),
+        ({"threads": 0}, "^threads is 0; it must be positive.$"),
+        ({"threads": 100_000}, "^threads is 100000; it must be 1024 at most.$"),
     ],
 )
-def test_what_cannot_be_trained_is_said_in_a_line(tmp_path, text, options, says):
+def test_what_cannot_be_trained_is_said_in_a_line(tmp_path, change, says):
     """Oracle: the words."""
-    train = (
-        partial(train_addition, digits="10")
-        if text is None
-        else partial(train_characters, text=tmp_path / text)
-    )
-    running = {"seed": 0, "threads": 1} | {
-        name: options[name] for name in ("seed", "threads") if name in options
-    }
-    options = {name: value for name, value in options.items() if name not in running}
+    sizes = {name: value for name, value in change.items() if name != "threads"}
+    config, running = replace(PUBLISHED["addition"], **sizes), {"threads": change.get("threads", 1)}
     with pytest.raises(UsageError, match=says):
-        train(tmp_path / "m", options=options, console=quiet(), **running)
+        train_task_model(tmp_path / "m", Additions(), config, console=quiet(), **running)
+    with pytest.raises(UsageError, match="cannot be read as UTF-8 text"):
+        Characters.of_file(tmp_path / "missing.txt")
     assert not list(tmp_path.iterdir())

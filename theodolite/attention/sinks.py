@@ -1,0 +1,54 @@
+"""What an attention sink is: the one rule, for all that asks which keys are sinks.
+
+A key is a sink of a head in a context where the queries that see it pay it more than `SINK_THRESHOLD` of their
+attention on average, and enough of them see it (`least_queries`). What sinks catch is in `catches.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from theodolite.attention.inputs import AttentionInputs
+
+SINK_THRESHOLD = 0.3
+"""ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
+
+
+def least_queries(length: int) -> int:
+    """How many other queries must see a key of a context of `length` tokens before it can count as a sink."""
+    return min(16, math.ceil(length / 4))
+
+
+@dataclass(frozen=True)
+class ReceivedAttention:
+    """The attention that each key receives, and which keys are sinks by it.
+
+    Attributes:
+        mean: over the queries that see the key.
+        candidate: whether at least `least_queries` queries beside its own see the key.
+    """
+
+    mean: Float[Tensor, "batch heads keys"]
+    candidate: Bool[Tensor, "batch_or_1 heads_or_1 keys"]
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, mass: Float[Tensor, "batch heads keys"]) -> ReceivedAttention:
+        """From the attention weights of each key, summed over the queries."""
+        queries = inputs.visible_queries()
+        candidate = queries - 1 >= least_queries(inputs.query.shape[2])
+        return cls(mass / queries.clamp_min(1), candidate)
+
+    @property
+    def sinks(self) -> Bool[Tensor, "batch heads keys"]:
+        """Which keys are sinks."""
+        return (self.mean > SINK_THRESHOLD) & self.candidate
+
+    @property
+    def of_candidates(self) -> Float[Tensor, "batch heads keys"]:
+        """The mean; NaN for keys that too few queries see for a sink."""
+        return self.mean.masked_fill(~self.candidate, torch.nan)

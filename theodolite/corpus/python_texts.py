@@ -1,0 +1,94 @@
+"""Texts inside every Python: the language reference, and the source and docstrings of the standard library."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from theodolite.corpus.documents import Document
+
+HELD_OUT_TOPICS = ("bltin-type-objects", "continue", "objects", "return", "string-methods")
+"""Topics that the embedded model was not trained on, nor on text that shares a paragraph with them."""
+
+# Not prose and not hand-written code: tests, other packages, generated tables (`encodings` holds one of 256
+# lines for each code page), and `pydoc_data`, whose one module is the text of `python_topics` itself.
+STDLIB_LEFT_OUT = frozenset(
+    [
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idle_test",
+        "idlelib",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+    ]
+)
+
+
+def python_topics() -> list[Document]:
+    """The language reference that every CPython carries (`pydoc_data.topics`), one document a topic."""
+    from pydoc_data.topics import topics
+
+    return [Document(topics[name], name) for name in sorted(topics)]
+
+
+def held_out_topics() -> list[Document]:
+    """The topics that the embedded model has not read, without labels."""
+    return [Document(topic.text) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
+
+
+def stdlib_files() -> list[Path]:
+    """Python files of the running interpreter's standard library, sorted by path relative to it.
+
+    Tests, installed packages, generated tables (`STDLIB_LEFT_OUT`) and the build settings of this machine
+    (`config-*`, `_sysconfigdata*`) are left out.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [n for n in subfolders if n not in STDLIB_LEFT_OUT and not n.startswith("config-")]
+        sources = (n for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
+        files += [Path(folder, name) for name in sources]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def stdlib_sources() -> Iterator[Document]:
+    """Source files of the standard library, each a document labelled with its path (`json/decoder.py`)."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in stdlib_files():
+        with tokenize.open(path) as file:  # honours the file's own coding line
+            text = file.read()
+        if text.strip():
+            yield Document(text, path.relative_to(root).as_posix())
+
+
+def docstrings(source: str) -> str:
+    """The docstrings of a module, its classes and functions in reading order, with blank lines between.
+
+    Source that this interpreter cannot parse has none.
+    """
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in the files read are not ours to report
+            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    except SyntaxError:
+        return ""
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    texts = (ast.get_docstring(node, clean=False) for node in nodes)
+    return "\n\n".join(inspect.cleandoc(text) for text in texts if text)
+
+
+def stdlib_docstrings() -> Iterator[Document]:
+    """The docstrings of each file of `stdlib_sources`, as one document of prose with the same label."""
+    for document in stdlib_sources():
+        if text := docstrings(document.text):
+            yield Document(text + "\n", document.label)

@@ -1,0 +1,375 @@
+"""Train the papers' toy models: one loop, a checkpoint to resume from, and a folder that `transformers` opens.
+
+Whatever is random in a step is drawn from (seed, step) alone, so that a resumed training run gives the same bytes.
+Until a model is finished everything is in `<out>.partial`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from theodolite.errors import UsageError, WorkError
+from theodolite.models.stored.loading import LOADING_ERRORS, reason_of, refuse_nonfinite_weights
+from theodolite.system.checksums import CorruptFile, check_headers, read_checked, write_checked
+from theodolite.system.files import (
+    check_target,
+    disk_errors,
+    folder_purpose,
+    folder_written_atomically,
+    write_atomically,
+)
+from theodolite.system.interrupt import STOPPING, interruptible
+from theodolite.system.locks import locked
+from theodolite.system.threads import using_threads
+from theodolite_papers.training.models import ModelConfig, TaskModelConfig
+
+CHECKPOINT = "checkpoint.safetensors"
+IDENTITY = "identity.json"
+"""Says which training run a folder is of, unfinished or finished."""
+
+CLIP = 1.0  # Euclidean norm of the whole gradient
+BETAS = (0.9, 0.95)  # AdamW
+SEEDS = 1 << 32  # a step's generator takes seed · 2³² + step, below 2⁶⁴
+MOST_THREADS = 1024  # far more end a process without a word
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+LARGEST_RATE = 1.0
+"""An update of AdamW changes a weight by about the rate: at 1, fifty times what weights begin with."""
+
+NOT_SIZES = {"seed", "weight_decay", "dropout", "schedule", "positions", "bfloat16"}
+NOT_SIZES |= {"repeats", "backcopies", "series"}
+
+Result = TypeVar("Result")
+
+
+def check_numbers(seed: int, threads: int = 1) -> None:
+    """Raise unless a training run can use the seed and the number of threads."""
+    if not 0 <= seed < SEEDS:
+        raise UsageError(f"seed is {seed}; it must be from 0 to {SEEDS - 1}.")
+    if threads <= 0:
+        raise UsageError(f"threads is {threads}; it must be positive.")
+    if threads > MOST_THREADS:
+        raise UsageError(f"threads is {threads}; it must be {MOST_THREADS} at most.")
+
+
+def updates(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[int], Tensor],
+    rate: Callable[[int], float],
+    steps: range,
+    *,
+    seed: int | None = None,
+    clip: Callable[[nn.Module], object] | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Train `model` in place, and yield after every update how many were done, and the loss before it.
+
+    seed: of what is random in the model, such as dropout. clip: changes the gradient before an update.
+    """
+    for step in steps:
+        learning_rate = rate(step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        if seed is not None:
+            torch.manual_seed((seed << 32) + step)
+        model.train()
+        value = loss(step)
+        optimizer.zero_grad()
+        value.backward()
+        if clip is not None:
+            clip(model)
+        optimizer.step()
+        yield step + 1, value.detach()
+
+
+@dataclass
+class Trainer:
+    """A model with its optimizer, trained by `updates`, which resumes from the checkpoint in its folder.
+
+    measure: gets the number of updates done and the loss before the last one, once before the first update (no loss)
+    and then after every one. before_save: writes what must not be older than a checkpoint. kept: tensors that are saved
+    and resumed with the weights; `measure` may replace them. identity: names and hashes that a checkpoint must have.
+    """
+
+    folder: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[int], Tensor]
+    rate: Callable[[int], float]
+    seed: int
+    save_every: int
+    measure: Callable[[int, Tensor | None], None]
+    before_save: Callable[[], None] = lambda: None
+    clip: Callable[[nn.Module], object] | None = None
+    identity: Mapping[str, str] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0
+
+    def advance(self, until: int, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Train to step `until`, saving on the way and at the end; False where `stop` ended it before."""
+        began, saved = self.step, self.checkpoint.exists()
+        steps = range(began, until)
+        done = updates(
+            self.model, self.optimizer, self.loss, self.rate, steps, seed=self.seed, clip=self.clip
+        )
+        if not began and not saved:
+            self.measure(0, None)
+        while self.step < until and not stop():
+            self.step, loss = next(done)
+            self.measure(self.step, loss)
+            if self.step % self.save_every == 0 and self.step < until:
+                self.save()
+        if self.step > began or not saved:
+            self.save()
+        return self.step >= until
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file with the weights, both moments, and what is `kept`."""
+        return self.folder / CHECKPOINT
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        if not all(parameter.isfinite().all() for _, parameter in self._parameters()):
+            raise WorkError(
+                f"The weights are no longer finite numbers: remove {self.folder}, and train with a lower rate."
+            )
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.before_save()
+        tensors = dict(self.kept)
+        for name, parameter in self._parameters():
+            state = self.optimizer.state[parameter]  # empty before the first update
+            tensors[name] = parameter.detach()
+            tensors |= {
+                f"{name}/{key}": state[key] if state else torch.zeros_like(parameter) for key in MOMENTS
+            }
+        notes = {**self.identity, "step": str(self.step)}
+        with disk_errors(self.folder):
+            write_atomically(self.checkpoint, lambda temporary: write_checked(temporary, tensors, notes))
+
+    def resume(self) -> None:
+        """Load the checkpoint, if there is one, into the model, the optimizer, `kept` and `step`."""
+        if not self.checkpoint.exists():
+            return
+        try:
+            tensors, notes = read_checked(self.checkpoint)
+        except CorruptFile as error:
+            why = f"{self.checkpoint} is damaged ({error}): remove {self.folder} to start over."
+            raise UsageError(why) from error
+        if any(notes.get(key) != value for key, value in self.identity.items()):
+            raise another_training_run(self.folder)
+        self.step = int(notes["step"])
+        for name, parameter in self._parameters():
+            parameter.data.copy_(tensors[name])
+            moments = {key: tensors[f"{name}/{key}"].to(parameter.device) for key in MOMENTS}
+            count = torch.tensor(float(self.step), device=parameter.device)
+            self.optimizer.state[parameter] = {"step": count, **moments}
+        self.kept = {name: tensors[name].to(value.device) for name, value in self.kept.items()}
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        ]
+
+
+def another_training_run(folder: Path) -> UsageError:
+    """The refusal to go on with what another training run left in `folder`."""
+    return UsageError(f"{folder} holds a training run of other settings or text; remove it to start over.")
+
+
+@dataclass(frozen=True)
+class ModelTraining(Generic[Result]):
+    """What distinguishes one training run into a folder from another.
+
+    build: the untrained model; torch's generator is seeded before. data: names and hashes of what it is trained on.
+    loss: of a step's batch. progress: what to print at a checkpoint. measure: the result, of the finished model.
+    page: name and text of the file that states it. series: numbers of updates after which a copy of the model is
+    kept.
+    """
+
+    config: ModelConfig
+    build: Callable[[], PreTrainedModel]
+    tokenizer: PreTrainedTokenizerFast
+    data: dict[str, str]
+    loss: Callable[[PreTrainedModel, int], Tensor]
+    progress: Callable[[PreTrainedModel, float], str]
+    measure: Callable[[PreTrainedModel], Result]
+    page: Callable[[Result], tuple[str, str]]
+    series: tuple[int, ...] = ()
+
+
+def check_training(out: Path, config: ModelConfig, threads: int) -> None:
+    """Refuse numbers that no training run can use, and to train into what is there and is no training run."""
+    check_numbers(config.seed, threads)
+    check_target(out)
+    if out.exists() and not (out / IDENTITY).is_file():
+        raise UsageError(f"{out} exists; give another folder or remove it.")
+    if not 0 < config.learning_rate <= LARGEST_RATE:
+        raise UsageError(
+            f"the learning rate is {config.learning_rate}; it must be above 0 and at most {LARGEST_RATE:g}."
+        )
+    for name, value in asdict(config).items():
+        if name not in NOT_SIZES and value <= 0:
+            raise UsageError(f"{name} is {value}; it must be positive.")
+    if config.width % config.heads:
+        raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
+    if isinstance(config, TaskModelConfig) and config.positions not in ("learned", "rotary"):
+        raise UsageError(f"positions are '{config.positions}'; choose learned or rotary.")
+
+
+def train_into(out: Path, training: ModelTraining[Result], threads: int, console: Console | None) -> Result:
+    """Train a model, from its last checkpoint if there is one, and write it to `out`; measure it where it is done."""
+    partial, console = out.with_name(out.name + ".partial"), console or Console(stderr=True)
+    identity = {"config": json.dumps(asdict(training.config)), **training.data}
+    with locked(out), using_threads(threads):
+        torch.manual_seed(training.config.seed)
+        model = training.build()
+        if out.exists():
+            _check_finished(out, identity)
+            console.print(f"{out} is trained already; it is measured again.", markup=False, highlight=False)
+            model = _finished_model(out, model)
+        else:
+            _fit(model, training, identity, partial, console)
+        model.eval()
+        with console.status("measuring the model"):
+            result = training.measure(model)
+        if not out.exists():
+            _publish(out, partial, model, training, identity, result)
+        shutil.rmtree(partial, ignore_errors=True)
+    return result
+
+
+def _check_finished(out: Path, identity: dict[str, str]) -> None:
+    """Refuse a folder that another training run wrote."""
+    there = folder_purpose(out / IDENTITY, identity)
+    if there == identity:
+        return
+    said = []
+    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):  # it may say anything
+        old, now = json.loads(there["config"]), json.loads(identity["config"])
+        changed = [name for name in now if old.get(name) != now[name]]
+        said = [f"{name} {old.get(name)} there, {now[name]} now" for name in changed]
+    raise UsageError(
+        f"{out} holds another training run ({'; '.join(said) or 'of another text'}); give another folder or remove it."
+    )
+
+
+def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """The trained model in the place of the untrained one, all of whose weights are there."""
+    advice = "give another folder or remove it."
+    architecture: Any = type(model)
+    try:
+        check_headers(out.glob("*.safetensors"))
+        trained, info = architecture.from_pretrained(
+            out,
+            config=model.config,
+            attn_implementation=model.config._attn_implementation,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+        refuse_nonfinite_weights(trained)
+    except (*LOADING_ERRORS, WorkError) as error:
+        raise UsageError(f"{out} is damaged ({reason_of(error)}); {advice}") from error
+    lacking = sorted(info["missing_keys"])
+    if lacking:
+        raise UsageError(f"{out} is damaged ({lacking[0]} is missing); {advice}")
+    return trained
+
+
+def _fit(
+    model: PreTrainedModel,
+    training: ModelTraining[Result],
+    identity: dict[str, str],
+    partial: Path,
+    console: Console,
+) -> None:
+    """Train to the last step, with a bar, and say how far it is at every checkpoint."""
+    config = training.config
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+    def measure(step: int, loss: Tensor | None) -> None:
+        if step in training.series:
+            _write_model(partial / "series" / f"{step:06d}", model, training)
+        if loss is None:
+            return
+        value = loss.item()
+        progress.update(task, description=f"training, loss {value:.3f}", completed=step)
+        _check_loss(value, step - 1, partial)
+        if step % config.checkpoint_every == 0 or step == config.steps:
+            console.print(f"step {step}: {training.progress(model.eval(), value)}")
+
+    trainer = Trainer(
+        folder=partial,
+        model=model,
+        optimizer=torch.optim.AdamW(groups, betas=BETAS, fused=True),
+        loss=lambda step: training.loss(model, step),
+        rate=config.rate.at,
+        seed=config.seed,
+        save_every=config.checkpoint_every,
+        measure=measure,
+        clip=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP),
+        identity=identity,
+    )
+    trainer.resume()
+    # A folder that does not say what it is of has to have a checkpoint, which has just been judged by its own notes.
+    unknown = f"{partial} does not say which training run it holds; remove it to start over."
+    refusal = None if trainer.checkpoint.exists() else unknown
+    if folder_purpose(partial / IDENTITY, identity, refusal) != identity:
+        raise another_training_run(partial)
+    with interruptible(lambda: console.print(STOPPING)) as pressed, Progress(console=console) as progress:
+        task = progress.add_task("training", total=config.steps, completed=trainer.step)
+        if not trainer.advance(config.steps, pressed):
+            raise KeyboardInterrupt
+    with torch.no_grad():  # no step has seen what the last update did
+        _check_loss(training.loss(model.eval(), config.steps).item(), config.steps, partial)
+
+
+def _check_loss(loss: float, step: int, folder: Path) -> None:
+    if not math.isfinite(loss):
+        raise WorkError(f"The loss was {loss} at step {step}: remove {folder}, and train with a lower rate.")
+
+
+def _write_model(folder: Path, model: PreTrainedModel, training: ModelTraining[Result]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with folder_written_atomically(folder) as temporary:
+        model.save_pretrained(temporary)
+        training.tokenizer.save_pretrained(temporary)
+
+
+def _publish(
+    out: Path,
+    partial: Path,
+    model: PreTrainedModel,
+    training: ModelTraining[Result],
+    identity: dict[str, str],
+    result: Result,
+) -> None:
+    """Write the finished folder beside `out`, and give it its name."""
+    finished = partial / "finished"
+    _write_model(finished, model, training)
+    with disk_errors(out):
+        name, text = training.page(result)
+        (finished / name).write_text(text, encoding="utf-8")
+        folder_purpose(finished / IDENTITY, identity)
+        if (partial / "series").exists():  # copied: a kill before the rename must not lose it
+            shutil.copytree(partial / "series", finished / "series")
+        os.replace(finished, out)
