@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
 from theodolite.passes.survey import TITLES, survey
-from theodolite.report import figures
+from theodolite.report import figures, health
 from theodolite.report.data import columns_of, offered
 from theodolite.report.page import render
 
@@ -30,7 +32,7 @@ class FourthMoment(Extra):
             "size of the <queries>",
             "Sum of the squares of all queries.",
             group="Of my own",
-            healthy=Criterion("at most", 1e9, "a limit of this test"),
+            healthy=Criterion("at most", 1e5, "a limit of this test"),
         ),
     )
 
@@ -96,6 +98,15 @@ def test_declarations_travel_with_the_run(tmp_path, opened, corpus):
     assert "size of the &lt;queries&gt;" in page
     assert "<queries>" not in page
     assert "Mean fourth power of the residual stream." in page
+    assert "Columns of your own" in page
+    checks = {check.name: check.text for check in health.checks(run)}
+    assert checks["query_squared"] == "size of the <queries> is at most 100,000 in all heads."
+    large = replace(run, heads=run.heads.assign(query_squared=[1e10] + [1.0] * 11))
+    checks = {check.name: check.text for check in health.checks(large)}
+    assert (
+        checks["query_squared"]
+        == "size of the <queries> is not at most 100,000 in L0H0: a limit of this test."
+    )
 
 
 def test_columns_that_do_not_fit_are_refused_right_after_the_text(opened, corpus, tmp_path):

@@ -36,12 +36,13 @@ def _modules() -> tuple[Any, ...]:
 def measurements() -> tuple[Measurement, ...]:
     """The marked functions of all modules, each after those whose arrays are among its parameters."""
     _modules()
-    makers = {array.name: number for number, one in enumerate(MEASUREMENTS) for array in one.arrays}
+    every = sorted(MEASUREMENTS, key=lambda one: one.function.__module__)  # else in the order of imports
+    makers = {array.name: number for number, one in enumerate(every) for array in one.arrays}
     needs = {
         number: {makers[name] for name in inspect.signature(one.function).parameters if name in makers}
-        for number, one in enumerate(MEASUREMENTS)
+        for number, one in enumerate(every)
     }
-    return tuple(MEASUREMENTS[number] for number in graphlib.TopologicalSorter(needs).static_order())
+    return tuple(every[number] for number in graphlib.TopologicalSorter(needs).static_order())
 
 
 @functools.cache

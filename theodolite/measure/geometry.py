@@ -72,17 +72,19 @@ def _of_layer(
     return Column("layers", name, title, meaning, formula, source, range=range, error=HALVES, **more)
 
 
-def _smoothness(name: str, title: str, formula: str, source: str, **more: Any) -> tuple[Column, ...]:
+def _smoothness(
+    name: str, title: str, formula: str, source: str, shown: str = "", healthy: Criterion | None = None
+) -> tuple[Column, ...]:
     return tuple(
         _of_layer(
             f"{name}_{k}",
-            f"{title} K={k}",
+            shown if shown and k == SHOWN_CUTOFF else f"{title} K={k}",
             "How smoothly the positional basis changes with position: 1 smooth, 0 noise. Energy in the "
             f"{k} × {k} lowest frequencies.",
             formula,
             source,
             SHARE,
-            **(more if k == SHOWN_CUTOFF else {}),
+            healthy=healthy if k == SHOWN_CUTOFF else None,
         )
         for k in CUTOFFS
     )
@@ -122,6 +124,7 @@ _POSITION = (
         "low freq.",
         "Share of the energy of the 2-D DCT of the normalised Gram matrix of P.",
         f"{SONG}, Tables 2 and 3",
+        "positional smoothness",
         healthy=Criterion(
             "at least",
             0.60,

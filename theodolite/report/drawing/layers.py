@@ -14,10 +14,9 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report import published, style
-from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column
+from theodolite.report.data import Floats, column, columns_of, error_of, layer_numbers, limit_of, need_column
 from theodolite.report.drawing.grammar import line, reference
-from theodolite.report.health import RANK_COLLAPSE
-from theodolite.system.wording import with_error
+from theodolite.system.wording import for_plotly, with_error
 
 _DASHES = dict(zip(published.MODELS, ("solid", "dash", "dot", "dashdot"), strict=True))
 WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
@@ -85,6 +84,14 @@ def _average_bands(run: Run, name: str, what: str) -> list[Any]:
 
 def _chart(run: Run, traces: list[Any], y: str, **layout: Any) -> go.Figure:
     return style.figure(traces, "layer", y, layout={"xaxis": style.layer_axis(layer_numbers(run))} | layout)
+
+
+def own_column(run: Run, name: str) -> go.Figure:
+    """A column of the layers table that the caller declared, at every layer."""
+    declared = columns_of(run, "layers")[name]
+    return _chart(
+        run, _curve(run, name, for_plotly(declared.title), style.MEASURED), for_plotly(declared.title)
+    )
 
 
 def rank(run: Run) -> go.Figure:
@@ -193,7 +200,9 @@ def rank_collapse(run: Run) -> go.Figure:
     """Distance of the token matrix to rank one at every layer, and the line below which it counts as lost."""
     last = float(layer_numbers(run).max())
     traces = _curve(run, "rank_collapse", "‖X − 1x̄ᵀ‖/‖X‖", style.MEASURED)
-    traces += reference([-0.3, last + 0.3], RANK_COLLAPSE.limit, "collapsed below", dash="dash")
+    traces += reference(
+        [-0.3, last + 0.3], limit_of("layers", "rank_collapse").limit, "collapsed below", dash="dash"
+    )
     return _chart(run, traces, "residual", yaxis={"range": [0, 1.05]})
 
 
