@@ -18,6 +18,7 @@ from theodolite.passes.survey import TITLES, survey
 from theodolite.report import figures, health
 from theodolite.report.data import columns_of, offered
 from theodolite.report.page import render
+from theodolite.system.wording import number
 
 
 class FourthMoment(Extra):
@@ -100,12 +101,12 @@ def test_declarations_travel_with_the_run(tmp_path, opened, corpus):
     assert "Mean fourth power of the residual stream." in page
     assert "Columns of your own" in page
     checks = {check.name: check.text for check in health.checks(run)}
-    assert checks["query_squared"] == "size of the <queries> is at most 100,000 in all heads."
+    assert checks["query_squared"] == f"size of the <queries> is at most {number(1e5)} in all heads."
     large = replace(run, heads=run.heads.assign(query_squared=[1e10] + [1.0] * 11))
     checks = {check.name: check.text for check in health.checks(large)}
     assert (
         checks["query_squared"]
-        == "size of the <queries> is not at most 100,000 in L0H0: a limit of this test."
+        == f"size of the <queries> is not at most {number(1e5)} in L0H0: a limit of this test."
     )
 
 
