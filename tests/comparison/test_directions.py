@@ -12,8 +12,7 @@ import torch
 from tests.report.synthetic import leading_in_halves, make_run, make_survey
 from theodolite.accumulate.means import decomposed_means
 from theodolite.comparison import compare
-from theodolite.comparison.sinks import kept_directions
-from theodolite.comparison.stream import A_HALF, overlap_margins, squared_cosines
+from theodolite.comparison.parts import A_HALF, kept_directions, overlap_margins, squared_cosines
 from theodolite.measure.uncertainty import array_errors
 from theodolite.passes.run import Run
 

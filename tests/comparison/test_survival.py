@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from theodolite.comparison.audit import summarise
-from theodolite.comparison.sinks import kept_places
-from theodolite.comparison.survival import Survival, expected_by_chance, share_error, statuses
+from theodolite.comparison.parts import kept_places
+from theodolite.comparison.survival import Change, Survival, expected_by_chance, share_error, statuses
 from theodolite.passes.run import Run
 
 SHARES = st.floats(0, 1, width=32)
@@ -71,7 +71,9 @@ def test_chance_is_the_mean_over_all_orders():
 
 def part(outcomes: list[str], weights: list[float] | None = None, by_chance: float = 0.0) -> Survival:
     table = pd.DataFrame({"status": outcomes, "before": weights or [1.0] * len(outcomes)})
-    return Survival("sinks", "sink", "", table, str, "before" if weights else "", by_chance, contexts=400)
+    weight = "before" if weights else ""
+    moved = Change("sinks", 1, 1)
+    return Survival("sinks", "sink", "", table, moved, weight=weight, by_chance=by_chance, contexts=400)
 
 
 def test_what_is_left():

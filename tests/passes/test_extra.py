@@ -14,7 +14,8 @@ from theodolite.measure.column import Column
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
-from theodolite.passes.survey import TITLES, survey
+from theodolite.passes.survey import survey
+from theodolite.passes.survey_stages import TEXT_TITLE
 from theodolite.report import figures, health
 from theodolite.report.data import columns_of, offered
 from theodolite.report.page import render
@@ -122,10 +123,10 @@ def test_columns_that_do_not_fit_are_refused_right_after_the_text(opened, corpus
         wrong = type("Wrong", (FourthMoment,), {"columns": lambda self, state, given=columns: given})
         with pytest.raises(UsageError, match=message):
             survey(model, corpus, tmp_path / "run", extra=[wrong(model)], **show)
-        assert set(shown) <= {TITLES["corpus"]}
+        assert set(shown) <= {TEXT_TITLE}
     shown.clear()
     survey(model, corpus, tmp_path / "run", extra=[FourthMoment(model)], **show)
-    assert TITLES["corpus"] not in shown
+    assert TEXT_TITLE not in shown
 
 
 @pytest.mark.parametrize(

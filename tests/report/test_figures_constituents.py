@@ -171,7 +171,7 @@ def test_at_most_128_positions_are_drawn_and_the_page_stays_small():
     figure = drawing.qk_panels(split, 0, [f"token {i}" for i in range(512)], first=380)
     assert len(figure.data) == 8
     assert figure.data[0].x[0] == "380 token 380"
-    assert len(figure.layout.xaxis.ticktext) <= drawing.MOST_LABELS
+    assert len(figure.layout.xaxis.ticktext) <= drawing.LABELS["labels"]
     assert len(figure_json(figure, {})) < 8 * 128**2 * 4 * 4 / 3 + 60_000
 
 

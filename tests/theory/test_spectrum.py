@@ -10,7 +10,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.theory import qk_eigenvalues, qk_moments, qk_singular_values, qk_spectral_norm
-from theodolite.theory.spectrum_bounds import scale_bound, trace_bound
+from theodolite.theory.spectrum import scale_bound, trace_bound
 
 
 def factors(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ def heads(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_sides_are_the_norms_of_the_full_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: torch.linalg on W_QK, W_QK Σ and Σ⁻¹; the entries are summed in blocks of a few rows."""
-    monkeypatch.setattr("theodolite.theory.spectrum_bounds._ELEMENTS", 6 * 9 * 2)
+    monkeypatch.setattr("theodolite.theory.spectrum._ELEMENTS", 6 * 9 * 2)
     w_q, w_k, covariance = heads(2, 3, 9, 4)
     matrix = w_q @ w_k.mT
     product = matrix @ covariance

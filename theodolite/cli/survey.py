@@ -45,6 +45,16 @@ Baseline = Annotated[
 ]
 
 
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="K/N",
+        help="Read only the K-th of N parts of the text, in a process of its own; `theodolite merge FOLDER` makes the "
+        "run when all N, with the same --out FOLDER, are done.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Options of the Ray cluster whose workers run the model, if one does."""
@@ -79,6 +89,7 @@ def survey_command(
     as_json: AsJson = False,
     batch: Batch = None,
     baseline: Baseline = None,
+    shard: Shard = None,
     opening: Opening,
     cluster: Cluster,
 ) -> None:
@@ -91,22 +102,62 @@ def survey_command(
         if baseline not in (None, UNTRAINED):
             raise UsageError(f"there is no baseline {visible(baseline, 40)}: use --baseline {UNTRAINED}")
         opening = cluster.opening(opening)
+        several = models is not None and len(models) > 1
         if cluster.ray is not None:
             refuse_unread("--ray: an untrained model is no checkpoint", {"--baseline": baseline})
+            refuse_unread("--ray: its workers share the text already", {"--shard": shard})
+        if several:
+            alone = {"--baseline": baseline, "--shard": shard}
+            refuse_unread("several models: survey an untrained one, or one in shards, by itself", alone)
+        if shard is not None:
+            refuse_unread("--shard: the report comes with `theodolite merge`", {"--baseline": baseline})
+        part = None if shard is None else shard_of(shard)
         opening.check(*(models or ()))
         text.check()
         check_target(out)
-        if models is None or len(models) < 2:
+        if not several:
             check_out(out)
         survey_one = functools.partial(
             _survey_one, text=text, batch=batch, opening=opening, cluster=cluster, stopped=stopped
         )
-        if models is None or len(models) < 2:
-            run, page = survey_one(models[0] if models else None, out, baseline=baseline)
-            finish(run, page, as_json)
-        else:
-            refuse_unread("several models: survey an untrained one by itself", {"--baseline": baseline})
-            _survey_series(models, out or Path("runs") / "series", survey_one, as_json)
+        if several:
+            _survey_series(models or [], out or Path("runs") / "series", survey_one, as_json)
+            return
+        model = models[0] if models else None
+        if part is not None:
+            _read_shard(model, out, part, text=text, batch=batch, opening=opening, stopped=stopped)
+            return
+        run, page = survey_one(model, out, baseline=baseline)
+        finish(run, page, as_json)
+
+
+def shard_of(given: str) -> tuple[int, int]:
+    """K and N of `K/N`; `UsageError` where it is none."""
+    number, slash, count = given.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise UsageError(f"--shard {visible(given, 40)}: give K/N, such as 1/8 to 8/8")
+    return int(number), int(count)
+
+
+def _read_shard(
+    model: str | None,
+    out: Path | None,
+    shard: tuple[int, int],
+    *,
+    text: Text,
+    batch: int | None,
+    opening: Opening,
+    stopped: Callable[[], bool],
+) -> None:
+    from theodolite.passes.survey import survey
+
+    opened = opening.open(model, text)
+    corpus = text.read(opened, stopped)
+    folder = out or default_folder(opened, corpus)
+    with bars(stopped) as show:
+        survey(opened, corpus, folder, batch=batch, seed=text.seed, shard=shard, show_progress=show)
+    number, count = shard
+    say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")
 
 
 def _survey_series(
@@ -152,7 +203,7 @@ def _survey_one(
 
             run = survey(opened, corpus, folder, batch=batch, seed=text.seed, show_progress=show)
         else:
-            from theodolite.passes.ray_survey import survey_on_ray
+            from theodolite.passes.on_ray import survey_on_ray
 
             run = survey_on_ray(
                 opened,

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.explore.figures import attention_map
-from theodolite.explore.panel_html import sink_sentence
+from theodolite.explore.panels import attention_map
 from theodolite.explore.subject import MOST_TOKENS, ids_of_text
 from theodolite.explore.view import HeadView, catch_layer, head_view, read_prompt
+from theodolite.explore.words import sink_sentence
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import check_fit
@@ -86,7 +86,11 @@ def view_head(
         UsageError: no such layer or head, or a prompt that the model cannot read.
         WorkError: attention became NaN or infinite.
     """
-    ids = torch.tensor(ids_of_text([model], text)) if isinstance(text, str) else torch.as_tensor(text)
+    ids = (
+        torch.tensor(ids_of_text([(model.id, model)], text))
+        if isinstance(text, str)
+        else torch.as_tensor(text)
+    )
     check_fit(model, Corpus.from_ids(ids), least_contexts=1)
     if ids.ndim != 1 or len(ids) > MOST_TOKENS:
         raise UsageError(

@@ -7,7 +7,8 @@ a state is missing (a survey of heads alone, spectra from weights alone) leaves 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -18,17 +19,53 @@ from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.sums import State
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
+from theodolite.jobs.job import States
 from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements, own_extra
 from theodolite.measure.extra import Extra, extra_columns
 from theodolite.measure.heads import heads_that_are
 from theodolite.models.weights.head_weights import EXACT
 from theodolite.passes.run import Run
-from theodolite.passes.stages import States
 
 
-def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
-    """All tables and arrays of a survey, from what its passes, or some, have left; `extra`: its added accumulators."""
-    inputs = _inputs(states)
+@dataclass(frozen=True)
+class Facts:
+    """What the tables say of the model and the text besides what was summed.
+
+    Attributes:
+        provenance: of the run; without an entry `corpus` no text was read, and the rest is empty.
+        text: that of a token id.
+        sample: contexts and tokens whose vectors were kept.
+        labels: of all contexts.
+        examples: token ids of the contexts that are shown.
+        pictures: their images, if they are images.
+    """
+
+    provenance: dict[str, Any]
+    text: Callable[[int], str] = str
+    sample: Sample | None = None
+    labels: Tensor | None = None
+    examples: Tensor | None = None
+    pictures: Tensor | None = None
+
+    @property
+    def trailing(self) -> int:
+        """How many special tokens stand behind the text of every context; they are told apart as position 0 is."""
+        return int(self.provenance["corpus"].get("trailing_special_tokens", 0))
+
+    @property
+    def grid(self) -> PatchGrid | None:
+        """How the tokens of the images lie that were read; None where it was text."""
+        return grid_described(self.provenance["corpus"])
+
+    @property
+    def leading(self) -> int:
+        """Tokens at the beginning that are told apart from the others."""
+        return 1 if self.grid is None else self.grid.leading
+
+
+def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
+    """All tables and arrays of a survey, from what its stages, or some, have left; `extra`: its added accumulators."""
+    inputs = _inputs(states, facts)
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
     tables: dict[str, pd.DataFrame] = dict.fromkeys(("sinks", "outliers", "examples"), pd.DataFrame())
     arrays: dict[str, Tensor] = {}
@@ -53,12 +90,12 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
     order = [name for name in order if name in columns["heads"]]
     ordered = {name: columns["heads"][name] for name in order} | columns["heads"]
     tables["heads"] = heads_that_are(ordered, inputs["heads_of"])
-    return Run(**tables, arrays=arrays, provenance=_provenance(states, extra))
+    return Run(**tables, arrays=arrays, provenance=_provenance(states, facts, extra))
 
 
-def _inputs(states: States) -> dict[str, Any]:
+def _inputs(states: States, facts: Facts) -> dict[str, Any]:
     """What declared functions find by the names of their parameters."""
-    facts, notes = states.notes["facts"], states.notes["weights"]
+    notes = states.notes["weights"]
     inputs: dict[str, Any] = {
         "weights": states.of("weights"),
         "spectrum_of": notes["spectrum_of"],
@@ -70,58 +107,53 @@ def _inputs(states: States) -> dict[str, Any]:
     inputs |= {name: states.of(name) for name in ("patterns", "attribution") if states.of(name)}
     if not states.of("corpus"):
         return inputs
-    corpus, grid, trailing = facts["provenance"]["corpus"], grid_of(states), trailing_tokens(states)
-    means, length = states.of("corpus.means"), corpus["length"] - trailing
-    mu, pos, _ = survey_means(states)
+    means, length = states.of("corpus.means"), facts.provenance["corpus"]["length"]
+    text = length - facts.trailing
+    mu, pos, _ = survey_means(states, facts.trailing, facts.leading)
     inputs |= {
         "attention": states.of("corpus.attention"),
-        "means": means | {name: means[name][:, :, :length] for name in ("position_sum", "readers")},
+        "means": means | {name: means[name][:, :, :text] for name in ("position_sum", "readers")},
         "mu": mu,
         "pos": pos,
-        "trailing": trailing,
-        "length": corpus["length"],
-        "leading": 1 if grid is None else grid.leading,
-        "grid": None if grid is None else grid.shape,
+        "length": length,
+        "trailing": facts.trailing,
+        "leading": facts.leading,
+        "grid": None if facts.grid is None else facts.grid.shape,
     }
     if not states.of("corpus.residual"):
         return inputs
     for moments in ("residual", "inputs"):
         _refuse_overflow(states.of(f"corpus.{moments}"))
-    described = states.of("facts")
-    sample = Sample(described["sample_slot"], described["sample_context"], described["sample_position"])
-    labels = described["labels"]
+    assert facts.sample is not None
+    assert facts.labels is not None
+    labels = facts.labels
     if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
         labels = torch.full_like(labels, -1)
-    if grid is not None:
-        inputs |= {"pictures": described["pictures"], "example_norms": states.of("corpus.examples")}
+    if facts.pictures is not None:
+        inputs |= {"pictures": facts.pictures, "example_norms": states.of("corpus.examples")}
+    inputs |= {name: states.of(f"corpus.{name}") for name in ("residual", "sketches", "outliers")}
     return inputs | {
-        "residual": states.of("corpus.residual"),
-        "sketches": states.of("corpus.sketches"),
-        "outliers": states.of("corpus.outliers"),
-        "gram_norm": states.of("corpus.attention")["gram_norm"],
-        "sample": sample,
-        "labels": labels[sample.kept],
-        "examples": described["examples"],
-        "text": lambda token: str(facts["tokens"][str(token)]),
+        "gram_norm": inputs["attention"]["gram_norm"],
+        "sample": facts.sample,
+        "labels": labels[facts.sample.kept],
+        "examples": facts.examples,
+        "text": facts.text,
         "shares": states.of("shares"),
         "refused": states.notes["shares"]["refused"],
     }
 
 
-def _provenance(states: States, extra: Sequence[Extra]) -> dict[str, Any]:
-    provenance: dict[str, Any] = states.notes["facts"]["provenance"]
+def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[str, Any]:
+    added: dict[str, Any] = {}
     if states.of("corpus"):
-        provenance = provenance | {"wall_seconds": states.seconds}
+        added["wall_seconds"] = states.seconds
     if states.of("corpus.residual"):
         refused = states.notes["attribution"]["refused"] | states.notes["shares"]["refused"]
         # Why logits were not split
-        provenance = provenance | {
-            "constituents_refused": {layer: refused[layer] for layer in sorted(refused, key=int)}
-        }
+        added["constituents_refused"] = {layer: refused[layer] for layer in sorted(refused, key=int)}
     if extra:
-        own = [column.to_json() for accumulator in extra for column in accumulator.declared]
-        provenance = provenance | {EXTRA_COLUMNS: own}
-    return provenance
+        added[EXTRA_COLUMNS] = [column.to_json() for one in extra for column in one.declared]
+    return facts.provenance | added
 
 
 def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str, Sequence[float]]]:
@@ -141,24 +173,9 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
     )
 
 
-def survey_means(states: States) -> tuple[Tensor, Tensor, Tensor]:
+def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, Tensor, Tensor]:
     """μ (N, d), pos (N, T, d) and ctx (N, S, d) of the text that was read; trailing special tokens have a pos."""
-    grid = grid_of(states)
-    leading = 1 if grid is None else grid.leading
-    return states.once(
-        "means", lambda: decomposed_means(states.of("corpus.means"), trailing_tokens(states), leading)
-    )
-
-
-def grid_of(states: States) -> PatchGrid | None:
-    """How the tokens of the images lie that were read; None where it was text."""
-    return grid_described(states.notes["facts"]["provenance"]["corpus"])
-
-
-def trailing_tokens(states: States) -> int:
-    """How many special tokens stand behind the text of every context; they are told apart as position 0 is."""
-    corpus: dict[str, Any] = states.notes["facts"]["provenance"]["corpus"]
-    return int(corpus.get("trailing_special_tokens", 0))
+    return states.once("means", lambda: decomposed_means(states.of("corpus.means"), trailing, leading))
 
 
 def _refuse_overflow(moments: State) -> None:

@@ -159,7 +159,7 @@ class _Pruning:
         if options.out is None:
             return self._run(None)
         corpus = describe_corpus(self.corpus) if options.reads_text else None
-        unfinished = UnfinishedPruning(Path(options.out), json.loads(json.dumps(self.fingerprint)), corpus)
+        unfinished = UnfinishedPruning(Path(options.out), self.fingerprint, corpus)
         with unfinished.claimed():
             written = unfinished.finished(options.form)
             if written is not None:

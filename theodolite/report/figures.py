@@ -29,10 +29,8 @@ from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.report.drawing import geometry as figures_geometry
 from theodolite.report.drawing import heads as figures_heads
 from theodolite.report.drawing import layers as figures_layers
-from theodolite.report.drawing import outliers as figures_outliers
 from theodolite.report.drawing import patches as figures_patches
 from theodolite.report.drawing import sinks as figures_sinks
-from theodolite.report.drawing import spectra as figures_spectra
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.system.wording import head_name, listed
 
@@ -141,18 +139,18 @@ norm = _standalone(figures_layers.norm)
 cosine_previous = _standalone(figures_layers.cosine_previous)
 rank_collapse = _standalone(figures_layers.rank_collapse)
 head_map = _standalone(figures_heads.head_map)
-entropy_by_position = _standalone(figures_spectra.entropy_by_position)
+entropy_by_position = _standalone(figures_heads.entropy_by_position)
 regime_plane = _standalone(figures_heads.regime_plane)
 head_shares = _standalone(figures_constituents.head_shares)
 attribution = _standalone(figures_constituents.attribution)
 inherited_smoothness = _standalone(figures_geometry.inherited_smoothness)
 constituents = _standalone(figures_constituents.constituents)
-spectrum = _standalone(figures_spectra.spectrum)
-propagation = _standalone(figures_spectra.propagation)
-head_entropy = _standalone(figures_spectra.head_entropy)
+spectrum = _standalone(figures_heads.spectrum)
+propagation = _standalone(figures_heads.propagation)
+head_entropy = _standalone(figures_heads.head_entropy)
 sinks_by_position = _standalone(figures_sinks.sinks_by_position)
 massive_activations = _standalone(figures_layers.massive_activations)
 outlier_dimensions = _standalone(figures_layers.outlier_dimensions)
-outlier_shares = _standalone(figures_outliers.outlier_shares)
+outlier_shares = _standalone(figures_layers.outlier_shares)
 
 __all__ = ["FIGURES", "available", *FIGURES]

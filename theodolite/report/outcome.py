@@ -38,6 +38,7 @@ class Outcome:
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)  # every number behind the figures
     exhibits: list[Exhibit] = field(default_factory=list)
     runs: dict[str, dict[str, object]] = field(default_factory=dict)  # further ones: name → provenance
+    lead: pd.DataFrame | None = None  # a table that the page begins with
 
     def take(self, other: Outcome) -> None:
         """Add all of another outcome."""

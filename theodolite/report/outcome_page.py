@@ -113,6 +113,7 @@ def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
             "source": SOURCES.get(experiment.name.partition("/")[0], ""),
             "subtitle": content.subtitle(provenance),
             "text_line": content.text_line(provenance),
+            "lead": content.frame_table(outcome.lead),
             "tally": tally(outcome.verdicts),
             "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
             "readings": [

@@ -165,9 +165,10 @@ def finished(drawn: go.Figure, *, height: int, layout: dict[str, Any] | None = N
     """A figure with its traces, made to look as all do."""
     drawn.update_layout({"template": template(), "height": height} | (layout or {}))
     maps = list(drawn.select_traces({"type": "heatmap"}))
-    if maps:  # zero looks like the page, so a map needs a frame
-        drawn.update_xaxes(showline=True, mirror=True)
-        drawn.update_yaxes(showline=True, mirror=True)
+    if maps:  # zero looks like the page, so a map needs a frame; a grid would lie over its cells
+        frame = {"showline": True, "mirror": True, "showgrid": False, "zeroline": False}
+        drawn.update_xaxes(frame)
+        drawn.update_yaxes(frame)
     if len(maps) == len(drawn.data) == 1 and maps[0].xgap:
         drawn.update_layout(plot_bgcolor=HAIRLINE)  # between cells, and where there is no number
     return drawn
@@ -219,32 +220,20 @@ def layer_axis(layers: npt.NDArray[np.float64]) -> dict[str, Any]:
 
 def head_map_layout(layers: int, heads: int) -> dict[str, Any]:
     """Layout of a map of heads (x) and layers (y, from top to bottom) with its height."""
-    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
     return {
-        "xaxis": axis | every_tick(heads),
-        "yaxis": axis | {"autorange": "reversed"} | every_tick(layers),
+        "xaxis": {"ticks": ""} | every_tick(heads),
+        "yaxis": {"ticks": "", "autorange": "reversed"} | every_tick(layers),
         "margin": {"r": 8},
         "height": min(720, max(230, 90 + 28 * layers)),
     }
 
 
-def depth_bar(layers: int) -> go.Scatter:
-    """A trace without points that carries the colour bar of lines coloured by `order_colour`."""
-    return go.Scatter(
-        x=[None],
-        y=[None],
-        mode="markers",
-        showlegend=False,
-        hoverinfo="skip",
-        marker={
-            "color": [0],
-            "colorscale": ORDER,
-            "cmin": 0,
-            "cmax": max(1, layers - 1),
-            "showscale": True,
-            "colorbar": whole_bar("layer", layers - 1),
-        },
-    )
+def depth_bar(count: int, of: str = "layer") -> dict[str, Any]:
+    """A trace without points that carries the colour bar of lines coloured by `order_colour`, of layers say."""
+    scale = {"color": [0], "colorscale": ORDER, "cmin": 0, "cmax": max(1, count - 1), "showscale": True}
+    marker = scale | {"colorbar": whole_bar(of, count - 1)}
+    bare = {"x": [None], "y": [None], "showlegend": False, "hoverinfo": "skip"}
+    return {"type": "scatter", "mode": "markers", "marker": marker} | bare
 
 
 def whole_bar(title: str, span: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.files import disk_errors, write_text
+from theodolite.system.run_folders import TRACE
 
 SCHEMA_VERSION = 1
 LEAST_SHARE = 0.01
@@ -178,7 +179,7 @@ def _rule(kind: Kind, row: Any, share: float, *, first: bool | None = None, name
 
 
 def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
-    if run.is_trace:
+    if run.kind == TRACE:
         # A token that is a sink of a whole context here and of a stretch there is one rule, by its larger share.
         sinks = run.traces.sort_values("share", ascending=False, kind="stable")
         sinks = sinks.assign(named=sinks["kind"].isin(NAMED), first=sinks["kind"].eq("first"))

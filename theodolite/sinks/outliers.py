@@ -30,6 +30,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
+from theodolite.jobs.job import Stage, States, Steps, run_stages
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import text_of_tokens
@@ -40,7 +41,6 @@ from theodolite.passes.corpus_pass import (
     check_fit,
     refuse_nonfinite_stream,
 )
-from theodolite.passes.stages import Pass, Stage, States, run_stages
 from theodolite.system.progress import ShowStage
 from theodolite.theory.outliers import (
     LayerBaseline,
@@ -142,14 +142,14 @@ def find_outliers(
         bounds = [layer.bounds(tokens, thresholds.level) for layer in _baselines(states, values)]
         return Activations(torch.stack(bounds), length, thresholds, trailing)
 
-    def baseline(states: States) -> Pass:
+    def baseline(states: States) -> Steps:
         some = corpus.subset(order.sort().values)
         return _OutlierPass(model, some, {STREAM: LayerBaselines(trailing), HEADS: LayerBaselines(trailing)})
 
-    def count(states: States) -> Pass:
+    def count(states: States) -> Steps:
         return _OutlierPass(model, corpus, {values: rules(states, values) for values in (STREAM, HEADS)})
 
-    def follow(states: States) -> Pass:
+    def follow(states: States) -> Steps:
         carriers = _carriers(states.of(f"count.{STREAM}"), text)
         some = corpus.subset(torch.tensor(_followed(carriers, contexts, length), dtype=torch.int64))
         followed = FollowedActivations(rules(states, STREAM), sorted(set(carriers["dimension"])))

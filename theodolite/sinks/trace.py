@@ -23,6 +23,7 @@ from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.jobs.job import Stage, States
 from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -37,7 +38,7 @@ from theodolite.passes.corpus_pass import (
 )
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
-from theodolite.passes.stages import Stage, States, run_into
+from theodolite.passes.run_job import run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass, widest_output_weights
 from theodolite.system.progress import ShowStage
 

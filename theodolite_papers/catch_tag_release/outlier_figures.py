@@ -13,7 +13,7 @@ from theodolite.measure.publications import ZHANG
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing.grammar import heat, line, reference, rows_down
-from theodolite.report.drawing.outliers import largest_columns
+from theodolite.report.drawing.layers import largest_columns
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, for_plotly, head_name, listed, number, shown_token

@@ -12,11 +12,11 @@ import torch
 from theodolite import Corpus, OpenModel, find_outliers
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.estimates import Estimate
+from theodolite.jobs.job import Stage, run_stages
 from theodolite.judging import Criterion
 from theodolite.measure.heads import sinks_table
 from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.corpus_pass import batch_of
-from theodolite.passes.stages import Stage, run_stages
 from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report.data import Floats
 from theodolite.sinks.outliers import Outliers, position_0_as_one

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite import Run
-from theodolite.comparison.stream import overlap
+from theodolite.comparison.parts import overlap
 from theodolite.estimates import Estimate
 from theodolite.judging import FAILS, HOLDS, Verdict, judge, untestable
 from theodolite.measure.geometry import CUTOFFS

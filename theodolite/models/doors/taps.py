@@ -9,27 +9,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 
 from torch import nn
 
 from theodolite.models.doors.answers import Intervention, Tap, intervening, listening
 from theodolite.models.doors.pytorch import attention_not_followed as attention_not_followed
-from theodolite.models.doors.pytorch import turn_to_functions
-from theodolite.models.doors.transformers import turn_to_interface
+from theodolite.models.doors.pytorch import turned_to_functions
+from theodolite.models.doors.transformers import on_interface, turned_to_interface
 from theodolite.models.training.shards import of_all_heads
+from theodolite.system.shared import Shared
 
-
-@dataclass
-class _TappedModel:
-    """A model that goes through the tap: how many are open on it, and what turns it back."""
-
-    undo: ExitStack
-    count: int = 0
-
-
-_open: dict[nn.Module, _TappedModel] = {}
+_open: dict[nn.Module, Shared] = {}
+"""Models that go through the tap: those who have one open share the door."""
 
 _by_functions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -62,7 +54,7 @@ def overheard(model: nn.Module, tap: Tap) -> Iterator[None]:
     pass, their gradients and random numbers are as without it.
     """
     with (
-        turn_to_functions(model, eager=False),
+        turned_to_functions(model, eager=False),
         listening(frozenset(model.modules()), of_all_heads(model, tap), overhears=True),
     ):
         yield
@@ -94,25 +86,18 @@ def intervened(
         yield
 
 
-def _turned(model: nn.Module) -> ExitStack:
-    undo = None if model in _by_functions else turn_to_interface(model)
-    return undo or turn_to_functions(model)
+@contextmanager
+def _opened(model: nn.Module) -> Iterator[frozenset[nn.Module]]:
+    """While open, the attention layers of `model` go through the tap; yields all of its modules."""
+    with _open.setdefault(model, Shared(lambda: _through_its_door(model))).entered():
+        yield frozenset(model.modules())
 
 
 @contextmanager
-def _opened(model: nn.Module) -> Iterator[frozenset[nn.Module]]:
-    """While open, the attention layers of `model` go through the tap; yields all of its modules.
-
-    The first one opened turns the model to the tap, the last one left turns it back, whatever their order.
-    """
-    if model not in _open:
-        _open[model] = _TappedModel(_turned(model))
-    tapped_model = _open[model]
-    tapped_model.count += 1
+def _through_its_door(model: nn.Module) -> Iterator[None]:
+    by_interface = model not in _by_functions and on_interface(model)
     try:
-        yield frozenset(model.modules())
+        with (turned_to_interface if by_interface else turned_to_functions)(model):
+            yield
     finally:
-        tapped_model.count -= 1
-        if not tapped_model.count:
-            del _open[model]
-            tapped_model.undo.close()
+        del _open[model]

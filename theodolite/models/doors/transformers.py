@@ -6,7 +6,8 @@ decides its logits.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -103,19 +104,21 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 AttentionMaskInterface.register(WITH_MASKS, eager_mask)
 
 
-def turn_to_interface(model: nn.Module) -> ExitStack | None:
-    """Turn a model's attention layers to the tap; what turns them back, or None where none is on the interface."""
-    parts = on_interface(model)
-    if not parts:
-        return None
+@contextmanager
+def turned_to_interface(model: nn.Module) -> Iterator[None]:
+    """While open, the attention layers of what is `on_interface` in a model go through the tap."""
     before = [(config, config._attn_implementation) for config in _configs(model)]
-    with ExitStack() as undo:
-        undo.callback(_restore_implementations, before)
-        for part in parts:
+    try:
+        for part in on_interface(model):
             told = {getattr(module, "is_causal", True) for module in part.modules()}
             by_masks = False in told or not part._supports_sdpa
             part.set_attn_implementation(WITH_MASKS if by_masks else IMPLEMENTATION)
-        return undo.pop_all()
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = (
+                implementation  # and that of all of its parts, whose turn comes later
+            )
 
 
 def on_interface(model: nn.Module) -> list[PreTrainedModel]:
@@ -136,8 +139,3 @@ def _configs(model: nn.Module) -> list[PreTrainedConfig]:
         parts = (getattr(config, name, None) for name in config.sub_configs)
         waiting += [part for part in parts if part is not None and id(part) not in configs]
     return list(configs.values())
-
-
-def _restore_implementations(before: list[tuple[PreTrainedConfig, str | None]]) -> None:
-    for config, implementation in before:
-        config._attn_implementation = implementation  # and that of all of its parts, whose turn comes later

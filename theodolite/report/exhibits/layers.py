@@ -9,7 +9,6 @@ from theodolite.passes.run import Run
 from theodolite.report.data import own_columns, residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
-from theodolite.report.drawing import outliers as maps
 from theodolite.report.drawing.patches import is_of_text
 from theodolite.report.exhibit import Choice, Option, SurveyExhibit, by_layer_of
 
@@ -244,7 +243,7 @@ _OUTLIERS = [
         "outliers",
         "Outlier dimensions by layer",
         ("arrays.outlier_share",),
-        maps.outlier_shares,
+        curves.outlier_shares,
         "Share of tokens with |x| ≥ 6, for the dimensions with the highest shares.",
         "columns that persist across many layers: one dimension shared by all tokens, as a tag would be.",
         f"{ZHANG}, Fig. 2(b)",

@@ -1,4 +1,4 @@
-"""Stages of passes that only count: what is resumed, kept and refused, without a model."""
+"""Stages that only count: what is resumed, kept and refused, without a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from theodolite.errors import UsageError
+from theodolite.jobs.job import Stage, States, Steps
+from theodolite.jobs.unfinished import Unfinished
 from theodolite.passes.run import SCHEMA_VERSION, TABLES, Run
-from theodolite.passes.stages import TABLES_TITLE, Pass, Stage, States, run_into
+from theodolite.passes.run_job import TABLES_TITLE, run_into
 from theodolite.system.checksums import read_checked, write_checked
 from theodolite.system.progress import Progress
 
@@ -54,7 +56,7 @@ def tabulate(states: States) -> Run:
 def run(out, steps, stop=None, *, fingerprint=None, checkpoint_seconds=1e9) -> Run:
     """All three stages; `stop` is a title and the steps done at which to raise."""
 
-    def make(name: str, states: States) -> Pass:
+    def make(name: str, states: States) -> Steps:
         before = NAMES[NAMES.index(name) - 1]
         return Count(name, float(states.of(before)["sum"]) if states.notes else 0.0, steps)
 
@@ -112,9 +114,11 @@ def test_a_stage_that_fails_between_checkpoints_leaves_those_before_it(tmp_path,
     monkeypatch.setattr(Count, "run", fail)
     with pytest.raises(RuntimeError, match="lost"):
         run(tmp_path / "run", steps)
-    tensors, notes = read_checked(tmp_path / "run.partial" / "progress.safetensors")
-    assert {name: float(tensor) for name, tensor in tensors.items()} == {"first.sum": 4, "second.sum": 8}
-    assert (notes["stage"], notes["done"]) == ("third", 0)
+    work = Unfinished(tmp_path / "run", {"a": 1})
+    assert work.names() == ["first", "second"]
+    for name, total in (("first", 4), ("second", 8)):
+        tensors, notes = work.load(name)
+        assert (float(tensors["sum"]), notes["finished"]) == (total, True)
     monkeypatch.undo()
     run(tmp_path / "run", steps)
     assert steps == EVERY_STEP
@@ -123,7 +127,7 @@ def test_a_stage_that_fails_between_checkpoints_leaves_those_before_it(tmp_path,
 def test_seconds_are_those_of_all_calls(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", [], ("the second", 2))
-    path = tmp_path / "run.partial" / "progress.safetensors"
+    path = tmp_path / "run.partial" / "second.safetensors"
     tensors, notes = read_checked(path)
     write_checked(path, tensors, notes | {"seconds": 1000.0})
     assert 1000 <= run(tmp_path / "run", []).provenance["seconds"] < 1100
@@ -146,7 +150,7 @@ def test_a_state_that_lacks_a_sum_is_refused(tmp_path):
     """As a version left it that did not keep it yet."""
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", [], ("the first", 2))
-    path = tmp_path / "run.partial" / "progress.safetensors"
+    path = tmp_path / "run.partial" / "first.safetensors"
     _, notes = read_checked(path)
     write_checked(path, {}, notes)
     with pytest.raises(UsageError, match="another version of theodolite left unfinished"):
