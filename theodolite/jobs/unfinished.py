@@ -108,7 +108,8 @@ class Unfinished:
         if self.out is None or not self.folder.exists():
             return
         if not (self.folder / JOB).exists():
-            if any(path.suffix not in (".lock", TEMPORARY) for path in self.folder.iterdir()):
+            names = [path.name for path in self.folder.iterdir()]
+            if any(not name.endswith(("lock", TEMPORARY)) for name in names):
                 raise UsageError(f"{self.folder} does not say what it holds: remove it to start afresh")
             return
         there, corpus = read_job(self.folder)
