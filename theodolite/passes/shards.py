@@ -161,7 +161,12 @@ def merge(
     if surveyed is None:
         raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
     tensors, notes = surveyed
-    corpus = Corpus(**notes["text"], **tensors)
+    corpus = Corpus(
+        contexts=tensors["contexts"],
+        labels=tensors["labels"],
+        lengths=tensors.get("lengths"),
+        **notes["text"],
+    )
     _refuse_missing(work, chunks_of(len(corpus.contexts), notes["batch"]), notes["shards"])
     if model is None:
         if notes["opening"] is None:

@@ -138,7 +138,13 @@ def load_text(work: Unfinished) -> GridText:
     """The text that a grid's folder keeps."""
     tensors, notes = work.load("text") or ({}, {})
     tokenizer = Tokenizer.from_str(notes["tokenizer"])
-    return GridText(**(notes | {"tokenizer": tokenizer}), **tensors)
+    return GridText(
+        tokenizer=tokenizer,
+        train=tensors["train"],
+        held_out=tensors["held_out"],
+        tokens_per_word=notes["tokens_per_word"],
+        sha256=notes["sha256"],
+    )
 
 
 def word_tokenizer(text: str) -> Tokenizer:
@@ -249,11 +255,12 @@ class LocaterTraining:
             text.tokenizer.get_vocab_size(), setting.width, setting.layers, recipe.length, recipe.dropout
         )
         self.model = Decoder(shape).to(self.device)
-        decay = {"betas": BETAS, "weight_decay": setting.weight_decay}
         self.trainer = Trainer(
             work=Unfinished(folder, asdict(setting), kind="training run", folder=folder),
             model=self.model,
-            optimizer=torch.optim.AdamW(self.model.parameters(), fused=True, **decay),
+            optimizer=torch.optim.AdamW(
+                self.model.parameters(), betas=BETAS, weight_decay=setting.weight_decay, fused=True
+            ),
             loss=self._loss,
             rate=lambda step: published_rate(setting.width),
             seed=setting.seed,
