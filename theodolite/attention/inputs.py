@@ -135,6 +135,16 @@ class AttentionInputs:
             sink=None if self.sink is None else self.sink[part],
         )
 
+    def of_queries(self, rows: Int[Tensor, " chosen"]) -> AttentionInputs:
+        """The inputs of some queries, by position; what each of them sees stays."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask[:, :, rows]
+        elif self.causal:
+            mask = (torch.arange(self.key.shape[2], device=rows.device) <= rows[:, None])[None, None]
+        bias = self.bias if self.bias is None or self.bias.shape[2] == 1 else self.bias[:, :, rows]
+        return replace(self, query=self.query[:, :, rows], mask=mask, bias=bias, causal=False)
+
     def of_contexts(self, part: slice) -> AttentionInputs:
         """The inputs of some contexts of the batch."""
         return replace(

@@ -226,21 +226,9 @@ def last_query(inputs: AttentionInputs, trailing: int = 0) -> tuple[Bool[Tensor,
     With `trailing` special tokens at the end of the context, it is the last query before them.
     """
     if trailing:
-        return _last_query(_without_queries(inputs, trailing))
+        rows = torch.arange(inputs.query.shape[2] - trailing, device=inputs.query.device)
+        return _last_query(inputs.of_queries(rows))
     return _last_query(inputs)
-
-
-def _without_queries(inputs: AttentionInputs, trailing: int) -> AttentionInputs:
-    """The same attention without its last queries; what the others see stays."""
-    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    mask, bias = inputs.mask, inputs.bias
-    if mask is None and inputs.causal:
-        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=inputs.query.device).tril_()
-    if mask is not None:
-        mask = mask[:, :, :-trailing]
-    if bias is not None and bias.shape[2] > 1:
-        bias = bias[:, :, :-trailing]
-    return replace(inputs, query=inputs.query[:, :, :-trailing], mask=mask, bias=bias, causal=False)
 
 
 def _last_query(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch heads keys"], Tensor]:
