@@ -368,9 +368,10 @@ def _logit_shares(run: Run) -> list[str]:
     leads = leads.sort_values(ascending=False, kind="stable").astype(int)
     parts = [f"{percent(mean)} {name}" for name, mean in means.items()]
     leading = [f"{name} in {counted(count, 'head')}" for name, count in leads.items()]
+    every = counted(len(shares), "head")
     return [
-        f"On average over {counted(len(shares), 'head')}, the logits' variance is {listed(parts, len(parts))} (mean and "
-        f"bias count with the constituent on the other side); the largest share is {listed(leading, len(leading))}."
+        f"On average over {every}, the logits' variance is {listed(parts, len(parts))} (mean and bias count with the "
+        f"constituent on the other side); the largest share is {listed(leading, len(leading))}."
     ]
 
 
