@@ -459,6 +459,28 @@ def test_refusals(pair):
         compare(run, run).part("heads")
 
 
+def test_the_overview_has_each_part_in_one_number(pair):
+    """Oracle: sums and means of the runs' own tables; what was planted and destroyed."""
+    first, second = pair(), pair("destroyed")
+    table = of(second, first).overview.set_index("part")
+    assert table.index[0] == "loss"
+    for side, one in (("before", first), ("after", second)):
+        assert table.loc["loss", side] == pytest.approx(float(one.outputs.arrays["loss"].mean()))
+        assert table.loc["sinks", side] == pytest.approx(one.run.sinks["share"].sum())
+        assert table.loc["entropies", side] == pytest.approx(one.run.heads["entropy"].mean())
+        assert table.loc["localization", side] == pytest.approx(one.run.heads["propagation"].mean())
+        norms = one.run.heads["frobenius_squared"] ** 0.5
+        assert table.loc["spectra", side] == pytest.approx(norms.mean())
+        assert table.loc["positional basis", side] == pytest.approx(one.run.layers["relative_norm"].mean())
+    assert table.loc[["loss", "sinks", "spectra"], "verdict"].tolist() == [
+        "worse",
+        "partly kept",
+        "partly kept",
+    ]
+    assert table.loc["massive activations", "verdict"] == "not testable here"
+    assert "context" not in table.index  # these contexts have no labels
+
+
 def test_what_an_audit_says_and_gives(pair):
     audit = of(pair("destroyed"), pair(), names=("a", "b"))
     assert repr(audit).startswith(

@@ -97,7 +97,7 @@ class Audit:
 
     @property
     def further(self) -> list[Verdict]:
-        """On more than what survives: whether heads write the same, and whether the text is predicted as well."""
+        """Verdicts beside what survives: on head outputs, localization, context, and the loss."""
         more = [verdict for part in self.parts for verdict in part.further]
         more += [verdict for _, verdict in self.means.values()]
         named = [replace(verdict, claim=f"{self.other}, {verdict.claim}") for verdict in more]
@@ -206,7 +206,7 @@ def compare(
 
 
 def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
-    """How many keys propagate, and how alike contexts of one label are: means before and after, and if they differ."""
+    """Compare the mean share of keys that propagate and the mean within-label cosine; judge whether each is similar."""
     contexts = int(runs[0].provenance["corpus"]["contexts"])
     shares = [values for run in runs if (values := column(run.heads, "propagation")) is not None]
     cosines = [(value_of(run, "similarity_within"), error_of(run, "similarity_within")) for run in runs]
@@ -298,7 +298,7 @@ def _shape(provenance: Mapping[str, Any]) -> list[object]:
 
 
 def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None) -> str:
-    """What survived and what did not, the heads hit hardest, the loss, and what was not compared."""
+    """Write the summary: what survived and what did not, the heads hit hardest, the loss, what was not compared."""
     if parts[0].name == matched.NAME:
         return f"{parts[0].counts()}. The models differ in shape or tokenizer: only their heads are matched."
     clauses = [_verdict(parts, other, loss is None or loss.unchanged)]
@@ -312,7 +312,7 @@ def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None)
 
 
 def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
-    """One sentence, in the words of each part's `answer`."""
+    """Say in one sentence what is kept, partly kept, lost and undecided."""
     decided = [part for part in parts if part.answer not in OPEN]
     if same_loss and all(part.exact for part in parts if len(part.table)):
         return "Everything survives exactly: no number differs."

@@ -1,4 +1,4 @@
-"""`theodolite compare`: run folders or models compared, written and shown. The formulas are elsewhere."""
+"""`theodolite compare`: compare run folders or models, write the page and print the result."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from theodolite.comparison.audit import Audit, alike, compare, most_lost
 from theodolite.comparison.candidates import Work, candidates_of, check, measure, trace_head, without_term
 from theodolite.comparison.page import LOW_RANK_CLAIM, experiment_of, outcome
 from theodolite.comparison.parts import OUTPUTS
+from theodolite.comparison.survival import SURVIVED
 from theodolite.errors import UsageError
 from theodolite.judging import Verdict
 from theodolite.models.prompts import Focus
@@ -34,7 +35,7 @@ FILE = "comparison.json"
 
 @dataclass(frozen=True)
 class Compared:
-    """What was compared, and what its page shows."""
+    """Audits of all pairs, the content of the page, and the reference run."""
 
     audits: list[Audit]
     outcome: Outcome
@@ -170,13 +171,13 @@ def _show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
 
 def _overview(audit: Audit) -> Table:
     """The loss, and every part: its number before and after, the verdict, and how many units survive."""
-    counts = ("survived", "lost", "new", "undecided")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("part", "before", "after", "verdict", *counts, "left"):
-        table.add_column(heading, justify="left" if heading in ("part", "verdict") else "right")
-    of_parts = {part.name: part.row for part in audit.parts}
+    for heading in ("part", "before", "after", "verdict", "survived", "left"):
+        table.add_column(heading, justify="left" if heading in ("part", "verdict") else "right", no_wrap=True)
+    parts = {part.name: part for part in audit.parts}
     for row in audit.overview.to_dict("records"):
-        units = of_parts.get(row["part"])
-        cells = [] if units is None else [*(str(units[name]) for name in counts), percent(units["left"])]
-        table.add_row(row["part"], number(row["before"]), number(row["after"]), row["verdict"], *cells)
+        cells = [row["part"], number(row["before"]), number(row["after"]), row["verdict"]]
+        if part := parts.get(row["part"]):
+            cells += [f"{part.count(SURVIVED)} of {part.of_reference}", percent(part.family.value)]
+        table.add_row(*cells)
     return table

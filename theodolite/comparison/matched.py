@@ -1,4 +1,4 @@
-"""Heads of two models that differ in shape or tokenizer, matched by what they do: their roles, entropy, propagation."""
+"""Match the heads of models that differ in shape or tokenizer by what they do: roles, entropy, propagation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHUFFLES = 20  # of what the other model's heads do, for what a matching finds b
 
 
 def matched_heads(reference: Run, other: Run) -> Survival:
-    """Each head of the reference with that of the other model which does the most similar things.
+    """Match each head of the reference with the head of the other model that does the most similar things.
 
     Heads are described by shares between 0 and 1: their score in each role, their entropy over its maximum, and the
     share of keys that propagate. The pairs, min(N, M) of them, are those with the least sum of squared distances
@@ -94,7 +94,7 @@ def matched_heads(reference: Run, other: Run) -> Survival:
 
 
 def _what_heads_do(*runs: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What both runs have of scores, entropy share and propagation, a row a head; NaN: unknown."""
+    """Scores, entropy share and propagation of each head, as far as both runs have them; NaN: unknown."""
     first, second = (
         pd.DataFrame(
             {ENTROPY: entropy_share(run)}
@@ -109,7 +109,7 @@ def _what_heads_do(*runs: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
-    """Places in `first`, ascending, and of their partners in `second`; what was not measured counts as 0."""
+    """Return the rows of `first`, ascending, and those of their partners in `second`; NaN counts as 0."""
     distances = cdist(np.nan_to_num(first), np.nan_to_num(second), "sqeuclidean")
     places, partners = linear_sum_assignment(distances)
     return places, partners
@@ -122,7 +122,7 @@ def _statuses(
     at: tuple[np.ndarray, np.ndarray],
     units: int,
 ) -> np.ndarray:
-    """Of each pair of heads, at places of either model: by entropy and by every role that the first one has.
+    """Name the status of each pair of heads, by entropy and by every role that the first one has.
 
     The runs may be of other tokens of the text, so that the fewer contexts count.
     """
@@ -143,7 +143,7 @@ def _statuses(
 
 
 def _by_chance(first: pd.DataFrame, second: pd.DataFrame) -> float:
-    """How many heads find a partner that does the same, where each measure is shuffled among the other's heads."""
+    """Count the heads that find a partner that does the same when each measure is shuffled among the other's heads."""
     generator = np.random.default_rng(0)
     counts = []
     for _ in range(SHUFFLES):
@@ -164,7 +164,7 @@ def _by_chance(first: pd.DataFrame, second: pd.DataFrame) -> float:
 
 
 def _depth(run: Run) -> Floats:
-    """Of each head among all: 0 before the first of the first block, 1 after the last of the last."""
+    """The depth of each head: 0 before the first head of the first block, 1 after the last head of the last."""
     layer, head = (run.heads[name].to_numpy(dtype=np.float64) for name in ("layer", "head"))
     return (layer + (head + 0.5) / (head.max() + 1)) / (layer.max() + 1)
 

@@ -1,4 +1,4 @@
-"""What each head adds to the residual stream, and the next-token loss: read in a separate pass, and compared.
+"""Read what each head adds to the residual stream, where sinks are, and the next-token loss, in a pass of its own.
 
 Sinks, entropies, head types and W_QK depend on queries and keys alone, so they cannot tell that a head's output no
 longer reaches the stream. This pass reads the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss
@@ -68,7 +68,7 @@ def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " token
 
 
 class OutputsPass(CorpusPass):
-    """The outputs of every head at the chosen tokens of a corpus, the loss of every context, and where its sinks are.
+    """Keep every head's output at chosen tokens of a corpus, and the loss and the places of sinks of every context.
 
     `weights`: W_O of every head, along the directions in which the stream is seen.
     """
@@ -96,16 +96,16 @@ class OutputsPass(CorpusPass):
         return {"written": self._written, "loss": self._loss, SINK_PLACES: torch.cat(self._places)}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         self._written, self._loss = state["written"], state["loss"]
         self._places = [state[SINK_PLACES]]
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next."""
+        """Start a batch with contexts `first …`."""
         self._first, self._last = first, first + len(ids)
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """The residual stream says nothing here."""
+        """Refuse NaN and infinite hidden states; nothing of them is kept."""
         refuse_nonfinite_stream(layer, hidden)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
@@ -134,7 +134,7 @@ class OutputsPass(CorpusPass):
 
 
 def _directions(width: int) -> Float[Tensor, "width directions"]:
-    """The identity, or Gaussian directions of which the mean of ‖xR‖² is ‖x‖² (Johnson & Lindenstrauss 1984)."""
+    """Return the identity, or Gaussian directions R with mean ‖xR‖² = ‖x‖² (Johnson & Lindenstrauss 1984)."""
     if width <= DIRECTIONS:
         return torch.eye(width, dtype=torch.float64)
     generator = torch.Generator().manual_seed(SEED)
@@ -242,7 +242,7 @@ class Loss:
 
 
 def loss(reference: Run, other: Run) -> Loss | None:
-    """Loss before and after; None where one predicts no next tokens."""
+    """Compare the losses of two models; None where one predicts no next tokens."""
     old, new = (run.arrays["loss"].numpy() for run in (reference, other))
     if not np.isfinite(old).all() or not np.isfinite(new).all():
         return None

@@ -1,4 +1,4 @@
-"""The page of a comparison: a verdict on each part, figures before and after, tables, one head in every model."""
+"""The page of a comparison: one table of all parts, verdicts, figures before and after, one head in every model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STAY = Criterion("at least", HALF, "ours")  # and without a random part as large
 def outcome(
     audits: Sequence[Audit], measured: Sequence[Measured] = (), on_prompt: HeadOnPrompt | None = None
 ) -> Outcome:
-    """The page's content; `measured`: the models, where they were at hand; `on_prompt`: one head of each."""
+    """Make the page's content; `measured`: the models, where they were at hand; `on_prompt`: one head of each."""
     page = Outcome()
     if ablated := [model for model in measured if model.candidate.layer is not None]:
         _judge_term(page, ablated, {model.candidate.name: model for model in measured}, audits)
@@ -60,7 +60,7 @@ def outcome(
 
 
 def _lead(audits: Sequence[Audit]) -> pd.DataFrame:
-    """Every part in one number, in each model, and the verdicts: what the page begins with."""
+    """Make the table that the page begins with: every part in one number, in each model, and the verdicts."""
     columns: dict[str, pd.Series] = {}
     for place, audit in enumerate(audits):
         table = audit.overview.set_index("part")
@@ -72,7 +72,7 @@ def _lead(audits: Sequence[Audit]) -> pd.DataFrame:
 
 
 def experiment_of(audits: Sequence[Audit], content: Outcome) -> Heading:
-    """The page's head: which models it is of, and what the paper says where a low-rank term was taken out."""
+    """Make the page's heading: which models, and the paper's finding where a low-rank term was ablated."""
     first, *others = (visible(name, 60) for name in [audits[0].reference, *(audit.other for audit in audits)])
     is_ablation = any(verdict.claim == LOW_RANK_CLAIM for verdict in content.verdicts)
     title = f"What survives of {first} in {listed(others, 4)}"
@@ -80,7 +80,7 @@ def experiment_of(audits: Sequence[Audit], content: Outcome) -> Heading:
 
 
 def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
-    """On the whole mechanism, and on each part; `explain` what survives."""
+    """Add the verdicts on the whole mechanism and on each part; `explain` adds each part's criterion."""
     whole = f"The mechanism of {audit.reference} survives in {audit.other}"
     evidence = {
         part.name: part.sentence + (f" Criterion: {part.criterion}." if explain else "")
@@ -96,7 +96,7 @@ def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
 
 
 def _judged(part: Survival, claim: str, sentence: str) -> Verdict:
-    """What is left of a part, with the sentence on it and the limits."""
+    """Judge what is left of a part, with its sentence and the limits as evidence."""
     left = number(part.family.value) if part.family.is_exact else part.family  # every unit is decided
     limits = f"{NEARLY_ALL.side} {NEARLY_ALL.limit:g} is kept, at most {MORE_THAN_HARDLY_ANY.limit:g} lost"
     return replace(part.verdict(claim), evidence=f"{sentence} Left: {left}; criterion: {limits} (ours)")
@@ -119,7 +119,7 @@ def _of_the_layer(ablated: Sequence[Measured], audits: Sequence[Audit]) -> pd.Da
 def _judge_term(
     page: Outcome, ablated: Sequence[Measured], measured: Mapping[str, Measured], audits: Sequence[Audit]
 ) -> None:
-    """Whether ablating a layer's low-rank term removes its sinks, and a random part of the same size does not.
+    """Judge whether ablating a layer's low-rank term removes its sinks, and ablating a random part as large does not.
 
     By the share of them that are at the same place of the same context, paired by context.
     """
@@ -188,7 +188,7 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
 
 @dataclass(frozen=True)
 class PartFigure:
-    """How the table of a part is drawn, and what stands below: what is drawn, what to see, whose it is."""
+    """How the table of a part is drawn, and its caption: what is drawn, what to look for, whose figure it is."""
 
     part: str
     title: str
@@ -276,7 +276,7 @@ FIGURES = (
 
 
 def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
-    """Figures of the parts that some comparison has, with a picker where there are several comparisons."""
+    """Draw the parts that some comparison has, with a picker where there are several comparisons."""
     for figure in FIGURES:
         tables = {
             audit.other: part.table for audit in audits for part in audit.parts if part.name == figure.part

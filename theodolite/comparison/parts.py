@@ -149,7 +149,7 @@ def _joined_sinks(before: pd.DataFrame, after: pd.DataFrame, values: dict[str, s
 
 
 def _with_status(table: pd.DataFrame, contexts: int) -> pd.DataFrame:
-    """With the error of the change of shares of contexts, and the status of each sink."""
+    """Add the error of the change of shares of contexts, and the status of each sink."""
     table = table.assign(se=np.hypot(*(share_error(table[side], contexts) for side in SIDES)))
     return table.assign(status=statuses(table, LEAST_SHARE, contexts))
 
@@ -224,7 +224,7 @@ def _tagging(run: Run) -> pd.DataFrame:
 def kept_directions(
     table: pd.DataFrame, before: Float[Tensor, "tags groups width"], after: Float[Tensor, "tags groups width"]
 ) -> tuple[Floats, Flags, Flags]:
-    """Half the width of the 95 % interval of `cosine`, and whether at least half of the square is kept, or is not.
+    """Half the width of the 95 % interval of `cosine`, and whether at least half of its square is kept, or lost.
 
     `before` and `after` are sums along the directions by group of contexts; NaN of a tag that has none.
     """
@@ -236,7 +236,7 @@ def kept_directions(
 
 
 def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
-    """Rows of an array, counted from 1; NaN for 0, and behind its end."""
+    """Take rows of an array, counted from 1; NaN for row 0, and beyond the end."""
     padded = torch.cat([stored.double().new_full((1, *stored.shape[1:]), torch.nan), stored.double()])
     numbers = torch.from_numpy(rows.to_numpy().astype(np.int64))
     return padded[torch.where(numbers < len(padded), numbers, 0)]
@@ -355,13 +355,13 @@ def positions(reference: Run, other: Run) -> Survival:
 
 
 def _mean_change(table: pd.DataFrame, name: str) -> Change:
-    """Of means over layers. The layers share contexts, so errors add up."""
+    """Compare the means over layers. The layers share contexts, so errors add up."""
     before, after, error = (mean_over_layers(table[f"{name}_{end}"])[0] for end in (*SIDES, "se"))
     return Change(f"mean {name.replace('_', ' ')}", before, after, error)
 
 
 def _curves(reference: Run, other: Run) -> Floats:
-    """⟨PPᵀ, P′P′ᵀ⟩ over the product of their norms, a layer; NaN where a basis is zero."""
+    """Linear CKA of both positional bases by layer, ⟨PPᵀ, P′P′ᵀ⟩/(‖PPᵀ‖‖P′P′ᵀ‖); NaN where a basis is zero."""
     similarities = []
     for p, q in zip(*_bases(reference, other), strict=True):
         norms = torch.linalg.matrix_norm(p.T @ p) * torch.linalg.matrix_norm(q.T @ q)
@@ -371,7 +371,7 @@ def _curves(reference: Run, other: Run) -> Floats:
 
 
 def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
-    """Without position 0, or the tokens before an image's patches."""
+    """Positional bases without position 0, or without the tokens before an image's patches."""
     grids = [grid_described(provenance(run, "corpus") or {}) for run in runs]
     return [
         torch.from_numpy(need(run, "positional_basis")[:, 1 if grid is None else grid.leading :]).double()
@@ -380,7 +380,7 @@ def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
 
 
 def overlap(first: Run, second: Run) -> tuple[Floats, float]:
-    """‖VᵀV′‖_F²/k of the k leading right singular vectors of both positional bases, k the first one's rank, a layer.
+    """Overlap ‖VᵀV′‖_F²/k of both positional bases' k leading directions by layer, k the first one's rank.
 
     And its mean for random directions, k/d.
     """
@@ -393,7 +393,7 @@ def _chance(cosines: list[Floats], run: Run) -> float:
 
 
 def squared_cosines(first: Run, second: Run) -> list[Floats]:
-    """Of the principal angles between the leading directions that `overlap` compares, k a layer."""
+    """Squared cosines of the principal angles between the leading directions that `overlap` compares, k per layer."""
     ranks = np.maximum(np.nan_to_num(value_of(first, "rank")).astype(int), 1)
     bases = [torch.linalg.svd(basis, full_matrices=False).Vh for basis in _bases(first, second)]
     return [
@@ -403,7 +403,7 @@ def squared_cosines(first: Run, second: Run) -> list[Floats]:
 
 
 def overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
-    """`direction_margins` of `overlap`, a layer: what directions owe to the contexts is their `subspace_error`.
+    """The `direction_margins` of `overlap` by layer; what directions owe to the contexts is their `subspace_error`.
 
     NaN where a run of an older schema, or of few contexts, has neither.
     """
@@ -524,7 +524,7 @@ def entropies(reference: Run, other: Run) -> Survival:
 def similar_entropies(
     shares: tuple[Floats, Floats], errors: tuple[Floats, Floats], contexts: int, looks: int
 ) -> tuple[Flags, Flags]:
-    """Whether entropies survive or are lost, with whole intervals: by the change, and by where in `RANGES` they lie."""
+    """Decide by whole intervals whether entropies survive or are lost: by their change, and their place in `RANGES`."""
     kept, lost = A_TENTH.decided(shares[1] - shares[0], margins(np.hypot(*errors), contexts, looks))
     ends = [
         [range_of(share + sign * margins(error, contexts, looks)) for sign in (-1, 1)]
@@ -535,7 +535,7 @@ def similar_entropies(
 
 
 def entropy_share_error(run: Run) -> Floats:
-    """Of the entropy of each head as a share of the maximum."""
+    """The standard error of each head's entropy as a share of the maximum."""
     entropy, error = _values(run, "entropy"), _values(run, "entropy_se")
     with np.errstate(divide="ignore", invalid="ignore"):
         maximum = entropy / _or_unknown(entropy_share(run), run)
@@ -595,14 +595,14 @@ def head_types(reference: Run, other: Run) -> Survival:
 
 
 def score_error(run: Run, role: HeadRole) -> Floats:
-    """Of each head's score in a role: the survey's own, or at most that of a share of the contexts."""
+    """The standard error of each head's score in a role: the survey's own, or at most that of a share of contexts."""
     if role in PATTERN_ROLES:
         return _values(run, f"{role.column}_se")
     return share_error(_values(run, role.column), _contexts(run))
 
 
 def independent_scores(run: Run, role: HeadRole) -> int:
-    """How many contexts, or random sequences, a score is the mean of."""
+    """The number of contexts, or of random sequences, that a score is the mean of."""
     return scored_sequences(run.provenance["corpus"]["length"]) if role == INDUCTION else _contexts(run)
 
 

@@ -1,4 +1,4 @@
-"""A series of checkpoints, or any models: the key numbers of each survey in one table, and as curves over training.
+"""The key numbers of a series of checkpoints, or of any models: one table, and curves over training.
 
 Each model is surveyed by itself; nothing is measured here.
 """
@@ -34,7 +34,7 @@ def step_of(name: str) -> int | None:
 
 
 def names_of(models: list[str]) -> dict[str, str]:
-    """A folder name for each model: the last part of its path or hub name, revision included; none twice."""
+    """Name a folder for each model: the last part of its path or hub name, revision included; none twice."""
     names = {model: Path(model.rstrip("/")).name.replace("@", "-") for model in models}
     doubled = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
     if doubled or len(names) < len(models):

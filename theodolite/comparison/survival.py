@@ -1,4 +1,4 @@
-"""Two tables joined by key, the rule of what survives between them, and its result for one part of the mechanism."""
+"""Join two tables by key, decide which units survive, and sum that up for one part of the mechanism."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def join(
     values: Mapping[str, str],
     texts: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """Every key of either table, with its values in both and their errors, in the order of the keys.
+    """Join two tables by key: every key of either, with its values in both and the errors of their differences.
 
     Args:
         key: columns that both have.
@@ -140,7 +140,7 @@ class Survival:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Its line in the table of all parts."""
+        """Its row in the table of all parts."""
         counts = {status: self.count(status) for status in (SURVIVED, LOST, NEW, UNDECIDED)}
         counts[UNDECIDED] = self.undecided  # of the reference
         beyond = {"by_chance": self.by_chance, "left": self.family.value}
@@ -276,7 +276,7 @@ class Survival:
 
 
 def each(describe: Callable[[pd.Series], str]) -> Callable[[pd.DataFrame], list[str]]:
-    """What is said of several units where something is said of each."""
+    """Describe several units one by one."""
     return lambda rows: [describe(row) for _, row in rows.iterrows()]
 
 
@@ -334,12 +334,12 @@ def statuses(
 
 
 def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:
-    """Of each unit of the reference, by what its intervals decide."""
+    """Name the status of each unit of the reference by what its intervals decide."""
     return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
 
 
 def share_error(shares: npt.ArrayLike, contexts: int) -> Floats:
-    """Of means over contexts of what is between 0 and 1; at most.
+    """The largest standard error that means over contexts of numbers between 0 and 1 can have.
 
     A mean s of such numbers has at most the variance s (1 − s)/n, that of a share. Two contexts on either side are
     added (Agresti & Coull 1998): what all of a few contexts do is not certain.

@@ -1,4 +1,4 @@
-"""Heads found by what they do on repeated random tokens, and the constituents that make them do it.
+"""Find heads by their attention on repeated random tokens, and the constituents of their logits that cause it.
 
 Composes passes of the model with `measure.attribution`; knows no formula.
 """
@@ -54,7 +54,7 @@ Chosen = dict[int, list[tuple[int, int]]]
 
 
 def scored_sequences(length: int) -> int:
-    """On how many repeated random sequences every head is scored."""
+    """The number of repeated random sequences on which every head is scored."""
     return contexts_within(SCORED_TOKENS, length, 2, SCORED_CONTEXTS)
 
 
@@ -82,13 +82,13 @@ class PatternPass:
         return {"scores": self._scores, "errors": self._errors}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         self._scores.copy_(state["scores"])
         self._errors.copy_(state["errors"])
 
     @measures("self.model")
     def run(self, progress: Progress) -> None:
-        """One forward pass; what it has found is whole when all layers are."""
+        """Run one forward pass; nothing of it is saved until all layers are scored."""
         progress.checkpoint(progress.done)
         if self.patterns and not progress.done:
             with hooked(self.model, _PatternScores(self._scores, self._errors, self.patterns, progress)):
@@ -98,7 +98,7 @@ class PatternPass:
 
 @dataclass
 class _PatternScores(Hooks):
-    """Writes the scores of each layer's heads."""
+    """Score the heads of each layer as the model runs."""
 
     scores: Float64[Tensor, "layers patterns heads"]
     errors: Float64[Tensor, "layers patterns heads"]
@@ -153,12 +153,12 @@ class AttributionPass:
         return {"numbers": numbers.reshape(-1, len(COLUMNS))}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         self._rows = state["numbers"].tolist()
 
     @measures("self.model")
     def run(self, progress: Progress) -> None:
-        """One forward pass as far as the last chosen layer; what it has found is whole at its end."""
+        """Run one forward pass up to the last chosen layer; nothing of it is saved before its end."""
         progress.checkpoint(progress.done)
         if self.chosen and not progress.done:
             visit_layers(
@@ -209,7 +209,7 @@ def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
 def _rows(
     layer_pass: LayerPass, parts: Decomposition, patterns: list[Pattern], chosen: list[tuple[int, int]]
 ) -> list[list[float]]:
-    """The numbers of a layer's chosen heads, in the order of `COLUMNS`."""
+    """Attribute a layer's chosen heads: rows in the order of `COLUMNS`."""
     split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream), check_all=False)
     heads = sorted({head for head, _ in chosen})
     grouped = split.query.shape[2] // split.key.shape[2]

@@ -77,7 +77,7 @@ class SharesPass:
         return self._state
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         for name, values in self._state.items():
             values.copy_(state[name])
 
@@ -131,7 +131,7 @@ def _behind_norm(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) 
 
 
 def contexts_within(tokens: int, length: int, least: int, most: int) -> int:
-    """So many contexts of `length` tokens as `tokens` allow, within bounds: a fixed cost, however long they are."""
+    """The number of contexts of `length` tokens that `tokens` allow, within bounds: a fixed cost at any length."""
     return max(least, min(most, tokens // length))
 
 
