@@ -197,8 +197,13 @@ def _side(name: str) -> dict[str, Any]:
         with gr.Column(min_width=400):
             gr.Markdown(f"### {title}\n{about}")
             for part in parts:
-                look = {"elem_classes": part.replace("_", "-")}
-                side[part] = gr.Plot(show_label=False, **look) if part in PLOTS else gr.HTML(**look)
+                classes = part.replace("_", "-")
+                is_plot = part in PLOTS
+                side[part] = (
+                    gr.Plot(show_label=False, elem_classes=classes)
+                    if is_plot
+                    else gr.HTML(elem_classes=classes)
+                )
 
     with gr.Column(min_width=420):
         if name:

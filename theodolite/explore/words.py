@@ -6,8 +6,8 @@ Colour never stands alone: sinks are marked and numbered, and a caught token car
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -157,7 +157,7 @@ def sink_sentence(view: HeadView, index: int) -> str:
     )
 
 
-def _tokens(view: HeadView, colours: Floats) -> Sequence[dict[str, object]]:
+def _tokens(view: HeadView, colours: Floats) -> list[dict[str, Any]]:
     """The tokens as the template shows them, each on its colour (T, 3)."""
     number_of = {sink.position: index for index, sink in enumerate(view.sinks, 1)}
     tokens = []

@@ -88,21 +88,16 @@ def entropies(table: pd.DataFrame) -> go.Figure:
     """Entropy of every head as a share of the maximum, before and after, and the change in nats."""
     layer, head = (table[name].to_numpy(dtype=int) for name in ("layer", "head"))
     largest = float(np.nanmax(np.abs(table["difference"]))) or 1.0
+    changes: dict[str, Any] = {"bar": style.colour_bar("", x=1.01), "scale": style.SIGNED}
     shown: list[Panel] = []
-    for name, column, unit, ends, look in (
-        ("before", "share_before", "of the highest", (0, 1), {"bar": style.colour_bar("", x=0.605)}),
-        ("after", "share_after", "of the highest", (0, 1), {}),
-        (
-            "change in nats",
-            "difference",
-            "nats",
-            (-largest, largest),
-            {"bar": style.colour_bar("", x=1.01), "scale": style.SIGNED},
-        ),
+    for name, column, unit, low, high, look in (
+        ("before", "share_before", "of the highest", 0.0, 1.0, {"bar": style.colour_bar("", x=0.605)}),
+        ("after", "share_after", "of the highest", 0.0, 1.0, {}),
+        ("change in nats", "difference", "nats", -largest, largest, changes),
     ):
         grid = np.full((layer.max() + 1, head.max() + 1), np.nan)
         grid[layer, head] = table[column]
-        cells = heat(grid, *ends, f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>", **look)
+        cells = heat(grid, low, high, f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>", **look)
         columns, rows = (_few_ticks(count) for count in grid.shape[::-1])
         titles = ("head", "" if shown else "block")
         shown.append(Panel(name, [cells], *titles, columns, rows | {"autorange": "reversed"}))

@@ -68,7 +68,7 @@ COLUMNS = (
 """Where the matrices that are there stand, column by column: query position above context, key position left of it."""
 
 MAP, MAP_GAPS = 330, (0.035, 34)  # pixels: a row of matrices; between them: of the width, and pixels
-LABELS = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
+LABELS: dict[str, Any] = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
 
 
 @Sketched
@@ -300,7 +300,9 @@ def qk_panels(
 
 def _matrix(matrix: HeadMatrix, names: list[str], raw: bool) -> dict[str, Any]:
     is_attention = matrix.name == ATTENTION
-    shared = {} if raw and not is_attention else {"coloraxis": f"coloraxis{2 if is_attention else ''}"}
+    shared: dict[str, Any] = (
+        {} if raw and not is_attention else {"coloraxis": f"coloraxis{2 if is_attention else ''}"}
+    )
     quantity = matrix.name if is_attention else f"{matrix.name} logit"
     hover = f"query %{{y}}<br>key %{{x}}<br>{quantity} %{{z:.3g}}<extra></extra>"
     return heat(matrix.values, *_range(matrix.values), hover, x=names, y=names, **shared)

@@ -6,7 +6,7 @@ every curve except those that name it. Whiskers are one standard error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ Look = tuple[str, ...]  # a curve's name in the legend, and where they are not t
 
 
 def _chart(
-    run: Run, y: str, curves: dict[str, Look], yaxis: dict[str, Any], below: Sequence[Any] = ()
+    run: Run, y: str, curves: Mapping[str, Look], yaxis: dict[str, Any], below: Sequence[Any] = ()
 ) -> go.Figure:
     """Columns of the layer table against the layer, those that the run has, over the traces `below`.
 
@@ -182,8 +182,12 @@ def clusters(run: Run) -> go.Figure:
 
 def norm(run: Run) -> go.Figure:
     """Mean ‖h‖₂ of tokens at every layer, and apart of the first and of a special token at the end (log axis)."""
-    apart = {"norm_first": ("first token", "dash"), "norm_last": ("end token", "dot")}
-    return _chart(run, "mean ‖h‖₂", {"norm": ("positions ≥ 1",)} | apart, LOG | {"tickformat": "~s"})
+    curves = {
+        "norm": ("positions ≥ 1",),
+        "norm_first": ("first token", "dash"),
+        "norm_last": ("end token", "dot"),
+    }
+    return _chart(run, "mean ‖h‖₂", curves, LOG | {"tickformat": "~s"})
 
 
 def cosine_previous(run: Run) -> go.Figure:
