@@ -1,4 +1,7 @@
-"""Figures of two models compared, and of one head of several models on one prompt. They take plain tables."""
+"""Figures of two models compared, of one head of several models on one prompt, and of measures over training.
+
+They take plain tables.
+"""
 
 from __future__ import annotations
 
@@ -197,3 +200,30 @@ def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
     written = [label for label in labels if MARK in label[1]] if of_tokens else labels[::4]
     names = {"tickvals": [value for value, _ in written], "ticktext": [text for _, text in written]}
     return axis | names
+
+
+def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:
+    """A panel per measure over the training step.
+
+    Args:
+        table: `step`, `name`, each measure, and its standard error `…_se` where it has one.
+        measures: column → its title, and after a comma what it is of, in order.
+    """
+    shown = []
+    for name, title in measures.items():
+        errors = table.get(f"{name}_se")
+        traces = line(
+            table["step"],
+            table[name],
+            title,
+            style.MEASURED,
+            errors=None if errors is None else errors.to_numpy(dtype=np.float64),
+            marker=6,
+            text=table["name"].tolist(),
+            hover="%{text}, step %{x}: %{y:.4g}<extra></extra>",
+            showlegend=False,
+        )
+        short, _, of = title.partition(", ")
+        shown.append(Panel(short, traces, "step", of))
+    down = 0.13 if len(shown) <= 6 else 0.09  # two rows, or more
+    return panels(shown, 3, height=210, gaps=(0.09, down))
