@@ -194,7 +194,7 @@ def _splits(shown: Shown) -> tuple[list[Any], list[str]]:
 
 
 def _tried(work: Callable[[Subject], _T], shown: Shown) -> tuple[list[_T | None], list[str]]:
-    """What `work` gives of each model, None where it fails, and why it failed."""
+    """Do `work` for each model: the results, None where it failed, and the reasons."""
     values: list[_T | None] = []
     reasons = []
     for each in shown.subjects:
@@ -244,7 +244,7 @@ def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
 
 
 def _share(scales: Sequence[Any], letter: str) -> None:
-    """Colour scales from the least to the most of all, with the ticks of the one that goes farthest."""
+    """Give colour scales the same ends, with the ticks of the one that goes farthest."""
     low, high = f"{letter}min", f"{letter}max"
     scales = [scale for scale in scales if scale[high] is not None]
     if not scales:
@@ -255,7 +255,7 @@ def _share(scales: Sequence[Any], letter: str) -> None:
 
 
 def _share_axis(drawn: Sequence[go.Figure], axis: str) -> None:
-    """An axis of numbers from the least to the most of all points."""
+    """Give an axis of numbers the same ends in all figures."""
     points = [trace[axis] for figure in drawn for trace in figure.select_traces({"type": "scatter"})]
     values = np.concatenate([np.asarray(each, np.float64) for each in points] or [np.zeros(0)])
     if not np.isfinite(values).any():

@@ -185,13 +185,13 @@ def _exhibits(record: Record) -> list[Exhibit]:
 
 
 def first_of_groups(count: int, most: int) -> NDArray[np.int64]:
-    """Where groups of neighbours begin, `most` at most; each a power of two, so that they stay as looks are added."""
+    """Return where groups of neighbours begin, `most` at most; of a power of two each, so that they stay for long."""
     size = 1 << max(0, math.ceil(math.log2(count / most))) if count > most else 1
     return np.arange(0, count, size)
 
 
 def _grouped(steps: Steps, values: Floats, names: Sequence[str], most: int) -> tuple[Steps, DataFrameGroupBy]:
-    """The rows of `values` (S, P) in `most` groups of neighbours, and each group's last step."""
+    """Group the rows of `values` (S, P) into `most` groups of neighbours; also returns each group's last step."""
     starts = first_of_groups(len(steps), most)
     group = np.searchsorted(starts, np.arange(len(steps)), side="right")
     frame = pd.DataFrame(values, columns=list(names))
@@ -264,7 +264,7 @@ def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
 
 
 def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
-    """When which kind of alarm came: a mark each, on the axis of all steps."""
+    """Draw a mark per alarm, a row per kind, on the axis of all steps."""
     kinds = list(ALARM_COLOURS)[::-1]
     traces = []
     for kind, colour in ALARM_COLOURS.items():
@@ -338,5 +338,5 @@ def _place(place: tuple[int, ...]) -> str:
 
 
 def _dots(points: Steps) -> float:
-    """Points are marked while they are few, and one alone must be seen."""
+    """Return the size of a line's points: they are marked while they are few, since one alone must be seen."""
     return 5 if len(points) <= 40 else 0

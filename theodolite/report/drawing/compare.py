@@ -53,7 +53,7 @@ SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 
 def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
-    """One dot per unit, before on x and after on y; on the dotted line nothing changed."""
+    """Draw one dot per unit, before on x and after on y; on the dotted line nothing changed."""
     values = table[[shown.before, shown.after]].to_numpy(np.float64)
     values = np.maximum(values, FEWEST) if shown.shares else values
     largest = 1.0 if shown.shares or shown.limits else float(np.nanmax(values, initial=0.1))
@@ -88,7 +88,7 @@ def _hover_text(row: pd.Series, shown: Dots) -> str:
 
 
 def entropies(table: pd.DataFrame) -> go.Figure:
-    """Entropy of every head as a share of the maximum, before and after, and the change in nats."""
+    """Map the entropy of every head as a share of the maximum, before and after, and the change in nats."""
     layer, head = (table[name].to_numpy(dtype=int) for name in ("layer", "head"))
     largest = float(np.nanmax(np.abs(table["difference"]))) or 1.0
     changes: dict[str, Any] = {"bar": style.colour_bar("", x=1.01), "scale": style.SIGNED}
@@ -116,7 +116,7 @@ def _few_ticks(count: int) -> dict[str, Any]:
 
 
 def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
-    """Share of tokens beyond 6 by outlier dimension (rows) and residual layer; blank where it is no outlier."""
+    """Map the share of tokens beyond 6 by outlier dimension and residual layer; blank where it is no outlier."""
     row, layer = (
         [dimensions.index(dimension) for dimension in table["dimension"]],
         table["layer"].to_numpy(dtype=int),
@@ -145,7 +145,7 @@ POSITION_COLOURS = {
 
 
 def positions(table: pd.DataFrame) -> go.Figure:
-    """Rank, relative norm and retained directions of the positional basis by layer, before and after."""
+    """Draw rank, relative norm and retained directions of the positional basis by layer, before and after."""
     across = {"showgrid": False, "zeroline": False, "dtick": max(1, len(table) // 8)}
     down = {"rangemode": "tozero", "zeroline": False}
     shown: list[Panel] = []
@@ -169,7 +169,7 @@ def positions(table: pd.DataFrame) -> go.Figure:
 
 
 def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
-    """Heat maps of `drawing.prompt`, by the model's name, side by side; of the tokens only sinks are written.
+    """Put heat maps of `drawing.prompt` side by side, one a model; of the tokens only sinks are written.
 
     All have the same colours; `square`: cells as wide as high.
     """
@@ -203,7 +203,7 @@ def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
 
 
 def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:
-    """A panel per measure over the training step.
+    """Draw one panel per measure over the training step.
 
     Args:
         table: `step`, `name`, each measure, and its standard error `…_se` where it has one.
