@@ -143,10 +143,9 @@ def _exhibits(record: Record) -> list[Exhibit]:
             "lines",
             "Over the steps",
             lines(shown, alarms),
-            "At each look the mean over all heads (layers, for the rank), and the one nearest to an alarm; hovering "
-            "names it. Where many looks share a point, the nearest to an alarm among them is drawn. Dotted: the "
-            "default limit of alarms. Dashed upright: the first alarm of each kind. Loss, if it was recorded, on the "
-            "band of the steps that share a point.",
+            "Black: the head nearest to an alarm (for the rank, the layer); hover for its name. Grey: the mean of "
+            "all. Dotted: the default alarm limit. Dashed: the first alarm of each kind. Where looks share a point, "
+            "the one nearest to an alarm is drawn, and the loss as a band.",
             "entropy and ρ that fall while the loss does not yet show anything.",
             SOURCE,
             wide=True,
@@ -159,8 +158,8 @@ def _exhibits(record: Record) -> list[Exhibit]:
         "alarms",
         "Alarms",
         alarm_strip(alarms, heads.steps),
-        "Each alarm at the look that raised it; the list is below. A head or layer alarms once for each kind until it "
-        "has recovered.",
+        "One mark per alarm, at the look that raised it; the list is below. A head or layer alarms once for each kind "
+        "until it has recovered.",
         "several kinds at once, or heads that follow one another.",
         SOURCE,
         wide=True,
@@ -174,9 +173,8 @@ def _exhibits(record: Record) -> list[Exhibit]:
         "heads",
         "Every head over the steps",
         Choice("colour", options, sketches.__getitem__, mode="buttons"),
-        "One row per head, the first block on top, one column per look, as wide as its steps; crosses where a head "
-        "began to alarm. Where looks share a column, the nearest to an alarm of them is drawn: the lowest entropy and "
-        "ρ, the highest sink share and logit.",
+        "One row per head, the first block on top; one column per look, as wide as its steps. Crosses: where a head "
+        "began to alarm. Where looks share a column, the one nearest to an alarm is drawn.",
         "rows that lose their colour together (entropy, ρ), or gain it (sinks, logits).",
         SOURCE,
         wide=True,
