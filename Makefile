@@ -74,18 +74,11 @@ families: $(VENV)/developers
 	$(PYTEST) --all-families tests
 
 bench: $(VENV)/developers
-	$(BIN)/python -m benchmarks.spectra
-	$(BIN)/python -m benchmarks.head_weights
-	$(BIN)/python -m benchmarks.propagation
-	$(BIN)/python -m benchmarks.survey
-	$(BIN)/python -m benchmarks.long_context
-	$(BIN)/python -m benchmarks.locater
-	$(BIN)/python -m benchmarks.monitor
-	$(BIN)/python -m benchmarks.oats
+	$(BIN)/python -m benchmarks
 
 # Writes benchmarks/results/<device>.json, which the site's page on large models shows.
 bench-gpu: $(VENV)/developers
-	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks --device cuda --out benchmarks/results
 
 # Not runs/: results are their owner's.
 clean:

@@ -1,1 +1,1 @@
-"""Measured ratios, printed in one run each; no test depends on them."""
+"""Measure what theodolite costs: `python -m benchmarks [NAME …]`."""

@@ -8,6 +8,7 @@ by what comes out.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import sys
@@ -22,8 +23,8 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from benchmarks.results import made_by
 from theodolite.corpus.python_texts import python_topics
+from theodolite.passes.provenance import versions
 from theodolite.train import GeometryMonitor, Locater, QKClip
 from theodolite.train.monitor import CONTEXTS, GeometryWarning
 from theodolite_papers.training.models import LearningRate, gpt2
@@ -185,7 +186,9 @@ def main(given: Sequence[str] | None = None) -> None:
                 print(runs[-1], file=sys.stderr, flush=True)
     if options.out:
         result = {
-            **made_by("python -m benchmarks.qk_clip --out docs/results/qk-clip.json"),
+            "command": "python -m benchmarks.qk_clip --out docs/results/qk-clip.json",
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "versions": versions(),
             "runs": runs,
         }
         options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,29 +1,16 @@
 """What a survey holds in memory, from formulas in the shape of the model and of the text: those of docs/scaling.md.
 
-`python -m benchmarks.scaling` prints them for 400 billion parameters, and for the embedded model beside what its
-accumulators really hold and what a shard really sends. `tests/test_benchmarks.py` holds the formulas against the code.
+`python -m benchmarks.scaling` prints them for 400 billion parameters; `tests/test_benchmarks.py` holds the formulas
+against what the accumulators of the embedded model really hold.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
-import torch
-
-from theodolite import open_model
 from theodolite.accumulate.second_moments import SKETCH
-from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import GROUPS
-from theodolite.passes.ray_survey import shards
-from theodolite.passes.ray_workers import packed, unpacked
-from theodolite.passes.survey_pass import (
-    EXAMPLES,
-    SAMPLED_BYTES,
-    SAMPLED_CONTEXTS,
-    SAMPLED_TOKENS,
-    SurveyPass,
-)
+from theodolite.passes.survey_pass import EXAMPLES, SAMPLED_BYTES, SAMPLED_CONTEXTS, SAMPLED_TOKENS
 
 FLOAT = 8
 """Bytes of a number in a state: float64."""
@@ -72,32 +59,9 @@ def state_bytes(s: Shape) -> dict[str, int]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    show("400 billion parameters, a trillion tokens, one state", state_bytes(LARGE))
-    model = open_model(device="cpu")
-    shape = Shape(model.layers, model.heads, model.width, 128, 256)
-    corpus = Corpus.random_tokens(model.required_vocabulary(), shape.length, shape.contexts)
-    first, last = list(shards(shape.contexts, 32))[1]  # one batch, in the second of eight groups
-    part = SurveyPass(model, corpus, 0, 32)
-    started = time.perf_counter()
-    part.read(first, last)
-    reading = time.perf_counter() - started
-    show("embedded model, one state", state_bytes(shape))
-    state = part.state()
-    print(f"  in fact {sum(tensor.nbytes for tensor in state.values()) / 1e6:.2f} MB")
-    started = time.perf_counter()
-    sent_state = packed(state)
-    bytes_sent = sum(values.nbytes for values, _, _ in sent_state.values())
-    whole = SurveyPass(model, corpus, 0, 32)
-    whole.merge(unpacked(sent_state))
-    merging = time.perf_counter() - started
-    print(f"  contexts {first} to {last - 1} send {bytes_sent / 1e6:.2f} MB")
-    print(f"  reading them {reading:.2f} s, packing, unpacking and merging {merging:.3f} s")
-
-
-def show(title: str, parts: dict[str, int]) -> None:
-    """A table of bytes."""
-    print(f"{title}: {sum(parts.values()) / 1e9:.4g} GB")
+    """Print the parts of a state."""
+    parts = state_bytes(LARGE)
+    print(f"400 billion parameters, a trillion tokens, one state: {sum(parts.values()) / 1e9:.4g} GB")
     for name, count in parts.items():
         print(f"  {name}: {count / 1e9:.4g} GB")
 

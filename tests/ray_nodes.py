@@ -11,13 +11,15 @@ from typing import Any
 
 import psutil
 
-from theodolite.passes.ray_cluster import imported_ray
+from theodolite.passes.on_ray import ENVIRONMENT
 
 
 @contextmanager
 def two_nodes() -> Iterator[Any]:
     """Two nodes, with room for one worker each."""
-    ray = imported_ray()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(

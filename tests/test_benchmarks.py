@@ -1,4 +1,4 @@
-"""`make bench-gpu`: what it records, the page that it writes, and its refusal. No test is timed."""
+"""What a benchmark records, the page that it writes, and its refusal without a GPU. No test is timed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 import benchmarks
 import tools
-from benchmarks import gpu, qk_clip
-from benchmarks.ratios import Ratio
+from benchmarks import __main__ as runner
+from benchmarks import qk_clip
 from benchmarks.scaling import Shape, state_bytes
+from benchmarks.timing import Ratio, Seconds, in_turns, over
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import open_model
 from theodolite.passes.survey_pass import SurveyPass
@@ -26,7 +27,7 @@ def test_without_a_gpu_it_refuses_in_one_line(tmp_path):
     with pytest.raises(
         SystemExit, match=r"needs a CUDA device, and PyTorch sees none; `make bench` measures"
     ):
-        gpu.main(tmp_path / "results")
+        runner.main([], "cuda", tmp_path / "results")
     assert not list(tmp_path.iterdir())
 
 
@@ -40,11 +41,11 @@ def test_a_benchmark_that_fails_leaves_the_others(capsys):
         return [Ratio.of(f"fine on {device}", [3.0, 1.0, 2.5], 4)]
 
     benchmarks = {"fine": fine, "broken": broken, "again": fine}
-    first, second, third = gpu.measured(benchmarks, "cuda", 1)
+    first, second, third = runner.measured(benchmarks, "cuda", 1)
     expected = [{"what": "fine on cuda", "median": 2.5, "low": 1.0, "high": 3.0, "budget": 4}]
     assert first["ratios"] == third["ratios"] == expected
     assert (second["ratios"], second["error"]) == ([], "RuntimeError: no such kernel")
-    late = list(gpu.measured(benchmarks, "cuda", -1))
+    late = list(runner.measured(benchmarks, "cuda", -1))
     assert [result["error"] for result in late] == ["left out after -1 minutes"] * 3
 
 
@@ -74,12 +75,15 @@ def test_the_page_shows_what_was_measured(tmp_path):
     assert "No GPU has been measured" not in page
 
 
-@pytest.mark.parametrize("name", sorted(gpu.BENCHMARKS))
-def test_the_gpu_takes_every_benchmark_of_make_bench(name):
-    """Oracle: the Makefile's lines."""
-    makefile = (site_pages.ROOT / "Makefile").read_text()
-    assert f"-m benchmarks.{name}\n" in makefile
-    assert makefile.count("-m benchmarks.") == len(gpu.BENCHMARKS) + 1  # and benchmarks.gpu
+def test_work_in_turns_and_the_ratios_of_its_times():
+    """Oracle: the order of the calls, the first round of which is not counted; quotients by hand."""
+    calls: list[str] = []
+    times = in_turns({name: lambda name=name: calls.append(name) for name in "ab"}, rounds=2)
+    assert calls == ["a", "b"] * 3
+    assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2}
+    these, those = [Seconds(6.0, 1.0), Seconds(8.0, 2.0)], [Seconds(3.0, 2.0), Seconds(2.0, 8.0)]
+    assert over(these, those) == [2.0, 4.0]
+    assert over(these, those, 1) == [0.5, 0.25]
 
 
 def test_the_page_of_training_shows_what_qk_clip_did():

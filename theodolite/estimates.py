@@ -1,4 +1,4 @@
-"""A number as it is known: with its standard error, what that rests on, and the interval that follows.
+"""A number with its standard error, what the error rests on, and the interval that follows.
 
 Nothing here knows what is claimed of the number.
 """
@@ -47,7 +47,7 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """A number that no sample stands behind.
+        """A number without sampling error.
 
         That is: a formula in closed form, a function of the weights that the claim is about, or a count over all of
         those that the claim is about. What was measured on some contexts, prompts, seeds or models is none of these.
@@ -176,11 +176,11 @@ def _sigmas(n: int, looks: int = 1) -> float:
 
 
 def most_extreme(count: int) -> float:
-    """By what factor an error grows where the number is the largest, or least, of `count` (Bonferroni)."""
+    """The factor by which an error grows where the number is the largest, or least, of `count` (Bonferroni)."""
     return float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2 / max(1, count))) / SIGMAS
 
 
 def jackknife_error(left_out: npt.ArrayLike) -> Floats:
-    """The standard error of numbers from what they are without each of n things, (n, …): root of (n − 1) variances."""
+    """The jackknife's standard error, from the numbers without each of n things, (n, …)."""
     left_out = np.asarray(left_out, dtype=np.float64)
     return np.asarray(left_out.std(axis=0) * math.sqrt(len(left_out) - 1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +44,13 @@ Rule = Literal["number", "most", "all", "mixed", "not", ""]
 
 Kind = Literal["estimate", "share", "exact"]
 
+Side = Literal["at most", "at least", "more than", "less than", "within"]
+SIDES = get_args(Side)
+
 
 @dataclass(frozen=True)
 class Judged:
-    """A number as it was judged: what `table` has in a row."""
+    """A number that was judged against a criterion: one row of `table`."""
 
     what: str
     answer: Answer
@@ -80,7 +83,7 @@ class Verdict:
 
     @property
     def words(self) -> dict[str, str]:
-        """What is read: claim, answer and evidence."""
+        """Claim, answer and evidence, without the numbers behind them."""
         return {"claim": self.claim, "answer": self.answer, "evidence": self.evidence}
 
 
@@ -94,7 +97,7 @@ class Criterion:
     interval must be on one side of lies so far beyond the limit.
     """
 
-    side: Literal["at most", "at least", "more than", "less than", "within"]
+    side: Side
     limit: float
     source: str
     negligible: float = 0.0
@@ -228,12 +231,12 @@ def _spread(layers: Estimates) -> str:
 
 
 def untestable(claim: str, why: str) -> Verdict:
-    """What no number of this run can answer."""
+    """The verdict on a claim that no number of this run can answer."""
     return Verdict(claim, UNTESTABLE, why)
 
 
 def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verdict:
-    """The verdict, but undecided where its answer is one that something else would give as well.
+    """Leave a verdict undecided where something else explains its answer as well.
 
     Args:
         answer: which. explanation: what else, in words that end the evidence; empty: nothing.
@@ -245,7 +248,7 @@ def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verd
 
 
 def most(answers: Sequence[Answer]) -> Answer:
-    """Of many like parts: what more than half of them say; in part where more than half are decided, but split."""
+    """The answer of many like parts: that of more than half; in part where more than half are decided, but split."""
     counts = {answer: list(answers).count(answer) for answer in (HOLDS, FAILS)}
     for answer, count in counts.items():
         if 2 * count > len(answers):
@@ -254,18 +257,18 @@ def most(answers: Sequence[Answer]) -> Answer:
 
 
 def all_hold(answers: Iterable[Answer]) -> Answer:
-    """Of several parts that must all hold: a single one that fails decides, then one that is open."""
+    """The answer of several parts that must all hold: one that fails decides, then one that is open."""
     order = (FAILS, IN_PART, UNTESTABLE, UNDECIDED, HOLDS)
     return min(answers, key=order.index, default=UNTESTABLE)
 
 
 def opposite(answer: Answer) -> Answer:
-    """Of the claim that it is not so."""
+    """The answer on the negated claim."""
     return {HOLDS: FAILS, FAILS: HOLDS}.get(answer, answer)
 
 
 def combined(answers: Iterable[Answer]) -> Answer:
-    """Of several parts that are claimed together, where some may be true and others not.
+    """The answer of several parts that are claimed together, where some may be true and others not.
 
     In part where one holds and another fails; else not decided where one is not; else what all say. A part that is
     not testable does not count.
@@ -287,7 +290,7 @@ def mix_of(claim: str, parts: Sequence[Verdict]) -> Verdict:
 
 
 def opposite_of(claim: str, verdict: Verdict) -> Verdict:
-    """The verdict on the claim that it is not so."""
+    """The verdict on the negated claim."""
     return Verdict(claim, opposite(verdict.answer), verdict.evidence, "not", (verdict,))
 
 

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
-from theodolite.accumulate.keyed import KeyedSums
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments, covariance, low_rank
-from theodolite.accumulate.sums import SavedState, cache_sized_groups, each_part
+from theodolite.accumulate.sums import KeyedSums, SavedState, cache_sized_groups, each_part
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.groups import GROUPS, Groups
 

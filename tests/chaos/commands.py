@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from tests import checkpoints
 from theodolite.cli.app import app
 from theodolite.cli.screen import one_line_errors
-from theodolite.passes.run import Workspace
+from theodolite.jobs.unfinished import Unfinished
 from theodolite.passes.survey import survey
 from theodolite.sinks.trace import trace_sinks
 from theodolite_papers.localization import locater_training as grid
@@ -291,7 +291,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "answers": _by("answers"),
     "pages": _by("reproduce another"),
     "trained": _by("train, trained"),
-    "half": _interrupted("survey, resumed", Workspace, "save_progress"),
+    "half": _interrupted("survey, resumed", Unfinished, "save"),
     "begun": _interrupted("train, begun", Trainer, "save"),
 }
 """What writes each kind of file, by the name that it begins with; the model and the text are always there."""

@@ -75,7 +75,8 @@ SUBJECTS: list[tuple[str, str, dict[str, Tampering]]] = [
     ("run/examples.parquet", "report", tables("token", "context")),
     ("trace/traces.parquet", "exclude by a trace", SEALED | tables("kind", "share", "layer")),
     ("trace/run.json", "exclude by a trace", SEALED_JSON),
-    ("half.partial/progress.safetensors", "survey, resumed", SEALED | TENSORS),
+    ("half.partial/corpus.safetensors", "survey, resumed", SEALED | TENSORS),
+    ("half.partial/job.json", "survey, resumed", SEALED_JSON),
     ("pruned/pruning.json", "prune, again", SEALED_JSON | entries("pruning.sparsity", "model.layers")),
     ("pruned/pruning.parquet", "prune, again", SEALED),
     ("pruned/low_rank/block-000.safetensors", "prune, again", SEALED | TENSORS),
@@ -88,7 +89,7 @@ SUBJECTS: list[tuple[str, str, dict[str, Tampering]]] = [
     ("trained/identity.json", "train, trained", IDENTITY),
     ("trained/config.json", "train, trained", GONE | OTHER_JSON),
     ("trained/model.safetensors", "train, trained", GONE | TENSORS | WEIGHTS),
-    ("begun.partial/identity.json", "train, begun", IDENTITY),
+    ("begun.partial/job.json", "train, begun", SEALED_JSON),
     ("begun.partial/checkpoint.safetensors", "train, begun", SEALED | TENSORS),
     (
         "pages/localization-figure2/result.json",

@@ -344,7 +344,7 @@ def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, t
     reading = ["--corpus", text, "--length", 32, "--batch", 1, "--contexts", 12]
     assert call("survey", model, *reading, "--out", whole)[0] == 0
     process = Started(survey_saving_always, "survey", model, *reading, "--out", parts, folder=tmp_path)
-    wait_for(tmp_path / "parts.partial" / "progress.safetensors", process)
+    wait_for(tmp_path / "parts.partial" / "corpus.safetensors", process)
     os.kill(process.pid, number)
     status, _, stderr = process.end()
     assert status == 130

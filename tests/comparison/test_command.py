@@ -48,7 +48,7 @@ def test_run_folders(folders, tmp_path, monkeypatch):
         "Hit hardest: L0H2",
         "tags  3 of 5 tags survive",
         "◐ dense → destroyed",
-        "◐ in part",
+        "partly kept",
         "Next-token loss: ",
         "destroyed, heads write nearly the same: ",
         "destroyed predicts the text as well: ",

@@ -45,10 +45,13 @@ def test_a_model_compared_with_itself_survives_exactly(pair):
     for part in audit.parts:
         assert set(part.table["status"]) <= {"survived"}
         assert part.exact or not len(part.table)
-    assert audit.part("sinks").sentence == "All 5 sinks survive, in the same number of contexts."
+    assert (
+        audit.part("sinks").sentence
+        == "All 5 sinks survive, unchanged; at the same place of the same context: 1 (exact)."
+    )
     assert audit.part("tags").table["cosine"].to_numpy() == pytest.approx(1.0)
     assert audit.part("positional basis").table["overlap"].to_numpy() == pytest.approx(1.0)
-    assert audit.part("entropies").sentence == "The entropy of all 16 heads is unchanged."
+    assert audit.part("entropies").sentence == "All 16 heads keep their entropy, unchanged."
 
 
 def test_a_destroyed_head_is_named_with_exactly_its_sinks(pair):
@@ -72,7 +75,7 @@ def test_a_destroyed_head_is_named_with_exactly_its_sinks(pair):
     assert audit.answer == audit.part("sinks").answer == IN_PART
     assert "lost: L0H2" in audit.part("sinks").sentence
     assert audit.part("sinks").sentence.startswith(
-        "3 of 5 sinks survive (60\u00a0% by weight); the share that is"
+        "3 of 5 sinks survive (60\u00a0% by weight); sinks per context 5 → 3; at the same place"
     )
     assert most_lost([audit])[0] == DESTROYED
     assert most_lost([audit], layer=1)[0] == (1, 3)  # nothing is lost there: the head that tags most
@@ -349,7 +352,7 @@ def test_entropies_by_hand():
         return abs(before[i] - after[j]) <= 0.1 and between[0] == between[1]
 
     assert part.by_chance == pytest.approx(sum(survives(i, j) for i in range(6) for j in range(6)) / 6)
-    assert f"({part.by_chance:.1f} by chance), 0 differ by less than the 95 % interval" in part.sentence
+    assert f"1 of 6 heads keeps its entropy ({part.by_chance:.1f} by chance); mean" in part.sentence
     assert "L0H2 (0.137 → 0.0913, now collapsed)" in part.sentence
 
 
@@ -371,10 +374,10 @@ def test_spectra_by_hand():
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ([0, 0, 2, 2], [1, 0, 2, 4], "norm 50\u00a0% (without 2 heads of norm 0 before), mean"),
-        ([0, 2, 2, 2], [0, 2, 2, 4], "norm 0\u00a0% (without 1 head of norm 0 before), mean"),
-        ([2, 2, 2, 2], [2, 2, 2, 4], "norm 0\u00a0%, mean"),
-        ([0, 0, 0, 0], [1, 1, 1, 1], "norm – (without 4 heads of norm 0 before), mean"),
+        ([0, 0, 2, 2], [1, 0, 2, 4], "norm 50\u00a0% (without 2 heads of norm 0 before); same"),
+        ([0, 2, 2, 2], [0, 2, 2, 4], "norm 0\u00a0% (without 1 head of norm 0 before); same"),
+        ([2, 2, 2, 2], [2, 2, 2, 4], "norm 0\u00a0%; same"),
+        ([0, 0, 0, 0], [1, 1, 1, 1], "norm – (without 4 heads of norm 0 before); same"),
     ],
 )
 def test_a_head_without_a_norm_has_no_relative_change(before, after, said):
@@ -382,7 +385,7 @@ def test_a_head_without_a_norm_has_no_relative_change(before, after, said):
     first = make_survey(blocks=1, heads=4)
     tables = [first.heads.assign(frobenius_squared=np.square(norms)) for norms in (before, after)]
     sentence = compare(*(replace(first, heads=table) for table in tables)).part("spectra").sentence
-    assert f"median change of the Frobenius {said}" in sentence
+    assert f"median change of the {said}" in sentence
     assert "inf" not in sentence
 
 
@@ -408,10 +411,10 @@ def test_differences_within_two_standard_errors_are_called_so():
     first = make_survey()
     layers = first.layers.assign(rank=first.layers["rank"] + 0.5)  # the synthetic error is 0.5
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
-    assert "mean rank 11.5 → 12 (within the 95 % interval), mean relative norm" in sentence
+    assert "mean rank 11.5 → 12 (within the 95 % interval); overlap" in sentence
     layers = first.layers.assign(rank=first.layers["rank"] + 2)
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
-    assert "mean rank 11.5 → 13.5, mean" in sentence
+    assert "mean rank 11.5 → 13.5; overlap" in sentence
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt_oss", "qwen3"])
@@ -456,6 +459,28 @@ def test_refusals(pair):
         compare(run, run).part("heads")
 
 
+def test_the_overview_has_each_part_in_one_number(pair):
+    """Oracle: sums and means of the runs' own tables; what was planted and destroyed."""
+    first, second = pair(), pair("destroyed")
+    table = of(second, first).overview.set_index("part")
+    assert table.index[0] == "loss"
+    for side, one in (("before", first), ("after", second)):
+        assert table.loc["loss", side] == pytest.approx(float(one.outputs.arrays["loss"].mean()))
+        assert table.loc["sinks", side] == pytest.approx(one.run.sinks["share"].sum())
+        assert table.loc["entropies", side] == pytest.approx(one.run.heads["entropy"].mean())
+        assert table.loc["localization", side] == pytest.approx(one.run.heads["propagation"].mean())
+        norms = one.run.heads["frobenius_squared"] ** 0.5
+        assert table.loc["spectra", side] == pytest.approx(norms.mean())
+        assert table.loc["positional basis", side] == pytest.approx(one.run.layers["relative_norm"].mean())
+    assert table.loc[["loss", "sinks", "spectra"], "verdict"].tolist() == [
+        "worse",
+        "partly kept",
+        "partly kept",
+    ]
+    assert table.loc["massive activations", "verdict"] == "not testable here"
+    assert "context" not in table.index  # these contexts have no labels
+
+
 def test_what_an_audit_says_and_gives(pair):
     audit = of(pair("destroyed"), pair(), names=("a", "b"))
     assert repr(audit).startswith(
@@ -465,7 +490,12 @@ def test_what_an_audit_says_and_gives(pair):
     counts = audit.tables["parts"].set_index("part")
     assert counts.loc["sinks", ["survived", "lost", "new", "undecided"]].tolist() == [3, 2, 0, 0]
     assert counts.loc["sinks", "left"] == pytest.approx(3 / 5)
-    assert set(audit.tables) == {"parts", "loss", *(part.name.replace(" ", "_") for part in audit.parts)}
+    assert set(audit.tables) == {
+        "overview",
+        "parts",
+        "loss",
+        *(part.name.replace(" ", "_") for part in audit.parts),
+    }
     assert audit.runs["b"]["model"]["sha256"] == pair("destroyed").run.provenance["model"]["sha256"]
     named = compare(pair().run, pair("destroyed").run)
     assert named.reference == pair().run.provenance["model"]["id"]

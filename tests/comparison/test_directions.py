@@ -12,8 +12,7 @@ import torch
 from tests.report.synthetic import leading_in_halves, make_run, make_survey
 from theodolite.accumulate.means import decomposed_means
 from theodolite.comparison import compare
-from theodolite.comparison.sinks import kept_directions
-from theodolite.comparison.stream import A_HALF, overlap_margins, squared_cosines
+from theodolite.comparison.parts import A_HALF, kept_directions, overlap_margins, squared_cosines
 from theodolite.measure.uncertainty import array_errors
 from theodolite.passes.run import Run
 
@@ -112,7 +111,7 @@ def bases(true: float, noise: float, shared: float, seed: int) -> tuple[Run, Run
         }
         counts = torch.zeros(1, 8, width, dtype=torch.float64)
         pos = decomposed_means(means)[1]
-        arrays = array_errors(means, dict.fromkeys(("outlier", "massive", "massive_first"), counts), pos)
+        arrays = array_errors(means, {"outlier": counts}, pos)
         layers = pd.DataFrame({"rank": [float(rank)]})
         runs.append(replace(make_run(), layers=layers, arrays=arrays | {"positional_basis": pos.float()}))
     return runs[0], runs[1]

@@ -13,8 +13,8 @@ import transformers
 from tests import checkpoints
 from tests.calls import call
 from theodolite.comparison import compare, matched_heads
-from theodolite.comparison.heads import ROLES
 from theodolite.comparison.matched import matches
+from theodolite.comparison.parts import ROLES
 from theodolite.comparison.survival import LOST, SURVIVED
 from theodolite.errors import UsageError
 from theodolite.judging import HOLDS, UNDECIDED

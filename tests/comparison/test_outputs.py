@@ -9,6 +9,7 @@ import torch
 from tests.comparison.conftest import CORPUS, IDS
 from theodolite import compare
 from theodolite.comparison import outputs, read_outputs
+from theodolite.comparison.parts import head_outputs
 from theodolite.judging import HOLDS, IN_PART
 from theodolite.models import open_model
 
@@ -69,7 +70,7 @@ def test_a_head_that_is_cut_off_is_named(pair):
 
 def test_the_share_that_is_kept_and_its_error_by_loops(pair):
     first, second = pair().outputs, pair("noisy").outputs
-    table = outputs.head_outputs(first, second).table
+    table = head_outputs(first, second).table
     old, new = (run.arrays["written"].double().numpy() for run in (first, second))
     context = first.arrays["context"].numpy()
     for row in table.to_dict("records"):
@@ -116,7 +117,7 @@ def test_what_counts_as_written_still(pair, turned, size, status):
         {**run.arrays, "written": written},
         run.provenance,
     )
-    part = outputs.head_outputs(run, other)
+    part = head_outputs(run, other)
     row = part.table.query("layer == 0 and head == 2").iloc[0]
     assert row["status"] == status
     assert row["after"] == pytest.approx(1 - (1 - 2 * size * np.cos(turned) + size**2), abs=1e-5)
@@ -157,4 +158,4 @@ def test_stopped_and_gone_on_with_gives_the_same_bytes(damaged, tmp_path):
     names = ("whole", "parts")
     first, second = ((tmp_path / name / "arrays.safetensors").read_bytes() for name in names)
     assert first == second
-    assert outputs.head_outputs(whole, again).exact
+    assert head_outputs(whole, again).exact

@@ -142,6 +142,9 @@ def test_the_page_tells_every_part_and_every_model(audits):
                 assert words is None or group.removeprefix(f"{audit.other} ").startswith(f"{words} its ")
     page = render(experiment_of(audits, made), made, make_survey().provenance)
     assert "<h1>What survives of planted in destroyed and noisy</h1>" in page
+    assert page.index('id="lead"') < page.index('id="verdicts"')
+    assert [name.strip() for name in made.lead][2:] == ["planted", "destroyed", "verdict", "noisy", "verdict"]
+    assert made.lead["part"].tolist() == audits[0].overview["part"].tolist()
     assert "The paper:" not in page  # of no layer's low-rank term was anything asked
     for word in (
         "lost: L0H2",

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from theodolite.comparison.audit import summarise
-from theodolite.comparison.sinks import kept_places
-from theodolite.comparison.survival import Survival, expected_by_chance, share_error, statuses
+from theodolite.comparison.parts import kept_places
+from theodolite.comparison.survival import Change, Survival, expected_by_chance, join, share_error, statuses
 from theodolite.passes.run import Run
 
 SHARES = st.floats(0, 1, width=32)
@@ -60,6 +60,29 @@ def test_fates_mirror_each_other(before, after, error):
         assert there == back == "survived"
 
 
+def test_a_join_has_every_key_of_either_table_once():
+    """Oracle: dictionaries by key; a missing row is 0, an infinite error is not known."""
+    before = {(1, "a"): (0.5, 3.0), (0, "b"): (np.nan, 4.0)}
+    after = {(1, "a"): (0.25, 4.0), (2, "c"): (1.0, np.inf)}
+
+    def table(rows):
+        return pd.DataFrame(
+            [(*key, *values) for key, values in rows.items()], columns=[*key, "value", "error"]
+        )
+
+    key = ["layer", "kind"]
+    joined = join(table(before), table(after), key, {"value": "error", "absent": ""})
+    assert list(joined[key].itertuples(index=False, name=None)) == sorted({*before, *after})
+    for row in joined.to_dict("records"):
+        (v, e), (w, f) = (side.get((row["layer"], row["kind"]), (0.0, 0.0)) for side in (before, after))
+        expected = v, w, w - v, np.nan if np.isinf(f) else np.hypot(e, f)
+        np.testing.assert_array_equal([row[end] for end in ("before", "after", "difference", "se")], expected)
+        assert np.isnan(row["absent_before"]) == ((row["layer"], row["kind"]) in before)
+    none = join(table(before), table(after).iloc[:0].astype(object), key, {"value": ""}, texts=["error"])
+    assert none["after"].eq(0).all()
+    assert none["error_after"].isna().all()
+
+
 def test_chance_is_the_mean_over_all_orders():
     holds = np.random.default_rng(0).random((5, 5)) < 0.4
     kept = [
@@ -71,7 +94,9 @@ def test_chance_is_the_mean_over_all_orders():
 
 def part(outcomes: list[str], weights: list[float] | None = None, by_chance: float = 0.0) -> Survival:
     table = pd.DataFrame({"status": outcomes, "before": weights or [1.0] * len(outcomes)})
-    return Survival("sinks", "sink", "", table, str, "before" if weights else "", by_chance, contexts=400)
+    weight = "before" if weights else ""
+    moved = Change("sinks", 1, 1)
+    return Survival("sinks", "sink", "", table, moved, weight=weight, by_chance=by_chance, contexts=400)
 
 
 def test_what_is_left():

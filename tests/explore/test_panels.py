@@ -12,11 +12,11 @@ import torch
 from tests import checkpoints
 from tests.explore.conftest import PROMPT, SINKS_PROMPT, subject_of
 from theodolite.errors import UsageError
-from theodolite.explore import figures, panel_html, panels
-from theodolite.explore.panel_html import evidence, roles_of, shares_line, spectrum_line
-from theodolite.explore.panels import Shown
+from theodolite.explore import panels, words
+from theodolite.explore.panels import Shown, attention_map, hidden_keys
 from theodolite.explore.subject import MOST_CHARACTERS, Subject, check_pair, offered_prompts, prompt_ids
 from theodolite.explore.view import Sink, tag_colours
+from theodolite.explore.words import evidence, roles_of, shares_line, spectrum_line
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
 from theodolite.report.data import opening_head
@@ -28,11 +28,9 @@ def shown(subjects, prompt: str = PROMPT, layer: int = 0, head: int = 0) -> Show
 
 def test_the_attention_map_and_its_switches(sharp):
     at = next(
-        at
-        for at in (shown([sharp], SINKS_PROMPT, *place) for place in np.ndindex(2, 2))
-        if sharp.view(*at[1:]).sinks
+        at for at in (shown([sharp], SINKS_PROMPT, *place) for place in np.ndindex(2, 2)) if at.views[0].sinks
     )
-    view = sharp.view(*at[1:])
+    view = at.views[0]
     trace = panels.attention(at)[0].data[0]
     np.testing.assert_allclose(trace.z, view.attention, atol=1e-7)
     assert (trace.zmin, trace.zmax) == (0, pytest.approx(np.nanmax(view.attention), rel=1e-5))
@@ -41,11 +39,11 @@ def test_the_attention_map_and_its_switches(sharp):
     marked = [tick for tick, text in zip(axis.tickvals, axis.ticktext, strict=True) if "▼" in text]
     assert marked == [sink.position for sink in view.sinks]
 
-    trace = panels.attention(at, log=True)[0].data[0]
+    trace = panels.attention(at._replace(log=True))[0].data[0]
     np.testing.assert_allclose(trace.z, np.log10(np.maximum(view.attention, 1e-5)), atol=1e-5)
     assert trace.zmin == -5
 
-    trace = panels.attention(at, hide_sinks=True)[0].data[0]
+    trace = panels.attention(at._replace(hide_sinks=True))[0].data[0]
     hidden = [sink.position for sink in view.sinks]
     assert np.isnan(trace.z[:, hidden]).all()
     others = [key for key in range(len(at.ids)) if key not in hidden]
@@ -53,10 +51,8 @@ def test_the_attention_map_and_its_switches(sharp):
     assert trace.zmax == pytest.approx(np.nanmax(view.attention[:, others]), rel=1e-5)
 
     # Without a sink the first token is hidden; where all are, the map is empty, and there is one.
-    assert figures.hidden_keys(replace(view, sinks=())) == [0]
-    drawn = figures.attention_map(
-        replace(view, attention=np.full((4, 4), np.nan), tokens=tuple("abcd"), sinks=())
-    )
+    assert hidden_keys(replace(view, sinks=())) == [0]
+    drawn = attention_map(replace(view, attention=np.full((4, 4), np.nan), tokens=tuple("abcd"), sinks=()))
     assert np.isnan(drawn.data[0].z).all()
 
 
@@ -68,7 +64,7 @@ def test_labels_of_the_attention_map_do_not_touch(sharp):
         long = replace(
             view, tokens=("word",) * count, attention=np.tril(np.full((count, count), 0.1)), sinks=sinks
         )
-        axis = figures.attention_map(long).layout.xaxis
+        axis = attention_map(long).layout.xaxis
         ticks = axis.tickvals
         assert min(np.diff(ticks)) * (380 - 92) / count >= 12
         marked = [tick for tick, text in zip(ticks, axis.ticktext, strict=True) if "▼" in text]
@@ -77,19 +73,21 @@ def test_labels_of_the_attention_map_do_not_touch(sharp):
 
 def test_the_map_frames_the_head_and_names_what_can_be_shown(subject, sharp):
     at = shown([sharp], PROMPT, 1, 0)
-    frame = panels.head_map(at, "prompt:entropy")[0].layout.shapes[0]
+    frame = panels.head_map(at._replace(measure="prompt:entropy"))[0].layout.shapes[0]
     assert (frame.x0, frame.x1, frame.y0, frame.y1) == (-0.5, 0.5, 0.5, 1.5)
     offered = dict(panels.measures_of([sharp]))
     assert offered["this prompt · entropy"] == "prompt:entropy"
     assert offered["the text · induction"] == "text:induction"
     assert "this prompt · learned sink" not in offered
-    assert all(panels.head_map(at, value)[0] for value in offered.values())
+    assert all(panels.head_map(at._replace(measure=value))[0] for value in offered.values())
     assert "this prompt · learned sink" in dict(panels.measures_of([subject("gpt_oss")]))
     # No token comes twice: there is nothing to draw.
-    assert panels.head_map(shown([sharp], "abcdefgh"), "prompt:same_token") == [None]
+    assert panels.head_map(shown([sharp], "abcdefgh")._replace(measure="prompt:same_token")) == [None]
     expected = sharp.run.heads["entropy"].to_numpy().reshape(2, 2)
-    np.testing.assert_allclose(panels.head_map(at, "text:entropy")[0].data[0].z, expected, atol=1e-6)
-    assert np.abs(panels.head_map(at, "prompt:entropy")[0].data[0].z - expected).max() > 1e-3
+    np.testing.assert_allclose(
+        panels.head_map(at._replace(measure="text:entropy"))[0].data[0].z, expected, atol=1e-6
+    )
+    assert np.abs(panels.head_map(at._replace(measure="prompt:entropy"))[0].data[0].z - expected).max() > 1e-3
 
 
 def test_evidence_has_the_numbers_and_the_thresholds(sharp):
@@ -112,7 +110,7 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
         replace(planted, heads=heads.assign(sink_first=0.0, sink_later=0.0, same_token=0.0))
     ) == (1, 1)
     assert roles_of([one for one in found if not one.holds]) == "no named role"
-    said = panel_html.head_html(sharp.view(ids, 1, 1), planted, measured)
+    said = words.head_html(sharp.view(ids, 1, 1), planted, measured)
     assert "L1H1" in said
     assert "✓ previous-token head" in said
     assert "<td>0.49</td>" in said
@@ -126,7 +124,7 @@ def test_lines_on_spectrum_and_shares(subject):
     assert shares_line(plain, 0, 0) == ""  # a brief survey has none
     shares = {"share_position": 0.5, "share_context": 0.25, "share_cross": 0.2, "share_constant": 0.05}
     told = shares_line(replace(plain, heads=plain.heads.assign(**shares)), 0, 0)
-    shown = "position 50 %, context 25 %, both 20 %, neither 5 %"
+    shown = "position 50 %, context 25 %, position with context 20 %, constant 5 %"
     assert told.replace("\u00a0", " ") == f"Variance of its logits on the text: {shown}."
     assert "before the norm" in spectrum_line(subject("qwen3").run, 0, 0)
     assert "no query-key matrix" in spectrum_line(
@@ -139,35 +137,34 @@ def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp, s
     views = [sharp.view(ids, layer, head) for layer in range(2) for head in range(2)]
     view = next(view for view in views if any(sink.caught for sink in view.sinks))
     tokens = tuple("<script>alert(1)</script>" if at == 2 else text for at, text in enumerate(view.tokens))
-    said = panel_html.sinks_html(replace(view, tokens=tokens), 1.0)
+    said = words.sinks_html(replace(view, tokens=tokens), 1.0)
     assert "<script>" not in said
     assert "&lt;script&gt;" in said
     assert f"<b>▼1</b>{view.tokens[view.sinks[0].position]}" in said
     assert said.count("<sub>") == sum(sink.caught for sink in view.sinks)
     assert f"catches {view.sinks[0].caught} token" in said
-    tags = sharp.constituents_and_tags(ids, view.layer, view.head).tags
-    tagged = panel_html.tags_html(replace(view, tokens=tokens), tags, tag_colours([tags])[0], "")
+    tags = sharp.tags(ids, view.layer, view.head)
+    tagged = words.tags_html(replace(view, tokens=tokens), tags, tag_colours([tags])[0])
     assert "<script>" not in tagged
     assert tagged.count("background:rgb(") == len(ids)
-    assert "Cannot be shown: why &lt;not&gt;" in panel_html.tags_html(
-        view, None, np.zeros((0, 3)), "why <not>"
-    )
-    assert panel_html.refusal(UsageError("a <b>")) == "<p><b>a &lt;b&gt;</b></p>"
+    assert words.html("line", "why <not>") == "<p>why &lt;not&gt;</p>"
+    assert words.html("refusal", "a <b>") == "<p><b>a &lt;b&gt;</b></p>"
     no_sink = replace(view, sinks=(), group=np.full(len(ids), -1))
-    assert "No sink" in panel_html.sinks_html(no_sink, 1.0)
+    assert "No sink" in words.sinks_html(no_sink, 1.0)
     own = subject("gpt_oss")
     view = own.view(prompt_ids([own], PROMPT), 0, 0)
     learned = f"{view.learned.mean():.2f} of the attention goes to a learned sink column"
-    assert learned in panel_html.sinks_html(view, 1.0)
+    assert learned in words.sinks_html(view, 1.0)
 
 
 def test_constituents_are_drawn_or_refused_with_the_reason(subject):
     own = subject("gpt2")
-    (figure,), (refused,) = panels.constituents(shown([own]))
-    assert refused == ""
+    (figure,) = panels.constituents(shown([own]))
+    assert panels.not_split(shown([own])) == [""]
     assert len(figure.data) == 7  # position, context, two of both, constant, QK, attention
-    (figure,), (refused,) = panels.constituents(shown([own], "a" * 60))  # longer than the survey's contexts
-    assert figure is None
+    long = shown([own], "a" * 60)  # longer than the survey's contexts
+    assert panels.constituents(long) == [None]
+    (refused,) = panels.not_split(long)
     assert "the decomposition has 32 positions and the prompt 60" in refused
     assert panels.windows(tuple(range(300))) == [
         ("positions 1 to 128", 1),
@@ -232,12 +229,9 @@ def test_what_was_computed_is_kept(sharp, monkeypatch):
     ids = prompt_ids([sharp], "keep what was computed")
     first = sharp.read(ids)
     assert sharp.read(ids) is first
-    split = sharp.constituents_and_tags(ids, 0, 0).split
-    assert sharp.constituents_and_tags(ids, 0, 1).split is split
-    assert sharp.constituents_and_tags(ids, 1, 0).split is not split
-    torch.testing.assert_close(
-        sharp.constituents_and_tags(ids, 0, 1).split.total, split.total, rtol=0, atol=0
-    )
+    split = sharp.constituents(ids, 0)
+    assert sharp.constituents(ids, 0) is split
+    assert sharp.constituents(ids, 1) is not split
     for text in ("two other", "prompts pass"):
         sharp.read(prompt_ids([sharp], text))
     assert sharp.read(ids) is not first  # only the last prompts are
@@ -246,10 +240,10 @@ def test_what_was_computed_is_kept(sharp, monkeypatch):
 def test_two_models_share_their_scales(subject):
     both = [subject("gpt2"), subject("llama3")]
     at = shown(both, PROMPT, 1, 0)
-    views = [own.view(*at[1:]) for own in both]
+    views = at.views
     # Without sinks, since the first row has a 1 in any model.
-    drawn = [figure.data[0] for figure in panels.attention(at, hide_sinks=True)]
-    most = [np.nanmax(np.delete(view.attention, figures.hidden_keys(view), axis=1)) for view in views]
+    drawn = [figure.data[0] for figure in panels.attention(at._replace(hide_sinks=True))]
+    most = [np.nanmax(np.delete(view.attention, hidden_keys(view), axis=1)) for view in views]
     assert [trace.zmax for trace in drawn] == pytest.approx([max(most)] * 2, rel=1e-5)
     assert abs(most[0] - most[1]) > 1e-3
 
@@ -265,7 +259,7 @@ def test_two_models_share_their_scales(subject):
     assert values[:, 1].min() - low == pytest.approx(0.06 * span, rel=1e-3)
     assert high - values[:, 1].max() == pytest.approx(0.06 * span, rel=1e-3)
 
-    parts = [figure.layout for figure in panels.constituents(at)[0]]
+    parts = [figure.layout for figure in panels.constituents(at)]
     for axis in ("coloraxis", "coloraxis2"):
         assert parts[0][axis].cmax == parts[1][axis].cmax
 
@@ -279,7 +273,7 @@ def test_two_models_share_their_scales(subject):
 
 def test_tags_of_a_turned_model_keep_their_colours(sharp):
     ids = prompt_ids([sharp], SINKS_PROMPT)
-    tags = sharp.constituents_and_tags(ids, 1, 0).tags
+    tags = sharp.tags(ids, 1, 0)
     turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.manual_seed(0)))
     own, other = tag_colours([tags, replace(tags, scores=tags.scores @ turn)])
     assert np.abs(own.astype(int) - other).max() <= 1

@@ -9,7 +9,7 @@ import transformers
 
 from tests.explore.conftest import PROMPT, SINKS_PROMPT, SURVEYED
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import WorkError
+from theodolite.errors import UsageError, WorkError
 from theodolite.explore.subject import prompt_ids
 from theodolite.explore.view import head_tags, read_prompt, tag_colours
 from theodolite.models import open_model
@@ -32,7 +32,7 @@ def test_attention_is_the_models_own_and_constituents_sum_to_its_logits(family, 
     own = subject(family)
     ids = prompt_ids([own], PROMPT)
     for layer, expected in enumerate(eager_attention(checkpoint(family), ids)):
-        split = own.constituents_and_tags(ids, layer, 0).split
+        split = own.constituents(ids, layer)
         logits = (split.logits.sum(dim=(1, 2)) + split.additive).numpy()
         cap = split.inputs.softcap
         logits = logits if cap is None else cap * np.tanh(logits / cap)
@@ -74,7 +74,7 @@ def test_sinks_tags_and_their_colours(sharp):
     found, tested = 0, 0
     for layer, head in np.ndindex(2, 2):
         trace = trace_prompt(sharp.model, torch.tensor(ids), layer, head)
-        view, tags = sharp.view(ids, layer, head), sharp.constituents_and_tags(ids, layer, head).tags
+        view, tags = sharp.view(ids, layer, head), sharp.tags(ids, layer, head)
         assert [sink.position for sink in view.sinks] == trace.sinks.tolist()
         np.testing.assert_array_equal(view.group, trace.group)
         later = len(ids) - 1 - np.arange(len(ids))
@@ -87,7 +87,6 @@ def test_sinks_tags_and_their_colours(sharp):
             assert sink.received == pytest.approx(received[sink.position], abs=1e-5)
             assert sink.stretch == (not (enough & (received > 0.3))[sink.position])
             found += 1
-        assert tags is not None
         kept = view.group != LEFT_OUT
         x, names = trace.output.double().numpy()[kept], view.group[kept]
         groups = [x[names == name] for name in np.unique(names)]
@@ -131,4 +130,5 @@ def test_tags_need_tokens_that_are_no_sinks(sharp):
     ids = prompt_ids([sharp], "abcd")
     read, view = sharp.read(ids), sharp.view(ids, 0, 0)
     view.group[:] = LEFT_OUT
-    assert head_tags(sharp.model, read, sharp._catches(ids, 0), view) is None
+    with pytest.raises(UsageError, match="too few tokens besides the sinks"):
+        head_tags(sharp.model, read, sharp._catches(ids, 0), view)

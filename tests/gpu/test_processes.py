@@ -22,7 +22,7 @@ from tests.gpu.conftest import TOLERANCE, assert_columns_near, assert_near, rand
 from tests.processes import together
 from tests.train.test_locater import MEAN, RATE, SCALE, batch, dense_penalty, examples
 from theodolite.models import open_model
-from theodolite.passes.ray_survey import survey_on_ray
+from theodolite.passes.on_ray import survey_on_ray
 from theodolite.passes.survey import survey
 from theodolite.train import GeometryMonitor, Locater
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.passes.run import TABLES, Run, Workspace
+from theodolite.jobs.unfinished import Unfinished
+from theodolite.passes.run import TABLES, Run
+from theodolite.passes.run_job import finished_run
 from theodolite.system.locks import locked
 
 
@@ -105,30 +107,16 @@ def test_a_run_of_schema_1_has_no_constituents(tmp_path):
     assert loaded.attribution.empty
     assert loaded.heads.equals(small_run().heads)
     with pytest.raises(UsageError, match="of an older theodolite \\(schema 1, now 5\\)"):
-        Workspace(folder, {"a": 1}).finished()
-
-
-def test_progress_is_kept_and_bound_to_its_survey(tmp_path):
-    workspace = Workspace(tmp_path / "run", {"model": "a"})
-    assert workspace.load_progress() is None
-    workspace.save_progress({"contexts": 3}, {"x": torch.ones(2, dtype=torch.float64)})
-    notes, tensors = workspace.load_progress()
-    assert notes == {"contexts": 3}
-    assert torch.equal(tensors["x"], torch.ones(2, dtype=torch.float64))
-    with pytest.raises(UsageError, match="unfinished survey of another model"):
-        Workspace(tmp_path / "run", {"model": "b"}).load_progress()
-    (tmp_path / "run.partial" / "progress.safetensors").write_bytes(b"rubbish")
-    with pytest.raises(UsageError, match="is damaged: remove"):
-        workspace.load_progress()
+        finished_run(Unfinished(folder, {"a": 1}))
 
 
 def test_a_link_to_an_empty_folder_is_followed(tmp_path):
     (tmp_path / "disk").mkdir()
     link = tmp_path / "run"
     link.symlink_to(tmp_path / "disk")
-    workspace = Workspace(link, {"model": "a"})
-    assert workspace.finished() is None
-    workspace.finish(small_run())
+    work = Unfinished(link, {"model": "a"})
+    assert finished_run(work) is None
+    small_run().save(work.out)
     assert link.is_symlink()
     assert Run.load(link).heads.equals(small_run().heads)
 

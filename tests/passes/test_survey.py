@@ -19,11 +19,18 @@ from tests.calls import same_bytes
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
-from theodolite.passes.stages import TABLES_TITLE
-from theodolite.passes.survey import TITLES, survey
+from theodolite.passes.run_job import TABLES_TITLE
+from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
 
 LENGTH = 40
+STAGES = [
+    "reading contexts",
+    "splitting logits",
+    "reading weights",
+    "scoring head types",
+    "attributing patterns",
+]
 
 
 def kept_whole(model: OpenModel, corpus: Corpus) -> dense.Dense:
@@ -265,7 +272,7 @@ def test_every_pass_can_be_interrupted_and_resumed(tmp_path, opened, corpus):
     model, seen = opened("gpt2"), []
     survey(model, corpus, tmp_path / "whole", show_progress=lambda *step: seen.append(step))
     names = list(dict.fromkeys(what for what, _, _ in seen))
-    assert names == [*TITLES.values(), TABLES_TITLE]
+    assert names == [*STAGES, TABLES_TITLE]
     assert all((what, total, total) in seen for what, _, total in seen)
     for number, name in enumerate(names):
         step, begun = number % 2, []

@@ -11,6 +11,7 @@ import torch
 from tests.prune.families import opened_anew
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.jobs import unfinished
 from theodolite.prune import checkpoint, prune_model
 from theodolite.prune.matrices import PruningSettings
 
@@ -52,13 +53,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 )
 def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form, tmp_path, monkeypatch):
     """Oracle: the files of a pruning that was not stopped. The form decides how it is written, not what it is."""
-    whole, parts, unfinished = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.partial"
+    whole, parts, partial = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.partial"
     matrices = len(pruned(family, tmp_path, whole, method, form=form).table) // 3
     for block in range(3):
         with pytest.raises(KeyboardInterrupt):  # in the middle of each block
             pruned(family, tmp_path, parts, method, show_progress=stop_after(matrices * block + 2))
         assert not parts.exists()
-        blocks = sorted(path.name for path in unfinished.glob("block-*"))
+        blocks = sorted(path.name for path in partial.glob("block-*"))
         assert blocks == [f"block-{number:03d}.safetensors" for number in range(block)]
     own, layers = PruningSettings.prune, []
     monkeypatch.setattr(
@@ -67,7 +68,7 @@ def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form,
     pruned(family, tmp_path, parts, method, form=form)
     assert layers == [2] * matrices  # what is done is not pruned again
     assert contents(parts) == contents(whole)
-    assert not unfinished.exists()
+    assert not partial.exists()
     assert not list(tmp_path.glob("*.lock")) + list(tmp_path.glob("*.writing"))
 
 
@@ -86,7 +87,7 @@ def test_another_pruning_is_refused_where_one_is_unfinished(tmp_path):
     for options, seed in (({"pattern": "2:4"}, 0), ({"batch": 5}, 0), ({}, 1)):
         asked = {"sparsity": 0.5, "iterations": 4, "batch": 4, "out": tmp_path / "out"} | options
         with pytest.raises(
-            UsageError, match=r"out\.partial holds an unfinished pruning of another model, text"
+            UsageError, match=r"out\.partial holds an unfinished pruning of another model, corpus"
         ):
             prune_model(model, corpus_of(seed), "oats", **asked)
     assert model.interventions == ()
@@ -105,7 +106,7 @@ def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, m
     first = prune_model(models[0], corpus_of(), "oats", 0.5, **options)
     before = contents(out)
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "seconds.json").write_text("1.0")
+    (tmp_path / "out.partial" / "job.json").write_text("{}")
     monkeypatch.setattr(PruningSettings, "prune", lambda *_: pytest.fail("a matrix was pruned again"))
     again = prune_model(models[1], corpus_of(), "oats", 0.5, **options)
     assert again.folder == out
@@ -155,18 +156,22 @@ def test_a_damaged_block_is_refused(tmp_path):
         pruned("gpt2", tmp_path, tmp_path / "out", show_progress=stop_after(13))
     block = tmp_path / "out.partial" / "block-001.safetensors"
     block.write_bytes(block.read_bytes()[:1000])
-    with pytest.raises(WorkError, match=r"block-001\.safetensors is damaged"):
+    with pytest.raises(UsageError, match=r"block-001\.safetensors is damaged: remove it"):
         pruned("gpt2", tmp_path, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("what", "kept"), [("write_matrices", 0), ("_with_bytes", 4)])
-def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(what, kept, finished, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "what", "kept"), [(unfinished, "write_checked", 1), (checkpoint, "_with_bytes", 5)]
+)
+def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(
+    module, what, kept, finished, tmp_path, monkeypatch
+):
     """A disk that is full from a moment on; what was kept before is still there, and is gone on with."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, what, full)
+    monkeypatch.setattr(module, what, full)
     with pytest.raises(
         WorkError, match=r"cannot write .*: No space left on device: free space there and rerun"
     ):

@@ -23,8 +23,7 @@ from tests.slow import slow_but
 from theodolite.prune import prune_model
 from theodolite.prune.checkpoint import UnfinishedPruning
 from theodolite.prune.options import PruningOptions
-from theodolite.report.drawing.pruning import error_map
-from theodolite.report.pruned_model import page_at
+from theodolite.report.pruned_model import error_map, page_at
 
 RESULT = Path("report") / "sinks-prune" / "result.json"
 

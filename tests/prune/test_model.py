@@ -23,11 +23,12 @@ from tests.prune.test_methods import slow_sparsegpt
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.stored.factored import read_matrices, write_matrices
+from theodolite.models.stored.factored import packed_block, read_matrices
 from theodolite.models.weights.block_matrices import block_matrices
 from theodolite.prune import Pruned, oats, prune_model
 from theodolite.report.content import text_line
 from theodolite.report.pruned_model import pruned_outcome
+from theodolite.system.checksums import write_checked
 
 METHODS = ("magnitude", "wanda", "sparsegpt", "oats")
 ITERATIONS = 6
@@ -232,7 +233,7 @@ def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path):
     pieces, notes = read_matrices(out / "block-001.safetensors")
     for rows in ([31, *range(31)], [*range(31), 30], [*range(31), 96]):
         broken = [replace(piece, rows=torch.tensor(rows)) if piece.key == "q" else piece for piece in pieces]
-        write_matrices(out / "block-001.safetensors", broken, notes)
+        write_checked(out / "block-001.safetensors", *packed_block(broken, notes))
         if sorted(rows) == list(range(32)):
             assert open_model(out).layers == 3
             continue

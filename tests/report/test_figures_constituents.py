@@ -22,7 +22,7 @@ from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.exhibits.constituents import CONSTITUENT_EXHIBITS
 from theodolite.report.payload import figure_json
 from theodolite.report.published import LOW_FREQUENCY_QK
-from theodolite_papers.drawing.theory import TILE_HEADROOM, positional_tiles
+from theodolite_papers.drawing import TILE_HEADROOM, positional_tiles
 
 
 def with_bias(run: Run) -> Run:
@@ -171,7 +171,7 @@ def test_at_most_128_positions_are_drawn_and_the_page_stays_small():
     figure = drawing.qk_panels(split, 0, [f"token {i}" for i in range(512)], first=380)
     assert len(figure.data) == 8
     assert figure.data[0].x[0] == "380 token 380"
-    assert len(figure.layout.xaxis.ticktext) <= drawing.MOST_LABELS
+    assert len(figure.layout.xaxis.ticktext) <= drawing.LABELS["labels"]
     assert len(figure_json(figure, {})) < 8 * 128**2 * 4 * 4 / 3 + 60_000
 
 

@@ -547,7 +547,7 @@ def test_what_is_kept_grows_with_sinks_and_not_with_contexts(planted_run, tmp_pa
         out = tmp_path / str(count)
         with pytest.raises(KeyboardInterrupt):
             planted_run("gpt2", planted.contexts(9), out=out, batch=1, show_progress=stop)
-        sizes.append((tmp_path / f"{count}.partial" / "progress.safetensors").stat().st_size)
+        sizes.append((tmp_path / f"{count}.partial" / "trace.safetensors").stat().st_size)
     assert abs(sizes[1] - sizes[0]) < 16  # the notes' digits
 
 

@@ -49,7 +49,7 @@ class CarrierSums:
     example: int = 1 << 52
 
     def merge(self, other: CarrierSums) -> None:
-        """Take in what was counted of it elsewhere."""
+        """Add what was counted of the same token elsewhere."""
         for name in ("contexts", "places", "published", "adaptive", "value_sum", "position_sum"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         # Of two as large, the positive one: the order in which they come must not matter.
@@ -58,7 +58,7 @@ class CarrierSums:
 
 
 class Activations(LargeValues):
-    """Of all parts of a token, by thresholds that the caller sets and by comparison with the layer itself.
+    """Count outliers and massive activations by the caller's thresholds, and by comparison with the layer itself.
 
     State, (N, parts, width) each: square and square_first, sums of x²; log, the sum of ln |x|; maximum and
     maximum_first of |x|; outlier, published, published_first, adaptive, adaptive_first, counts of values that
@@ -100,7 +100,7 @@ class Activations(LargeValues):
         ids: Int[Tensor, "batch positions"],
         first_context: int,
     ) -> None:
-        """Take in one layer's values of the contexts `first_context …`, whose token ids are `ids`.
+        """Add one layer's values of the contexts `first_context …`, whose token ids are `ids`.
 
         Raises:
             UsageError: the thresholds make a million kinds of massive activations.
@@ -143,12 +143,12 @@ class Activations(LargeValues):
         return super().state() | {"carriers": torch.tensor(rows, dtype=torch.float64).reshape(-1, columns)}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         super().restore(state)
         self._carriers = dict(_carriers(state))
 
     def merge(self, other: Mergeable) -> None:
-        """Take in what another accumulator has seen."""
+        """Merge another accumulator, or its saved state, into this one."""
         state = other.state()
         super().merge(other)
         for key, sums in _carriers(state):
@@ -200,7 +200,7 @@ class LayerBaselines:
         self._layers: list[State] = []
 
     def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
-        """Take in a layer."""
+        """Compute the baseline of a layer."""
         tokens = (
             hidden[:, 1 : hidden.shape[1] - self._trailing]
             .flatten(0, 1)
@@ -209,22 +209,22 @@ class LayerBaselines:
         self._layers.append({name: value.cpu() for name, value in vars(LayerBaseline.of(tokens)).items()})
 
     def state(self) -> State:
-        """All layers."""
+        """All layers' baselines, stacked."""
         names = self._layers[0] if self._layers else {}
         return {name: torch.stack([layer[name] for layer in self._layers]) for name in names}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         self._layers = by_layer(state)
 
 
 def by_layer(state: State) -> list[State]:
-    """A state whose tensors lead with layers, as one state a layer."""
+    """Split a state whose tensors lead with layers into one state per layer."""
     return [dict(zip(state, values, strict=True)) for values in zip(*state.values(), strict=True)]
 
 
 class FollowedActivations:
-    """Every (dimension, token) that is massive in some layer, followed through all of them.
+    """The values, in every layer, of each (dimension, token) that is massive in some layer.
 
     State: keys (places, 3), dimension, token id and whether it is at position 0; paths (places, 2, N), the value in
     every layer, and whether it is massive there.
@@ -238,7 +238,7 @@ class FollowedActivations:
         self._massive: list[Tensor] = []
 
     def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
-        """Take in a layer; with the last one, the batch is followed."""
+        """Keep a layer's values; with the last layer, follow what is massive through all of them."""
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         published, adaptive = self.rules.massive(layer, hidden.abs())
         self._values.append(hidden[:, :, 0, self.dimensions].double().cpu())
@@ -256,10 +256,10 @@ class FollowedActivations:
             self._paths.append(torch.stack([values[path], massive[path].double()]))
 
     def state(self) -> State:
-        """All places so far."""
+        """All followed values so far."""
         paths = torch.stack(self._paths) if self._paths else torch.empty(0, 2, self.rules.layers).double()
         return {"keys": torch.tensor(self._keys, dtype=torch.int64).reshape(-1, 3), "paths": paths}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         self._keys, self._paths = state["keys"].tolist(), list(state["paths"])

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from theodolite.accumulate.keyed import KeyedSums
 from theodolite.accumulate.sums import (
     PAIRS,
+    KeyedSums,
     LayerSums,
     Mergeable,
     SavedState,
@@ -68,7 +68,7 @@ class Tokens:
 
 
 class AttentionStatistics(LayerSums):
-    """Sums over contexts of what L layers of H heads do with T positions.
+    """Sums over contexts of entropy, received attention, propagation, sinks and head scores.
 
     State: contexts (L); readers (L, T), how many of them have a position; visible_keys (L, T) that a query sees;
     entropy (L, H, T) nats; received (L, H, T) mean
@@ -114,7 +114,7 @@ class AttentionStatistics(LayerSums):
     def update(
         self, layer: int, inputs: AttentionInputs, tokens: Tokens, first_context: int
     ) -> Float[Tensor, "batch queries heads value_width"]:
-        """Take in one layer's attention and return its output."""
+        """Add one layer's attention to the sums, and return its output."""
         batch, heads, length, _ = inputs.query.shape
         value, device = inputs.value, inputs.value.device
         output = value.new_empty(batch, length, heads, value.shape[-1])
@@ -147,7 +147,7 @@ class AttentionStatistics(LayerSums):
             super().add(name, layer, value, group)
 
     def _between(self, layer: int, weight: Tensor, weighted: Float[Tensor, " heads"]) -> None:
-        """Before more contexts are added: what the distance of the two weighted means adds to the spread.
+        """Add to the spread of entropies what the distance between the old and the new contexts' means adds.
 
         By the formula of Chan, Golub & LeVeque (1979). The mean of the squares less the square of the mean would keep
         few digits of a small spread, and other ones in every order.
@@ -159,7 +159,7 @@ class AttentionStatistics(LayerSums):
         self.add("entropy_spread", layer, difference.square() * shared)
 
     def update_input(self, layer: int, hidden: Float[Tensor, "batch positions width"]) -> None:
-        """Take in the attention module's input X: ‖XXᵀ‖₂ = ‖X‖₂², the largest over contexts."""
+        """Update the largest ‖XXᵀ‖₂ = ‖X‖₂² over contexts, X the attention module's input."""
 
         def work(part: slice) -> Tensor:
             x = hidden[part].to(torch.promote_types(hidden.dtype, torch.float32))
@@ -200,12 +200,12 @@ class AttentionStatistics(LayerSums):
         return super().state() | {"sink_tokens": sink_tokens}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         super().restore(state)
         self._sink_tokens.restore(_sink_sums(state))
 
     def merge(self, other: Mergeable) -> None:
-        """Take in what another accumulator has seen."""
+        """Merge another accumulator, or its saved state, into this one."""
         state = other.state()
         for layer in range(self.layers):
             device = self._tensors["entropy"][layer].device
@@ -261,7 +261,7 @@ def _statistics(
 
 @dataclass(frozen=True)
 class HeadScores:
-    """What queries pay to the token before them and to earlier tokens equal to theirs: by context and head, summed.
+    """Attention to the previous token and to earlier equal tokens, summed over queries, by context and head.
 
     From the weights of blocks as they pass, or from normalisers where no weights are ever there.
     """
@@ -273,7 +273,7 @@ class HeadScores:
     def visit(
         self, start: int, first: int, head: int, weights: Float[Tensor, "batch heads rows keys"]
     ) -> None:
-        """Take in the weights of queries from `start` over keys from `first`, of heads from `head`."""
+        """Add the scores of a block: queries from `start`, keys from `first`, heads from `head`."""
         sums = self.sums[:, head : head + weights.shape[1]]
         # Column c of the block is key first + c; row r's previous key is start + r − 1.
         previous = torch.diagonal(weights, offset=start - first - 1, dim1=-2, dim2=-1)
@@ -285,7 +285,7 @@ class HeadScores:
             sums[context, :, 1] += weights[context][:, row, key - first].double().sum(dim=1)
 
     def visit_whole(self, summary: AttentionSummary) -> None:
-        """Take in whole contexts from their summary."""
+        """Add the scores of whole contexts from their summary."""
         inputs, normaliser = summary.inputs, summary.log_sum_exp
         query = torch.arange(1, inputs.query.shape[2], device=normaliser.device)
         self.sums[:, :, 0] += weights_at(inputs, normaliser, query, query - 1).double().sum(dim=2)

@@ -19,7 +19,7 @@ from theodolite.corpus.groups import GROUPS, Groups
 
 @dataclass(frozen=True)
 class Sample:
-    """The contexts whose vectors are kept, and the tokens of them that are kept one by one.
+    """Which contexts' mean vectors are kept, and which of their tokens are kept one by one.
 
     `slot` says where a context's mean goes, −1 for those not kept; the k-th kept token is at position
     `token_position[k]` of context `token_context[k]` and is stored at k.
@@ -76,7 +76,7 @@ class Means(LayerSums):
         self._previous: tuple[Tensor, Tensor] | None = None
 
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
-        """Take in one layer's hidden states of contexts `first_context …`; layers come in order."""
+        """Add one layer's hidden states of contexts `first_context …`; layers must come in order."""
         if layer and self._previous is None:
             raise RuntimeError("hidden states must come layer by layer, from layer 0")
         previous = self._previous if layer else None
@@ -128,7 +128,7 @@ def _lengths(
     part: slice,
     text: slice,
 ) -> dict[str, Tensor]:
-    """Of each context of a part: its mean, the norms of its tokens, and the terms of the sums over contexts.
+    """Mean vector, token norms, cosine to the previous layer and rank-collapse residual of each context of a part.
 
     `previous` has the hidden states and the norms of the layer before; `text` are the positions that count.
     """
@@ -188,7 +188,7 @@ class ExampleNorms(LayerSums):
         self.examples = examples
 
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
-        """Take in one layer's hidden states of contexts `first_context …`."""
+        """Add one layer's hidden states of contexts `first_context …`."""
         shown = hidden[: max(0, self.examples - first_context)]
         if len(shown):
             norms = torch.linalg.vector_norm(shown, dim=-1, dtype=torch.float64)

@@ -31,11 +31,11 @@ class LargeValues(LayerSums):
     leading: int = 1
 
     def text(self, values: Float[Tensor, "batch positions *rest"] | Tensor) -> Tensor:
-        """What is neither at position 0 nor of other tokens apart."""
+        """The values of the text: without position 0 and other tokens that are counted apart."""
         return values[:, self.leading : values.shape[1] - self.trailing]
 
     def apart(self, values: Tensor) -> dict[str, Tensor]:
-        """What is of tokens apart besides position 0, by the ending of its columns."""
+        """The values of other tokens that are counted apart, by the ending of their columns."""
         last = {"last": values[:, values.shape[1] - self.trailing :]} if self.trailing else {}
         return last | ({"registers": values[:, 1 : self.leading]} if self.leading > 1 else {})
 
@@ -45,7 +45,7 @@ class LargeValues(LayerSums):
         magnitude: Float[Tensor, "batch positions *parts width"],
         group: int | None = None,
     ) -> float:
-        """Take in maxima and outliers; returns the largest magnitude of all."""
+        """Update maxima and counts of outliers, and return the largest magnitude of all."""
         first, later = magnitude[:, 0].amax(dim=0), self.text(magnitude).amax(dim=(0, 1))
         self.add("maximum_first", layer, first)
         self.add("maximum", layer, later)
@@ -75,7 +75,7 @@ class LargeValues(LayerSums):
 
 
 class OutlierCounts(LargeValues):
-    """Of the residual stream, by the published thresholds.
+    """Count outliers and massive activations of the residual stream by the published thresholds.
 
     State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; massive_contexts (N, G, d),
     contexts with a massive activation after position 0; maximum, maximum_first (N, d) of |x|; with `trailing` special
@@ -94,7 +94,7 @@ class OutlierCounts(LargeValues):
         self.thresholds = PUBLISHED
 
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
-        """Take in one layer's hidden states of contexts `first_context …`."""
+        """Add one layer's hidden states of contexts `first_context …`."""
         for group, part in cache_sized_groups(self.groups, first_context, len(hidden), hidden.device):
             magnitude = hidden[part].abs()
             if self.add_magnitudes(layer, magnitude, group) > self.thresholds.massive:

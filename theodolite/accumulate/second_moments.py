@@ -59,11 +59,11 @@ class SecondMoments(LayerSums):
         super().__init__(layers, {"count": (), "mean": (width,), "moment": (width, width)})
 
     def update(self, layer: int, rows: Float[Tensor, "rows width"]) -> None:
-        """Take in rows of one layer."""
+        """Add rows of one layer."""
         self.update_centred(layer, Centred.of(rows.unsqueeze(0)))
 
     def update_centred(self, layer: int, batch: Centred) -> None:
-        """Take in the vectors of one layer."""
+        """Add the centred vectors of one layer."""
         rows, offset = batch.rows.flatten(0, 1), batch.left.mean(dim=0)
         count = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
         own_moment = self.at("moment", layer, rows.device)
@@ -72,7 +72,7 @@ class SecondMoments(LayerSums):
         self._combine(layer, count, batch.pivot + offset, None)
 
     def merge(self, other: Mergeable) -> None:
-        """Take in what another accumulator has seen."""
+        """Merge another accumulator, or its saved state, into this one."""
         state = other.state()
         for layer in range(self.layers):
             self._combine(layer, state["count"][layer], state["mean"][layer], state["moment"][layer])
@@ -83,7 +83,7 @@ class SecondMoments(LayerSums):
 
 
 class MomentSketches(LayerSums):
-    """By group of contexts: how many rows, their mean, and S Ω in place of their centred second moment S (d×d).
+    """Sketches S Ω of centred second moments S (d×d), with counts and means, by group of contexts.
 
     State: count (N, G), mean (N, G, d), sketch (N, G, d, r) of Σ (x − x̄)(x − x̄)ᵀ Ω, directions (N, d, r), Ω. Ω is
     orthonormal and spans about the leading directions of the first context that this accumulator saw, one for each
@@ -98,16 +98,16 @@ class MomentSketches(LayerSums):
         self.groups = Groups(contexts)
 
     def look_along(self, directions: Float[Tensor, "layers width r"]) -> None:
-        """Before anything is seen, take the directions of another accumulator, so that merging loses nothing."""
+        """Use the directions of another accumulator, before the first update, so that merging loses nothing."""
         for ours, theirs in zip(self._tensors["directions"], directions, strict=True):
             ours.copy_(theirs)
 
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
-        """Take in one layer's vectors of contexts `first_context …`, without those to be left out."""
+        """Add one layer's vectors of contexts `first_context …`; vectors to be excluded must be gone."""
         self.update_centred(layer, Centred.of(hidden), first_context)
 
     def update_centred(self, layer: int, batch: Centred, first_context: int) -> None:
-        """Take in the vectors of contexts `first_context …` of one layer."""
+        """Add the centred vectors of contexts `first_context …` of one layer."""
         directions = self.at("directions", layer, batch.rows.device)
         if not directions.any():
             directions.copy_(_leading(batch.rows[0], directions.shape[1]))
@@ -120,7 +120,7 @@ class MomentSketches(LayerSums):
             self._combine(layer, group, count, batch.pivot + offset, sketch)
 
     def merge(self, other: Mergeable) -> None:
-        """Take in what another accumulator has seen.
+        """Merge another accumulator, or its saved state, into this one.
 
         One that began with another context has other directions. Its moments are then taken to be what its sketches
         say they are (`low_rank`), which leaves out only what they do not see.
@@ -170,7 +170,7 @@ def _combine(
 def low_rank(
     sketch: Float[Tensor, "*batch width r"], directions: Float[Tensor, "width r"]
 ) -> Float[Tensor, "*batch width r"]:
-    """L of Nyström's approximation S ≈ L Lᵀ = (SΩ)(ΩᵀSΩ)⁺(SΩ)ᵀ, exact on what Ω spans when S has rank r."""
+    """Compute L of Nyström's approximation S ≈ L Lᵀ = (SΩ)(ΩᵀSΩ)⁺(SΩ)ᵀ, exact on the span of Ω if S has rank r."""
     core = directions.mT @ sketch
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
     # Products were taken in float32: below its rounding an eigenvalue of the core is noise.

@@ -1,4 +1,4 @@
-"""Named tensors, one a layer, that are summed over a corpus. What every accumulator here is made of.
+"""Named tensors, one a layer or one a key, that are summed over a corpus. What every accumulator here is made of.
 
 An accumulator has `update(...)`, `merge(other)`, `state()` and `restore(state)`, so that sharding, resuming and
 distribution are one operation. Each layer's tensors live where that layer's hidden states live; `state` brings
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.corpus.groups import Groups
@@ -29,18 +30,18 @@ State = dict[str, Tensor]
 
 
 def joined(parts: Mapping[str, State]) -> State:
-    """Several states as one, each tensor under `name.tensor`; `part_of` takes one out again."""
+    """Combine several states into one, each tensor under `name.tensor`; `part_of` takes one out again."""
     return {f"{name}.{key}": tensor for name, state in parts.items() for key, tensor in state.items()}
 
 
 def part_of(state: State, name: str) -> State:
-    """The state that `joined` was given under this name."""
+    """Take the state out again that `joined` was given under this name."""
     prefix = name + "."
     return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
 
 
 def pair_sums(b: Tensor, t: Tensor) -> Tensor:
-    """One pair's part of `PAIRS`, on a new last axis."""
+    """Return b, t, b², b t and t², the terms of `PAIRS`, on a new last axis."""
     return torch.stack(torch.broadcast_tensors(b, t, b * b, b * t, t * t), dim=-1)
 
 
@@ -93,17 +94,66 @@ class LayerSums:
         return {name: torch.stack([t.cpu() for t in tensors]) for name, tensors in self._tensors.items()}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         for name, tensors in self._tensors.items():
             for layer, value in enumerate(state[name]):
                 tensors[layer].copy_(value)
 
     def merge(self, other: Mergeable) -> None:
-        """Take in what another accumulator has seen."""
+        """Merge another accumulator, or its saved state, into this one."""
         state = other.state()
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
                 self.add(name, layer, state[name][layer].to(tensor.device))
+
+
+class KeyedSums:
+    """Sums in rows that come into being when their key, a tuple of integers, is first seen.
+
+    Tensors name → (rows, *shape) in float64.
+    """
+
+    def __init__(self, width: int, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.width = width
+        self._row_of: dict[tuple[int, ...], int] = {}
+        self._tensors = {name: torch.zeros(0, *shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def rows(self, keys: Int[Tensor, "some width"]) -> Int[Tensor, " some"]:
+        """The row of each key, new ones at the end."""
+        rows = [self._row_of.setdefault(tuple(key), len(self._row_of)) for key in keys.tolist()]
+        have = len(next(iter(self._tensors.values())))
+        if len(self._row_of) > have:
+            more = max(len(self._row_of), 2 * have) - have  # doubling: each row is copied a few times only
+            for name, tensor in self._tensors.items():
+                self._tensors[name] = torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def add(self, name: str, rows: Int[Tensor, " some"], values: Tensor) -> None:
+        """Add `values` (some, *shape) to rows, which may repeat."""
+        self._tensors[name].index_add_(0, rows, values.to("cpu", torch.float64))
+
+    def at(self, name: str) -> Tensor:
+        """The tensor itself, (rows, *shape) and spare rows behind; change it in place."""
+        return self._tensors[name]
+
+    def state(self) -> State:
+        """`keys` (K, width) in ascending order, and every tensor's rows in that order."""
+        ordered = sorted(self._row_of.items())
+        rows = torch.tensor([row for _, row in ordered], dtype=torch.int64)
+        keys = torch.tensor([key for key, _ in ordered], dtype=torch.int64).reshape(-1, self.width)
+        return {"keys": keys} | {name: tensor[rows] for name, tensor in self._tensors.items()}
+
+    def restore(self, state: State) -> None:
+        """Restore a state that `state` returned."""
+        self._row_of = {tuple(key): row for row, key in enumerate(state["keys"].tolist())}
+        self._tensors = {name: state[name].clone() for name in self._tensors}
+
+    def merge(self, other: Mergeable) -> None:
+        """Merge another one, or its saved state, into this one."""
+        state = other.state()
+        rows = self.rows(state["keys"])
+        for name in self._tensors:
+            self.add(name, rows, state[name])
 
 
 def include(total: Tensor, value: Tensor, *, maximum: bool) -> None:
@@ -115,7 +165,7 @@ def include(total: Tensor, value: Tensor, *, maximum: bool) -> None:
 
 
 def placed(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
-    """Where the positions of contexts of `read` tokens belong among those of `length`: pairs of slices, from and to.
+    """Map positions of contexts of `read` tokens to those of `length` tokens: pairs of slices, from and to.
 
     The `apart` special tokens behind every text are the last ones, however short the text is.
     """
@@ -127,12 +177,12 @@ def placed(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
 
 
 def of_read(values: Tensor, read: int, apart: int) -> Tensor:
-    """Values (T, …) by position as they belong to contexts of `read` tokens: `placed` the other way round."""
+    """Select the values (T, …) of the positions that contexts of `read` tokens have: the inverse of `placed`."""
     return torch.cat([values[place] for _, place in placed(read, len(values), apart)])
 
 
 def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> Iterator[slice]:
-    """Slices of a batch to work on at once: as many `contexts` at a time on a CPU as its cache holds, else all."""
+    """Yield slices of a batch to work on at once: on a CPU, `contexts` at a time, as its cache holds; else all."""
     step = contexts if device.type == "cpu" else max(batch, 1)
     for start in range(0, batch, step):
         yield slice(start, min(start + step, batch))
@@ -141,7 +191,7 @@ def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> Iterator
 def cache_sized_groups(
     groups: Groups, first: int, batch: int, device: torch.device
 ) -> Iterator[tuple[int, slice]]:
-    """Slices of the contexts `first …` to work on at once, as `cache_sized` has them, each within one group."""
+    """Yield slices of the contexts `first …` as `cache_sized` does, each within one group of contexts."""
     for group, part in groups.parts(first, batch):
         for inner in cache_sized(part.stop - part.start, device):
             yield group, slice(part.start + inner.start, part.start + inner.stop)
@@ -150,5 +200,5 @@ def cache_sized_groups(
 def each_part(
     work: Callable[[slice], Result], batch: int, device: torch.device, contexts: int = 1
 ) -> list[Result]:
-    """What `work` gives for each of the `cache_sized` parts of a batch; on a CPU, side by side."""
+    """Apply `work` to each of the `cache_sized` parts of a batch; on a CPU, in parallel."""
     return parallel_map(work, list(cache_sized(batch, device, contexts)))

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.keyed import KeyedSums
-from theodolite.accumulate.sums import PAIRS, State, joined, pair_sums, part_of
+from theodolite.accumulate.sums import PAIRS, KeyedSums, State, joined, pair_sums, part_of
 from theodolite.attention.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.corpus.groups import GROUPS, Groups
 
@@ -49,7 +48,7 @@ class HeadOutputs:
 
 
 class Tags:
-    """By sink (layer, head, kind, token) and by head (layer, head).
+    """Sums of a trace by sink (layer, head, kind, token) and by head (layer, head).
 
     Sums by sink: contexts in which it is one; sinks; position; received attention; caught queries, those that could
     be; how many sinks catch any, and their first and last caught query; weight n₁n₀/n of the two groups, and weighted
@@ -84,7 +83,7 @@ class Tags:
         sums: dict[str, Tensor],
         context: int,
     ) -> tuple[Tensor, Tensor]:
-        """Take in what `measured` found in one layer of one context; the rows of its sinks and of its heads."""
+        """Add the terms of one layer of one context; returns the rows of its sinks and of its heads."""
         position = catches.position.cpu()
         kind = torch.where(position == 0, FIRST, torch.where(position == LEARNED, COLUMN, LATER))
         kind = torch.where(catches.stretch.cpu() & (position > 0), STRETCH, kind)
@@ -108,7 +107,7 @@ class Tags:
         return sinks, heads
 
     def _in_group(self, values: Float[Tensor, "some width"], context: int) -> Tensor:
-        """What one context adds to sums by group."""
+        """Put one context's values into its group of contexts, zeros into the others."""
         of_groups = values.new_zeros(len(values), GROUPS, values.shape[1])
         of_groups[:, int(self._groups.of(torch.tensor(context)))] = values
         return of_groups
@@ -116,7 +115,7 @@ class Tags:
     def add_place(
         self, rows: tuple[Tensor, Tensor], place: int, squares: dict[str, Tensor], before: dict[str, Tensor]
     ) -> None:
-        """Take in sums of squares at one place, HEAD_OUTPUT or 1 + residual layer, and those `before` the head."""
+        """Add sums of squares at a place, HEAD_OUTPUT or 1 + residual layer, and products with those `before`."""
         for sums, group_rows, of in ((self.by_sink, rows[0], ""), (self.by_head, rows[1], "head_")):
             once, (b, t) = _of_rows(group_rows, squares[of + "pairs"])
             _, (b_before, t_before) = _of_rows(group_rows, before[of + "pairs"])
@@ -131,18 +130,18 @@ class Tags:
         return joined({"by_sink": self.by_sink.state(), "by_head": self.by_head.state()})
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         self.by_sink.restore(part_of(state, "by_sink"))
         self.by_head.restore(part_of(state, "by_head"))
 
     def merge(self, other: Tags) -> None:
-        """Take in what another accumulator has seen."""
+        """Merge another accumulator, or its saved state, into this one."""
         self.by_sink.merge(other.by_sink)
         self.by_head.merge(other.by_head)
 
 
 def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What `Tags.update` takes, and what it takes for the place HEAD_OUTPUT."""
+    """Compute one layer's and context's terms of `Tags.update`, and of `Tags.add_place` at HEAD_OUTPUT."""
     of, kept = catches.of, catches.kept.double()
     output, value, metric = outputs.output.double(), outputs.value.double(), outputs.metric
     caught = catches.caught.double()
@@ -212,7 +211,7 @@ def _shifted(catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor)
 
 
 def moved_along(catches: Catches) -> list[Catches]:
-    """The same groups, shifted round the context by 1, 2, … parts of `SHIFTS` + 1: runs stay as long as they were.
+    """Shift groups of tokens cyclically along the context, by 1, 2, … parts of `SHIFTS` + 1; runs keep their length.
 
     Tokens that are left out keep their places, and the others move past them.
     """
@@ -227,7 +226,7 @@ def moved_along(catches: Catches) -> list[Catches]:
 
 
 def released(catches: Catches, hidden: Float[Tensor, "positions width"]) -> dict[str, Tensor]:
-    """What `Tags.add_place` takes for one residual layer of one context."""
+    """Compute one residual layer's and context's terms of `Tags.add_place`."""
     return _pairs(*between_and_total(hidden.double(), catches), catches)
 
 

@@ -1,4 +1,4 @@
-"""Vectors seen as a walk from token to token, in sums by group of contexts.
+"""Sums that describe token vectors as a walk from position to position, by group of contexts.
 
 Position 0 is left out, whose vector is an outlier in most models: the walk is x_1 … x_n, n = T − 1, and has n − 1
 increments.
@@ -24,7 +24,7 @@ LAGS = 8
 
 
 class WalkSums(LayerSums):
-    """Sums over contexts of what tells a walk, of N layers of width d.
+    """Sums over contexts of products of vectors and of increments, for N layers of width d.
 
     State: contexts (N, G) by group; gram (N, G, S, S) of x_s·x_t at the positions `shown`; position_sum (N, G, S, d)
     of x_s there; lagged (N, G, LAGS + 1) sums over steps of ε_t·ε_{t+lag}; increments (N, d, d) of εεᵀ over all
@@ -52,7 +52,7 @@ class WalkSums(LayerSums):
         )
 
     def update(self, layer: int, hidden: Tensor, first_context: int) -> None:
-        """Take in one layer's vectors, (batch, T, d), of the contexts `first_context …`."""
+        """Add one layer's vectors, (batch, T, d), of the contexts `first_context …`."""
         walk = hidden[:, 1:].double()
         steps = walk.diff(dim=1)
         for group, part in self.groups.parts(first_context, len(walk)):
@@ -77,7 +77,7 @@ class WalkSums(LayerSums):
 
 
 def simulated_walk(text: WalkSums, state: State, seed: int) -> tuple[WalkSums, State]:
-    """The same sums of true Gaussian random walks with the increments' covariance Σ̂ of every layer of a text.
+    """Simulate Gaussian random walks with a text's covariance Σ̂ of increments, and sum them in the same way.
 
     The walks are in the eigenbasis of Σ̂: every number that is read off the sums is the same in any rotated basis.
     """

@@ -1,4 +1,4 @@
-"""Which queries every sink of a context catches, found together with the attention output.
+"""Which queries each sink of a context catches, computed together with the attention output.
 
 Sinks are those of `sinks.py`. A query is caught by the sink that it pays most, if that is more than
 `SINK_THRESHOLD`. Position 0 and the sinks themselves are neither caught nor not caught: they are left out.
@@ -53,12 +53,12 @@ class Catches:
     kept: Bool[Tensor, "catching_heads positions"]
 
     def to(self, device: torch.device) -> Catches:
-        """The same on a device."""
+        """Move all tensors to a device."""
         return Catches(**{name: getattr(self, name).to(device) for name in _FIELDS})
 
     @classmethod
     def joined(cls, some: Sequence[Catches]) -> Catches:
-        """Those of several layers of one context, one after another."""
+        """Concatenate the catches of several layers of one context."""
         fields = {
             name: torch.cat([getattr(catches, name).to(some[0].head.device) for catches in some])
             for name in _FIELDS
@@ -149,7 +149,7 @@ def _catches(
 def between_and_total(
     x: Float[Tensor, "positions width"], catches: Catches
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums of squares of vectors grouped by the sink that caught their token.
+    """Compute the sums of squares of vectors that are grouped by the sink that caught their token.
 
     Returns:
         between the tokens that a sink caught and all others (sinks), total (sinks), between all groups of a head
@@ -166,7 +166,7 @@ def between_and_total(
 def sums_of_squares(
     sums: Tensor, whole: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `between_and_total`, from sums of vectors over groups and over heads, and sums of squared norms by head.
+    """Compute `between_and_total` from sums of vectors over groups and heads, and sums of squared norms by head.
 
     Args:
         sums: over the tokens that each sink caught (sinks, width).

@@ -28,7 +28,7 @@ BLOCK_ENTRIES = 1 << 20
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """All that decides one attention layer's logits and output, after RoPE and before the softmax.
+    """Queries, keys, values and everything else that decides a layer's attention, after RoPE, before the softmax.
 
     The logit of query i and key j is `cap(scaling · q_i·k_j) + bias_ij` where `mask` (or causality) lets i
     see j; `cap(x) = softcap · tanh(x / softcap)`. With grouped heads, key head g serves the query heads
@@ -101,7 +101,7 @@ class AttentionInputs:
         return replace(self, key=key, value=value, mask=mask, bias=bias, causal=False).logits()
 
     def logits(self) -> Float[Tensor, "batch heads queries keys"]:
-        """The masked logits of all queries over all keys, which few may be."""
+        """The masked logits of all queries over all keys: a T×T matrix, so for few of either."""
         key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
         return self._logits(self.query.to(key.dtype) * self.scaling, key, 0, 0)
 
@@ -120,6 +120,18 @@ class AttentionInputs:
             logits = logits + self.bias[:, :, query if self.bias.shape[2] > 1 else 0, key]
         seen = self.mask[:, :, query, key] if self.mask is not None else key <= query if self.causal else None
         return logits if seen is None else logits.masked_fill(~seen, MASKED)
+
+    def of_queries(self, chosen: slice | Int[Tensor, " chosen"]) -> AttentionInputs:
+        """The inputs of some queries, by position; each sees the same keys as before."""
+        mask, bias = self.mask, self.bias
+        if mask is not None:
+            mask = mask[:, :, chosen]
+        elif self.causal:
+            keys = torch.arange(self.key.shape[2], device=self.key.device)
+            mask = (keys <= keys[chosen, None])[None, None]
+        if bias is not None and bias.shape[2] > 1:
+            bias = bias[:, :, chosen]
+        return replace(self, query=self.query[:, :, chosen], mask=mask, bias=bias, causal=False)
 
     def of_heads(self, part: slice) -> AttentionInputs:
         """The inputs of some query heads, whole groups that share a key head."""
@@ -200,7 +212,7 @@ class LogitBlock:
 
 
 def hidden_below(dtype: torch.dtype) -> float:
-    """A bias of this dtype hides a key from here on: half of the lowest value, or of `MASKED`."""
+    """The largest bias of this dtype that hides a key: half of the lowest value, or of `MASKED`."""
     return max(MASKED, torch.finfo(dtype).min) / 2
 
 
@@ -245,7 +257,7 @@ def weigh(weights: Tensor, value: Float[Tensor, "batch key_heads keys value_widt
 
 
 def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_width"]:
-    """The attention output itself, in the value's dtype, computed in float32 or better; 0 where no key is seen."""
+    """Compute the attention output in float32 or better, in the value's dtype; 0 where no key is seen."""
     query, value = inputs.query, inputs.value
     output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 

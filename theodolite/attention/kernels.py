@@ -1,4 +1,4 @@
-"""Triton kernels, and nothing else: `triton.py` launches them.
+"""The Triton kernels of the attention summary; `triton.py` launches them.
 
 Read beside `summary.py`, which says the same in torch. Needs Triton to be imported.
 """

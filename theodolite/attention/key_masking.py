@@ -18,7 +18,7 @@ from theodolite.attention.inputs import MASKED, AttentionInputs, attend
 def hide_keys(
     inputs: AttentionInputs, hidden: Bool[Tensor, "hidden_contexts keys"], heads: list[int], sink_column: bool
 ) -> AttentionInputs:
-    """The inputs with a bias on the hidden keys, as low as it takes for their weights to be exactly 0.
+    """Add a bias to the hidden keys that is just low enough for their weights to be exactly 0.
 
     It is no lower, so that a query which sees hidden keys only has its own weights, up to the rounding of that bias.
     """
@@ -40,8 +40,11 @@ def hide_keys(
     bias = torch.zeros(len(hidden), all_heads, 1, hidden.shape[1], dtype=dtype, device=hidden.device)
     bias[:, heads] = hidden[:, None, None].to(dtype) * -below.to(dtype)
     bias = bias if inputs.bias is None else bias + inputs.bias
-    mask, agreed = _agreeing(inputs.mask, bias)
-    return replace(inputs, mask=mask, bias=agreed, sink=sink)
+    mask = inputs.mask
+    if mask is not None:  # mask and bias differ between contexts, or neither does
+        contexts = max(len(mask), len(bias))
+        mask, bias = (each.expand(contexts, -1, -1, -1) for each in (mask, bias))
+    return replace(inputs, mask=mask, bias=bias, sink=sink)
 
 
 def restore_blind_queries(
@@ -50,34 +53,17 @@ def restore_blind_queries(
     heads: list[int],
     output: Float[Tensor, "batch queries heads value_width"],
 ) -> Float[Tensor, "batch queries heads value_width"]:
-    """The output, with that of the unedited inputs for queries which see hidden keys only."""
+    """Replace the output of queries that see hidden keys only by that of the unedited inputs."""
     blind = _blind(inputs, hidden, heads)
     positions = blind.flatten(0, 1).any(dim=0).nonzero().flatten()
     if not len(positions):
         return output
-    mask, bias = inputs.mask, inputs.bias
-    if mask is not None:
-        mask = mask[:, :, positions]
-    elif inputs.causal:
-        mask = (torch.arange(hidden.shape[1], device=positions.device) <= positions[:, None])[None, None]
-    if bias is not None and bias.shape[2] > 1:
-        bias = bias[:, :, positions]
-    mask, bias = _agreeing(mask, bias)
-    blind_queries = replace(inputs, query=inputs.query[:, :, positions], causal=False, mask=mask, bias=bias)
-    unedited = attend(blind_queries)[:, :, heads]
+    unedited = attend(inputs.of_queries(positions))[:, :, heads]
     output = output.clone()
     rows, columns = positions[:, None], torch.tensor(heads, device=positions.device)
     keep = blind[:, :, positions].transpose(1, 2).unsqueeze(-1)
     output[:, rows, columns] = torch.where(keep, unedited, output[:, rows, columns])
     return output
-
-
-def _agreeing(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The two as views with the same number of contexts: `AttentionInputs` has them differ in both or in neither."""
-    if mask is None or bias is None:
-        return mask, bias
-    contexts = max(len(mask), len(bias))
-    return mask.expand(contexts, -1, -1, -1), bias.expand(contexts, -1, -1, -1)
 
 
 def _blind(

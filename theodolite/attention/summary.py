@@ -7,7 +7,7 @@ Triton kernels of `triton.py` where they can do what is asked for. Nothing here 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -23,7 +23,7 @@ from theodolite.system.threads import parallel_map
 
 @dataclass(frozen=True)
 class AttentionSummary:
-    """What each head does on each context.
+    """Entropy, normalisers, received attention and output of every head on every context.
 
     Attributes:
         output: the attention output, in the values' dtype (width 0 where there are no values).
@@ -63,7 +63,7 @@ class AttentionSummary:
 
 
 Visit = Callable[[int, int, int, Tensor], None]
-"""Told (first query, first key, first head) of a block and its weights (batch, heads, rows, keys)."""
+"""A callback with (first query, first key, first head) of a block and its weights (batch, heads, rows, keys)."""
 
 
 def attention_summary(
@@ -159,7 +159,7 @@ def summarise(
     visit: Visit | None = None,
     visit_whole: Callable[[AttentionSummary], None] | None = None,
 ) -> AttentionSummary:
-    """`attention_summary` of what a layer's attention gets.
+    """Compute the `attention_summary` of a layer's inputs.
 
     Args:
         inputs: what a layer's attention gets.
@@ -191,7 +191,7 @@ def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
 def summarise_in_blocks(
     inputs: AttentionInputs, output: Tensor | None = None, visit: Visit | None = None
 ) -> AttentionSummary:
-    """`summarise` by torch operations."""
+    """Compute the summary by torch operations, a block of queries at a time."""
     batch, heads, queries, _ = inputs.query.shape
     value, dtype = inputs.value, torch.promote_types(inputs.query.dtype, torch.float32)
     if output is None:
@@ -225,33 +225,8 @@ def last_query(inputs: AttentionInputs, trailing: int = 0) -> tuple[Bool[Tensor,
 
     With `trailing` special tokens at the end of the context, it is the last query before them.
     """
-    if trailing:
-        return _last_query(_without_queries(inputs, trailing))
-    return _last_query(inputs)
-
-
-def _without_queries(inputs: AttentionInputs, trailing: int) -> AttentionInputs:
-    """The same attention without its last queries; what the others see stays."""
-    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    mask, bias = inputs.mask, inputs.bias
-    if mask is None and inputs.causal:
-        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=inputs.query.device).tril_()
-    if mask is not None:
-        mask = mask[:, :, :-trailing]
-    if bias is not None and bias.shape[2] > 1:
-        bias = bias[:, :, :-trailing]
-    return replace(inputs, query=inputs.query[:, :, :-trailing], mask=mask, bias=bias, causal=False)
-
-
-def _last_query(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch heads keys"], Tensor]:
-    if inputs.mask is None:  # it sees all keys
-        logits = replace(
-            inputs, query=inputs.query[:, :, -1:], bias=_last(inputs.bias), causal=False
-        ).logits()
-        return torch.ones_like(logits[:, :, 0], dtype=torch.bool), empirical_propagation(logits[:, :, 0])
-    mask = inputs.mask[:, :, -1:]
-    last = replace(inputs, query=inputs.query[:, :, -1:], bias=_last(inputs.bias), mask=mask)
-    logits = last.logits()[:, :, 0]
+    last = inputs.query.shape[2] - 1 - trailing
+    logits = inputs.of_queries(slice(last, last + 1)).logits()[:, :, 0]
     visible, propagates = logits > MASKED / 2, torch.zeros_like(logits, dtype=torch.bool)
     if bool((visible == visible[:1, :1]).all()):  # as without padding
         propagates[..., visible[0, 0]] = empirical_propagation(logits[..., visible[0, 0]])
@@ -261,10 +236,6 @@ def _last_query(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch heads keys
     ):
         row_propagates[keys] = empirical_propagation(row[keys])
     return visible, propagates
-
-
-def _last(bias: Tensor | None) -> Tensor | None:
-    return bias if bias is None or bias.shape[2] == 1 else bias[:, :, -1:]
 
 
 def weights_at(

@@ -53,7 +53,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def tried(work: Callable[[], Result]) -> Result | None:
-    """What `work` gives; None, with one warning and no second try, where Triton cannot run: no compiler, say."""
+    """Return what `work` returns; None, with one warning and no second try, where Triton cannot run."""
     try:
         return work()
     except torch.OutOfMemoryError:
@@ -69,7 +69,7 @@ def tried(work: Callable[[], Result]) -> Result | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the first kernel finds of each query; the learned column is not in it."""
+    """What the first kernel computes of each query, without a learned sink column."""
 
     output: Float[Tensor, "batch queries heads value_width"]
     entropy: Float[Tensor, "batch heads queries"]
@@ -83,7 +83,7 @@ def summarise(inputs: AttentionInputs) -> Rows:
     batch, heads, queries, _ = query.shape
     output = value.new_empty(batch, queries, heads, value.shape[-1])
     rows = [query.new_empty(batch, heads, queries, dtype=torch.float32) for _ in range(3)]
-    first, last = _key_ranges(inputs)
+    first, last = _ranges(inputs, by_query=True)
     with _current_device(inputs):
         kernels.attention_rows[(batch * heads, _cover(queries, inputs))](
             *_operands(inputs),
@@ -108,7 +108,7 @@ def mass(
     batch, heads = inputs.query.shape[:2]
     keys = inputs.key.shape[2]
     received = inputs.query.new_empty(batch, heads, keys, dtype=torch.float64)
-    first, last = _query_ranges(inputs)
+    first, last = _ranges(inputs, by_query=False)
     with _current_device(inputs):
         kernels.attention_mass[(batch * heads, _cover(keys, inputs))](
             *_operands(inputs),
@@ -176,20 +176,13 @@ def _kinds(inputs: AttentionInputs) -> dict[str, bool]:
     }
 
 
-def _key_ranges(inputs: AttentionInputs) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
-    """From which key to which the queries of each tile see any."""
-    return _ranges(inputs, inputs.query.shape[2], inputs.key.shape[2], by_query=True)
-
-
-def _query_ranges(inputs: AttentionInputs) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
-    """From which query to which the keys of each tile are seen by any."""
-    return _ranges(inputs, inputs.key.shape[2], inputs.query.shape[2], by_query=False)
-
-
 def _ranges(
-    inputs: AttentionInputs, length: int, others: int, *, by_query: bool
+    inputs: AttentionInputs, *, by_query: bool
 ) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
-    tile = _tile(inputs)
+    """From which key to which the queries of each tile see any; or from which query to which its keys are seen."""
+    tile, length, others = _tile(inputs), inputs.query.shape[2], inputs.key.shape[2]
+    if not by_query:
+        length, others = others, length
     starts = torch.arange(0, length, tile, device=inputs.query.device, dtype=torch.int32)
     if inputs.mask is None:
         whole = torch.full_like(starts, others)

@@ -19,6 +19,7 @@ from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
+from theodolite.cli.merge import merge_command
 from theodolite.cli.prune import prune_command
 from theodolite.cli.report import report_command
 from theodolite.cli.runs import runs_command
@@ -61,6 +62,7 @@ def _options(
 
 
 app.command("survey", cls=RayCommand)(with_option_groups(survey_command))
+app.command("merge")(merge_command)
 app.command("spectra")(with_option_groups(spectra_command))
 app.command("trace")(with_option_groups(trace_command))
 app.command("exclude")(exclude_command)

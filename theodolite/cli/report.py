@@ -10,7 +10,7 @@ import typer
 from theodolite.cli.options import AsJson, finish, finish_trace
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
-from theodolite.system.run_folders import check_run
+from theodolite.system.run_folders import OUTPUTS, TRACE, check_run
 
 
 def report_command(
@@ -32,13 +32,13 @@ def report_command(
         from theodolite.report.page import write_report
 
         loaded = Run.load(run)
-        if loaded.is_outputs:
+        if loaded.kind == OUTPUTS:
             raise UsageError(
                 f"{run} holds head outputs, which `theodolite compare` reads together with the survey"
             )
         if csv is not None:
             loaded.write_csv(csv)
-        if loaded.is_trace:
+        if loaded.kind == TRACE:
             finish_trace(loaded, run, as_json)
             return
         finish(loaded, write_report(loaded, run / "report"), as_json)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -41,6 +41,16 @@ Baseline = Annotated[
         metavar=UNTRAINED,
         help="untrained: survey the same architecture with random weights (of --seed) as well, and show its numbers "
         "beside.",
+    ),
+]
+
+
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="K/N",
+        help="Read only the K-th of N parts of the text, in a process of its own; `theodolite merge FOLDER` makes the "
+        "run when all N, with the same --out FOLDER, are done.",
     ),
 ]
 
@@ -79,6 +89,7 @@ def survey_command(
     as_json: AsJson = False,
     batch: Batch = None,
     baseline: Baseline = None,
+    shard: Shard = None,
     opening: Opening,
     cluster: Cluster,
 ) -> None:
@@ -91,26 +102,42 @@ def survey_command(
         if baseline not in (None, UNTRAINED):
             raise UsageError(f"there is no baseline {visible(baseline, 40)}: use --baseline {UNTRAINED}")
         opening = cluster.opening(opening)
+        several = models is not None and len(models) > 1
         if cluster.ray is not None:
             refuse_unread("--ray: an untrained model is no checkpoint", {"--baseline": baseline})
+            refuse_unread("--ray: its workers share the text already", {"--shard": shard})
+        if several:
+            alone = {"--baseline": baseline, "--shard": shard}
+            refuse_unread("several models: survey an untrained one, or one in shards, by itself", alone)
+        if shard is not None:
+            refuse_unread("--shard: the report comes with `theodolite merge`", {"--baseline": baseline})
+        part = None if shard is None else shard_of(shard)
         opening.check(*(models or ()))
         text.check()
         check_target(out)
-        if models is None or len(models) < 2:
+        if not several:
             check_out(out)
         survey_one = functools.partial(
             _survey_one, text=text, batch=batch, opening=opening, cluster=cluster, stopped=stopped
         )
-        if models is None or len(models) < 2:
-            run, page = survey_one(models[0] if models else None, out, baseline=baseline)
-            finish(run, page, as_json)
-        else:
-            refuse_unread("several models: survey an untrained one by itself", {"--baseline": baseline})
-            _survey_series(models, out or Path("runs") / "series", survey_one, as_json)
+        if several:
+            _survey_series(models or [], out or Path("runs") / "series", survey_one, as_json)
+            return
+        surveyed = survey_one(models[0] if models else None, out, baseline=baseline, shard=part)
+        if surveyed is not None:
+            finish(*surveyed, as_json)
+
+
+def shard_of(given: str) -> tuple[int, int]:
+    """K and N of `K/N`; `UsageError` where it is none."""
+    number, slash, count = given.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise UsageError(f"--shard {visible(given, 40)}: give K/N, such as 1/8 to 8/8")
+    return int(number), int(count)
 
 
 def _survey_series(
-    models: list[str], out: Path, survey_one: Callable[..., tuple[Run, Path]], as_json: bool
+    models: list[str], out: Path, survey_one: Callable[..., tuple[Run, Path] | None], as_json: bool
 ) -> None:
     """Survey each model into a folder of its own below `out`, and write table and curves of them all."""
     from theodolite.comparison.series import names_of, write_series
@@ -118,7 +145,9 @@ def _survey_series(
 
     runs = {}
     for model, name in names_of(models).items():
-        runs[name], _ = survey_one(model, out / name, of=name)
+        surveyed = survey_one(model, out / name, of=name)
+        assert surveyed is not None
+        runs[name] = surveyed[0]
     table, page = write_series(runs, out)
     if as_json:
         print(json.dumps({"models": records(table)}, ensure_ascii=False, allow_nan=False))
@@ -138,38 +167,36 @@ def _survey_one(
     cluster: Cluster,
     stopped: Callable[[], bool],
     baseline: str | None = None,
+    shard: tuple[int, int] | None = None,
     of: str = "",
-) -> tuple[Run, Path]:
-    """One model's run and its report; `of`: what the bars call it."""
+) -> tuple[Run, Path] | None:
+    """One model's run and its report, or None of a shard; `of`: what the bars call it."""
+    from theodolite.passes.survey import survey
     from theodolite.report.page import write_report
 
     opened = opening.open(model, text)
     corpus = text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
+    how: dict[str, Any] = {"batch": batch, "seed": text.seed}
     with bars(stopped, of=of) as show:
-        if cluster.ray is None:
-            from theodolite.passes.survey import survey
-
-            run = survey(opened, corpus, folder, batch=batch, seed=text.seed, show_progress=show)
+        if shard is not None:
+            survey(opened, corpus, folder, shard=shard, show_progress=show, **how)
+        elif cluster.ray is None:
+            run = survey(opened, corpus, folder, show_progress=show, **how)
         else:
-            from theodolite.passes.ray_survey import survey_on_ray
+            from theodolite.passes.on_ray import survey_on_ray
 
-            run = survey_on_ray(
-                opened,
-                corpus,
-                folder,
-                address=cluster.ray,
-                actors=cluster.actors,
-                batch=batch,
-                seed=text.seed,
-                show_progress=show,
-                say=say_dimly,
-            )
+            on = {"address": cluster.ray, "actors": cluster.actors, "say": say_dimly}
+            run = survey_on_ray(opened, corpus, folder, show_progress=show, **on, **how)
+    if shard is not None:
+        number, count = shard
+        say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")
+        return None
     if baseline is not None:
         from theodolite.models.open import untrained
 
         with bars(stopped, of=baseline) as show:
             beside, model_beside = folder / UNTRAINED, untrained(opened, text.seed)
-            survey(model_beside, corpus, beside, batch=batch, seed=text.seed, show_progress=show)
+            survey(model_beside, corpus, beside, show_progress=show, **how)
     with screen.status("writing the report"):
         return run, write_report(run, folder / "report")

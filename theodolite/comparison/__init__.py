@@ -1,4 +1,4 @@
-"""What survives of the mechanism in another model: the audit of two runs, its page, and the models side by side."""
+"""Compare models: what of one run's mechanism survives in another, its page, and the models side by side."""
 
 from theodolite.comparison.audit import Audit as Audit
 from theodolite.comparison.audit import compare as compare

@@ -6,30 +6,56 @@ an intervention. Of models that differ in shape or tokenizer it matches the head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
 
-import theodolite.comparison.heads as heads
 import theodolite.comparison.matched as matched
 import theodolite.comparison.outputs as outputs
-import theodolite.comparison.sinks as sinks
-import theodolite.comparison.stream as stream
+import theodolite.comparison.parts as parts_of
 from theodolite.comparison.outputs import Loss
-from theodolite.comparison.survival import LOST, NEW, SURVIVED, Survival
+from theodolite.comparison.survival import LOST, NEW, SURVIVED, Change, Survival, share_error
+from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, UNDECIDED, UNTESTABLE, Answer, Verdict, combined
+from theodolite.judging import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    OPEN,
+    UNDECIDED,
+    UNTESTABLE,
+    Answer,
+    Criterion,
+    Estimate,
+    Verdict,
+    combined,
+    judge,
+)
 from theodolite.passes.run import Run
-from theodolite.report.data import provenance
+from theodolite.report.data import column, error_of, mean_over_layers, provenance, value_of
+from theodolite.system.run_folders import OUTPUTS, TRACE
 from theodolite.system.wording import counted, head_name, listed, percent
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 LEAST_PARTS = 2  # of which a head must lose something to count as hit hard, unless it loses its output
-OF_HEADS = ("sinks", "tags", outputs.NAME, "entropies", "head types", "spectra")
+OF_HEADS = ("sinks", "tags", parts_of.OUTPUTS, "entropies", "head types", "spectra")
 
 VERBS: dict[Answer, str] = {HOLDS: "keeps", IN_PART: "partly keeps", FAILS: "loses", UNDECIDED: "may keep"}
+VERDICTS: dict[Answer, str] = {
+    HOLDS: "kept",
+    IN_PART: "partly kept",
+    FAILS: "lost",
+    UNDECIDED: "not decided",
+    UNTESTABLE: "not testable here",
+}
+"""An answer as the table of all parts has it."""
+ORDER = ("loss", "sinks", "tags", "entropies", "localization", "head types", parts_of.OUTPUTS, "spectra")
+"""Parts in the order of that table; then the others."""
+
+SIMILAR = Criterion("within", 0.1, "ours")  # of the change of a share of all keys, or of a cosine
 SHAPE = {
     "layers": "layers",
     "heads": "heads per layer",
@@ -50,6 +76,7 @@ class Audit:
         summary: the verdict in a few sentences; each part has one of its own.
         runs: provenance of the two surveys.
         loss: of next tokens, where outputs were given of models that predict them.
+        means: means of all heads or layers, with the verdict on their change, by what they are of.
     """
 
     reference: str
@@ -58,6 +85,7 @@ class Audit:
     summary: str
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: Loss | None = None
+    means: dict[str, tuple[Change, Verdict]] = field(default_factory=dict)
 
     @property
     def answer(self) -> Answer:
@@ -69,8 +97,9 @@ class Audit:
 
     @property
     def further(self) -> list[Verdict]:
-        """On more than what survives: whether heads write the same, and whether the text is predicted as well."""
+        """Verdicts beside what survives: on head outputs, localization, context, and the loss."""
         more = [verdict for part in self.parts for verdict in part.further]
+        more += [verdict for _, verdict in self.means.values()]
         named = [replace(verdict, claim=f"{self.other}, {verdict.claim}") for verdict in more]
         return named + ([self.loss.verdict(f"{self.other} predicts the text as well")] if self.loss else [])
 
@@ -93,10 +122,27 @@ class Audit:
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """`parts`, the counts of each part, `loss`, and each part's own table by its name, with underscores."""
+        """`overview`, `parts` (the counts of each part), `loss`, and each part's own table, with underscores."""
         counts = pd.DataFrame([part.row for part in self.parts])
         loss = {} if self.loss is None else {"loss": pd.DataFrame([vars(self.loss)])}
-        return {"parts": counts} | loss | {part.name.replace(" ", "_"): part.table for part in self.parts}
+        own = {part.name.replace(" ", "_"): part.table for part in self.parts}
+        return {"overview": self.overview, "parts": counts} | loss | own
+
+    @property
+    def overview(self) -> pd.DataFrame:
+        """Every part in one number (`measure`), `before` and `after`, and the `verdict` on it; the loss first."""
+        changes = {part.name: (part.moved, VERDICTS[part.answer]) for part in self.parts}
+        changes |= {
+            name: (change, VERDICTS[verdict.answer]) for name, (change, verdict) in self.means.items()
+        }
+        if self.loss is not None:
+            changes["loss"] = self.loss.change, self.loss.word
+        names = [name for name in ORDER if name in changes]
+        rows = [
+            (name, change.name, change.before, change.after, word)
+            for name, (change, word) in ((name, changes[name]) for name in dict.fromkeys([*names, *changes]))
+        ]
+        return pd.DataFrame(rows, columns=["part", "measure", "before", "after", "verdict"])
 
 
 def compare(
@@ -142,20 +188,47 @@ def compare(
         parts: tuple[Survival, ...] = (matched.matched_heads(reference, other),)
         return Audit(*names, parts, summarise(parts, names[1]), runs)
     parts = (
-        sinks.sinks(reference, other, outputs_of),
-        *([sinks.tags(*traces)] if traces else []),
-        stream.outlier_dimensions(reference, other),
-        stream.massive_activations(reference, other),
-        stream.positions(reference, other),
-        *([outputs.head_outputs(*written)] if written else []),
-        heads.entropies(reference, other),
-        heads.head_types(reference, other),
-        heads.spectra(reference, other),
+        parts_of.sinks(reference, other, outputs_of),
+        *([parts_of.tags(*traces)] if traces else []),
+        parts_of.outlier_dimensions(reference, other),
+        parts_of.massive_activations(reference, other),
+        parts_of.positions(reference, other),
+        *([parts_of.head_outputs(*written)] if written else []),
+        parts_of.entropies(reference, other),
+        parts_of.head_types(reference, other),
+        parts_of.spectra(reference, other),
     )
     if _model_and_edits(reference) == _model_and_edits(other):
         parts = tuple(part.of_one_model() for part in parts)
     loss = outputs.loss(*written) if written else None
-    return Audit(*names, parts, summarise(parts, names[1], loss), runs, loss)
+    summary = summarise(parts, names[1], loss)
+    return Audit(*names, parts, summary, runs, loss, _means(reference, other))
+
+
+def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
+    """Compare the mean share of keys that propagate and the mean within-label cosine; judge whether each is similar."""
+    contexts = int(runs[0].provenance["corpus"]["contexts"])
+    shares = [values for run in runs if (values := column(run.heads, "propagation")) is not None]
+    cosines = [(value_of(run, "similarity_within"), error_of(run, "similarity_within")) for run in runs]
+    measured = {
+        "localization": (
+            "mean share of keys that propagate",
+            [(values, share_error(values, contexts)) for values in shares],
+            (contexts, "contexts"),
+        ),
+        "context": ("mean within-label cosine similarity", cosines, (GROUPS, "groups of contexts")),
+    }
+    means = {}
+    for name, (title, sides, rests_on) in measured.items():
+        if len(sides) < len(runs):
+            continue
+        (before, _, first_error), (after, _, second_error) = (mean_over_layers(*side) for side in sides)
+        if math.isfinite(before) and math.isfinite(after):
+            difference = Estimate(after - before, math.hypot(first_error, second_error), *rests_on)
+            estimate = difference if difference.value else Estimate.exact(0.0)
+            verdict = judge(f"{name} is similar", f"change of the {title}", estimate, SIMILAR)
+            means[name] = Change(title, before, after), verdict
+    return means
 
 
 def name_of(run: Run) -> str:
@@ -167,21 +240,21 @@ def name_of(run: Run) -> str:
 def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], written: list[Run]) -> None:
     """Refuse what cannot be compared."""
     for name, run in zip(names, surveys, strict=True):
-        if run.is_trace:
+        if run.kind == TRACE:
             raise UsageError(
                 f"{name}: this is a trace of sinks; give the survey, with the trace as FOLDER-sinks"
             )
-        if run.is_outputs:
+        if run.kind == OUTPUTS:
             raise UsageError(
                 f"{name}: these are outputs of heads; give the survey, with the outputs as FOLDER-outputs"
             )
         if not run.provenance.get("corpus"):
             raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
     for name, run in zip(names, traces, strict=False):
-        if not run.is_trace:
+        if run.kind != TRACE:
             raise UsageError(f"{name}: this is not a trace of sinks; `theodolite trace` makes one")
     for name, run in zip(names, written, strict=False):
-        if not run.is_outputs:
+        if run.kind != OUTPUTS:
             raise UsageError(f"{name}: these are not outputs of heads; `comparison.read_outputs` makes them")
     first, second = (survey.provenance for survey in surveys)
     if _shape(first) == _shape(second) and not alike(first, second):
@@ -225,7 +298,7 @@ def _shape(provenance: Mapping[str, Any]) -> list[object]:
 
 
 def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None) -> str:
-    """What survived and what did not, the heads hit hardest, the loss, and what was not compared."""
+    """Write the summary: what survived and what did not, the heads hit hardest, the loss, what was not compared."""
     if parts[0].name == matched.NAME:
         return f"{parts[0].counts()}. The models differ in shape or tokenizer: only their heads are matched."
     clauses = [_verdict(parts, other, loss is None or loss.unchanged)]
@@ -233,13 +306,13 @@ def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None)
         clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
     if loss is not None:
         clauses.append(f"{loss}.")
-    if not any(part.name == outputs.NAME for part in parts):
+    if not any(part.name == parts_of.OUTPUTS for part in parts):
         clauses.append("Head outputs were not compared.")
     return " ".join(clauses)
 
 
 def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
-    """One sentence, in the words of each part's `answer`."""
+    """Say in one sentence what is kept, partly kept, lost and undecided."""
     decided = [part for part in parts if part.answer not in OPEN]
     if same_loss and all(part.exact for part in parts if len(part.table)):
         return "Everything survives exactly: no number differs."
@@ -277,7 +350,7 @@ def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
     if not tables:
         return []
     names_of = pd.concat(tables).groupby(["layer", "head"])["part"].agg(list)
-    names_of = names_of[[len(names) >= LEAST_PARTS or outputs.NAME in names for names in names_of]]
+    names_of = names_of[[len(names) >= LEAST_PARTS or parts_of.OUTPUTS in names for names in names_of]]
     hardest = names_of[names_of.map(len) == names_of.map(len).max()]
     if len(hardest) > MOST_HARDEST:
         return []
@@ -288,14 +361,14 @@ def most_lost(audits: Sequence[Audit], layer: int | None = None) -> list[tuple[i
     """Heads (layer, head), of one block or all: most lost sinks first, then by how much they tag, then by sinks."""
     heads: dict[tuple[int, int], None] = {}
     orders = (("sinks", "before", True), ("tags", "tagged_before", False), ("sinks", "before", False))
-    for name, column, only_lost in orders:
+    for name, by, only_lost in orders:
         parts = [part for audit in audits for part in audit.parts if part.name == name]
         tables = [part.table for part in parts if len(part.table)]
         if not tables:
             continue
         rows = pd.concat(tables)
         rows = rows[(rows["status"] == LOST) | (not only_lost)]
-        sums = rows[(rows["layer"] == layer) | (layer is None)].groupby(["layer", "head"])[column].sum()
+        sums = rows[(rows["layer"] == layer) | (layer is None)].groupby(["layer", "head"])[by].sum()
         sums = sums[sums > 0].sort_values(ascending=False, kind="stable")
         heads |= {(int(block), int(head)): None for block, head in sums.index}
     return list(heads)

@@ -1,4 +1,4 @@
-"""The models of a comparison: surveyed and traced on one text, and one head of each traced on one prompt.
+"""Survey and trace the models of a comparison on one text, and trace one head of each on one prompt.
 
 Models are opened one after another, so that no two are in memory at once. A model under an intervention is a candidate
 of its own: without the low-rank term of a layer (Zhang et al. 2025, Fig. 4), and the control.
@@ -61,7 +61,7 @@ class Measured:
 
 
 def candidates_of(sources: Sequence[str]) -> list[Candidate]:
-    """One per checkpoint, named by the last part of its path, numbered where two share a name."""
+    """Make one candidate per checkpoint, named by the last part of its path, numbered where two share a name."""
     shorts = [Path(source).name or source for source in sources]
     counts = [shorts[: place + 1].count(short) for place, short in enumerate(shorts)]
     names = [f"{short}-{count}" if count > 1 else short for short, count in zip(shorts, counts, strict=True)]
@@ -69,7 +69,7 @@ def candidates_of(sources: Sequence[str]) -> list[Candidate]:
 
 
 def without_term(place: int, candidate: Candidate, layer: int, rank: int | None) -> list[Candidate]:
-    """The candidate at `place` without the low-rank term of W_Q, W_K, W_V of a layer, and the control.
+    """Make two candidates of the one at `place`: without a layer's low-rank term of W_Q, W_K, W_V, and its control.
 
     The term is what the candidate was pruned to, sparse + low-rank, or else the leading part of an SVD, of a `rank`.
     The control is without a random matrix that has the term's singular values.
@@ -113,7 +113,7 @@ def low_rank_factors(source: str, layer: int) -> Factors | None:
 
 
 class Work(Protocol):
-    """How a candidate is opened and reads a text, and what is measured of it there."""
+    """Opens a candidate, reads the text with its tokenizer, and measures it there."""
 
     def opened(self, source: str) -> OpenModel:
         """The checkpoint, opened."""
@@ -168,7 +168,7 @@ def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:
 def _for_each(
     candidates: Sequence[Candidate], opened: Open, measure_one: Callable[[Candidate, OpenModel], Result]
 ) -> list[Result]:
-    """What `measure_one` gives for every candidate; neighbours share a model, which is gone before the next opens."""
+    """Apply `measure_one` to every candidate; neighbours share a model, which is freed before the next one opens."""
 
     def on_model(model: OpenModel, group: Iterable[Candidate]) -> list[Result]:
         return [measure_one(candidate, model) for candidate in group]

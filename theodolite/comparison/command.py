@@ -1,4 +1,4 @@
-"""`theodolite compare`: run folders or models compared, written and shown. The formulas are elsewhere."""
+"""`theodolite compare`: compare run folders or models, write the page and print the result."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from rich.table import Table
 import theodolite.comparison.matched as matched
 from theodolite.comparison.audit import Audit, alike, compare, most_lost
 from theodolite.comparison.candidates import Work, candidates_of, check, measure, trace_head, without_term
-from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import LOW_RANK_CLAIM, experiment_of, outcome
+from theodolite.comparison.parts import OUTPUTS
+from theodolite.comparison.survival import SURVIVED
 from theodolite.errors import UsageError
-from theodolite.judging import UNTESTABLE, Verdict
+from theodolite.judging import Verdict
 from theodolite.models.prompts import Focus
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.run_folders import is_run
-from theodolite.system.wording import harmless, percent
+from theodolite.system.wording import harmless, number, percent
 
 SCHEMA_VERSION = 2
 FILE = "comparison.json"
@@ -34,7 +35,7 @@ FILE = "comparison.json"
 
 @dataclass(frozen=True)
 class Compared:
-    """What was compared, and what its page shows."""
+    """Audits of all pairs, the content of the page, and the reference run."""
 
     audits: list[Audit]
     outcome: Outcome
@@ -145,16 +146,16 @@ def write(compared: Compared, out: Path) -> Path:
 
 
 def show(compared: Compared, console: Console) -> None:
-    """Print, for each pair, the summary, a table of the parts, a sentence on each, and what outputs and loss say."""
+    """Print, for each pair, the summary, the loss and all parts in one table, a sentence on each part, and verdicts."""
     for audit in compared.audits:
         pair = escape(harmless(f"{audit.reference} → {audit.other}"))
         summary = escape(harmless(audit.summary))
         console.print(f"\n{MARKS[audit.answer]} [bold]{pair}[/bold]  {summary}", highlight=False)
-        console.print(_counts(audit))
+        console.print(_overview(audit))
         for part in audit.parts:
             console.print(f"[bold]{part.name}[/bold]  {escape(harmless(part.sentence))}", highlight=False)
         names = [part.name for part in audit.parts]
-        for name, ending in (("tags", "sinks"), (NAME, "outputs")):
+        for name, ending in (("tags", "sinks"), (OUTPUTS, "outputs")):
             if name not in names and matched.NAME not in names:
                 why = f"Not compared: not every survey has a run FOLDER-{ending}."
                 console.print(f"[bold]{name}[/bold]  {why}")
@@ -168,14 +169,15 @@ def _show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
         console.print(f"\n{line}", markup=False, highlight=False)
 
 
-def _counts(audit: Audit) -> Table:
+def _overview(audit: Audit) -> Table:
+    """The loss, and every part: its number before and after, the verdict, and how many units survive."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("part", "answer", "survived", "lost", "new", "undecided", "by chance", "left"):
-        table.add_column(heading, justify="left" if heading in ("part", "answer") else "right")
-    for row in audit.tables["parts"].to_dict("records"):
-        counts = (str(row[name]) for name in ("survived", "lost", "new", "undecided"))
-        by_chance = f"{row['by_chance']:.1f}" if row["by_chance"] else ""
-        there = row["answer"] != UNTESTABLE  # else the reference lacks the part
-        answer = f"{MARKS[row['answer']]} {row['answer']}" if there else ""
-        table.add_row(row["part"], answer, *counts, by_chance, percent(row["left"]))
+    for heading in ("part", "before", "after", "verdict", "survived", "left"):
+        table.add_column(heading, justify="left" if heading in ("part", "verdict") else "right", no_wrap=True)
+    parts = {part.name: part for part in audit.parts}
+    for row in audit.overview.to_dict("records"):
+        cells = [row["part"], number(row["before"]), number(row["after"]), row["verdict"]]
+        if part := parts.get(row["part"]):
+            cells += [f"{part.count(SURVIVED)} of {part.of_reference}", percent(part.family.value)]
+        table.add_row(*cells)
     return table

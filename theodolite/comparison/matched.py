@@ -1,15 +1,13 @@
-"""Heads of two models that differ in shape or tokenizer, matched by what they do: their roles, entropy, propagation."""
+"""Match the heads of models that differ in shape or tokenizer by what they do: roles, entropy, propagation."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
-from theodolite.comparison.heads import (
+from theodolite.comparison.parts import (
     ROLES,
     TENTH,
     entropy_share_error,
@@ -22,8 +20,7 @@ from theodolite.comparison.survival import (
     HALF,
     LEFT,
     LOST,
-    SURVIVED,
-    Flags,
+    Change,
     Survival,
     looks_of,
     margins,
@@ -41,7 +38,7 @@ SHUFFLES = 20  # of what the other model's heads do, for what a matching finds b
 
 
 def matched_heads(reference: Run, other: Run) -> Survival:
-    """Each head of the reference with that of the other model which does the most similar things.
+    """Match each head of the reference with the head of the other model that does the most similar things.
 
     Heads are described by shares between 0 and 1: their score in each role, their entropy over its maximum, and the
     share of keys that propagate. The pairs, min(N, M) of them, are those with the least sum of squared distances
@@ -54,123 +51,122 @@ def matched_heads(reference: Run, other: Run) -> Survival:
     Raises:
         UsageError: a run that lacks entropies.
     """
-    names, first, second = _what_heads_do(reference, other)
-    places, partners = matches(first, second)
-    sides = ((reference, places), (other, partners))
-    blocks = [run.heads["layer"].to_numpy(dtype=np.float64)[of] for run, of in sides]
+    first, second = _what_heads_do(reference, other)
+    places, partners = matches(first.to_numpy(), second.to_numpy())
     table = reference.heads[["layer", "head"]].reset_index(drop=True)
-    table["match"] = ""
-    table["depth_before"], table["depth_after"], table["difference"] = _depth(reference), np.nan, np.nan
-    of_partners = other.heads.iloc[partners]
-    table.loc[places, "match"] = [head_name(row.layer, row.head) for row in of_partners.itertuples()]
-    table.loc[places, "depth_after"] = _depth(other)[partners]
-    table.loc[places, "difference"] = np.linalg.norm(first[places] - second[partners], axis=1)
-    for place, name in enumerate(names):
-        table[f"{name}_before"], table[f"{name}_after"] = first[:, place], np.nan
-        table.loc[places, f"{name}_after"] = second[partners, place]
-    table["status"] = LOST
-    table.loc[places, "status"] = _statuses(names, first, second, (reference, other), (places, partners))
+    pairs = pd.DataFrame(
+        {"match": "", "depth_after": np.nan, "difference": np.nan, "status": LOST}, table.index
+    )
+    pairs.loc[places, "match"] = [
+        head_name(*of) for of in other.heads[["layer", "head"]].iloc[partners].to_numpy()
+    ]
+    pairs.loc[places, "depth_after"] = _depth(other)[partners]
+    before, after = first.iloc[places].reset_index(drop=True), second.iloc[partners].reset_index(drop=True)
+    pairs.loc[places, "difference"] = np.linalg.norm(before - after, axis=1)
+    pairs.loc[places, "status"] = _statuses(before, after, (reference, other), (places, partners), len(first))
+    table = table.assign(match=pairs["match"], depth_before=_depth(reference))
+    table = table.join(pairs[["depth_after", "difference"]])
+    for name in first:
+        table[f"{name}_before"] = first[name]
+        table[f"{name}_after"] = after[name].set_axis(places).reindex(table.index)
+    blocks = table.loc[places, "layer"], other.heads["layer"].iloc[partners]
+    correlation = float(rank_correlation(*(of_side.to_numpy(dtype=np.float64) for of_side in blocks)))
+    unmatched = len(second) - len(partners)
+    details = (
+        [f"rank correlation of the blocks of partners {number(correlation)}"]
+        if np.isfinite(correlation)
+        else []
+    )
+    details += [f"{counted(unmatched, 'head')} of the other model without a partner"] if unmatched else []
     return Survival(
         NAME,
         "head",
         "a head and its partner in the other model, matched by their roles, entropy and propagation: survives where at "
         f"least half of the score is left in each role that the head has, and the entropy differs by at most "
         f"{percent(TENTH)} of the maximum, and is lost where one of these is not so, each with the whole 95 % interval",
-        table,
-        partial(
-            _sentence, unmatched=len(second) - len(partners), correlation=float(rank_correlation(*blocks))
-        ),
-        by_chance=_by_chance(names, first, second),
+        table.assign(status=pairs["status"]),
+        Change("mean entropy over its maximum", first[ENTROPY].mean(), second[ENTROPY].mean()),
+        verb=("has a partner that does the same", "have a partner that does the same"),
+        details=(*details, *_roles(table)),
+        by_chance=_by_chance(first, second),
         contexts=reference.provenance["corpus"]["contexts"],
     )
 
 
-def _what_heads_do(reference: Run, other: Run) -> tuple[list[str], Floats, Floats]:
-    """What both runs have of scores, entropy share and propagation: its names (K), (N, K) and (M, K); NaN: unknown."""
-    names, columns = [], []
-    for name in (ENTROPY, *(role.column for role in ROLES), "propagation"):
-        first, second = (
-            entropy_share(run) if name == ENTROPY else column(run.heads, name) for run in (reference, other)
-        )
-        if first is not None and second is not None:
-            names.append(name)
-            columns.append((first, second))
+def _what_heads_do(*runs: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Scores, entropy share and propagation of each head, as far as both runs have them; NaN: unknown."""
+    first, second = (
+        pd.DataFrame(
+            {ENTROPY: entropy_share(run)}
+            | {name: column(run.heads, name) for name in (*(role.column for role in ROLES), "propagation")}
+        ).dropna(axis=1, how="all")
+        for run in runs
+    )
+    names = [name for name in first if name in second]
     if ENTROPY not in names:
         raise UsageError("heads are matched by entropy too, which one of these runs lacks: survey it again")
-    first, second = (np.stack(side, axis=1) for side in zip(*columns, strict=True))
-    return names, first, second
+    return first[names].astype(np.float64), second[names].astype(np.float64)
 
 
 def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
-    """Places in `first`, ascending, and of their partners in `second`; what was not measured counts as 0."""
+    """Return the rows of `first`, ascending, and those of their partners in `second`; NaN counts as 0."""
     distances = cdist(np.nan_to_num(first), np.nan_to_num(second), "sqeuclidean")
     places, partners = linear_sum_assignment(distances)
     return places, partners
 
 
-def _does_the_same(names: list[str], first: Floats, second: Floats) -> Flags:
-    """(N, M): whether each head of the other model does what each of the reference does; not where it is unknown."""
-    entropy = names.index(ENTROPY)
-    one, two = first[:, None, entropy], second[None, :, entropy]
-    same: Flags = (np.abs(one - two) <= TENTH) & (range_of(one) == range_of(two))
-    for role in ROLES:
-        if role.column in names:
-            score = names.index(role.column)
-            has = first[:, None, score] >= role.threshold
-            same &= ~has | (second[None, :, score] >= HALF * first[:, None, score])
-    return same
-
-
 def _statuses(
-    names: list[str], first: Floats, second: Floats, runs: tuple[Run, Run], at: tuple[np.ndarray, np.ndarray]
+    before: pd.DataFrame,
+    after: pd.DataFrame,
+    runs: tuple[Run, Run],
+    at: tuple[np.ndarray, np.ndarray],
+    units: int,
 ) -> np.ndarray:
-    """Of each pair of heads, at places of either model: by entropy and by every role that the first one has.
+    """Name the status of each pair of heads, by entropy and by every role that the first one has.
 
     The runs may be of other tokens of the text, so that the fewer contexts count.
     """
     contexts = min(run.provenance["corpus"]["contexts"] for run in runs)
-    looks = looks_of(len(first))
-    before, after = first[at[0]], second[at[1]]
-    entropy = names.index(ENTROPY)
-    errors = entropy_share_error(runs[0])[at[0]], entropy_share_error(runs[1])[at[1]]
-    kept, lost = similar_entropies((before[:, entropy], after[:, entropy]), errors, contexts, looks)
+    looks, sides = looks_of(units), list(zip(runs, at, strict=True))
+    errors = [entropy_share_error(run)[of] for run, of in sides]
+    shares = before[ENTROPY].to_numpy(), after[ENTROPY].to_numpy()
+    kept, lost = similar_entropies(shares, (errors[0], errors[1]), contexts, looks)
     for role in ROLES:
-        if role.column in names:
-            one, two = (side[:, names.index(role.column)] for side in (before, after))
-            error = np.hypot(*(score_error(run, role)[of] for run, of in zip(runs, at, strict=True)))
+        if role.column in before:
+            error = np.hypot(*(score_error(run, role)[of] for run, of in sides))
             n = min(independent_scores(run, role) for run in runs)
-            enough, too_little = LEFT.decided(two - HALF * one, margins(error, n, looks))
-            has = one >= role.threshold
+            left = after[role.column] - HALF * before[role.column]
+            enough, too_little = LEFT.decided(left, margins(error, n, looks))
+            has = before[role.column].to_numpy() >= role.threshold
             kept, lost = kept & (enough | ~has), lost | (too_little & has)
     return status_of(kept, lost)
 
 
-def _by_chance(names: list[str], first: Floats, second: Floats) -> float:
+def _by_chance(first: pd.DataFrame, second: pd.DataFrame) -> float:
+    """Count the heads that find a partner that does the same when each measure is shuffled among the other's heads."""
     generator = np.random.default_rng(0)
     counts = []
     for _ in range(SHUFFLES):
-        shuffled = generator.permuted(second, axis=0)
-        counts.append(_does_the_same(names, first, shuffled)[matches(first, shuffled)].sum())
+        shuffled = pd.DataFrame(generator.permuted(second.to_numpy(), axis=0), columns=second.columns)
+        places, partners = matches(first.to_numpy(), shuffled.to_numpy())
+        before, after = (
+            first.iloc[places].reset_index(drop=True),
+            shuffled.iloc[partners].reset_index(drop=True),
+        )
+        same = (before[ENTROPY] - after[ENTROPY]).abs() <= TENTH
+        same &= range_of(before[ENTROPY]) == range_of(after[ENTROPY])
+        for role in ROLES:
+            if role.column in before:
+                one, two = before[role.column], after[role.column]
+                same &= ~(one >= role.threshold) | (two >= HALF * one)
+        counts.append(same.sum())
     return float(np.mean(counts))
 
 
 def _depth(run: Run) -> Floats:
-    """Of each head among all: 0 before the first of the first block, 1 after the last of the last."""
+    """The depth of each head: 0 before the first head of the first block, 1 after the last head of the last."""
     layer, head = (run.heads[name].to_numpy(dtype=np.float64) for name in ("layer", "head"))
     return (layer + (head + 0.5) / (head.max() + 1)) / (layer.max() + 1)
-
-
-def _sentence(part: Survival, unmatched: int, correlation: float) -> str:
-    table = part.table
-    clauses = [
-        f"{part.count(SURVIVED)} of {counted(len(table), 'head')} of the reference have a partner that does the same "
-        f"({part.by_chance:.1f} by chance)"
-    ]
-    if np.isfinite(correlation):
-        clauses.append(f"rank correlation of the blocks of partners {number(correlation)}")
-    if unmatched:
-        clauses.append(f"{counted(unmatched, 'head')} of the other model without a partner")
-    return "; ".join(clauses + _roles(table)) + "."
 
 
 def _roles(table: pd.DataFrame) -> list[str]:

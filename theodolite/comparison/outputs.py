@@ -1,4 +1,4 @@
-"""What each head adds to the residual stream, and the next-token loss: read in a separate pass, and compared.
+"""Read what each head adds to the residual stream, where sinks are, and the next-token loss, in a pass of its own.
 
 Sinks, entropies, head types and W_QK depend on queries and keys alone, so they cannot tell that a head's output no
 longer reaches the stream. This pass reads the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss
@@ -20,11 +20,11 @@ from torch import Tensor
 from theodolite.accumulate.sums import State
 from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, statuses
+from theodolite.comparison.survival import Change
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
-from theodolite.judging import Criterion, Estimate, Verdict, judge
-from theodolite.measure.ratios import ratio_by_context
+from theodolite.jobs.job import Stage, States
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion, Estimate, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import (
@@ -38,18 +38,15 @@ from theodolite.passes.corpus_pass import (
 )
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
-from theodolite.passes.stages import Stage, States, run_into
+from theodolite.passes.run_job import run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass, widest_output_weights
 from theodolite.report.data import evenly
 from theodolite.system.progress import ShowStage
-from theodolite.system.wording import counted, head_name, number, percent, with_error
+from theodolite.system.wording import number, with_error
 
-NAME = "head outputs"
 TOKENS = 512  # at which outputs are kept, equally many per context; of more contexts, one in each of so many
 # Random ones along which wider streams' outputs are kept: ‖·‖² is off by √(2/128) = 1/8 at most.
 DIRECTIONS = 128
-ALIKE_CLAIM, DIFFERENCE = "heads write nearly the same", "‖new − old‖/‖old‖, mean over heads"
-ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
 AS_GOOD = Criterion("at most", math.log(1.05), "a perplexity that is 5 % higher (ours)")
 
 SINK_PLACES, PLACE = "sink_places", ["context", "layer", "head", "position"]  # an array and its columns
@@ -71,7 +68,7 @@ def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " token
 
 
 class OutputsPass(CorpusPass):
-    """The outputs of every head at the chosen tokens of a corpus, the loss of every context, and where its sinks are.
+    """Keep every head's output at chosen tokens of a corpus, and the loss and the places of sinks of every context.
 
     `weights`: W_O of every head, along the directions in which the stream is seen.
     """
@@ -99,16 +96,16 @@ class OutputsPass(CorpusPass):
         return {"written": self._written, "loss": self._loss, SINK_PLACES: torch.cat(self._places)}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         self._written, self._loss = state["written"], state["loss"]
         self._places = [state[SINK_PLACES]]
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next."""
+        """Start a batch with contexts `first …`."""
         self._first, self._last = first, first + len(ids)
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """The residual stream says nothing here."""
+        """Refuse NaN and infinite hidden states; nothing of them is kept."""
         refuse_nonfinite_stream(layer, hidden)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
@@ -137,7 +134,7 @@ class OutputsPass(CorpusPass):
 
 
 def _directions(width: int) -> Float[Tensor, "width directions"]:
-    """The identity, or Gaussian directions of which the mean of ‖xR‖² is ‖x‖² (Johnson & Lindenstrauss 1984)."""
+    """Return the identity, or Gaussian directions R with mean ‖xR‖² = ‖x‖² (Johnson & Lindenstrauss 1984)."""
     if width <= DIRECTIONS:
         return torch.eye(width, dtype=torch.float64)
     generator = torch.Generator().manual_seed(SEED)
@@ -208,103 +205,6 @@ def read_outputs(
     )
 
 
-def head_outputs(reference: Run, other: Run) -> Survival:
-    """What each head adds to the stream before and after, on the same tokens: 1 − ‖new − old‖²/‖old‖² is kept."""
-    _, context = torch.unique(reference.arrays["context"], return_inverse=True)
-    pairs = enumerate(zip(reference.arrays["written"], other.arrays["written"], strict=True))
-    layers = [_compare_layer(*pair, context).assign(layer=layer) for layer, pair in pairs]
-    table = pd.concat(layers, ignore_index=True)
-    table = table[(table["norm_before"] > 0) | (table["norm_after"] > 0)].reset_index(drop=True)
-    contexts = int(context.max()) + 1
-    table["status"] = statuses(table, 1.0, contexts)
-    return Survival(
-        NAME,
-        "head",
-        f"what a head adds to the stream, o W_O, at {len(context)} tokens past the first: it survives where at least "
-        "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, each with the "
-        "whole 95 % interval (over contexts)",
-        table[["layer", "head", *(name for name in table if name not in ("layer", "head"))]],
-        _sentence,
-        least=1.0,
-        contexts=contexts,
-        further=(judge(ALIKE_CLAIM, DIFFERENCE, _difference(reference, other, context), ALIKE),),
-    )
-
-
-def _difference(reference: Run, other: Run, context: Int[Tensor, " tokens"]) -> Estimate:
-    """‖new − old‖/‖old‖ over all tokens, mean over the heads that write, with the jackknife's error over contexts."""
-    changed: list[Tensor] = []
-    total: list[Tensor] = []
-    for old, new in zip(reference.arrays["written"], other.arrays["written"], strict=True):
-        for sums, values in ((changed, new.double() - old), (total, old.double())):
-            sums.append(_by_context(values.square().sum(dim=2), context))
-    d, t = torch.cat(changed).numpy(), torch.cat(total).numpy()
-    writes = t.sum(axis=1) > 0
-    if not writes.any():
-        return Estimate(math.nan)
-    d, t = d[writes], t[writes]
-    value = np.sqrt(d.sum(axis=1) / t.sum(axis=1)).mean()
-    contexts = d.shape[1]
-    if contexts == 1:
-        return Estimate(float(value), n=1, of="contexts")
-    rest = t.sum(axis=1, keepdims=True) - t
-    with np.errstate(divide="ignore", invalid="ignore"):
-        without_one = np.sqrt((d.sum(axis=1, keepdims=True) - d).clip(min=0) / rest)
-    means = np.nan_to_num(without_one).mean(axis=0)
-    error = math.sqrt((contexts - 1) / contexts * float(np.square(means - means.mean()).sum()))
-    return Estimate(float(value), error, contexts, "contexts")
-
-
-def _compare_layer(
-    old: Float[Tensor, "heads tokens directions"],
-    new: Float[Tensor, "heads tokens directions"],
-    context: Int[Tensor, " tokens"],
-) -> pd.DataFrame:
-    """One row per head; a head that wrote nothing has `before` 0, and `after` 1 if it writes now."""
-    old, new = old.double(), new.double()
-    squares = [_by_context(values.square().sum(dim=2), context) for values in (new - old, old, new)]
-    lost, error = (values.numpy() for values in ratio_by_context(*squares[:2]))
-    sizes = [(values.sum(dim=1) / len(context)).sqrt().numpy() for values in squares]
-    writes = sizes[1] > 0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = sizes[0] / sizes[1]
-    table = pd.DataFrame({"head": range(len(old))})
-    table = table.join(changes(writes.astype(float), np.where(writes, 1 - lost, sizes[2] > 0)))
-    table["se"] = np.where(writes, error, 0.0)
-    table["relative_difference"] = np.where(writes, relative, np.nan)
-    return table.join(changes(sizes[1], sizes[2]).add_prefix("norm_"))
-
-
-def _by_context(
-    values: Float[Tensor, "heads tokens"], context: Int[Tensor, " tokens"]
-) -> Float[Tensor, "heads contexts"]:
-    count = int(context.max()) + 1
-    return values.new_zeros(len(values), count).index_add_(1, context, values)
-
-
-def _sentence(part: Survival) -> str:
-    table = part.table
-    if not len(table):
-        return "No head writes anything on this text."
-    if part.exact:
-        return f"The outputs of all {counted(len(table), 'head')} are unchanged."
-    survived = part.count(SURVIVED)
-    median = table.loc[table["before"] > 0, "relative_difference"].median()
-    clauses = [
-        f"{survived} of {counted(part.of_reference, 'head')} {'keeps its' if survived == 1 else 'keep their'} output"
-        f"{part.and_undecided}; median relative difference is {number(float(median))}"
-    ]
-    return "; ".join(clauses + part.named(LOST, _described_head, table["after"])) + "."
-
-
-def _described_head(row: pd.Series) -> str:
-    if row["norm_after"] == 0:
-        return f"{head_name(row['layer'], row['head'])} (no longer writes anything)"
-    retained = percent(row["after"]) if row["after"] > 0 else "nothing"
-    norms = f"{number(row['norm_before'])} → {number(row['norm_after'])}"
-    return f"{head_name(row['layer'], row['head'])} (retains {retained}; norm {norms})"
-
-
 @dataclass(frozen=True)
 class Loss:
     """Next-token loss of two models on the same contexts, in nats per token; `se` of the difference, paired."""
@@ -315,6 +215,17 @@ class Loss:
     se: float
     unchanged: bool
     contexts: int = 0
+
+    @property
+    def change(self) -> Change:
+        """The loss before and after."""
+        return Change("next-token loss in nats", self.before, self.after)
+
+    @property
+    def word(self) -> str:
+        """The verdict on it in a word."""
+        words = {HOLDS: "as good", FAILS: "worse"}
+        return "unchanged" if self.unchanged else words.get(self.verdict("").answer, UNDECIDED)
 
     def verdict(self, claim: str) -> Verdict:
         """Whether the other model predicts as well."""
@@ -331,7 +242,7 @@ class Loss:
 
 
 def loss(reference: Run, other: Run) -> Loss | None:
-    """Loss before and after; None where one predicts no next tokens."""
+    """Compare the losses of two models; None where one predicts no next tokens."""
     old, new = (run.arrays["loss"].numpy() for run in (reference, other))
     if not np.isfinite(old).all() or not np.isfinite(new).all():
         return None

@@ -1,26 +1,26 @@
-"""The page of a comparison: a verdict on each part, figures before and after, tables, one head in every model."""
+"""The page of a comparison: one table of all parts, verdicts, figures before and after, one head in every model."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 import theodolite.comparison.matched as matched
-import theodolite.comparison.outputs as outputs
 from theodolite.comparison.audit import Audit
 from theodolite.comparison.candidates import HeadOnPrompt, Measured
-from theodolite.comparison.sinks import KEY, kept_places
+from theodolite.comparison.parts import OUTPUTS, SINK, kept_places
 from theodolite.comparison.survival import HALF, MORE_THAN_HARDLY_ANY, NEARLY_ALL, Survival
 from theodolite.judging import HOLDS, Criterion, Estimate, Verdict, judge, mix_of
+from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO, SONG, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.wording import counted, head_name, listed, number, percent, shown_token, visible
 
@@ -35,7 +35,7 @@ STAY = Criterion("at least", HALF, "ours")  # and without a random part as large
 def outcome(
     audits: Sequence[Audit], measured: Sequence[Measured] = (), on_prompt: HeadOnPrompt | None = None
 ) -> Outcome:
-    """The page's content; `measured`: the models, where they were at hand; `on_prompt`: one head of each."""
+    """Make the page's content; `measured`: the models, where they were at hand; `on_prompt`: one head of each."""
     page = Outcome()
     if ablated := [model for model in measured if model.candidate.layer is not None]:
         _judge_term(page, ablated, {model.candidate.name: model for model in measured}, audits)
@@ -49,6 +49,7 @@ def outcome(
                 tables.append(table.assign(**pair)[[*pair, *table]])
         filled = [table for table in tables if len(table)]
         page.tables[name] = pd.concat(filled or tables[:1], ignore_index=True)
+    page.lead = _lead(audits)
     if on_prompt:
         _draw_side_by_side(page, on_prompt)
     _draw_parts(page, audits)
@@ -58,8 +59,20 @@ def outcome(
     return page
 
 
+def _lead(audits: Sequence[Audit]) -> pd.DataFrame:
+    """Make the table that the page begins with: every part in one number, in each model, and the verdicts."""
+    columns: dict[str, pd.Series] = {}
+    for place, audit in enumerate(audits):
+        table = audit.overview.set_index("part")
+        columns.setdefault("measure", table["measure"])
+        columns.setdefault(visible(audit.reference, 60), table["before"])
+        columns |= {visible(audit.other, 60): table["after"], f"verdict{' ' * place}": table["verdict"]}
+    table = pd.DataFrame(columns).reindex(audits[0].overview["part"])
+    return table.rename_axis("part").reset_index()
+
+
 def experiment_of(audits: Sequence[Audit], content: Outcome) -> Heading:
-    """The page's head: which models it is of, and what the paper says where a low-rank term was taken out."""
+    """Make the page's heading: which models, and the paper's finding where a low-rank term was ablated."""
     first, *others = (visible(name, 60) for name in [audits[0].reference, *(audit.other for audit in audits)])
     is_ablation = any(verdict.claim == LOW_RANK_CLAIM for verdict in content.verdicts)
     title = f"What survives of {first} in {listed(others, 4)}"
@@ -67,7 +80,7 @@ def experiment_of(audits: Sequence[Audit], content: Outcome) -> Heading:
 
 
 def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
-    """On the whole mechanism, and on each part; `explain` what survives."""
+    """Add the verdicts on the whole mechanism and on each part; `explain` adds each part's criterion."""
     whole = f"The mechanism of {audit.reference} survives in {audit.other}"
     evidence = {
         part.name: part.sentence + (f" Criterion: {part.criterion}." if explain else "")
@@ -83,7 +96,7 @@ def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
 
 
 def _judged(part: Survival, claim: str, sentence: str) -> Verdict:
-    """What is left of a part, with the sentence on it and the limits."""
+    """Judge what is left of a part, with its sentence and the limits as evidence."""
     left = number(part.family.value) if part.family.is_exact else part.family  # every unit is decided
     limits = f"{NEARLY_ALL.side} {NEARLY_ALL.limit:g} is kept, at most {MORE_THAN_HARDLY_ANY.limit:g} lost"
     return replace(part.verdict(claim), evidence=f"{sentence} Left: {left}; criterion: {limits} (ours)")
@@ -97,16 +110,16 @@ def _of_the_layer(ablated: Sequence[Measured], audits: Sequence[Audit]) -> pd.Da
         sinks = audit_of[model.candidate.name].part("sinks").table
         of_layer = sinks[sinks["layer"] == model.candidate.layer]
         columns = {"before": "with_term", "after": name, "se": f"{name}_se"}
-        tables.append(of_layer[[*KEY, "token", *columns]].rename(columns=columns))
-    table = tables[0].merge(tables[1], "outer", [*KEY, "token", "with_term"])
+        tables.append(of_layer[[*SINK, "token", *columns]].rename(columns=columns))
+    table = tables[0].merge(tables[1], "outer", [*SINK, "token", "with_term"])
     table = table.fillna({"with_term": 0.0, "without_term": 0.0, "without_random_part": 0.0})
-    return table.sort_values(["with_term", *KEY], ascending=[False] + [True] * 4, ignore_index=True)
+    return table.sort_values(["with_term", *SINK], ascending=[False] + [True] * 4, ignore_index=True)
 
 
 def _judge_term(
     page: Outcome, ablated: Sequence[Measured], measured: Mapping[str, Measured], audits: Sequence[Audit]
 ) -> None:
-    """Whether ablating a layer's low-rank term removes its sinks, and a random part of the same size does not.
+    """Judge whether ablating a layer's low-rank term removes its sinks, and ablating a random part as large does not.
 
     By the share of them that are at the same place of the same context, paired by context.
     """
@@ -173,56 +186,57 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
     )
 
 
-def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
-    """Figures of the parts that some comparison has, with a picker where there are several comparisons."""
-    tables_of = {part.name: part.table for audit in audits for part in audit.parts}
-    outliers = [part.table for audit in audits for part in audit.parts if part.name == "outlier dimensions"]
-    dimensions = sorted({int(dimension) for table in outliers for dimension in table["dimension"]})
-    layers = len(tables_of.get("positional basis", ()))
+@dataclass(frozen=True)
+class PartFigure:
+    """How the table of a part is drawn, and its caption: what is drawn, what to look for, whose figure it is."""
 
-    def figure(
-        name: str, title: str, draw: Callable[[pd.DataFrame], go.Figure], *caption: str, wide: bool = False
-    ) -> None:
-        tables = {audit.other: part.table for audit in audits for part in audit.parts if part.name == name}
-        if any(map(len, tables.values())):
-            figures = list(tables.values())
-            choice = by_name("model", list(tables), lambda index: draw(figures[index]))
-            drawn = choice if len(figures) > 1 else draw(figures[0])
-            page.figure(name.replace(" ", "-"), title, drawn, *caption, wide=wide)
+    part: str
+    title: str
+    draw: Callable[[pd.DataFrame], go.Figure]
+    shows: str
+    look_for: str
+    source: str
+    wide: bool = False
 
-    figure(
+
+def _dots(shown: drawing.Dots) -> Callable[[pd.DataFrame], go.Figure]:
+    return functools.partial(drawing.scatter, shown=shown)
+
+
+FIGURES = (
+    PartFigure(
         matched.NAME,
         "Heads matched by what they do",
         lambda table: drawing.scatter(table[table["match"] != ""], drawing.MATCH_DOTS),
         "One dot per head: its depth (0 first, 1 last) and that of the most similar head of the other model.",
         "dots along the line: the two models do the same things at the same depth.",
         "ours",
-    )
-    figure(
+    ),
+    PartFigure(
         "sinks",
         "Sinks before and after",
-        lambda table: drawing.scatter(table, drawing.SINK_DOTS),
+        _dots(drawing.SINK_DOTS),
         "One dot per sink (layer, head, kind and token): the share of contexts in which it is one.",
         "dots at the lower edge (lost) and at the left edge (new). On the line nothing changed.",
         f"{ZHANG}, section 3.3",
-    )
-    figure(
+    ),
+    PartFigure(
         "tags",
         "Tags before and after",
-        lambda table: drawing.scatter(table, drawing.TAG_DOTS),
+        _dots(drawing.TAG_DOTS),
         "One dot per sink: η², the share of the head output's variance that its grouping of tokens explains.",
         "dots at the lower edge. A lost dot near the line has rotated: it tags in another direction.",
         f"{ZHANG}, sections 2 and 3.4",
-    )
-    figure(
-        outputs.NAME,
+    ),
+    PartFigure(
+        OUTPUTS,
         "Head outputs before and after",
-        lambda table: drawing.scatter(table, drawing.OUTPUT_DOTS),
+        _dots(drawing.OUTPUT_DOTS),
         "One dot per head: root-mean-square norm over tokens of what it adds to the residual stream.",
         "dots at the lower edge: heads that write nothing any more. A lost head near the line writes other things.",
         "ours",
-    )
-    figure(
+    ),
+    PartFigure(
         "entropies",
         "Entropy of attention, head by head",
         drawing.entropies,
@@ -230,17 +244,17 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         "strong colours on the right: heads that attend to fewer keys (blue) or more (orange).",
         f"{BAO}, section 5",
         wide=True,
-    )
-    figure(
+    ),
+    PartFigure(
         "outlier dimensions",
         "Outlier dimensions, layer by layer",
-        lambda table: drawing.outliers(table, dimensions, layers),
+        drawing.outliers,
         "Share of tokens past the first with |x| ≥ 6, for the dimensions that are outliers in some layer.",
         "rows that are strong in only one of the two.",
         f"{ZHANG}, section 3.2; Dettmers et al. 2022",
         wide=True,
-    )
-    figure(
+    ),
+    PartFigure(
         "positional basis",
         "Positions, layer by layer",
         drawing.positions,
@@ -249,12 +263,35 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         "an overlap near 1. A low overlap with a high curve: the same positions, rotated.",
         f"{SONG}, Tables 1, 2 and 4",
         wide=True,
-    )
-    figure(
+    ),
+    PartFigure(
         "spectra",
         "Norm of W_QK before and after",
-        lambda table: drawing.scatter(table, drawing.SPECTRUM_DOTS),
+        _dots(drawing.SPECTRUM_DOTS),
         "One dot per head: the Frobenius norm of its query-key matrix.",
         "dots far below the line: heads whose logits hardly distinguish keys any more.",
         f"{BAO}, section 3",
-    )
+    ),
+)
+
+
+def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
+    """Draw the parts that some comparison has, with a picker where there are several comparisons."""
+    for figure in FIGURES:
+        tables = {
+            audit.other: part.table for audit in audits for part in audit.parts if part.name == figure.part
+        }
+        if not any(map(len, tables.values())):
+            continue
+        draw = figure.draw
+        if draw is drawing.outliers:  # all comparisons have the same rows and columns
+            dimensions = sorted(
+                {int(dimension) for table in tables.values() for dimension in table["dimension"]}
+            )
+            layers = len(audits[0].part("positional basis").table)
+            draw = functools.partial(drawing.outliers, dimensions=dimensions, layers=layers)
+        drawings = [functools.partial(draw, table) for table in tables.values()]
+        choice = by_name("model", list(tables), lambda index, drawings=drawings: drawings[index]())
+        drawn = choice if len(tables) > 1 else drawings[0]()
+        key = figure.part.replace(" ", "-")
+        page.figure(key, figure.title, drawn, figure.shows, figure.look_for, figure.source, wide=figure.wide)

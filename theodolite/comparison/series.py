@@ -1,4 +1,4 @@
-"""A series of checkpoints, or any models: the key numbers of each survey in one table, and as curves over training.
+"""The key numbers of a series of checkpoints, or of any models: one table, and curves over training.
 
 Each model is surveyed by itself; nothing is measured here.
 """
@@ -15,7 +15,7 @@ import pandas as pd
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report.drawing.series import over_training
-from theodolite.report.key_numbers import MEASURES, summary_row
+from theodolite.report.key_numbers import measures, summary_row
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import write_index, write_outcome
 from theodolite.system.files import disk_errors, write_text
@@ -34,7 +34,7 @@ def step_of(name: str) -> int | None:
 
 
 def names_of(models: list[str]) -> dict[str, str]:
-    """A folder name for each model: the last part of its path or hub name, revision included; none twice."""
+    """Name a folder for each model: the last part of its path or hub name, revision included; none twice."""
     names = {model: Path(model.rstrip("/")).name.replace("@", "-") for model in models}
     doubled = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
     if doubled or len(names) < len(models):
@@ -62,7 +62,7 @@ def write_series(runs: Mapping[str, Run], out: Path) -> tuple[pd.DataFrame, Path
         WorkError: they cannot be written.
     """
     table = series_table(runs)
-    shown = {name: title for name, title in MEASURES.items() if table[name].notna().any()}
+    shown = {name: title for name, title in measures().items() if table[name].notna().any()}
     outcome = Outcome(tables={"models": table})
     if bool(table["step"].notna().all()) and table["step"].is_unique:
         outcome.figure(

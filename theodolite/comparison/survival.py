@@ -1,9 +1,9 @@
-"""The rule of what counts as surviving, and its result for one part of the mechanism. No run is read here."""
+"""Join two tables by key, decide which units survive, and sum that up for one part of the mechanism."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from theodolite.estimates import sigmas
 from theodolite.judging import SIGMAS, Answer, Criterion, Estimate, Verdict, judge, mix_of, untestable
 from theodolite.measure.uncertainty import half_sample_error
 from theodolite.report.data import Floats
-from theodolite.system.wording import counted, listed, percent
+from theodolite.system.wording import counted, listed, number, percent
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
 
@@ -28,38 +28,111 @@ HALF = 0.5
 NEARLY_ALL = Criterion("at least", 0.9, "“keeps” read as: nine tenths are left (ours)")
 MORE_THAN_HARDLY_ANY = Criterion("more than", 0.1, "“loses” read as: a tenth is left, or less (ours)")
 
-A_CHANGE = Criterion("more than", 0.0, "ours")  # of the size of a difference
+BY_HALVES = "survives where at least half of that is left, and is lost where less is, each with the whole 95 % interval"
+"""The rule of halves in words (`statuses`)."""
+
 LEFT = Criterion("at least", 0.0, "ours")  # of what is left beyond the half that survives
 NAMED = 4  # units that a sentence names
 
 Flags = npt.NDArray[np.bool_]
 
 
+def join(
+    before: pd.DataFrame,
+    after: pd.DataFrame,
+    key: Sequence[str],
+    values: Mapping[str, str],
+    texts: Sequence[str] = (),
+) -> pd.DataFrame:
+    """Join two tables by key: every key of either, with its values in both and the errors of their differences.
+
+    Args:
+        key: columns that both have.
+        values: column → that of its standard error, or none. They become `VALUE_before`, `VALUE_after`,
+            `VALUE_difference` and, where there is an error, `VALUE_se` of the difference; of the one called `value`
+            without the name. They are 0 where a table lacks the key, and NaN where it lacks the column.
+        texts: columns that become `TEXT_before` and `TEXT_after`.
+    """
+    numbers = [name for name in dict.fromkeys([*values, *values.values()]) if name]
+    sides = []
+    for frame in (before, after):
+        side = frame.reindex(columns=[*key, *numbers, *texts]).astype(dict.fromkeys(numbers, np.float64))
+        # Columns of pyarrow's texts cannot be merged where one of them is empty.
+        others = side.columns.difference(side.select_dtypes("number").columns)
+        sides.append(side.astype(dict.fromkeys(others, object)))
+    both = sides[0].merge(
+        sides[1], "outer", list(key), suffixes=("_before", "_after"), indicator=True, sort=True
+    )
+    for side, missing in (("before", "right_only"), ("after", "left_only")):
+        columns = [f"{name}_{side}" for name in numbers]
+        both[columns] = both[columns].mask(both["_merge"] == missing, 0.0)
+    table = both[list(key)].copy()
+    for name, error in values.items():
+        table[f"{name}_before"], table[f"{name}_after"] = both[f"{name}_before"], both[f"{name}_after"]
+        table[f"{name}_difference"] = both[f"{name}_after"] - both[f"{name}_before"]
+        if error:
+            # An infinite error stands for one that is not known.
+            se = np.hypot(both[f"{error}_before"], both[f"{error}_after"])
+            table[f"{name}_se"] = se.replace(np.inf, np.nan)
+    both = both[[f"{name}_{side}" for name in texts for side in ("before", "after")]]
+    return table.join(both).rename(columns=lambda name: name.removeprefix("value_"))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number of both models, with the standard error of the difference over groups of contexts; NaN: not known."""
+
+    name: str
+    before: float
+    after: float
+    error: float = math.nan
+
+    def __str__(self) -> str:
+        margin = float(margins(self.error, GROUPS))
+        within = self.error > 0 and abs(self.after - self.before) <= margin
+        words = f"{self.name} {number(self.before)} → {number(self.after)}"
+        return f"{words} (within the 95 % interval)" if within else words
+
+
 @dataclass(frozen=True)
 class Survival:
-    """What survives of one part of the mechanism."""
+    """What survives of one part of the mechanism.
 
-    name: str  # `sinks`, `tags`, …
-    unit: str  # what is counted, in the singular
-    criterion: str  # when a unit survives, and what is a unit
-    # One row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them.
+    Attributes:
+        name: of the part: `sinks`, `tags`, …
+        unit: what is counted, in the singular.
+        criterion: what makes a unit, and when it survives.
+        table: one row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them.
+        moved: the part in one number.
+        names: rows of lost or new units → what a sentence says of them.
+        verb: what a unit that survives does, of one and of several.
+        details: further clauses of the sentence, where anything changed.
+        weight: the column by which units count; empty: each counts once.
+        by_chance: how many units would survive if heads were matched at random; 0: none.
+        least: what makes a unit of `before`; the column `least` where each has its own.
+        paired: share of the whole family left, over contexts; None: read off the units.
+        further: verdicts on more than what survives.
+        contexts: that the units' errors rest on; 0: no errors are known, so that the part is not decided.
+        certain: no other text would say anything else: spectra of weights, or one model twice.
+        directions: the column that is 1 where a unit's directions are as they were; empty: it has none.
+    """
+
+    name: str
+    unit: str
+    criterion: str
     table: pd.DataFrame
-    describe: Callable[[Survival], str]  # gives `sentence`
-    weight: str = ""  # the column by which units count; empty: each counts once
-    by_chance: float = 0.0  # how many units would survive if heads were matched at random; 0: none
-    least: float = 0.0  # what makes a unit of `before`; the column `least` where each has its own
-    paired: Estimate | None = None  # share of the whole family left, over contexts; None: read off the units
-    further: tuple[Verdict, ...] = ()  # on more than what survives
-    # That the units' errors rest on; 0: no errors are known, so that the part is not decided.
+    moved: Change
+    names: Callable[[pd.DataFrame], list[str]] = lambda rows: []
+    verb: tuple[str, str] = ("survives", "survive")
+    details: tuple[str | Change, ...] = ()
+    weight: str = ""
+    by_chance: float = 0.0
+    least: float = 0.0
+    paired: Estimate | None = None
+    further: tuple[Verdict, ...] = ()
     contexts: int = 0
-    certain: bool = False  # no other text would say anything else: spectra of weights, or one model twice
-    # The column that is 1 where a unit's directions are as they were; empty: it has none.
+    certain: bool = False
     directions: str = ""
-
-    @property
-    def sentence(self) -> str:
-        """The result in words."""
-        return self.describe(self)
 
     def count(self, status: str) -> int:
         """How many units have this status."""
@@ -67,7 +140,7 @@ class Survival:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Its line in the table of all parts."""
+        """Its row in the table of all parts."""
         counts = {status: self.count(status) for status in (SURVIVED, LOST, NEW, UNDECIDED)}
         counts[UNDECIDED] = self.undecided  # of the reference
         beyond = {"by_chance": self.by_chance, "left": self.family.value}
@@ -160,19 +233,26 @@ class Survival:
         differences = self.table.filter(regex="difference$").fillna(0)
         return self.count(SURVIVED) == len(self.table) and not differences.any(axis=None)
 
-    def named(
-        self,
-        status: str,
-        describe: Callable[[pd.Series], str],
-        order: pd.Series | None = None,
-        title: str = "",
-    ) -> list[str]:
-        """`lost: A, B and 3 more`: the units of a status, in the table's order or the least of `order` first."""
+    @property
+    def sentence(self) -> str:
+        """The result in words."""
+        if not len(self.table):
+            return f"Neither model has any {self.unit} on this text."
+        if self.exact:
+            numbers = [detail for detail in self.details if isinstance(detail, str)]
+            clauses = [f"All {counted(len(self.table), self.unit)} {self.verb[1]}, unchanged", *numbers]
+        else:
+            clauses = [self.counts() if self.of_reference else f"The reference has no {self.unit}"]
+            clauses += [str(self.moved), *map(str, self.details), *self._named(LOST), *self._named(NEW)]
+        return "; ".join(clauses) + "."
+
+    def _named(self, status: str) -> list[str]:
+        """`lost: A, B and 3 more`: the units of a status, those that changed most first."""
         rows = self.table[self.table["status"] == status]
-        if order is not None:
-            rows = rows.loc[order[rows.index].sort_values(kind="stable").index]
-        names = [describe(row) for _, row in rows.iterrows()]
-        return [f"{title or status}: {listed(names, NAMED)}"] if names else []
+        if "difference" in rows:
+            order = rows["difference"].abs().sort_values(ascending=False, kind="stable").index
+            rows = rows.loc[order]
+        return [f"{status}: {listed(names, NAMED)}"] if len(rows) and (names := self.names(rows)) else []
 
     @property
     def and_undecided(self) -> str:
@@ -183,7 +263,7 @@ class Survival:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
         survived, total = self.count(SURVIVED), self.of_reference
         weights = self._weights()
-        text = f"{survived} of {counted(total, self.unit)} {'survives' if survived == 1 else 'survive'}"
+        text = f"{survived} of {counted(total, self.unit)} {self.verb[0 if survived == 1 else 1]}"
         if self.by_chance:
             text += f" ({self.by_chance:.1f} by chance)"
         elif self.weight and 0 < survived < total:
@@ -193,6 +273,11 @@ class Survival:
         if self.undecided:
             text += f", {self.undecided} undecided (within the 95 % interval)"
         return text
+
+
+def each(describe: Callable[[pd.Series], str]) -> Callable[[pd.DataFrame], list[str]]:
+    """Describe several units one by one."""
+    return lambda rows: [describe(row) for _, row in rows.iterrows()]
 
 
 def margins(errors: npt.ArrayLike, n: npt.ArrayLike, looks: int = 1) -> Floats:
@@ -217,12 +302,6 @@ def direction_margins(halves: Float[Tensor, "halves units"], owed: Floats) -> Fl
 def looks_of(units: int) -> int:
     """How many intervals share the 5 %: those of which one must err for a claim on nine tenths of the units to err."""
     return int((1 - NEARLY_ALL.limit) * units + 1e-9) + 1
-
-
-def clear(differences: npt.ArrayLike, errors: npt.ArrayLike | None, n: int = 0) -> Flags:
-    """Whether the 95 % interval of each difference leaves out 0; without an error every difference is certain."""
-    sizes = np.abs(np.asarray(differences, dtype=np.float64))
-    return A_CHANGE.decided(sizes, 0.0 if errors is None else margins(errors, n))[0]
 
 
 def statuses(
@@ -255,12 +334,12 @@ def statuses(
 
 
 def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:
-    """Of each unit of the reference, by what its intervals decide."""
+    """Name the status of each unit of the reference by what its intervals decide."""
     return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
 
 
 def share_error(shares: npt.ArrayLike, contexts: int) -> Floats:
-    """Of means over contexts of what is between 0 and 1; at most.
+    """The largest standard error that means over contexts of numbers between 0 and 1 can have.
 
     A mean s of such numbers has at most the variance s (1 − s)/n, that of a share. Two contexts on either side are
     added (Agresti & Coull 1998): what all of a few contexts do is not certain.
@@ -275,14 +354,3 @@ def expected_by_chance(holds: Flags) -> float:
     This is the mean over all orders of what is after, exactly.
     """
     return float(holds.sum()) / len(holds) if len(holds) else 0.0
-
-
-def changes(before: Sequence[float] | Floats, after: Sequence[float] | Floats) -> pd.DataFrame:
-    """The columns `before`, `after` and `difference`."""
-    first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
-    return pd.DataFrame({"before": first, "after": second, "difference": second - first})
-
-
-def within_errors(difference: float, error: float) -> str:
-    """` (within the 95 % interval)`, where a difference has an error and is so small; else nothing."""
-    return " (within the 95 % interval)" if error > 0 and not clear(difference, error, GROUPS) else ""

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.explore.figures import attention_map
-from theodolite.explore.panel_html import sink_sentence
+from theodolite.explore.panels import attention_map
 from theodolite.explore.subject import MOST_TOKENS, ids_of_text
 from theodolite.explore.view import HeadView, catch_layer, head_view, read_prompt
+from theodolite.explore.words import sink_sentence
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.report import style
+from theodolite.report.page import write_page
 from theodolite.system.choices import wider_than
-from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import head_name, visible
 
 
@@ -61,11 +61,7 @@ class HeadFigure:
         Raises:
             WorkError: it cannot be written.
         """
-        path = Path(path)
-        page = self.figure.to_html(include_plotlyjs=True)
-        with disk_errors(path):
-            write_text(path, page)
-        return path
+        return write_page(Path(path), self.figure.to_html(include_plotlyjs=True))
 
 
 @measures("model")
@@ -86,7 +82,11 @@ def view_head(
         UsageError: no such layer or head, or a prompt that the model cannot read.
         WorkError: attention became NaN or infinite.
     """
-    ids = torch.tensor(ids_of_text([model], text)) if isinstance(text, str) else torch.as_tensor(text)
+    ids = (
+        torch.tensor(ids_of_text([(model.id, model)], text))
+        if isinstance(text, str)
+        else torch.as_tensor(text)
+    )
     check_fit(model, Corpus.from_ids(ids), least_contexts=1)
     if ids.ndim != 1 or len(ids) > MOST_TOKENS:
         raise UsageError(
@@ -94,8 +94,7 @@ def view_head(
         )
     model.check_place(layer, head)
     read = read_prompt(model, ids)
-    inputs = read.layers[layer].inputs
-    view = head_view(read.tokens, inputs, catch_layer(inputs, read.trailing), layer, head, read.trailing)
+    view = head_view(read, catch_layer(read, layer), layer, head)
     if not np.isfinite(view.attention).any(axis=1).all():
         wider = wider_than(model.source.dtype)
         raise WorkError(f"attention holds NaN or infinite values on this prompt: {wider}")

@@ -1,4 +1,4 @@
-"""The gradio page: its components, and which panel follows which click. Every panel's content is made elsewhere."""
+"""The gradio page: its components, and which panels follow which click. Every panel's content is made in `panels`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from urllib.parse import urlencode
 import gradio as gr
 
 from theodolite.errors import TheodoliteError, UsageError
-from theodolite.explore import panel_html, panels
-from theodolite.explore.panels import Shown
+from theodolite.explore import panels
+from theodolite.explore.panels import PANELS, Shown
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
+from theodolite.explore.words import html
+from theodolite.report.content import subtitle, text_line
 from theodolite.report.data import opening_head
-from theodolite.system.wording import head_name
+from theodolite.system.wording import head_name, visible
 
-FIRST_MEASURE = "prompt:entropy"
 OPENING = "few-shot"
 CONSTITUENTS = (
     "The query-key product in parts that depend on position, context, both or neither; they sum to QK, the model's own "
@@ -24,6 +25,13 @@ CONSTITUENTS = (
     "is a position that attends to a content. Each row is centred, to which the softmax is invariant. Position 0 is "
     "excluded."
 )
+# Panels in the order in which they are shown: what takes longer comes later.
+STEPS = (
+    ("head_map", "head", "attention", "sinks", "spectrum", "propagation"),
+    ("constituents", "not_split"),
+    ("tags",),
+)
+PLOTS = ("head_map", "attention", "spectrum", "propagation", "constituents")
 # gradio's plots tell of no clicks. Each new figure is a new element.
 _CLICKS = """
 new MutationObserver(() => document.querySelectorAll(".head-map .js-plotly-plot:not([data-heard])").forEach((plot) => {
@@ -40,9 +48,8 @@ Update = dict[Any, Any]
 def build(subjects: Sequence[Subject]) -> gr.Blocks:
     """The page of one model, or of two side by side."""
     prompts = offered_prompts(subjects)
-    start = head_name(*opening_head(subjects[0].run))
     with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
-        gr.HTML(panel_html.title([each.name for each in subjects], [each.run for each in subjects]))
+        gr.HTML(_title(subjects))
         with gr.Row():
             label = "prompt (Shift+Enter or Run reads it)"
             prompt = gr.Textbox(
@@ -54,9 +61,10 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                 copy_link = gr.Button("Copy link", size="sm", elem_id="copy-link")
         message = gr.HTML(elem_id="message")
         with gr.Row():
+            start = head_name(*opening_head(subjects[0].run))
             head = gr.Dropdown(panels.heads_of(subjects), value=start, label="head", elem_id="head")
             measures = panels.measures_of(subjects)
-            measure = gr.Dropdown(measures, value=FIRST_MEASURE, label="head map of", elem_id="measure")
+            measure = gr.Dropdown(measures, value="prompt:entropy", label="head map of", elem_id="measure")
             log = gr.Checkbox(label="logarithmic attention", elem_id="log")
             hide = gr.Checkbox(label="hide sinks", elem_id="hide")
             window = gr.Dropdown(
@@ -68,45 +76,29 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         address = gr.Textbox(visible="hidden")
         text = gr.State("")  # the prompt that is shown; another may have been typed since
 
-        def of_sides(**values: Sequence[Any]) -> Update:
-            named = [
-                (name, *each)
-                for name, of_models in values.items()
-                for each in zip(sides, of_models, strict=True)
-            ]
-            return {side[name]: value for name, side, value in named}
-
-        def shown(prompt_text: str, name: str) -> Shown:
+        def shown(prompt_text: str, name: str, *settings: Any) -> Shown:
             if not prompt_text:  # as after the server was started anew under an open page
                 raise UsageError("no prompt has been run yet: run one first")
-            return Shown(subjects, prompt_ids(subjects, prompt_text), *panels.parse_head(name))
+            return Shown(subjects, prompt_ids(subjects, prompt_text), *panels.parse_head(name), *settings)
 
-        def maps(prompt_text: str, name: str, column: str, *_: Any) -> Iterator[Update]:
-            yield of_sides(map=panels.head_map(shown(prompt_text, name), column))
+        def drawn(at: Shown, *names: str) -> Update:
+            """New content of these panels, of every model."""
+            return {
+                side[name]: value
+                for name in names
+                for side, value in zip(sides, PANELS[name](at), strict=True)
+            }
 
-        def attention(
-            prompt_text: str, name: str, _: str, logs: bool, hides: bool, *__: Any
-        ) -> Iterator[Update]:
-            yield of_sides(attention=panels.attention(shown(prompt_text, name), log=logs, hide_sinks=hides))
-
-        def constituents(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
-            drawn, reasons = panels.constituents(shown(prompt_text, name), settings[-1] or 1)
-            yield of_sides(constituents=drawn, not_split=reasons)
+        def only(*names: str) -> Callable[..., Iterator[Update]]:
+            """Draw these panels anew, as when a setting that they follow has changed."""
+            return lambda *values: iter([drawn(shown(*values), *names)])
 
         def show(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
-            at = shown(prompt_text, name)
+            at = shown(prompt_text, name, *settings)
             query = {"prompt": prompt_text.encode("utf-8", "replace"), "layer": at.layer, "head": at.head}
-            first = of_sides(
-                head=panels.head(at),
-                sinks=panels.sinks(at),
-                spectrum=panels.spectrum(at),
-                propagation=panels.propagation(at),
-            )
-            for of_one in (maps, attention):
-                first |= next(of_one(prompt_text, name, *settings))
-            yield first | {address: f"?{urlencode(query)}", head: name}
-            yield from constituents(prompt_text, name, *settings)
-            yield of_sides(tags=panels.tags(at))
+            yield drawn(at, *STEPS[0]) | {address: f"?{urlencode(query)}", head: name}
+            for names in STEPS[1:]:
+                yield drawn(at, *names)
 
         def read(typed: str, name: str, *settings: Any) -> Iterator[Update]:
             windows = panels.windows(prompt_ids(subjects, typed))
@@ -124,20 +116,20 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             try:
                 name = _head_asked(subjects, asked) or name
             except TheodoliteError as error:
-                refused = panel_html.refusal(error)
+                refused = html("refusal", visible(error))
             for update in read(typed, name, *settings):
                 yield update | {message: refused}
 
         def choose(event: gr.EventData, prompt_text: str, _: str, *settings: Any) -> Iterator[Update]:
             yield from show(prompt_text, str(event._data["head"]), *settings)
 
-        def pick(name: str, *controls: Any) -> Iterator[Update]:
+        def pick(name: str, *settings: Any) -> Iterator[Update]:
             yield {prompt: prompts[name]}
-            yield from read(prompts[name], *controls)
+            yield from read(prompts[name], *settings)
 
-        controls = [head, measure, log, hide, window]
-        every_panel = [component for side in sides for component in side.values()]
-        everything = [message, text, prompt, preset, address, *controls, *every_panel]
+        settings = [head, measure, log, hide, window]
+        components = [component for side in sides for component in side.values()]
+        everything = [message, text, prompt, preset, address, *settings, *components]
 
         def on(trigger: Callable[..., Any], work: Callable[..., Iterator[Update]], *inputs: Any) -> None:
             """Show what `work` gives, or why it was refused; the model is asked one thing at a time."""
@@ -148,11 +140,11 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                     for update in work(*values):
                         yield {message: ""} | update
                 except TheodoliteError as error:
-                    yield {message: panel_html.refusal(error)}
+                    yield {message: html("refusal", visible(error))}
 
             trigger(
                 answer,
-                [*inputs, *controls],
+                [*inputs, *settings],
                 everything,
                 trigger_mode="always_last",  # of clicks that come while one is answered
                 concurrency_id="model",
@@ -168,10 +160,10 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         on(preset.input, pick, preset)
         on(head.input, show, text)
         on(clicks.select, choose, text)
-        on(measure.input, maps, text)
-        on(log.input, attention, text)
-        on(hide.input, attention, text)
-        on(window.input, constituents, text)
+        on(measure.input, only("head_map"), text)
+        on(log.input, only("attention"), text)
+        on(hide.input, only("attention"), text)
+        on(window.input, only("constituents"), text)
         address.change(None, address, None, js=_KEEP_ADDRESS)
         copy_link.click(None, None, None, js=_COPY_ADDRESS)
     return page
@@ -186,38 +178,47 @@ def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | 
     return head_name(layer, head)
 
 
+def _title(subjects: Sequence[Subject]) -> str:
+    """The models, and what they were surveyed on."""
+    names = [visible(subject.name, 80) for subject in subjects]
+    about = [
+        f"{name}: {subtitle(subject.run.provenance)}, surveyed {text_line(subject.run.provenance)}"
+        for name, subject in zip(names, subjects, strict=True)
+    ]
+    shared = "Both models share all scales: a colour, shade or height means the same on either side."
+    return html("title", names, [*about, shared] if len(names) > 1 else about)
+
+
 def _side(name: str) -> dict[str, Any]:
     """The panels of one model, under its name where there are two."""
     side: dict[str, Any] = {}
 
-    def panel(title: str, text: str, **parts: str) -> None:
-        """A panel with its heading; each part a plot, or HTML, and its class."""
+    def panel(title: str, about: str, *parts: str) -> None:
         with gr.Column(min_width=400):
-            gr.Markdown(f"### {title}\n{text}")
-            for part, kind in parts.items():
-                side[part] = (
-                    gr.HTML(elem_classes=part)
-                    if kind == "html"
-                    else gr.Plot(show_label=False, elem_classes=kind)
-                )
+            gr.Markdown(f"### {title}\n{about}")
+            for part in parts:
+                look = {"elem_classes": part.replace("_", "-")}
+                side[part] = gr.Plot(show_label=False, **look) if part in PLOTS else gr.HTML(**look)
 
     with gr.Column(min_width=420):
         if name:
-            gr.HTML(panel_html.heading(name))
+            gr.HTML(html("heading", visible(name, 80)))
         with gr.Row():
-            click = "Rows are layers, columns heads. Click a head to show it."
-            panel("Heads", click, map="head-map", head="html")
+            panel(
+                "Heads",
+                "One cell per head; each row is a block. Click a head to show it.",
+                "head_map",
+                "head",
+            )
             marked = "Each row is a query token, each column a key; ▼ marks the head's sinks."
-            panel("Attention", marked, attention="attention")
+            panel("Attention", marked, "attention")
         with gr.Row():
-            panel("Sinks", "The attention that each token receives.", sinks="html")
-            panel("Tags", "What the head writes at each token.", tags="html")
-        gr.Markdown(f"### Constituents of the logits\n{CONSTITUENTS}")
-        side["not_split"] = gr.HTML()
-        side["constituents"] = gr.Plot(show_label=False, elem_classes="constituents")
+            panel("Sinks", "The attention that each token receives.", "sinks")
+            panel("Tags", "What the head writes at each token.", "tags")
+        panel("Constituents of the logits", CONSTITUENTS, "not_split", "constituents")
         with gr.Row():
             with_text = "Eigenvalues of the head's query-key matrix, with the text's covariance Σ̂."
-            panel("Spectrum", with_text, spectrum="spectrum")
+            panel("Spectrum", with_text, "spectrum")
             both = "ρ predicted from the spectrum and measured on the text."
-            panel("Signal propagation", both, propagation="propagation")
+            panel("Signal propagation", both, "propagation")
     return side

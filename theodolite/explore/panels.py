@@ -1,4 +1,4 @@
-"""Every panel of the page, one value per model: a Plotly figure, or words as HTML.
+"""Every panel of the explorer's page, one value per model: a Plotly figure, or words as HTML.
 
 Models that stand side by side share their scales, so that a colour or a height means the same in both. gradio is not
 known here, so that all of it can be tested without.
@@ -6,38 +6,54 @@ known here, so that all of it can be tested without.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import plotly.graph_objects as go
 
-from theodolite.errors import UsageError
-from theodolite.explore import panel_html
-from theodolite.explore.figures import attention_map, framed_map, share_scales
+from theodolite.errors import TheodoliteError, UsageError
+from theodolite.explore import words
 from theodolite.explore.subject import Subject
-from theodolite.explore.view import tag_colours
+from theodolite.explore.view import HeadView, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import END_TOKEN_SINK, LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
-from theodolite.report.drawing import spectra as spectra_figures
+from theodolite.report import style
+from theodolite.report.data import columns_of
+from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import qk_panels
-from theodolite.report.drawing.heads import head_measures
-from theodolite.report.measures import HEAD_MEASURES
 from theodolite.system.wording import head_name, visible
 
+_T = TypeVar("_T")
 Figures = list[go.Figure | None]
 
 PROMPT, TEXT = "prompt", "text"
 ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column for role in SINK_ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
+LABELS = {"labels": 24, "letters": 10}  # of tokens: in a column of half a laptop's screen they do not touch
+AXIS_MARGIN = 0.06  # of an axis, beyond its outermost points
+
 
 class Shown(NamedTuple):
-    """What the page shows: a head of every model on a prompt."""
+    """What the page shows: a head of every model on a prompt, and how.
+
+    `measure`: of the map, as `prompt:entropy`. `first`: the first position of which constituents are drawn.
+    """
 
     subjects: Sequence[Subject]
     ids: tuple[int, ...]
     layer: int
     head: int
+    measure: str = "prompt:entropy"
+    log: bool = False
+    hide_sinks: bool = False
+    first: int = 1
+
+    @property
+    def views(self) -> list[HeadView]:
+        """The head of every model."""
+        return [each.view(self.ids, self.layer, self.head) for each in self.subjects]
 
 
 def parse_head(name: str) -> tuple[int, int]:
@@ -57,78 +73,22 @@ def heads_of(subjects: Sequence[Subject]) -> list[str]:
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     """What the map can be coloured by: (label, `prompt:entropy`), those of the prompt first."""
-    measured = [{measure.column for measure in head_measures(subject.run)} for subject in subjects]
-    on_text = [name for name in HEAD_MEASURES if all(name in of_model for of_model in measured)]
-    learned = any(
-        subject.run.heads.get(LEARNED_SINK.column, 0 * subject.run.heads["layer"]).any()
-        for subject in subjects
-    )
+    measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
+    described = columns_of(subjects[0].run, "heads")
+    on_text = [name for name in described if all(name in of_model for of_model in measured)]
+    learned = LEARNED_SINK.column
     present = {
-        LEARNED_SINK.column: learned,
-        END_TOKEN_SINK.column: END_TOKEN_SINK.column in set.intersection(*measured),
+        learned: any(
+            subject.run.heads[learned].any() for subject in subjects if learned in subject.run.heads
+        ),
+        END_TOKEN_SINK.column: END_TOKEN_SINK.column in on_text,
     }
     on_prompt = [name for name in ON_PROMPT if present.get(name, True)]
     return [
-        (f"{label} · {HEAD_MEASURES[name].title}", f"{where}:{name}")
+        (f"{label} · {described[name].title}", f"{where}:{name}")
         for where, names, label in ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
         for name in names
     ]
-
-
-def head_map(shown: Shown, measure: str) -> Figures:
-    """The layer × head map of `prompt:entropy`, say, with the head framed; none where no head has the measure."""
-    where, _, column = measure.partition(":")
-    runs = [each.run if where == TEXT else each.read(shown.ids).measured for each in shown.subjects]
-    try:
-        return share_scales([framed_map(run, column, shown.layer, shown.head) for run in runs])
-    except UsageError:
-        return [None] * len(runs)
-
-
-def head(shown: Shown) -> list[str]:
-    """The head's name, roles and evidence."""
-    return [
-        panel_html.head_html(each.view(*shown[1:]), each.run, each.read(shown.ids).measured)
-        for each in shown.subjects
-    ]
-
-
-def attention(shown: Shown, *, log: bool = False, hide_sinks: bool = False) -> Figures:
-    """The head's attention map."""
-    views = [each.view(*shown[1:]) for each in shown.subjects]
-    return share_scales([attention_map(view, log=log, hide_sinks=hide_sinks) for view in views])
-
-
-def sinks(shown: Shown) -> list[str]:
-    """The tokens with their sinks."""
-    views = [each.view(*shown[1:]) for each in shown.subjects]
-    most = panel_html.most_received(views)
-    return [panel_html.sinks_html(view, most) for view in views]
-
-
-def tags(shown: Shown) -> list[str]:
-    """The tokens in the colours of what the head writes."""
-    details = [each.constituents_and_tags(*shown[1:]) for each in shown.subjects]
-    colours = tag_colours([detail.tags for detail in details])
-    return [
-        panel_html.tags_html(each.view(*shown[1:]), detail.tags, rgb, detail.no_tags)
-        for each, detail, rgb in zip(shown.subjects, details, colours, strict=True)
-    ]
-
-
-def constituents(shown: Shown, first: int = 1) -> tuple[Figures, list[str]]:
-    """The head's constituents, their sum and its attention, from position `first` on; and why there are none."""
-    details = [each.constituents_and_tags(*shown[1:]) for each in shown.subjects]
-    drawn = [
-        detail.split and qk_panels(detail.split, shown.head, each.read(shown.ids).tokens, first=first)
-        for each, detail in zip(shown.subjects, details, strict=True)
-    ]
-    share_scales([figure for figure in drawn if figure])
-    reasons = [
-        detail.not_split and f"The logits cannot be decomposed: {visible(detail.not_split)}"
-        for detail in details
-    ]
-    return drawn, [panel_html.line(reason) for reason in reasons]
 
 
 def windows(ids: tuple[int, ...]) -> list[tuple[str, int]]:
@@ -139,19 +99,164 @@ def windows(ids: tuple[int, ...]) -> list[tuple[str, int]]:
     ]
 
 
+def head_map(shown: Shown) -> Figures:
+    """The map of all heads by the measure, with the head framed; none where no head has the measure."""
+    where, _, column = shown.measure.partition(":")
+    runs = [each.run if where == TEXT else each.read(shown.ids).measured for each in shown.subjects]
+    x, y = shown.head, shown.layer
+    frame = {"type": "rect", "x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5, "layer": "above"}
+    try:
+        drawn = [heads.head_map(run, column) for run in runs]
+    except UsageError:
+        return [None] * len(runs)
+    for figure in drawn:
+        for colour, width in ((style.NEUTRAL, 7), (style.INK, 3)):  # paper around ink is seen on any colour
+            figure.add_shape(frame, line={"color": colour, "width": width})
+    return share_scales(drawn)
+
+
+def head(shown: Shown) -> list[str]:
+    """The head's name, roles and evidence."""
+    return [
+        words.head_html(view, each.run, each.read(shown.ids).measured)
+        for each, view in zip(shown.subjects, shown.views, strict=True)
+    ]
+
+
+def hidden_keys(view: HeadView) -> list[int]:
+    """Keys that the switch hides: the head's sinks, or where it has none the first token."""
+    return sorted({sink.position for sink in view.sinks if sink.position >= 0}) or [0]
+
+
+def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False) -> go.Figure:
+    """The head's attention, queries down and keys across; colours run to the largest weight that is shown.
+
+    `hide_sinks` leaves out the columns of `hidden_keys`; what is left is not made to sum to 1.
+    """
+    weights = view.attention.copy()
+    if hide_sinks:
+        weights[:, hidden_keys(view)] = np.nan
+    highest = float(np.nanmax(weights, initial=0.0)) or 1.0
+    sinks = [sink.position for sink in view.sinks if sink.position >= 0]
+    drawn = prompt.attention(weights, view.tokens, sinks, highest=highest, log=log, **LABELS)
+    place = {"constrain": "domain", "automargin": False}  # the map stays where it is when a switch is turned
+    drawn.update_xaxes(place, constraintoward="left")
+    drawn.update_yaxes(place, constraintoward="top", scaleanchor="x")
+    return drawn.update_layout(height=560, margin={"l": 84, "r": 8, "t": 8, "b": 84})
+
+
+def attention(shown: Shown) -> Figures:
+    """The head's attention map."""
+    look = {"log": shown.log, "hide_sinks": shown.hide_sinks}
+    return share_scales([attention_map(view, **look) for view in shown.views])
+
+
+def sinks(shown: Shown) -> list[str]:
+    """The tokens with their sinks."""
+    views = shown.views
+    most = max((float(value) for view in views for value in view.received if value > 0), default=1.0)
+    return [words.sinks_html(view, most) for view in views]
+
+
+def tags(shown: Shown) -> list[str]:
+    """The tokens in the colours of what the head writes."""
+    tags, reasons = _tried([lambda each=each: each.tags(*shown[1:4]) for each in shown.subjects])
+    return [
+        words.tags_html(view, of_model, colours)
+        if of_model
+        else words.html("line", f"Cannot be shown: {reason}.")
+        for view, of_model, colours, reason in zip(shown.views, tags, tag_colours(tags), reasons, strict=True)
+    ]
+
+
+def constituents(shown: Shown) -> Figures:
+    """The head's constituents, their sum and its attention."""
+    drawn = [
+        split and qk_panels(split, shown.head, each.read(shown.ids).tokens, first=shown.first)
+        for each, split in zip(shown.subjects, _splits(shown)[0], strict=True)
+    ]
+    share_scales([figure for figure in drawn if figure])
+    return drawn
+
+
+def not_split(shown: Shown) -> list[str]:
+    """Why there are no constituents; empty where there are."""
+    reasons = _splits(shown)[1]
+    return [words.html("line", reason and f"The logits cannot be decomposed: {reason}") for reason in reasons]
+
+
+def _splits(shown: Shown) -> tuple[list[Any], list[str]]:
+    return _tried([lambda each=each: each.constituents(shown.ids, shown.layer) for each in shown.subjects])
+
+
+def _tried(work: Sequence[Callable[[], _T]]) -> tuple[list[_T | None], list[str]]:
+    """What each gives, and why it gives nothing."""
+    values: list[_T | None] = []
+    reasons = []
+    for each in work:
+        try:
+            value, reason = each(), ""
+        except TheodoliteError as error:
+            value, reason = None, visible(error)
+        values.append(value)
+        reasons.append(reason)
+    return values, reasons
+
+
 def spectrum(shown: Shown) -> Figures:
     """The eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
     names = ["spectrum_data" if "spectrum_data" in each.run.arrays else "spectrum" for each in shown.subjects]
+    place = shown.layer, shown.head
     return share_scales(
-        [
-            spectra_figures.spectrum(each.run, shown.layer, shown.head, name)
-            for each, name in zip(shown.subjects, names, strict=True)
-        ]
+        [heads.spectrum(each.run, *place, name) for each, name in zip(shown.subjects, names, strict=True)]
     )
 
 
 def propagation(shown: Shown) -> Figures:
     """The propagation that the spectrum predicts, and the one measured on the text."""
-    return share_scales(
-        [spectra_figures.propagation(each.run, shown.layer, shown.head) for each in shown.subjects]
-    )
+    return share_scales([heads.propagation(each.run, shown.layer, shown.head) for each in shown.subjects])
+
+
+PANELS: dict[str, Callable[[Shown], list[Any]]] = {
+    draw.__name__: draw
+    for draw in (head_map, head, attention, sinks, spectrum, propagation, constituents, not_split, tags)
+}
+
+
+def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
+    """Give figures of several models, alike but for their numbers, the same ends of colours and of axes."""
+    for figure in drawn:
+        # On a dark page, too: colours are those of light paper.
+        figure.update_layout(paper_bgcolor=style.NEUTRAL)
+    if len(drawn) < 2:
+        return drawn
+    for name in ("coloraxis", "coloraxis2"):
+        _share([figure.layout[name] for figure in drawn if name in figure.layout], "c")
+    _share([trace for figure in drawn for trace in figure.select_traces({"type": "heatmap"})], "z")
+    for axis in ("x", "y"):
+        if all(figure.layout[f"{axis}axis"].range is None for figure in drawn):
+            _share_axis(drawn, axis)
+    return drawn
+
+
+def _share(scales: Sequence[Any], letter: str) -> None:
+    """Colour scales from the least to the most of all, with the ticks of the one that goes farthest."""
+    low, high = f"{letter}min", f"{letter}max"
+    scales = [scale for scale in scales if scale[high] is not None]
+    if not scales:
+        return
+    lowest, widest = min(scale[low] for scale in scales), max(scales, key=lambda scale: scale[high])
+    for scale in scales:
+        scale.update({low: lowest, high: widest[high], "colorbar": widest.colorbar})
+
+
+def _share_axis(drawn: Sequence[go.Figure], axis: str) -> None:
+    """An axis of numbers from the least to the most of all points."""
+    points = [trace[axis] for figure in drawn for trace in figure.select_traces({"type": "scatter"})]
+    values = np.concatenate([np.asarray(each, np.float64) for each in points] or [np.zeros(0)])
+    if not np.isfinite(values).any():
+        return
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    margin = AXIS_MARGIN * (high - low or 1.0)
+    for figure in drawn:
+        figure.layout[f"{axis}axis"].range = [low - margin, high + margin]

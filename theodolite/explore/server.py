@@ -1,11 +1,13 @@
-"""Serves the page on this machine only, with nothing fetched from anywhere else: the browser is told to refuse it.
+"""Serve the page to this machine only, with nothing fetched from another: the browser is told to refuse it.
 
 Only the page itself is answered: nothing from another origin, and of what gradio offers besides only what it needs.
+gradio's own `launch` has no such limits, and binds its port after the models were read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -47,8 +49,14 @@ def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
     async def only_the_page(
         request: fastapi.Request, call_next: Callable[[fastapi.Request], Awaitable[fastapi.Response]]
     ) -> fastapi.Response:
-        refusal = _refusal(request)
-        response = refusal or await call_next(request)
+        origin, path = request.headers.get("origin"), request.url.path.rstrip("/")
+        reads = request.method in ("GET", "HEAD")
+        if origin not in (None, f"http://{request.headers.get('host')}"):
+            response = fastapi.Response("only the page itself may ask", 403)
+        elif path in NOT_SERVED or not (reads or path in POSTED):
+            response = fastapi.Response("this is not served", 404)
+        else:
+            response = await call_next(request)
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["Referrer-Policy"] = "no-referrer"
         return response
@@ -71,17 +79,12 @@ def listen(port: int | None) -> socket.socket:
     """A socket on this machine's own address, at `port` or the first free one from `FIRST_PORT` on; or `UsageError`."""
     if port is not None and not 0 <= port <= 65535:
         raise UsageError(f"{port} is not a port: use one from 1024 to 65535")
-    ports = range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]
-    for number in ports:
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reason = ""
+    for number in range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]:
         try:
-            listening.bind((HOST, number))
-            listening.listen()
-            return listening
+            return socket.create_server((HOST, number))
         except OSError as error:
-            listening.close()
-            reason = error.strerror
+            reason = os.strerror(error.errno or 0)
     if port is None:
         raise UsageError(
             f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free: name one with --port"
@@ -90,26 +93,9 @@ def listen(port: int | None) -> socket.socket:
 
 
 def serve(app: fastapi.FastAPI, listening: socket.socket, started: Callable[[str], None]) -> None:
-    """Answer until Ctrl-C; `started` is told the address once the page can be opened."""
-    address = f"http://{HOST}:{listening.getsockname()[1]}"
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            started(address)
-
+    """Answer until Ctrl-C; `started` is told the address, which can be asked at once: the socket keeps the line."""
+    started(f"http://{HOST}:{listening.getsockname()[1]}")
     # Open event streams would hold the end up.
     config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="on")
     with contextlib.suppress(KeyboardInterrupt):
-        Server(config).run(sockets=[listening])
-
-
-def _refusal(request: fastapi.Request) -> fastapi.Response | None:
-    """The answer to what the page does not ask for; None where the request is its own, or a program's like it."""
-    origin, path = request.headers.get("origin"), request.url.path.rstrip("/")
-    if origin not in (None, f"http://{request.headers.get('host')}"):
-        return fastapi.Response("only the page itself may ask", 403)
-    reads = request.method in ("GET", "HEAD")
-    if path in NOT_SERVED or not (reads or path in POSTED):
-        return fastapi.Response("this is not served", 404)
-    return None
+        uvicorn.Server(config).run(sockets=[listening])

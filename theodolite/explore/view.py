@@ -1,7 +1,6 @@
-"""What the page shows of one head on one prompt, as plain numbers. Nothing here draws, and nothing knows gradio.
+"""What one head does with one prompt, as plain numbers: attention, sinks, and what it writes.
 
-A prompt is read once, for all heads; a head's attention follows from the stored queries and keys. What takes longer
-(constituents, and the output through W_O) is computed separately, so that a head can be shown at once.
+A prompt is read once, for all heads; a head's attention follows from the stored queries and keys.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.attention.catches import Catches, attend_and_catch
-from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.special_tokens import trailing_special_tokens
-from theodolite.errors import WorkError
+from theodolite.errors import UsageError, WorkError
 from theodolite.measure.attribution import chosen_heads
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.models import OpenModel
@@ -36,7 +34,7 @@ from theodolite.theory.grouping import chance_explained, variance_explained
 
 @dataclass(frozen=True, eq=False)
 class PromptPass:
-    """One forward pass of a prompt of T tokens, kept.
+    """One forward pass of a prompt of T tokens.
 
     Attributes:
         ids: of the tokens (T).
@@ -63,7 +61,7 @@ class LayerCatch:
 
 @dataclass(frozen=True)
 class Sink:
-    """A sink of the head: its position (−1: a learned column), its mean received attention, how many tokens it catches.
+    """A sink of the head: its position (−1: a learned column), the mean attention to it, how many tokens it catches.
 
     `stretch`: a local sink, which dominates a contiguous span without enough attention on average.
     """
@@ -147,36 +145,28 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
 
 
 @known_state()
-def catch_layer(inputs: AttentionInputs, trailing: int) -> LayerCatch:
-    """Attend once more with a layer's kept inputs, to see whom its sinks catch; `trailing` special tokens end them."""
+def catch_layer(read: PromptPass, layer: int) -> LayerCatch:
+    """Attend once more with what a layer read, to see whom its sinks catch."""
     with torch.inference_mode():
+        inputs, trailing = read.layers[layer].inputs, read.trailing
         output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=trailing)
     return LayerCatch(catches.to(torch.device("cpu")), output[0])
 
 
 @known_state()
-def head_view(
-    tokens: tuple[str, ...],
-    inputs: AttentionInputs,
-    caught: LayerCatch,
-    layer: int,
-    head: int,
-    trailing: int,
-) -> HeadView:
-    """One head's attention and sinks, from what its layer attends with and whom its sinks catch."""
-    inputs = chosen_heads(inputs, [head])
+def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> HeadView:
+    """One head's attention and sinks, from what its layer read and whom the layer's sinks catch."""
+    inputs, tokens = chosen_heads(read.layers[layer].inputs, [head]), read.tokens
     with torch.inference_mode():
         weights, visible, received = (of_heads[0] for of_heads in attention_paid(inputs))
-    positions, group = groups_of(caught.catches, head, len(tokens), trailing)
-    rows = (caught.catches.head == head).nonzero().flatten()
+    catches = caught.catches
+    positions, group = groups_of(catches, head, len(tokens), read.trailing)
+    rows = (catches.head == head).nonzero().flatten().tolist()
     sinks = [
         Sink(
-            int(position),
-            float(caught.catches.received[row]),
-            int(caught.catches.caught[row].sum()),
-            bool(caught.catches.stretch[row]),
+            position, float(catches.received[row]), int(catches.caught[row].sum()), bool(catches.stretch[row])
         )
-        for position, row in zip(positions.tolist(), rows.tolist(), strict=True)
+        for position, row in zip(positions.tolist(), rows, strict=True)
     ]
     learned = 1 - weights.sum(dim=-1) if inputs.sink is not None else torch.zeros(len(tokens))
     return HeadView(
@@ -192,15 +182,16 @@ def head_view(
 
 
 @measures("model")
-def head_tags(model: OpenModel, read: PromptPass, caught: LayerCatch, view: HeadView) -> Tags | None:
-    """What the head writes, coloured; None where all tokens but two or fewer are sinks.
+def head_tags(model: OpenModel, read: PromptPass, caught: LayerCatch, view: HeadView) -> Tags:
+    """What the head writes at each token, on three principal components, and how far the sinks explain it.
 
     Raises:
+        UsageError: all tokens but two or fewer are sinks.
         WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
     """
     others = torch.from_numpy(view.group != LEFT_OUT)
     if int(others.sum()) <= 2:
-        return None
+        raise UsageError("too few tokens besides the sinks")
     weights = model.output_weights(view.layer)[view.head].double().cpu()
     output = caught.output[:, view.head].double().cpu() @ weights
     group = torch.from_numpy(view.group)[others]
@@ -219,14 +210,13 @@ def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:
 
     Empty for None. The rotation is fitted to the tokens that count in both; with too few of them there is none.
     """
-    first = next((of_model for of_model in tags if of_model is not None), None)
-    colours = []
-    for of_model in tags:
-        if of_model is None or first is None:
-            colours.append(np.zeros((0, 3), np.uint8))
-            continue
-        counted_in_both = of_model.counted & first.counted
-        unrotated = of_model is first or int(counted_in_both.sum()) <= COLOURS
-        scores = of_model.scores if unrotated else turned(of_model.scores, first.scores, counted_in_both)
-        colours.append(rgb(scores, of_model.counted).numpy())
-    return colours
+    first = next(filter(None, tags), None)
+
+    def colours(of_model: Tags) -> np.ndarray:
+        assert first is not None
+        in_both = of_model.counted & first.counted
+        unrotated = of_model is first or int(in_both.sum()) <= COLOURS
+        scores = of_model.scores if unrotated else turned(of_model.scores, first.scores, in_both)
+        return rgb(scores, of_model.counted).numpy()
+
+    return [np.zeros((0, 3), np.uint8) if of_model is None else colours(of_model) for of_model in tags]

@@ -1,4 +1,4 @@
-"""Heads found by what they do on repeated random tokens, and the constituents that make them do it.
+"""Find heads by their attention on repeated random tokens, and the constituents of their logits that cause it.
 
 Composes passes of the model with `measure.attribution`; knows no formula.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
@@ -18,7 +17,14 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.special_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
-from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, scores_by_context
+from theodolite.measure.attribution import (
+    ATTRIBUTED,
+    COLUMNS,
+    Pattern,
+    attribute,
+    chosen_heads,
+    scores_by_context,
+)
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -43,14 +49,12 @@ BEST = 3
 MOST = 16
 """And those that pay the pattern at least `STRONG` of their attention, up to so many heads a pattern."""
 
-COLUMNS = ["layer", "head", "pattern", "score", "group", "share", "only", "without", "uniform"]
-
 Chosen = dict[int, list[tuple[int, int]]]
 """Layer → (head, number of the pattern), in order."""
 
 
 def scored_sequences(length: int) -> int:
-    """On how many repeated random sequences every head is scored."""
+    """The number of repeated random sequences on which every head is scored."""
     return contexts_within(SCORED_TOKENS, length, 2, SCORED_CONTEXTS)
 
 
@@ -78,13 +82,13 @@ class PatternPass:
         return {"scores": self._scores, "errors": self._errors}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         self._scores.copy_(state["scores"])
         self._errors.copy_(state["errors"])
 
     @measures("self.model")
     def run(self, progress: Progress) -> None:
-        """One forward pass; what it has found is whole when all layers are."""
+        """Run one forward pass; nothing of it is saved until all layers are scored."""
         progress.checkpoint(progress.done)
         if self.patterns and not progress.done:
             with hooked(self.model, _PatternScores(self._scores, self._errors, self.patterns, progress)):
@@ -94,7 +98,7 @@ class PatternPass:
 
 @dataclass
 class _PatternScores(Hooks):
-    """Writes the scores of each layer's heads."""
+    """Score the heads of each layer as the model runs."""
 
     scores: Float64[Tensor, "layers patterns heads"]
     errors: Float64[Tensor, "layers patterns heads"]
@@ -149,12 +153,12 @@ class AttributionPass:
         return {"numbers": numbers.reshape(-1, len(COLUMNS))}
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
+        """Restore a state that `state` returned."""
         self._rows = state["numbers"].tolist()
 
     @measures("self.model")
     def run(self, progress: Progress) -> None:
-        """One forward pass as far as the last chosen layer; what it has found is whole at its end."""
+        """Run one forward pass up to the last chosen layer; nothing of it is saved before its end."""
         progress.checkpoint(progress.done)
         if self.chosen and not progress.done:
             visit_layers(
@@ -169,15 +173,6 @@ class AttributionPass:
         except WorkError as error:
             self.notes["refused"][str(layer_pass.layer)] = str(error)
         progress.report(layer_pass.layer + 1)
-
-
-def attribution_table(state: State) -> pd.DataFrame:
-    """From the state of an `AttributionPass`: one row a head, pattern and group of constituents."""
-    table = pd.DataFrame(state["numbers"].numpy(), columns=COLUMNS)
-    table = table.sort_values(["pattern", "score"], ascending=[True, False], kind="stable", ignore_index=True)
-    for name, words in (("pattern", PATTERNS), ("group", ATTRIBUTED)):
-        table[name] = pd.Series([words[int(number)] for number in table[name]], dtype="str")
-    return table.astype({"layer": "int64", "head": "int64"})
 
 
 def repeated_patterns(
@@ -214,7 +209,7 @@ def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
 def _rows(
     layer_pass: LayerPass, parts: Decomposition, patterns: list[Pattern], chosen: list[tuple[int, int]]
 ) -> list[list[float]]:
-    """The numbers of a layer's chosen heads, in the order of `COLUMNS`."""
+    """Attribute a layer's chosen heads: rows in the order of `COLUMNS`."""
     split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream), check_all=False)
     heads = sorted({head for head, _ in chosen})
     grouped = split.query.shape[2] // split.key.shape[2]

@@ -21,7 +21,7 @@ from theodolite.theory.decomposition import PARTS, Decomposition, decompose_apar
 
 @runtime_checkable
 class Surveyed(Protocol):
-    """A `Run`, as far as it says where the hidden states of a model are."""
+    """What is needed of a `Run` to decompose hidden states: its arrays and its provenance."""
 
     @property
     def arrays(self) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def constituents(
 
 @measures("model")
 def constituents_of_pass(model: OpenModel, layer_pass: LayerPass, run: Surveyed) -> Constituents:
-    """As `constituents` with a run, of what `visit_layers` told of a layer; no forward pass is made.
+    """Split the logits of a stored LayerPass by a run's μ and positional basis; makes no forward pass.
 
     Raises:
         UsageError: the run is not of this model, or its contexts are shorter.
@@ -164,7 +164,7 @@ def _mean_and_pos(
 
 
 def whole_positional_basis(run: Surveyed) -> Float[Tensor, "layers positions width"]:
-    """pos at every position of the run's contexts, those of special tokens behind the text too."""
+    """The positional basis at every position of the run's contexts, special tokens at the end included."""
     basis = run.arrays["positional_basis"]
     if "positional_basis_last" not in run.arrays:
         return basis
@@ -172,7 +172,7 @@ def whole_positional_basis(run: Surveyed) -> Float[Tensor, "layers positions wid
 
 
 def check_run(model: OpenModel, run: Surveyed) -> None:
-    """Refuse a run that says nothing of where this model's hidden states are.
+    """Refuse a run of another model, or one without a positional basis.
 
     Raises:
         UsageError: it is of another model, or has spectra only.

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from theodolite.models.stored.dequantised import not_repacked, without_cast_warnings
-from theodolite.system.eager import eagerly
+from theodolite.system.shared import Shared
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -61,28 +62,32 @@ def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, 
 
 @contextmanager
 def guarded(model: nn.Module) -> Iterator[None]:
-    """While open, no other thread opens this for `model`, which is in evaluation mode; the state is a known one.
+    """While open, this thread alone measures `model`, in evaluation mode and the `known_state`.
 
     It may be opened again by the thread that has it. To be opened and left by one thread, never by a generator that
     may be left half read.
     """
     held = _held(model)
-    with held.lock, ExitStack() as undo:
-        undo.enter_context(held.entered())
-        undo.enter_context(known_state(leave_inference=held.depth == 1))
-        undo.enter_context(_evaluating(model))
-        yield
+    with held.lock:
+        held.depth += 1
+        try:
+            with known_state(leave_inference=held.depth == 1), _evaluating(model):
+                yield
+        finally:
+            held.depth -= 1
+            if not held.depth:
+                held.known.clear()
 
 
 @contextmanager
 def between_passes(model: nn.Module) -> Iterator[None]:
-    """While open, no other thread measures `model`: to change it. Nothing else is set."""
+    """While open, no other thread measures `model`, so that it can be changed. Nothing else is set."""
     with _held(model).lock:
         yield
 
 
 def once_a_pass(model: nn.Module, name: str, work: Callable[[], Result]) -> Result:
-    """What `work` gives; while the model is `guarded`, what it gave the first time under this name."""
+    """Return what `work` gives; while the model is `guarded`, what it gave the first time under this name."""
     held = _held(model)
     with held.lock:
         if not held.depth:
@@ -127,13 +132,27 @@ def known_state(*, leave_inference: bool = True) -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             undo.enter_context(torch.device("cpu"))
         undo.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
-        undo.enter_context(_OF_THE_PROCESS.set())
+        undo.enter_context(_OF_THE_PROCESS.entered())
         yield
+
+
+COMPILERS = {"torch._dynamo", "torch.nn.attention.flex_attention"}
+"""Where neither is imported nothing is compiled, and the import takes seconds; flex_attention compiles itself."""
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """While open, nothing runs compiled, in any thread."""
+    with _EAGER.entered() if COMPILERS & sys.modules.keys() else nullcontext():
+        yield
+
+
+_EAGER = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """By each module's own flag: some are frozen in evaluation mode on purpose."""
+    """Set evaluation mode; on leaving, only modules that were in training mode go back to it."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -147,21 +166,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Held:
-    """Of one model: who has it, how often it was entered, and what is known until it is left."""
+    """The lock of one model, how often it was entered, and results kept until it is left."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     depth: int = 0
     known: dict[str, Any] = field(default_factory=dict)
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
-            if not self.depth:
-                self.known.clear()
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, _Held] = weakref.WeakKeyDictionary()
@@ -173,105 +182,51 @@ def _held(model: nn.Module) -> _Held:
         return _models.setdefault(model, _Held())
 
 
-class _OfTheProcess:
-    """Settings that all threads share: the first who needs them sets them, the last one puts back what was there."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._undo = ExitStack()
-
-    @contextmanager
-    def set(self) -> Iterator[None]:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._undo.enter_context(_default_dtype())
-                self._undo.enter_context(_exact_products())
-                self._undo.enter_context(_exact_convolutions())
-                self._undo.enter_context(_every_attention_kernel())
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._undo.close()
-
-
-_OF_THE_PROCESS = _OfTheProcess()
-
-
-@contextmanager
-def _default_dtype() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Products of float32 in float32, as whichever of PyTorch's two ways to say so was used before."""
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was said by the other one, and both may not be mixed
-        backends: Any = torch.backends
-        with _exact_by_backend(backends.mkldnn.matmul), _exact_by_backend(backends.cuda.matmul):
-            yield
-        return
-    if before == "highest":  # setting it would be more than nothing: it keeps later words from being heard
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _exact_convolutions() -> Iterator[None]:
-    """The same of convolutions (patches of images), which cuDNN rounds to TF32 unless it is told not to."""
-    backend: Any = torch.backends.cudnn
-    try:
-        before = backend.allow_tf32
-    except RuntimeError:
-        with _exact_by_backend(backend.conv):
-            yield
-        return
-    backend.allow_tf32 = False
-    try:
-        yield
-    finally:
-        backend.allow_tf32 = before
-
-
-@contextmanager
-def _exact_by_backend(backend: Any) -> Iterator[None]:
-    before, everywhere = backend.fp32_precision, getattr(torch.backends, "fp32_precision", None)
-    backend.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        backend.fp32_precision = "none" if before == everywhere else before  # then inherited
-
-
 KERNELS = ("flash", "mem_efficient", "math", "cudnn")
-"""Of `scaled_dot_product_attention`; which is chosen decides last bits."""
+"""Of `scaled_dot_product_attention`, on every device, whatever the flags are called; which is chosen decides last bits.
+"""
 
 
-@contextmanager
-def _every_attention_kernel() -> Iterator[None]:
-    """None is switched off, as `torch.nn.attention.sdpa_kernel` does on every device, whatever the flags are called."""
-    flags: Any = torch.backends.cuda
-    switched_off = [kernel for kernel in KERNELS if not getattr(flags, f"{kernel}_sdp_enabled")()]
-    for kernel in switched_off:
-        getattr(flags, f"enable_{kernel}_sdp")(True)
-    try:
-        yield
-    finally:
-        for kernel in switched_off:
-            getattr(flags, f"enable_{kernel}_sdp")(False)
+def _as_at_the_start() -> ExitStack:
+    """Set what all threads share as it is at the start of a process; returns what puts it back."""
+    backends: Any = torch.backends
+    with ExitStack() as undo:
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        # Products and convolutions (patches of images, which cuDNN rounds to TF32) of float32 are in float32. PyTorch
+        # has two ways to say so, and does not answer in one what was said in the other.
+        try:
+            precision = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            for backend in (backends.mkldnn.matmul, backends.cuda.matmul):
+                _exact_by_backend(backend, undo)
+        else:
+            if (
+                precision != "highest"
+            ):  # setting it would be more than nothing: it keeps later words from being heard
+                undo.callback(torch.set_float32_matmul_precision, precision)
+                torch.set_float32_matmul_precision("highest")
+        try:
+            rounded = backends.cudnn.allow_tf32
+        except RuntimeError:
+            _exact_by_backend(backends.cudnn.conv, undo)
+        else:
+            undo.callback(setattr, backends.cudnn, "allow_tf32", rounded)
+            backends.cudnn.allow_tf32 = False
+        for kernel in KERNELS:
+            if not getattr(backends.cuda, f"{kernel}_sdp_enabled")():
+                enable = getattr(backends.cuda, f"enable_{kernel}_sdp")
+                undo.callback(enable, False)
+                enable(True)
+        return undo.pop_all()
+
+
+def _exact_by_backend(backend: Any, undo: ExitStack) -> None:
+    before, everywhere = backend.fp32_precision, getattr(torch.backends, "fp32_precision", None)
+    undo.callback(
+        setattr, backend, "fp32_precision", "none" if before == everywhere else before
+    )  # then inherited
+    backend.fp32_precision = "ieee"
+
+
+_OF_THE_PROCESS = Shared(_as_at_the_start)

@@ -5,7 +5,7 @@ What is summed on the way is a subclass's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -85,21 +85,17 @@ class CorpusPass(Hooks):
         An interrupt may strike in the middle of a batch, whose sums are then half there. Between batches they are
         whole; there progress is saved, and a polite interrupt is heard.
         """
-        done = progress.done
-        progress.checkpoint(done)
-        with hooked(self.model, self):
-            while done < self.total:
-                last = min(done + self.batch, self.total)
-                self._read(done, last)
-                done = last
-                progress.checkpoint(done)
+        progress.checkpoint(progress.done)
+        self.read(progress.done, self.total, progress.checkpoint)
 
     @measures("self.model")
-    def read(self, first: int, last: int) -> None:
-        """Read the contexts `first … last − 1` only, in batches that begin at `first`."""
+    def read(self, first: int, last: int, after: Callable[[int], object] = lambda done: None) -> None:
+        """Read the contexts `first … last − 1` in batches that begin at `first`; after each `after` is told its end."""
         with hooked(self.model, self):
             for start in range(first, last, self.batch):
-                self._read(start, min(start + self.batch, last))
+                stop = min(start + self.batch, last)
+                self._read(start, stop)
+                after(stop)
 
     def _read(self, first: int, last: int) -> None:
         for part in self.corpus.of_one_length(first, last):

@@ -19,9 +19,8 @@ import pandas as pd
 import pyarrow
 from torch import Tensor
 
-from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
-from theodolite.passes.table_columns import fault_of
+from theodolite.measure.catalogue import fault_of
 from theodolite.system.checksums import (
     CHECKSUMS,
     CorruptFile,
@@ -32,14 +31,8 @@ from theodolite.system.checksums import (
     write_json_checked,
 )
 from theodolite.system.display import view_of
-from theodolite.system.files import (
-    check_target,
-    disk_errors,
-    folder_written_atomically,
-    write_atomically,
-    write_text,
-)
-from theodolite.system.run_folders import RUN, check_out, differences, provenance_at
+from theodolite.system.files import disk_errors, folder_written_atomically, write_text
+from theodolite.system.run_folders import OUTPUTS, RUN, TRACE, kind_of, provenance_at
 from theodolite.system.wording import tokens_of
 
 SCHEMA_VERSION = 5
@@ -92,14 +85,9 @@ class Run:
     folder: Path | None = field(default=None, compare=False)
 
     @property
-    def is_trace(self) -> bool:
-        """Whether it is the result of `trace_sinks`: its heads are those with a sink, and it has no layers."""
-        return bool((self.provenance.get("fingerprint") or {}).get("trace"))
-
-    @property
-    def is_outputs(self) -> bool:
-        """Whether it is the result of `comparison.read_outputs`: it has no tables."""
-        return bool((self.provenance.get("fingerprint") or {}).get("outputs"))
+    def kind(self) -> str:
+        """What was measured: a survey, the spectra of weights, a trace of sinks, or outputs of heads (`KINDS`)."""
+        return kind_of(self.provenance)
 
     def __repr__(self) -> str:
         model, corpus = self.provenance["model"], self.provenance.get("corpus")
@@ -131,7 +119,7 @@ class Run:
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
         run = cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
-        if run.heads.empty and not (run.is_trace or run.is_outputs):
+        if run.heads.empty and run.kind not in (TRACE, OUTPUTS):
             raise UsageError(f"{folder} is incomplete or damaged (it has no heads): run the survey again")
         return run
 
@@ -192,75 +180,3 @@ def _read_arrays(path: Path, sums: dict[str, str]) -> dict[str, Tensor]:
         return read_checked(path, sums.get(path.name))[0]
     except CorruptFile as error:
         raise CorruptFile(f"{path.name}: {error}") from error
-
-
-class Workspace:
-    """Where a survey keeps its progress until it is done: `OUT.partial`, beside the run folder.
-
-    Args:
-        out: the run folder to be.
-        fingerprint: what decides the result (model, corpus, options); a resumed survey must match it.
-        corpus: what provenance says of the corpus, to say what differs where it does not match.
-    """
-
-    def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any] | None = None) -> None:
-        check_target(out)
-        # Folders are renamed into their place, which a link would not be.
-        self.out = out = out.resolve() if out.is_symlink() else out
-        self.corpus = corpus
-        self.folder = out.with_name(out.name + ".partial")
-        self.fingerprint = fingerprint
-        self._file = self.folder / "progress.safetensors"
-
-    def finished(self) -> Run | None:
-        """The run, if it is there already; `UsageError` where something else has its name."""
-        if not self.out.exists():
-            return None
-        if self.out.is_dir() and not any(self.out.iterdir()):
-            self.out.rmdir()
-            return None
-        check_out(self.out)
-        run = Run.load(self.out)
-        if run.provenance["schema_version"] != SCHEMA_VERSION:
-            raise UsageError(
-                f"{self.out} holds a run of an older theodolite (schema {run.provenance['schema_version']}, now "
-                f"{SCHEMA_VERSION}): choose another --out, or remove it to survey again"
-            )
-        if run.provenance.get("fingerprint") != self.fingerprint:
-            there = run.provenance.get("fingerprint") or {}
-            differs = differences(there, self.fingerprint, run.provenance.get("corpus"), self.corpus)
-            raise UsageError(
-                f"{self.out} holds a run of another model, corpus or options ({differs}): choose another --out or "
-                "remove it"
-            )
-        shutil.rmtree(self.folder, ignore_errors=True)  # left when the process was killed as it finished
-        return run
-
-    def load_progress(self) -> tuple[dict[str, Any], State] | None:
-        """What an interrupted survey has left: (notes, tensors), or None; `UsageError` where it was another survey."""
-        if not self._file.is_file():
-            return None
-        try:
-            tensors, notes = read_checked(self._file)
-        except CorruptFile as error:
-            raise UsageError(f"{self._file} is damaged: remove {self.folder} to start afresh") from error
-        there = notes.pop("fingerprint", None)
-        if there != self.fingerprint:
-            raise UsageError(
-                f"{self.folder} holds an unfinished survey of another model, corpus or options "
-                f"({differences(there or {}, self.fingerprint)}): choose another --out or remove it"
-            )
-        return notes, tensors
-
-    def save_progress(self, notes: dict[str, Any], tensors: State) -> None:
-        """Replace what was saved before, at once or not at all."""
-        all_notes = {**notes, "fingerprint": self.fingerprint}
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file, lambda path: write_checked(path, tensors, all_notes))
-
-    def finish(self, run: Run) -> Run:
-        """Write the run and forget the progress."""
-        saved = run.save(self.out)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return saved

@@ -8,7 +8,6 @@ matrices that `transformers` opens, or with an adapter (`adapter.py`), or factor
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,21 +18,21 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError
+from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import OpenModel
 from theodolite.models.stored.factored import (
     BLOCK,
     DENSE,
     PrunedMatrix,
     dense_tensors,
-    read_matrices,
-    write_matrices,
+    packed_block,
+    unpacked_block,
 )
 from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.stored.streamed import save_checkpoint
 from theodolite.models.stored.streamed_blocks import save_config
 from theodolite.models.weights.block_matrices import Matrix
-from theodolite.passes.run import Workspace
 from theodolite.prune.adapter import has_layer, write_adapter
 from theodolite.prune.pruned import (
     LOW_RANK,
@@ -52,13 +51,15 @@ from theodolite.system.checksums import (
     write_checked,
     write_json_checked,
 )
-from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
-from theodolite.system.locks import locked
+from theodolite.system.files import folder_written_atomically
 from theodolite.system.pruned_folders import ADAPTER, SETTINGS, exists_already
 from theodolite.system.run_folders import differences
 
 WEIGHTS = "weights"
 """Beside the checksums of single files: that of the weights and the adapter together."""
+
+SECONDS = "seconds"
+"""The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
 
 WriteExtras = Callable[[Pruned, Path], object]
 """Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
@@ -74,47 +75,33 @@ def write_block(
 
 
 class UnfinishedPruning:
-    """The finished blocks of a pruning in `OUT.partial`, and how they become `OUT`; arguments as of `Workspace`."""
+    """The finished blocks of a pruning in `OUT.partial`, and how they become `OUT`; arguments as of `Unfinished`."""
 
     def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any] | None) -> None:
-        self._fingerprint, self._corpus = fingerprint, corpus
-        self._workspace = Workspace(out, fingerprint)
-        self.out = self._workspace.out
-        self._seconds = self._workspace.folder / "seconds.json"
+        self._work = Unfinished(out, _options(fingerprint), corpus, "pruning")
+        self.out = self._work.out or out
+        self.folder = self._work.folder
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Lock the folder against other processes.
 
         Raises:
-            UsageError: another process holds it, the folder holds something else, or it has an unfinished pruning with
-                other settings.
+            UsageError: another process holds it, or the folder holds something else.
         """
-        with locked(self.out):
+        with self._work.claimed():
             if self.out.is_dir() and not any(self.out.iterdir()):
                 self.out.rmdir()
             if self.out.exists():
                 self._check_written()
-            for path in sorted(self._workspace.folder.glob("*.safetensors"))[:1]:
-                self._read(path)
             yield
 
     def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
-        """The matrices of a finished block and their rows of the table, or None; `UsageError` of another pruning's."""
-        return self._read(self._block(layer)) if self._block(layer).is_file() else None
-
-    def _read(self, path: Path) -> tuple[list[PrunedMatrix], TableRows]:
-        try:
-            matrices, notes = read_matrices(path)
-        except WorkError as error:
-            raise WorkError(f"{error}; remove it, and its block is pruned again") from error
-        there, now = _options(notes["fingerprint"]), _options(self._fingerprint)
-        if there != now:
-            differs = differences(there, now, None, self._corpus)
-            raise UsageError(
-                f"{path.parent} holds an unfinished pruning of another model, text or settings ({differs}): choose "
-                "another --out or remove it"
-            )
+        """The matrices of a finished block and their rows of the table, or None; `UsageError` where it is damaged."""
+        part = self._work.load(_name(layer))
+        if part is None:
+            return None
+        matrices, notes = unpacked_block(*part)
         return matrices, notes["rows"]
 
     def _check_written(self) -> None:
@@ -124,9 +111,8 @@ class UnfinishedPruning:
             there = _options(provenance["fingerprint"])
         except (ValueError, KeyError, TypeError):
             raise exists_already(self.out) from None
-        now = _options(self._fingerprint)
-        if there != now:
-            differs = differences(there, now, provenance.get("corpus"), self._corpus)
+        if there != self._work.fingerprint:
+            differs = differences(there, self._work.fingerprint, provenance.get("corpus"), self._work.corpus)
             raise UsageError(
                 f"{self.out} holds a pruning of another model, text or settings ({differs}): choose another --out or "
                 "remove it"
@@ -136,9 +122,10 @@ class UnfinishedPruning:
         """The record of this pruning where `OUT` has it; what a process killed as it finished has left is removed.
 
         Raises:
-            UsageError: `OUT` is in the other format, or damaged.
+            UsageError: `OUT` is in the other format, or damaged; or `OUT.partial` holds another pruning.
         """
         if not self.out.exists():
+            self._work.begin()
             return None
         written = Pruned.load(self.out)
         there = written.provenance["pruning"]["format"]
@@ -153,29 +140,18 @@ class UnfinishedPruning:
                 f"{self.out} is incomplete or damaged (its weights are not those that were written): remove it, and "
                 "prune again"
             )
-        shutil.rmtree(self._workspace.folder, ignore_errors=True)
+        self._work.remove()
         return written
-
-    @property
-    def folder(self) -> Path:
-        """Where the finished blocks are."""
-        return self._workspace.folder
 
     @property
     def seconds(self) -> float:
         """Seconds spent on the finished blocks."""
-        try:
-            return float(json.loads(self._seconds.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return 0.0
+        return float(self._work.notes(SECONDS).get(SECONDS, 0.0))
 
     def save(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
         """Save a finished block atomically."""
-        notes = {"fingerprint": self._fingerprint, "rows": rows}
-        with disk_errors(self._workspace.folder):
-            self._workspace.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._block(layer), lambda path: write_matrices(path, matrices, notes))
-            write_text(self._seconds, json.dumps(seconds))
+        self._work.save(_name(layer), *packed_block(matrices, {"rows": rows}))
+        self._work.save(SECONDS, {}, {SECONDS: seconds})
 
     def low_rank(self, rows: TableRows) -> LowRank:
         """The low-rank parts of the finished blocks, whose rows of the table these are."""
@@ -237,7 +213,7 @@ class UnfinishedPruning:
             for path in temporary.rglob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(temporary / SETTINGS, path)
             write_extras(pruned, temporary)
-        shutil.rmtree(self._workspace.folder, ignore_errors=True)
+        self._work.remove()
         low_rank = LowRankOfFiles(pruned.low_rank, reader_of_low_rank(self.out, sums))
         return replace(pruned, low_rank=low_rank, folder=self.out)
 
@@ -259,14 +235,17 @@ class UnfinishedPruning:
                 tensors |= model.streamed.tensors(layer, names)
         save_file(tensors, folder / DENSE, {"format": "pt"})
         for layer in range(model.layers):
-            shutil.copyfile(self._block(layer), folder / BLOCK.format(layer))
+            shutil.copyfile(self._work.path(_name(layer)), folder / BLOCK.format(layer))
 
     def _matrices(self, layer: int) -> list[PrunedMatrix]:
         """Of a finished block."""
-        return self._read(self._block(layer))[0]
+        block = self.block(layer)
+        assert block is not None
+        return block[0]
 
-    def _block(self, layer: int) -> Path:
-        return self._workspace.folder / BLOCK.format(layer)
+
+def _name(layer: int) -> str:
+    return Path(BLOCK.format(layer)).stem
 
 
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:

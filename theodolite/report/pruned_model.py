@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from theodolite.prune import Pruned
-from theodolite.report.drawing import pruning as drawing
-from theodolite.report.exhibit import Exhibit
-from theodolite.report.outcome import Heading, Outcome, Reading
+from theodolite.report import style
+from theodolite.report.drawing.grammar import heat, map_height
+from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import folder_of, write_index, write_outcome
-from theodolite.system.wording import counted, listed, number, percent
+from theodolite.system.wording import counted, for_plotly, listed, number, percent
 
 OUTLYING_MATRICES = (
     "matrices that stand out: a lower sparsity or (OATS) another rank ratio would retain more."
 )
-
 
 PRUNING = Heading(
     "sinks/prune",
@@ -29,30 +31,36 @@ PRUNING = Heading(
 def pruned_outcome(pruned: Pruned) -> Outcome:
     """Key numbers, the errors by block and matrix, and the table."""
     table, pruning = pruned.table, pruned.provenance["pruning"]
+    outcome = Outcome(tables={"matrices": table})
     entries = table["outputs"] * table["inputs"]
+    read_text = bool(table["tokens"].any())  # else `error_scaled` counts all inputs alike
+    has_errors = bool(table["error"].notna().any())
+    pattern = [f"pattern {pruning['pattern']}"] if pruning["pattern"] else []
+    exact = ["exact"] if pruning.get("exact") else []
+    outcome.read("method", ", ".join([pruning["method"], *pattern, *exact]))
+    outcome.read("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}")
+    if half := pruning.get("half"):  # of an encoder-decoder
+        other = {"encoder": "decoder", "decoder": "encoder"}[half]
+        text = f"{half} alone; the {other} is dense (--attention {other} prunes it instead)"
+        outcome.read("pruned half", text)
     removed = float((table["sparsity"] * entries).sum() / entries.sum())
-    of = "outputs, scaled norm" if _read_text(table) else "weights"
-    readings = [
-        Reading("method", _method(pruning)),
-        Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
-        *_half(pruning),
-        Reading("share of entries removed, of pruned matrices", percent(removed)),
-        Reading(f"relative error of {of}", _spread(table["error_scaled"])),
-    ]
-    if table["error"].notna().any():
-        readings.append(Reading("relative error of outputs", _spread(table["error"])))
+    outcome.read("share of entries removed, of pruned matrices", percent(removed))
+    of = "outputs, scaled norm" if read_text else "weights"
+    outcome.read(f"relative error of {of}", _spread(table["error_scaled"]))
+    if has_errors:
+        outcome.read("relative error of outputs", _spread(table["error"]))
     if "bytes" in pruning:
         written, dense = (number(pruning[name] / 1e6) for name in ("bytes", "dense_bytes"))
-        size = f"{written} MB ({pruning['format']}), dense {dense} MB"
-        readings.append(Reading("weights that are loaded", size))
-    short = short_of_tokens(pruned)
-    notes = [
-        ("matrices with fewer tokens than inputs", f"{len(short)}: {listed(short, 3)}" if short else ""),
-        ("left dense", listed(list(pruning["left_dense"]), 3)),
-        ("fallbacks", listed(list(table.loc[table["fallback"] != "", "fallback"].unique()))),
-    ]
-    readings += [Reading(name, text) for name, text in notes if text]
-    return Outcome(readings, [], {"matrices": table}, _exhibits(table))
+        outcome.read("weights that are loaded", f"{written} MB ({pruning['format']}), dense {dense} MB")
+    if short := short_of_tokens(pruned):
+        outcome.read("matrices with fewer tokens than inputs", f"{len(short)}: {listed(short, 3)}")
+    if pruning["left_dense"]:
+        outcome.read("left dense", listed(list(pruning["left_dense"]), 3))
+    fallbacks = list(table.loc[table["fallback"] != "", "fallback"].unique())
+    if fallbacks:
+        outcome.read("fallbacks", listed(fallbacks))
+    _draw(outcome, table, read_text=read_text, has_errors=has_errors)
+    return outcome
 
 
 def short_of_tokens(pruned: Pruned) -> list[str]:
@@ -64,20 +72,6 @@ def short_of_tokens(pruned: Pruned) -> list[str]:
         f"{row.layer}.{row.matrix}{'' if row.expert < 0 else f'.{row.expert}'} ({counted(row.tokens, 'token')})"
         for row in table[table["tokens"] < table["inputs"]].itertuples()
     ]
-
-
-def _half(pruning: dict) -> list[Reading]:
-    """Of an encoder-decoder: which half was pruned."""
-    if "half" not in pruning:
-        return []
-    other = {"encoder": "decoder", "decoder": "encoder"}[pruning["half"]]
-    text = f"{pruning['half']} alone; the {other} is dense (--attention {other} prunes it instead)"
-    return [Reading("pruned half", text)]
-
-
-def _read_text(table: pd.DataFrame) -> bool:
-    """Whether a text was read; where none was, `error_scaled` counts all inputs alike."""
-    return bool(table["tokens"].any())
 
 
 def write_page(pruned: Pruned, folder: Path) -> Path:
@@ -96,7 +90,19 @@ def page_at(folder: Path) -> Path:
     return folder_of(PRUNING.name, folder) / "index.html"
 
 
-def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
+def _draw(outcome: Outcome, table: pd.DataFrame, *, read_text: bool, has_errors: bool) -> None:
+    """The map of each error that was measured."""
+    if has_errors:
+        outcome.figure(
+            "error",
+            "Error of the outputs of each matrix",
+            error_map(table, "error"),
+            "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their full second moments: what "
+            "SparseGPT minimises.",
+            OUTLYING_MATRICES,
+            "Frantar & Alistarh 2023, eq. 1",
+            wide=True,
+        )
     of_outputs = (
         "Error of each matrix in the scaled norm",
         "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
@@ -106,35 +112,29 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         "Error of the weights of each matrix",
         "‖W − Ŵ‖ / ‖W‖. The method weighs no inputs, and no text was read: --errors measures outputs, too.",
     )
-    title, shows = of_outputs if _read_text(table) else of_weights
-    scaled = Exhibit(
-        "error-scaled",
-        title,
-        drawing.error_map(table, "error_scaled"),
-        shows,
-        OUTLYING_MATRICES,
-        "Sun et al. 2024, eq. 1; Zhang & Papyan 2025, section 2",
-        wide=True,
-    )
-    if not table["error"].notna().any():
-        return [scaled]
-    exact = Exhibit(
-        "error",
-        "Error of the outputs of each matrix",
-        drawing.error_map(table, "error"),
-        "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their full second moments: what "
-        "SparseGPT minimises.",
-        OUTLYING_MATRICES,
-        "Frantar & Alistarh 2023, eq. 1",
-        wide=True,
-    )
-    return [exact, scaled]
+    title, shows = of_outputs if read_text else of_weights
+    source = "Sun et al. 2024, eq. 1; Zhang & Papyan 2025, section 2"
+    cells = error_map(table, "error_scaled")
+    outcome.figure("error-scaled", title, cells, shows, OUTLYING_MATRICES, source, wide=True)
 
 
-def _method(pruning: dict) -> str:
-    also = [f"pattern {pruning['pattern']}"] if pruning["pattern"] else []
-    also += ["exact"] if pruning.get("exact") else []
-    return ", ".join([pruning["method"], *also])
+def error_map(table: pd.DataFrame, column: str) -> go.Figure:
+    """Draw a relative error of every matrix: blocks down, names across; the experts of a block as their mean.
+
+    Args:
+        table: one row per matrix. column: `error` or `error_scaled`.
+    """
+    names = list(dict.fromkeys(table["matrix"]))
+    values = table.pivot_table(column, "layer", "matrix", aggfunc="mean", dropna=False, sort=False)[names]
+    highest = float(np.nanmax([*table[column], 1e-3]))
+    named: dict[str, Any] = {
+        "x": [for_plotly(name) for name in names],
+        "y": [str(layer) for layer in values.index],
+    }
+    hover = "block %{y}, %{x}: %{z:.3f}<extra></extra>"
+    trace = heat(values.to_numpy(), 0, highest, hover, bar="relative error", **named)
+    layout = {"yaxis": {"type": "category", "autorange": "reversed"}, "xaxis": {"type": "category"}}
+    return style.figure([trace], "", "block", height=map_height(len(values)), layout=layout)
 
 
 def _spread(errors: pd.Series) -> str:

@@ -28,7 +28,7 @@ Patch = dict[str, Any]  # what changes in one trace when a figure shows another 
 
 # Searched from the hues of Okabe & Ito for the largest least distance in three kinds of colour blindness, with a
 # contrast of 3 to the page; INK is that of the page's text.
-INK, GREY = "#22272e", "#8b8d94"
+INK, DARK_INK, GREY = "#22272e", "#dfe2e7", "#8b8d94"
 BLUE, VERMILLION, GREEN, PURPLE = "#0d38a5", "#992600", "#007a48", "#923480"
 ORANGE, SKY = "#bb8300", "#558eff"
 CATEGORIES = [BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY]
@@ -98,6 +98,22 @@ def dark_swaps() -> dict[str, str]:
     return swaps
 
 
+def css() -> str:
+    """The colours that pages share with their figures, as variables of CSS: light, and for readers who prefer dark."""
+
+    def variables(page: str, ink: str, plum: list[str], signed: list[str], swaps: dict[str, str]) -> str:
+        ramps = {"ramp": plum, "signs": signed, "order": _DEPTH}
+        colours = {name: f"linear-gradient(90deg, {', '.join(ramp)})" for name, ramp in ramps.items()}
+        roles = {"measured": MEASURED, "reference": REFERENCE, "position": POSITION, "context": CONTEXT}
+        colours |= {name: swaps.get(of, of) for name, of in (roles | {"predicted": PREDICTED}).items()}
+        colours |= {"paper": page, "ink": ink}
+        return ":root { " + " ".join(f"--{name}: {value};" for name, value in colours.items()) + " }"
+
+    light = variables(NEUTRAL, INK, _PLUM, _SIGNED, {})
+    dark = variables(DARK_NEUTRAL, DARK_INK, _DARK_PLUM, _DARK_SIGNED, _BRIGHTER)
+    return f"{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n"
+
+
 def order_colour(share: float) -> str:
     """The ORDER scale at `share` of its way, as a hexadecimal colour between its two nearest stops."""
     position = min(max(share, 0.0), 1.0) * (len(ORDER) - 1)
@@ -165,9 +181,10 @@ def finished(drawn: go.Figure, *, height: int, layout: dict[str, Any] | None = N
     """A figure with its traces, made to look as all do."""
     drawn.update_layout({"template": template(), "height": height} | (layout or {}))
     maps = list(drawn.select_traces({"type": "heatmap"}))
-    if maps:  # zero looks like the page, so a map needs a frame
-        drawn.update_xaxes(showline=True, mirror=True)
-        drawn.update_yaxes(showline=True, mirror=True)
+    if maps:  # zero looks like the page, so a map needs a frame; a grid would lie over its cells
+        frame = {"showline": True, "mirror": True, "showgrid": False, "zeroline": False}
+        drawn.update_xaxes(frame)
+        drawn.update_yaxes(frame)
     if len(maps) == len(drawn.data) == 1 and maps[0].xgap:
         drawn.update_layout(plot_bgcolor=HAIRLINE)  # between cells, and where there is no number
     return drawn
@@ -219,32 +236,20 @@ def layer_axis(layers: npt.NDArray[np.float64]) -> dict[str, Any]:
 
 def head_map_layout(layers: int, heads: int) -> dict[str, Any]:
     """Layout of a map of heads (x) and layers (y, from top to bottom) with its height."""
-    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
     return {
-        "xaxis": axis | every_tick(heads),
-        "yaxis": axis | {"autorange": "reversed"} | every_tick(layers),
+        "xaxis": {"ticks": ""} | every_tick(heads),
+        "yaxis": {"ticks": "", "autorange": "reversed"} | every_tick(layers),
         "margin": {"r": 8},
         "height": min(720, max(230, 90 + 28 * layers)),
     }
 
 
-def depth_bar(layers: int) -> go.Scatter:
-    """A trace without points that carries the colour bar of lines coloured by `order_colour`."""
-    return go.Scatter(
-        x=[None],
-        y=[None],
-        mode="markers",
-        showlegend=False,
-        hoverinfo="skip",
-        marker={
-            "color": [0],
-            "colorscale": ORDER,
-            "cmin": 0,
-            "cmax": max(1, layers - 1),
-            "showscale": True,
-            "colorbar": whole_bar("layer", layers - 1),
-        },
-    )
+def depth_bar(count: int, of: str = "layer") -> dict[str, Any]:
+    """A trace without points that carries the colour bar of lines coloured by `order_colour`, of layers say."""
+    scale = {"color": [0], "colorscale": ORDER, "cmin": 0, "cmax": max(1, count - 1), "showscale": True}
+    marker = scale | {"colorbar": whole_bar(of, count - 1)}
+    bare = {"x": [None], "y": [None], "showlegend": False, "hoverinfo": "skip"}
+    return {"type": "scatter", "mode": "markers", "marker": marker} | bare
 
 
 def whole_bar(title: str, span: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Does a model need a tag? A sink's head is ablated in a live model, and what changes behind it is measured.
+"""Ablate the head of a sink in a live model, and measure what changes behind it: does the model need the tag?
 
 Each ablation has norm-matched random controls. All are compared on the same contexts, so a change has the standard
 error of a mean of paired differences. The groups of tokens are those of the untouched model throughout.
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -60,7 +61,7 @@ Effects = dict[str, Float[Tensor, " contexts"]]
 
 
 class _HeadTap(Hooks):
-    """Of one batch: one head's catches in each context, later sinks behind it, η² of a grouping by layer."""
+    """Record of one batch a head's catches in each context, later sinks behind it, and η² of a grouping by layer."""
 
     def __init__(self, layer: int, head: int, groups: Sequence[Catches] = ()) -> None:
         self.layer, self.head = layer, head
@@ -148,23 +149,18 @@ def ablation_test(
         controls = [change_under(functools.partial(ablation.control, seed)) for seed in range(CONTROLS)]
         for name, value in untouched.items():
             by_seed = torch.stack([effect[name] for effect in controls])
-            control = by_seed.mean(dim=0)
-            beyond, error = _mean(change[name] - control)
-            means = torch.tensor([_mean(values)[0] for values in by_seed])
-            of_seeds = means.std() / CONTROLS**0.5
-            most, least = (
-                _mean(change[name] - by_seed[int(seed)]) for seed in (means.argmax(), means.argmin())
-            )
-            rows.append(
-                {"ablation": ablation.name, "measure": name}
-                | {"untouched": _mean(value)[0]}
-                | dict(zip(("change", "change_se"), _mean(change[name]), strict=True))
-                | dict(zip(("control", "control_se"), _mean(control), strict=True))
-                | {"beyond": beyond, "beyond_se": math.hypot(error, float(of_seeds))}
-                | dict(zip(("beyond_most", "beyond_most_se"), most, strict=True))
-                | dict(zip(("beyond_least", "beyond_least_se"), least, strict=True))
-                | {"contexts": int(value.isfinite().sum())}
-            )
+            control, means = by_seed.mean(dim=0), torch.tensor([_mean(values)[0] for values in by_seed])
+            row: dict[str, Any] = {"ablation": ablation.name, "measure": name, "untouched": _mean(value)[0]}
+            for column, values in (
+                ("change", change[name]),
+                ("control", control),
+                ("beyond", change[name] - control),
+                ("beyond_most", change[name] - by_seed[int(means.argmax())]),
+                ("beyond_least", change[name] - by_seed[int(means.argmin())]),
+            ):
+                row[column], row[f"{column}_se"] = _mean(values)
+            row["beyond_se"] = math.hypot(row["beyond_se"], float(means.std() / CONTROLS**0.5))
+            rows.append(row | {"contexts": int(value.isfinite().sum())})
     return pd.DataFrame(rows)
 
 

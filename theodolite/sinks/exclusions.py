@@ -1,4 +1,4 @@
-"""What to leave out: sinks and outlier dimensions of a run as a small JSON file.
+"""Sinks and outlier dimensions of a run, as a small JSON file of what other analyses should exclude.
 
 For those who train sparse autoencoders, quantise or prune, and want tokens and dimensions of the mechanism apart. A
 rule says where (layer, and head or dimension) and of which tokens. The file needs no theodolite to be read;
@@ -22,6 +22,7 @@ from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.files import disk_errors, write_text
+from theodolite.system.run_folders import TRACE
 
 SCHEMA_VERSION = 1
 LEAST_SHARE = 0.01
@@ -32,7 +33,7 @@ Kind = Literal["sink", "outlier dimension", "massive activation"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing to leave out.
+    """One sink, outlier dimension or massive activation to exclude.
 
     Attributes:
         kind: an attention sink, an outlier dimension, or a massive activation.
@@ -106,7 +107,7 @@ class Exclusions:
         )
 
     def tokens(self, ids: Int[Tensor, "*contexts positions"], layer: int | None = None) -> Bool[Tensor, ...]:
-        """Which tokens a rule about tokens names: True is to be left out. Rules of every token, or of
+        """Flag the tokens that a rule about tokens names: True is to be left out. Rules of every token, or of
         every later one, name none.
 
         Args:
@@ -151,7 +152,7 @@ class Exclusions:
 
     @classmethod
     def load(cls, path: str | Path) -> Exclusions:
-        """Read what `save` wrote.
+        """Load a file that `save` wrote.
 
         Raises:
             UsageError: it is not there, damaged, or of a newer schema.
@@ -178,7 +179,7 @@ def _rule(kind: Kind, row: Any, share: float, *, first: bool | None = None, name
 
 
 def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
-    if run.is_trace:
+    if run.kind == TRACE:
         # A token that is a sink of a whole context here and of a stretch there is one rule, by its larger share.
         sinks = run.traces.sort_values("share", ascending=False, kind="stable")
         sinks = sinks.assign(named=sinks["kind"].isin(NAMED), first=sinks["kind"].eq("first"))

@@ -40,7 +40,7 @@ LEAST_SHARE = 1e-6
 
 @dataclass(frozen=True)
 class AblatedDirection:
-    """What a head no longer writes, as unit vectors of the residual stream within the head's row space of W_O.
+    """The direction that a head no longer writes, as unit vectors of the residual stream in its row space of W_O.
 
     Attributes:
         direction: u / ‖u‖, u the part of the given direction in the row space: what each token has of it is taken.
@@ -63,7 +63,7 @@ def ablate_direction(
     queries: Positions | None = None,
     control: int | Float[Tensor, " width"] | None = None,
 ) -> Iterator[AblatedDirection]:
-    """While open, what a head writes into the residual stream has no component along a direction.
+    """While open, remove a direction from what a head writes into the residual stream.
 
     With o the head's output, W_O its output weights and û the unit vector along the part of `direction` in the row
     space of W_O, t W_O = û: o ← o − ((o W_O)·û) t, exact up to the rounding of the model's dtype. The control
@@ -129,7 +129,7 @@ def attention_knockout(
     *,
     sink_column: bool = False,
 ) -> Iterator[None]:
-    """While open, no query of a head attends to some keys. Memory grows with the number of keys, not its square.
+    """While open, keep the queries of a head from attending to some keys. Memory grows linearly with the keys.
 
     The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
     only) keeps the output that it had. A tap opened inside gets the edited inputs, where the hidden keys'
@@ -181,7 +181,7 @@ def without_low_rank(
     heads: Sequence[int] | None = None,
     control: int | None = None,
 ) -> Iterator[dict[str, float]]:
-    """While open, W_Q, W_K and W_V of a layer are without their low-rank part; yields the part's share of ‖W‖_F².
+    """While open, take the low-rank part out of a layer's W_Q, W_K and W_V; yields the part's share of ‖W‖_F².
 
     The part is the leading one of a truncated SVD of W (all heads side by side, (d, heads · head_width)), or the
     product of given factors (of a model pruned to sparse + low-rank). Biases stay. The modules hold new parameters
@@ -226,7 +226,7 @@ def without_low_rank(
 
 
 def _described(name: str, **arguments: object) -> str:
-    """An intervention as it goes into the provenance of what is measured meanwhile; tensors by their hash."""
+    """Describe an intervention for the provenance of what is measured meanwhile; tensors by their hash."""
     parts = []
     for key, value in arguments.items():
         if isinstance(value, Tensor):

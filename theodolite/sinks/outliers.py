@@ -30,6 +30,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
+from theodolite.jobs.job import Stage, States, Steps, run_stages
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import text_of_tokens
@@ -40,7 +41,6 @@ from theodolite.passes.corpus_pass import (
     check_fit,
     refuse_nonfinite_stream,
 )
-from theodolite.passes.stages import Pass, Stage, States, run_stages
 from theodolite.system.progress import ShowStage
 from theodolite.theory.outliers import (
     LayerBaseline,
@@ -62,7 +62,7 @@ STREAM, HEADS = "stream", "heads"
 
 @dataclass(frozen=True)
 class Outliers:
-    """What was found. Layer 0 is the input of the first block, ℓ the stream after block ℓ; heads count from 0.
+    """Tables of outlier dimensions and massive activations. Layer 0 enters the first block, ℓ leaves block ℓ.
 
     Attributes:
         layers: one row per residual layer. published, adaptive: outlier dimensions by each rule; massive_published,
@@ -107,7 +107,7 @@ def find_outliers(
     seed: int = 0,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Outliers:
-    """Read a corpus once, and two small samples of it: one for each layer's baseline, one to follow what was found.
+    """Find outlier dimensions and massive activations: by one pass of a corpus and two of small samples of it.
 
     Args:
         model: from `open_model`.
@@ -142,14 +142,14 @@ def find_outliers(
         bounds = [layer.bounds(tokens, thresholds.level) for layer in _baselines(states, values)]
         return Activations(torch.stack(bounds), length, thresholds, trailing)
 
-    def baseline(states: States) -> Pass:
+    def baseline(states: States) -> Steps:
         some = corpus.subset(order.sort().values)
         return _OutlierPass(model, some, {STREAM: LayerBaselines(trailing), HEADS: LayerBaselines(trailing)})
 
-    def count(states: States) -> Pass:
+    def count(states: States) -> Steps:
         return _OutlierPass(model, corpus, {values: rules(states, values) for values in (STREAM, HEADS)})
 
-    def follow(states: States) -> Pass:
+    def follow(states: States) -> Steps:
         carriers = _carriers(states.of(f"count.{STREAM}"), text)
         some = corpus.subset(torch.tensor(_followed(carriers, contexts, length), dtype=torch.int64))
         followed = FollowedActivations(rules(states, STREAM), sorted(set(carriers["dimension"])))
@@ -191,14 +191,14 @@ def find_outliers(
 
 
 class _Sums(Accumulator, Protocol):
-    """What takes in values (batch, positions, parts, width) of one layer and the contexts `first_context …`."""
+    """An accumulator of values (batch, positions, parts, width) of one layer and the contexts `first_context …`."""
 
     def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
-        """Take them in."""
+        """Add the values."""
 
 
 class _OutlierPass(CorpusPass):
-    """Sums of the stream, which is one part per token, and if wanted of the heads' outputs, which are H.
+    """Pass the residual stream (one part per token), and if wanted the heads' outputs (H parts), to accumulators.
 
     Those of heads are counted by the layers that attend.
     """
@@ -214,7 +214,7 @@ class _OutlierPass(CorpusPass):
         return self._sums
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next."""
+        """Start a batch with contexts `first …`."""
         self.first, self.ids = first, ids
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -299,7 +299,7 @@ def _carriers(state: State, text: Callable[[int], str]) -> pd.DataFrame:
 
 
 def position_0_as_one(massive: pd.DataFrame) -> pd.DataFrame:
-    """The same table with one row for all tokens at position 0: nearly every context begins with another one."""
+    """Sum all tokens at position 0 into one row: nearly every context begins with another one."""
     first = massive[massive["first"]]
     place = [name for name in ("layer", "head", "dimension") if name in massive]
     summed = first.assign(mean=first["mean"] * first["places"]).groupby(place, as_index=False)
@@ -317,23 +317,12 @@ def position_0_as_one(massive: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-GROWTH = [
-    "dimension",
-    "token_id",
-    "token",
-    "first",
-    "places",
-    "layer",
-    "value",
-    "share",
-    "appears",
-    "vanishes",
-    "rise",
-]
+GROWTH = ["dimension", "token_id", "token", "first", "places"]
+GROWTH += ["layer", "value", "share", "appears", "vanishes", "rise"]
 
 
 def _growth(state: State, text: Callable[[int], str]) -> pd.DataFrame:
-    """Every carrier through the layers, from the state of `FollowedActivations`."""
+    """Make the table of growth, every carrier through the layers, from the state of `FollowedActivations`."""
     keys, of_key = state["keys"].unique(dim=0, return_inverse=True)
     tables = [pd.DataFrame(columns=GROWTH)] if not len(keys) else []
     for number, (dimension, token, first) in enumerate(keys.tolist()):
@@ -351,7 +340,7 @@ def _growth(state: State, text: Callable[[int], str]) -> pd.DataFrame:
 
 
 def life(value: np.ndarray, share: np.ndarray) -> dict[str, float]:
-    """Where an activation appears and vanishes, and how suddenly it rises: columns of `growth`, NaN for never.
+    """Find where an activation appears and vanishes, and how suddenly it rises: columns of `growth`, NaN for never.
 
     Args:
         value: mean at every layer. share: of its places that are massive there.

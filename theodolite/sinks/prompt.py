@@ -1,4 +1,4 @@
-"""One prompt and one head, looked at closely: attention, output, who is caught, and the streams that follow.
+"""Trace one head on one prompt: its attention, its output, which tokens its sinks catch, and the residual stream.
 
 The whole attention matrix of the one head is kept here, and the streams of one context: for a prompt, not a corpus.
 """
@@ -28,7 +28,7 @@ LEFT_OUT = -2
 
 @dataclass(frozen=True)
 class PromptTrace:
-    """What one head does with a prompt of T tokens.
+    """One head's attention, output and sinks on a prompt of T tokens, and the residual stream.
 
     Attributes:
         ids: of the tokens.
@@ -56,7 +56,7 @@ class PromptTrace:
 
 
 class _PromptTap(Hooks):
-    """Keeps of one forward pass what a `PromptTrace` needs."""
+    """Record what a `PromptTrace` needs in one forward pass."""
 
     def __init__(self, layer: int, head: int, trailing: int) -> None:
         self.layer, self.head, self.trailing = layer, head, trailing
@@ -83,7 +83,7 @@ class _PromptTap(Hooks):
 def trace_prompt(
     model: OpenModel, ids: Int[Tensor, " positions"], layer: int | None = None, head: int | None = None
 ) -> PromptTrace:
-    """One head's catch, tag and release on a prompt.
+    """Trace one head's catch, tag and release on a prompt.
 
     Args:
         model: from `open_model`.
@@ -119,7 +119,7 @@ def trace_prompt(
 
 
 class _DividingTap(Hooks):
-    """Of every head with a sink, how it divides the prompt: see `_most_dividing`."""
+    """Record how every head with a sink divides the prompt: see `_most_dividing`."""
 
     def __init__(self, trailing: int) -> None:
         self.trailing = trailing
@@ -137,7 +137,7 @@ class _DividingTap(Hooks):
 
 
 def _most_dividing(model: OpenModel, ids: Tensor) -> tuple[int, int]:
-    """The head for which two tokens are most often caught by different sinks; else most often one of them by none."""
+    """Choose the head for which two tokens are most often caught by different sinks; else most often one by none."""
     tap = _DividingTap(trailing_special_tokens(model.tokenizer, ids[None]))
     with hooked(model, tap):
         model.forward(ids[None])
@@ -155,7 +155,7 @@ def attention_paid(
     Bool[Tensor, "heads_or_1 queries keys"],
     Float[Tensor, "heads keys"],
 ]:
-    """All attention weights of one context, in float64 on the CPU.
+    """Compute all attention weights of one context, in float64 on the CPU.
 
     Returns:
         the weights; which keys a query sees; and what each key receives on average from the queries that see it, NaN
@@ -171,7 +171,7 @@ def attention_paid(
 def groups_of(
     catches: Catches, head: int, length: int, trailing: int = 0
 ) -> tuple[Int[Tensor, " sinks"], Int[Tensor, " positions"]]:
-    """`sinks` and `group` of a `PromptTrace` of T tokens, the last `trailing` of them special, by a layer's catches."""
+    """Read `sinks` and `group` of a `PromptTrace` of `length` tokens, `trailing` of them special, off catches."""
     rows = (catches.head == head).nonzero().flatten()
     group = torch.full((length,), UNCAUGHT)
     group[0] = LEFT_OUT

@@ -23,6 +23,7 @@ from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.jobs.job import Stage, States
 from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -37,7 +38,7 @@ from theodolite.passes.corpus_pass import (
 )
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
-from theodolite.passes.stages import Stage, States, run_into
+from theodolite.passes.run_job import run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass, widest_output_weights
 from theodolite.system.progress import ShowStage
 
@@ -47,7 +48,7 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _LayerCatch:
-    """What one layer's sinks caught in a context, their rows, and the sums of squares before their heads."""
+    """The catches of one layer in a context, their rows in the sums, and the sums of squares before their heads."""
 
     catches: Catches
     rows: Rows
@@ -55,7 +56,7 @@ class _LayerCatch:
 
 
 class TracePass(CorpusPass):
-    """The sums of a trace; what a context's sinks caught is kept only until its pass is over.
+    """Sum a trace over a corpus; what a context's sinks caught is kept only until its forward pass is over.
 
     `metric`: W_O W_Oᵀ of every head, lengths in the residual stream.
     """
@@ -83,12 +84,12 @@ class TracePass(CorpusPass):
         return {"tags": self.tags}
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next: nothing of theirs is caught yet."""
+        """Start a batch with contexts `first …`."""
         self._ids, self._first = ids, first
         self._caught = [[] for _ in ids]
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """See what is left of the tags of all earlier layers."""
+        """Measure what is left of the tags of all earlier layers."""
         refuse_nonfinite_stream(layer, hidden)
         self._entering = hidden
         catches_so_far = [
@@ -110,7 +111,7 @@ class TracePass(CorpusPass):
                 self.tags.add_place((torch.cat(sinks), torch.cat(heads)), 1 + layer, sums, before)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Compute one layer's attention, and take in what its sinks catch and write."""
+        """Compute one layer's attention, and sum what its sinks catch and write."""
         metric = self._metric[layer].to(inputs.value.device)
         groups = inputs.query.shape[1] // inputs.value.shape[1]
 
@@ -209,7 +210,7 @@ def trace_sinks(
 
 
 def trace_stages(model: OpenModel, corpus: Corpus, batch: int, stretches: bool) -> list[Stage]:
-    """The passes of a trace: W_O of all layers, the corpus, and W_O once more of the layers that have sinks.
+    """List the stages of a trace: W_O of all layers, the corpus, and W_O once more of the layers that have sinks.
 
     Of W_O itself nothing is kept in between: all layers' would be as large as a part of the model.
     """
@@ -238,7 +239,7 @@ def trace_stages(model: OpenModel, corpus: Corpus, batch: int, stretches: bool) 
 
 
 def trace_tables(states: States, provenance: dict[str, Any], text: Callable[[int], str]) -> Run:
-    """The tables and arrays of a finished trace; `text` is that of a token id."""
+    """Make the tables and arrays of a finished trace; `text` gives the text of a token id."""
     contexts, length = (provenance["corpus"][name] for name in ("contexts", "length"))
     length -= provenance["corpus"].get("trailing_special_tokens", 0)
     state, in_stream = states.of("trace.tags"), Written(**states.of("written"))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,21 +65,41 @@ def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tenso
         CorruptFile: it has changed since.
     """
     try:
-        check_headers([path])
-        with safetensors.safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            entry: Any = json.loads(header[HEADER]) if HEADER in header else {"notes": header, "sha256": None}
-            notes = entry["notes"]
-            if "notes_sha256" in entry and entry["notes_sha256"] != json_digest(notes):
-                raise CorruptFile("its notes are not those that were written")
+        with _opened(path) as (file, notes, inside):
             # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-            known = [each for each in (entry["sha256"], sha256) if each is not None]
-    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+            known = [each for each in (inside, sha256) if each is not None]
+    except ERRORS as error:
         raise error if isinstance(error, CorruptFile) else CorruptFile(str(error)) from error
     if known and known != [digest(tensors)] * len(known):
         raise CorruptFile("its bytes are not those that were written")
     return tensors, notes
+
+
+def read_notes_checked(path: Path) -> dict[str, Any]:
+    """The notes of such a file without its tensors; `CorruptFile` where they have changed since."""
+    try:
+        with _opened(path) as (_, notes, _):
+            return notes
+    except ERRORS as error:
+        raise error if isinstance(error, CorruptFile) else CorruptFile(str(error)) from error
+
+
+ERRORS = (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError)
+"""What files raise whose bytes are others."""
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str | None]]:
+    """The file, its notes, which are checked, and the checksum of its tensors, if it has one."""
+    check_headers([path])
+    with safetensors.safe_open(path, "pt") as file:
+        header = file.metadata() or {}
+        entry: Any = json.loads(header[HEADER]) if HEADER in header else {"notes": header, "sha256": None}
+        notes = entry["notes"]
+        if "notes_sha256" in entry and entry["notes_sha256"] != json_digest(notes):
+            raise CorruptFile("its notes are not those that were written")
+        yield file, notes, entry["sha256"]
 
 
 def check_headers(paths: Iterable[Path]) -> None:

@@ -109,7 +109,7 @@ def differences(
     texts = _entries(corpus_there or {}, corpus_now or {}, ("sha256", "labels", "trailing_special_tokens"))
     if there.get("corpus") != now.get("corpus"):
         said |= texts or {"corpus": "the text (--corpus, --length, --contexts or --seed)"}
-    others = _entries(there, now, ("model", "corpus", "versions", "schema_version", *_KINDS))
+    others = _entries(there, now, ("model", "corpus", "versions", "schema_version", *KINDS))
     if "--length" in said:
         others.pop("--batch", None)  # its default follows from the length
     if kind_of({"fingerprint": there}) != kind_of({"fingerprint": now}):
@@ -122,15 +122,17 @@ def differences(
     return "; ".join(said.values()) or "another version of theodolite"
 
 
-_KINDS = {"trace": "trace", "outputs": "head outputs", "heads": "survey of heads"}
-"""Entries of a fingerprint that tell what was made."""
+SURVEY, SPECTRA, TRACE, OUTPUTS = "survey", "spectra", "trace", "head outputs"
+
+KINDS = {"trace": TRACE, "outputs": OUTPUTS, "heads": "survey of heads"}
+"""What was measured, by the entry of a fingerprint that tells it; without one it is a survey, or spectra."""
 
 
 def kind_of(provenance: dict[str, Any]) -> str:
-    """What a run is: survey, spectra, trace, or head outputs."""
+    """What a run is, by its provenance: a survey, spectra, or one of `KINDS`."""
     fingerprint = provenance.get("fingerprint") or {}
-    named = (name for key, name in _KINDS.items() if fingerprint.get(key))
-    return next(named, "survey" if "corpus" in fingerprint else "spectra")
+    named = (name for key, name in KINDS.items() if fingerprint.get(key))
+    return next(named, SURVEY if "corpus" in fingerprint else SPECTRA)
 
 
 def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -> dict[str, str]:

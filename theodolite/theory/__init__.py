@@ -15,11 +15,16 @@ from theodolite.theory.averaging import (
     averaging_model,
     mean_after,
 )
-from theodolite.theory.curve_shape import curve_centre, curve_spread, curve_width
 from theodolite.theory.decomposition import Decomposition, decompose
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.exact_propagation import propagation_exact, propagation_exact_head
-from theodolite.theory.propagation import propagation, propagation_finite
+from theodolite.theory.propagation import (
+    curve_centre,
+    curve_spread,
+    curve_width,
+    propagation,
+    propagation_finite,
+)
 from theodolite.theory.quadratic_form import probability_between
 from theodolite.theory.regimes import REGIMES, RegimeMargins, regime, regime_margins, regime_of_curve
 from theodolite.theory.singular import ScreeNOT, largest_singular_value, screenot, stable_rank
@@ -34,12 +39,15 @@ from theodolite.theory.smoothness import (
 )
 from theodolite.theory.spectrum import (
     QKMoments,
+    ScaleBound,
+    TraceBound,
     qk_eigenvalues,
     qk_moments,
     qk_singular_values,
     qk_spectral_norm,
+    scale_bound,
+    trace_bound,
 )
-from theodolite.theory.spectrum_bounds import ScaleBound, TraceBound, scale_bound, trace_bound
 from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
 
 __all__ = [

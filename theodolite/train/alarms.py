@@ -1,4 +1,4 @@
-"""What in the geometry of a training run is alarming: entropy collapse, rank collapse, vanishing signal.
+"""Alarms of a training run: entropy collapse, rank collapse, vanishing signal.
 
 Each is judged from the values of the last few looks, never from a single one: the level is their median, the trend
 the Theil-Sen slope. Nothing is measured here, and nothing is said to the user; an `Alarm` is data with a message.
@@ -7,14 +7,14 @@ the Theil-Sen slope. Nothing is measured here, and nothing is said to the user; 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from theodolite.train.geometry import Geometry
-from theodolite.train.look_sums import residual_place
+from theodolite.train.geometry import Geometry, residual_place
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -107,7 +107,7 @@ class Alarm:
 
 
 def alarm_lines(alarms: list[Alarm]) -> list[str]:
-    """One line for each kind among alarms of one step: the worst in full, the others by name, what to do."""
+    """Return a line for each kind of alarm of one step: the worst in full, the others by name, and what to do."""
     lines = []
     for kind in ADVICE:
         same = sorted((alarm for alarm in alarms if alarm.kind == kind), key=lambda alarm: alarm.value)
@@ -129,30 +129,30 @@ class Alarms:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self._steps: deque[int] = deque(maxlen=TREND)
-        self._values: dict[str, deque[Floats]] = {}
         self._patterned: deque[Flags] = deque(maxlen=LEVEL)
         self._vanishing: Flags | None = None
-        self._over: dict[str, Flags] = {}
-        self._collapsed_before: dict[str, Flags] = {}
-        self._calm: dict[str, NDArray[np.int64]] = {}
+        self._histories = {
+            ENTROPY: _History(self.limits.entropy),
+            RANK: _History(self.limits.rank),
+            VANISHING: _History(self.limits.propagation),
+        }
 
     @property
     def active(self) -> int:
         """Heads and layers that are alarming now, counted once for each kind."""
-        return sum(int(over.sum()) for over in self._over.values())
+        return sum(int(history.over.sum()) for history in self._histories.values())
 
     def update(self, geometry: Geometry) -> list[Alarm]:
-        """Take in a look; what is newly alarming."""
+        """Judge one more look; returns the new alarms."""
         heads, layers = geometry.heads, geometry.layers
-        values = {
+        columns = {
             ENTROPY: heads["entropy_share"],
-            VANISHING: heads["propagation"],
             RANK: layers["rank_collapse"],
+            VANISHING: heads["propagation"],
         }
         self._steps.append(geometry.step)
-        for kind, column in values.items():
-            history = self._values.setdefault(kind, deque(maxlen=TREND))
-            history.append(column.to_numpy(dtype=np.float64))
+        for kind, history in self._histories.items():
+            history.values.append(columns[kind].to_numpy(dtype=np.float64))
         patterns = heads[["at_distance", "same_token", "sink_first", "sink_learned"]]
         # No token came twice: NaN, which is no pattern.
         self._patterned.append((patterns.to_numpy(dtype=np.float64) >= PATTERN).any(axis=1))
@@ -160,75 +160,80 @@ class Alarms:
             self._vanishing = (heads["regime"] == "vanishing").to_numpy()
         if len(self._steps) < LEVEL:
             return []
-        alarming, collapsed = self._judge()
-        places = {RANK: [(layer, None) for layer in layers["layer"]]}
-        by_head = list(zip(heads["layer"], heads["head"], strict=True))
-        return list(
-            self._new(geometry.step, alarming, collapsed, {ENTROPY: by_head, VANISHING: by_head} | places)
-        )
+        alarms = []
+        for kind, (alarming, collapsed) in self._judge().items():
+            history, table = self._histories[kind], layers if kind == RANK else heads
+            slope = history.slope(self._steps)
+            for index in np.flatnonzero(history.new(alarming, collapsed)):
+                place = table.iloc[index]
+                alarms.append(
+                    Alarm(
+                        geometry.step,
+                        kind,
+                        int(place["layer"]),
+                        None if kind == RANK else int(place["head"]),
+                        float(history.level[index]),
+                        float(slope[index]),
+                        bool(collapsed[index]),
+                    )
+                )
+        return alarms
 
-    def _judge(self) -> tuple[dict[str, Flags], dict[str, Flags]]:
-        """What is alarming, and which of it because its level is below a limit."""
-        limits = self.limits
-        weak = self._level(VANISHING) < limits.weak
+    def _judge(self) -> dict[str, tuple[Flags, Flags]]:
+        """For each kind, what is alarming, and which of it because its level is below a limit."""
+        limits, entropy, rank, propagation = self.limits, *self._histories.values()
+        ahead = limits.horizon * float(np.median(np.diff(self._steps)))
+        weak = propagation.level < limits.weak
         purposeful = np.mean(self._patterned, axis=0) > 0.5
-        sharp = self._collapsing(ENTROPY, limits.entropy, limits.entropy_falling)
-        lost = self._level(ENTROPY) < limits.entropy_alone
-        vanishing = self._collapsing(VANISHING, limits.propagation, limits.weak)
+        sharp = entropy.falls(self._steps, ahead, limits.entropy_falling) & weak
+        sharp |= (entropy.level < limits.entropy_alone) & ~purposeful
+        vanishing = propagation.falls(self._steps, ahead, limits.weak)
         if self._vanishing is not None:
             vanishing |= weak & self._vanishing
-        low_rank = self._level(RANK) < limits.rank
-        alarming = {ENTROPY: (sharp & weak) | (lost & ~purposeful), RANK: low_rank, VANISHING: vanishing}
-        collapsed = {
-            ENTROPY: alarming[ENTROPY] & (self._level(ENTROPY) < limits.entropy),
-            RANK: low_rank,
-            VANISHING: self._level(VANISHING) < limits.propagation,
+        return {
+            ENTROPY: (sharp, sharp & entropy.collapsed),
+            RANK: (rank.collapsed, rank.collapsed),
+            VANISHING: (vanishing, propagation.collapsed),
         }
-        return alarming, collapsed
 
-    def _new(
-        self,
-        step: int,
-        alarming: dict[str, Flags],
-        collapsed: dict[str, Flags],
-        places: dict[str, list[tuple[int, int | None]]],
-    ) -> Iterator[Alarm]:
-        limit = {
-            ENTROPY: self.limits.entropy,
-            RANK: self.limits.rank,
-            VANISHING: self.limits.propagation,
-        }
-        for kind, flags in alarming.items():
-            level, slope = self._level(kind), self._slope(kind)
-            over = self._over.setdefault(kind, np.zeros(len(flags), dtype=bool))
-            collapsed_before = self._collapsed_before.setdefault(kind, np.zeros(len(flags), dtype=bool))
-            calm = self._calm.setdefault(kind, np.zeros(len(flags), dtype=np.int64))
-            calm[:] = np.where(flags, 0, calm + 1)
-            recovered = (calm >= LEVEL) & (level >= RECOVERED * limit[kind])
-            over[recovered] = collapsed_before[recovered] = False
-            new = (flags & ~over) | (collapsed[kind] & ~collapsed_before)
-            over |= new
-            collapsed_before |= collapsed[kind]
-            for index in np.flatnonzero(new):
-                layer, head = places[kind][index]
-                head_index = None if head is None else int(head)
-                below = bool(collapsed[kind][index])
-                yield Alarm(
-                    step, kind, int(layer), head_index, float(level[index]), float(slope[index]), below
-                )
 
-    def _collapsing(self, kind: str, limit: float, below: float) -> Flags:
-        """Below the limit, or below `below` and falling fast enough to be there within the horizon."""
-        level = self._level(kind)
-        steps = np.array(self._steps)
-        ahead = self.limits.horizon * float(np.median(np.diff(steps)))
-        return (level < limit) | ((level < below) & (level + self._slope(kind) * ahead < limit))
+class _History:
+    """A quantity of all heads, or all layers: its values at the last looks, and where it is alarming now."""
 
-    def _level(self, kind: str) -> Floats:
-        return np.median(list(self._values[kind])[-LEVEL:], axis=0)
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.values: deque[Floats] = deque(maxlen=TREND)
+        self.over: Any = np.False_  # until there are flags: of none
+        self._collapsed_before: Any = np.False_
+        self._calm: Any = 0
 
-    def _slope(self, kind: str) -> Floats:
-        return theil_sen(np.array(self._steps, dtype=np.float64), np.array(self._values[kind]))
+    @property
+    def level(self) -> Floats:
+        """The median of the last looks."""
+        return np.median(list(self.values)[-LEVEL:], axis=0)
+
+    @property
+    def collapsed(self) -> Flags:
+        """Where the level is below the limit."""
+        return self.level < self.limit
+
+    def slope(self, steps: Iterable[int]) -> Floats:
+        """The trend a step."""
+        return theil_sen(np.array(list(steps), dtype=np.float64), np.array(self.values))
+
+    def falls(self, steps: Iterable[int], ahead: float, below: float) -> Flags:
+        """Where it is below the limit, or below `below` and there within so many steps."""
+        falling = self.level + self.slope(steps) * ahead < self.limit
+        return self.collapsed | ((self.level < below) & falling)
+
+    def new(self, alarming: Flags, collapsed: Flags) -> Flags:
+        """Where it is alarming and was not, or collapses after it was alarming."""
+        self._calm = np.where(alarming, 0, self._calm + 1)
+        recovered = (self._calm >= LEVEL) & (self.level >= RECOVERED * self.limit)
+        over, before = self.over & ~recovered, self._collapsed_before & ~recovered
+        new: Flags = (alarming & ~over) | (collapsed & ~before)
+        self.over, self._collapsed_before = over | new, before | collapsed
+        return new
 
 
 def theil_sen(x: Floats, y: Floats) -> Floats:

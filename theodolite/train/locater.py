@@ -22,13 +22,16 @@ from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training.shard_gradients import (
+from theodolite.models.training.shards import (
     Part,
     WholeParameters,
     check_deepspeed_has_gradients,
+    head_group,
     is_of_deepspeed,
+    is_part,
+    is_spread,
+    joined_heads,
 )
-from theodolite.models.training.shards import head_group, is_part, is_spread, joined_heads
 from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.logit_rows import LogitRows
 from theodolite.models.weights.weight_map import Projection, Projections, find_projections
@@ -109,7 +112,7 @@ class Locater:
         return [p for p in {id(p): p for p in held}.values() if p.requires_grad]
 
     def __call__(self, step: int | None = None) -> Float[Tensor, ""]:
-        """The penalty now, in float32 or better, summed over heads and layers; `backward` reaches the parameters.
+        """Compute the penalty now, in float32 or better, summed over heads and layers; differentiable.
 
         Args:
             step: how many optimizer steps are done; needed where a strength is a function of it.
@@ -160,7 +163,7 @@ class Locater:
         return value
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
-        """The penalty of one layer, whose gradient is added where it belongs."""
+        """Add the gradient of one layer's penalty; returns the penalty."""
         into: list[Tensor | None] = []
         for projection in (layer.query, layer.key):
             weight = projection.weight
@@ -171,7 +174,7 @@ class Locater:
         return add_penalty_gradient(w_q, w_k, into[0], into[1], *strengths, self._gradient, factor)
 
     def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[Part]]:
-        """The penalty, and this rank's parts of its gradients; the whole weights of one layer at a time."""
+        """Compute the penalty and this rank's parts of its gradients, gathering the weights of one layer at a time."""
         values, parts = [], []
         for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
             with whole.gathering(), torch.enable_grad():
@@ -191,7 +194,7 @@ class Locater:
         return penalty_of_moments(traces, squares, *strengths, self._gradient)
 
     def table(self) -> pd.DataFrame:
-        """tr W_QK and ‖W_QK‖_F² of every penalised head now: layer, head, trace, frobenius_squared."""
+        """Return the table of every penalised head now: layer, head, trace (of W_QK), frobenius_squared."""
         self._check_held()
         rows: list[dict[str, float]] = []
         for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
@@ -210,7 +213,7 @@ class Locater:
         self._check_trained()
 
     def _check_held(self) -> None:
-        """Weights that are spread are looked at as they are gathered."""
+        """Check that the weights are those found; of a sharded model this is done as they are gathered."""
         if self._together:
             return
         for held in self._held:
@@ -242,7 +245,7 @@ class Locater:
 
 
 class _Attached(torch.autograd.Function):
-    """A number that is known, with its gradients, as a function of parameters."""
+    """A known number with known gradients, as a differentiable function of parameters."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, parts: list[Part], *_: Tensor) -> Tensor:
@@ -255,7 +258,7 @@ class _Attached(torch.autograd.Function):
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:
-    """κ that grows linearly from 0 at step 0 to `strength` at step `steps`, and stays there.
+    """Return κ as a function of the step: from 0 linearly to `strength` at step `steps`, and constant from there.
 
     Raises:
         UsageError: the strength is negative or no number, or there are no steps.
@@ -267,7 +270,7 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
 
 
 def _check_held(model: nn.Module, held: dict[str, Projection]) -> None:
-    """By name, a few look-ups a layer: a replacement may keep the old module inside, as an adapter does."""
+    """Check one layer's weights by name: a replacement may keep the old module inside, as an adapter does."""
     for name, place in held.items():
         if not is_held(model, name, place):
             raise UsageError(
@@ -296,7 +299,7 @@ def is_held(model: nn.Module, name: str, place: Projection | LogitRows) -> bool:
 
 
 def listed_layers(layers: Iterable[int] | None) -> list[int] | None:
-    """The layers asked for, as numbers; `UsageError` where they are no whole numbers."""
+    """Return the layers asked for as a list; `UsageError` where they are no whole numbers."""
     if layers is None:
         return None
     try:
@@ -309,7 +312,7 @@ def listed_layers(layers: Iterable[int] | None) -> list[int] | None:
 
 
 def _selected(layers: list[int] | None, structure: Structure) -> list[int]:
-    """The layers asked for, or all that attend; of those that share their matrices (ALBERT), the first."""
+    """Return the layers asked for, or all that attend; of those that share their matrices (ALBERT), the first."""
     count = len(structure.attention)
     first = {structure.attention_at(layer): layer for layer in reversed(structure.attending)}
     selected = sorted(first.values()) if layers is None else layers

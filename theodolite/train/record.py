@@ -1,4 +1,4 @@
-"""The record of a training run's looks: lines of JSON in a folder, what of them a resumed run may keep, what is drawn.
+"""The record of a training run's looks: JSON lines in a folder, which a resumed run continues.
 
 Nothing is measured, judged or drawn here, and nothing is said to the user.
 """
@@ -38,7 +38,7 @@ MOST = 1e30
 
 
 class Columns:
-    """What the page draws of all looks: some columns at every place, a head's (layer, head) or a layer's (layer,)."""
+    """Columns of all looks that the page draws, by place: (layer, head) of a head, (layer,) of a layer."""
 
     def __init__(self, names: Sequence[str], places: Sequence[tuple[int, ...]]) -> None:
         self.places = places
@@ -47,7 +47,7 @@ class Columns:
         self._looks: list[NDArray[np.float32]] = []
 
     def add(self, step: int, table: pd.DataFrame) -> None:
-        """Keep a look; of a column that it lacks, NaN."""
+        """Add a look; a column that it lacks is NaN."""
         with np.errstate(over="ignore"):
             values = table.reindex(columns=self._names).to_numpy(dtype=np.float32)
         self._steps.append(step)
@@ -55,11 +55,11 @@ class Columns:
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """Of all looks, in order: S of them."""
+        """The steps of all S looks, in order."""
         return np.array(self._steps, dtype=np.int64)
 
     def of(self, name: str) -> NDArray[np.float64] | None:
-        """A column as (S, P); None where no look has it."""
+        """Return a column as (looks, places); None where no look has it."""
         column = self._names.index(name)
         values = np.array([look[:, column] for look in self._looks], dtype=np.float64)
         return values if np.isfinite(values).any() else None
@@ -81,15 +81,14 @@ class Record:
 
     def __init__(self, folder: Path | None, layers: int = 0, places: Sequence[tuple[int, int]] = ()) -> None:
         self.folder = folder
-        self._layers, self._places = layers, list(places)
-        self.heads = Columns(OF_HEADS, self._places)
+        self.heads = Columns(OF_HEADS, list(places))
         self.layers = Columns(OF_LAYERS, [(layer,) for layer in range(layers + 1)])
         self.alarms: list[Alarm] = []
         self.loss_steps, self.losses = array("q"), array("d")
         self.finished = False
 
     def begin(self, step: int) -> tuple[list[Geometry], str]:
-        """Drop what was recorded after `step` (all of it, at step 0); the looks that are kept, and what to say.
+        """Drop what was recorded after `step` (all of it, at step 0); returns the looks that are kept, and a message.
 
         If nothing is kept, or something is no complete look of this model, the old files are moved aside first.
 
@@ -98,19 +97,18 @@ class Record:
         """
         if self.folder is None:
             return [], ""
+        message = ""
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            old = {name: self._read(name) for name in FILES}
-            rows = {name: [row for line in old[name] if (row := parsed_row(line))] for name in FILES}
+            lines = {name: _complete_lines(self._path(name)) for name in FILES}
+            rows = {name: [row for line in lines[name] if (row := parsed_row(line))] for name in FILES}
             heads, layers = (_by_step(rows[name], step) for name in ("heads", "layers"))
             whole = {at for at in heads.keys() & layers.keys() if self._whole(heads[at], layers[at])}
             steps = sorted(whole) if step else []
-            damaged = sum(len(old[name]) - len(rows[name]) for name in FILES)
+            damaged = sum(len(lines[name]) - len(rows[name]) for name in FILES)
             others = len((heads.keys() | layers.keys()) - whole)
-            message = ""
-            if any(old.values()) and (not steps or damaged or others):
-                number = self._move_aside()
-                message = f"{self.folder} held an earlier record: moved to heads.{number}.jsonl and so on"
+            if any(lines.values()) and (not steps or damaged or others):
+                message = f"{self.folder} held an earlier record: moved to heads.{self._move_aside()}.jsonl and so on"
                 if step and (damaged or others):
                     message += (
                         f"; {len(steps)} looks kept, {others} dropped that are no complete looks of this model, "
@@ -119,44 +117,39 @@ class Record:
             for name in FILES:
                 # A loss belongs to a step that is done, whether or not there was a look.
                 done = range(step + 1) if name == "losses" else whole
-                remaining = [row for row in rows[name] if steps and row["step"] in done]
-                write_text(self.folder / f"{name}.jsonl", "".join(map(_line, remaining)))
-                if name == "losses":
-                    for row in remaining:
-                        self._keep_loss(row["step"], row.get("loss"))
+                rows[name] = [row for row in rows[name] if steps and row["step"] in done]
+                write_text(self._path(name), "".join(map(_line, rows[name])))
+            for row in rows["losses"]:
+                self._keep_loss(row["step"], row.get("loss"))
         return [Geometry(at, _table(heads[at]), _table(layers[at]), 0.0) for at in steps], message
 
-    def _read(self, name: str) -> list[str]:
+    def _path(self, name: str, number: int | None = None) -> Path:
+        """The path of a file; with a number, of one that was moved aside."""
         assert self.folder is not None
-        path = self.folder / f"{name}.jsonl"
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
-        # Without the half line at which a process was killed.
-        return lines if parsed_row(lines[-1]) else lines[:-1]
+        return self.folder / (f"{name}.jsonl" if number is None else f"{name}.{number}.jsonl")
 
     def _move_aside(self) -> int:
-        """Rename the files to `heads.1.jsonl` and so on; the number."""
-        assert self.folder is not None
+        """Rename the files to `heads.1.jsonl` and so on; returns the number."""
         number = 1
-        while any((self.folder / f"{name}.{number}.jsonl").exists() for name in FILES):
+        while any(self._path(name, number).exists() for name in FILES):
             number += 1
         for name in FILES:
-            path = self.folder / f"{name}.jsonl"
-            if path.exists():
-                path.rename(self.folder / f"{name}.{number}.jsonl")
+            if self._path(name).exists():
+                self._path(name).rename(self._path(name, number))
         return number
 
     def _whole(self, heads: list[dict[str, Any]], layers: list[dict[str, Any]]) -> bool:
         """Whether these are the rows of one look at a model of this many layers and heads."""
         return (
-            [(row.get("layer"), row.get("head")) for row in heads] == self._places
-            and [row.get("layer") for row in layers] == list(range(self._layers + 1))
+            [(row.get("layer"), row.get("head")) for row in heads] == self.heads.places
+            and [(row.get("layer"),) for row in layers] == self.layers.places
             and all(map(_numeric, heads + layers))
             and all(row.keys() >= JUDGED for row in heads)
             and all("rank_collapse" in row for row in layers)
         )
 
     def keep(self, geometry: Geometry, alarms: list[Alarm]) -> None:
-        """Keep of one look and its alarms what the page draws."""
+        """Keep what the page draws of one look and its alarms."""
         if self.folder is not None:
             self.heads.add(geometry.step, geometry.heads)
             self.layers.add(geometry.step, geometry.layers)
@@ -165,14 +158,9 @@ class Record:
 
     def write(self, geometry: Geometry, alarms: list[Alarm]) -> None:
         """Append one look and its alarms; `WorkError` where the folder cannot be written."""
-        at = {"step": geometry.step}
-        rows = {
-            "heads": [at | row for row in geometry.heads.to_dict("records")],
-            "layers": [at | row for row in geometry.layers.to_dict("records")],
-            "alarms": [vars(alarm) for alarm in alarms],
-        }
-        for name, lines in rows.items():
-            self._append(name, lines)
+        for name, table in (("heads", geometry.heads), ("layers", geometry.layers)):
+            self._append(name, [{"step": geometry.step, **row} for row in table.to_dict("records")])
+        self._append("alarms", [vars(alarm) for alarm in alarms])
         self.keep(geometry, alarms)
 
     def write_loss(self, step: int, loss: float) -> None:
@@ -194,7 +182,7 @@ class Record:
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         if self.folder is None:
             return
-        with disk_errors(self.folder), (self.folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+        with disk_errors(self.folder), self._path(name).open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, rows)))
 
 
@@ -202,8 +190,14 @@ def _line(row: dict[str, Any]) -> str:
     return json_text(row) + "\n"
 
 
+def _complete_lines(path: Path) -> list[str]:
+    """Read a file's lines, without the half line at which a process was killed; none where there is no file."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
+    return lines if parsed_row(lines[-1]) else lines[:-1]
+
+
 def parsed_row(line: str) -> dict[str, Any] | None:
-    """A row with a step; None if the line is none, as that at which a process was killed."""
+    """Parse a row with a step; None if the line is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -222,7 +216,7 @@ def _numeric(row: dict[str, Any]) -> bool:
 
 
 def _by_step(rows: list[dict[str, Any]], last: int) -> dict[int, list[dict[str, Any]]]:
-    """The rows of each look up to a step."""
+    """Group rows by step, up to the last one."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         if row["step"] <= last:
@@ -231,7 +225,7 @@ def _by_step(rows: list[dict[str, Any]], last: int) -> dict[int, list[dict[str, 
 
 
 def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The table of a look, as it was before it was written."""
+    """Make a look's table from its rows."""
     table = pd.DataFrame(rows).drop(columns="step")
     numbers = [name for name in table.columns if name != "regime"]
     table[numbers] = table[numbers].apply(pd.to_numeric)  # a column of `null` only is one of NaN

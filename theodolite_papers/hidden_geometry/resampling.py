@@ -21,11 +21,11 @@ from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.estimates import Estimate, Estimates, jackknife_error
+from theodolite.jobs.job import Stage, run_stages
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.models.structure import NoAttention
 from theodolite.models.weights.copies import NotAffine
 from theodolite.passes.corpus_pass import CorpusPass, batch_of
-from theodolite.passes.stages import Stage, run_stages
 from theodolite.report.data import OF_GROUPS, Floats
 from theodolite.system.progress import ShowStage
 from theodolite.theory import dct2

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.errors import WorkError
-from theodolite.models.stored.factored import PrunedMatrix, packed, read_matrices, unpacked, write_matrices
+from theodolite.models.stored.factored import PrunedMatrix, packed, packed_block, read_matrices, unpacked
 from theodolite.system.checksums import read_checked, write_checked
 
 
@@ -65,7 +65,7 @@ def _pieces() -> list[PrunedMatrix]:
 def test_pieces_come_back_from_their_file(tmp_path):
     """Oracle: the pieces themselves."""
     pieces, notes = _pieces(), {"rows": [1, 2], "error": 0.1}
-    write_matrices(tmp_path / "block.safetensors", pieces, notes)
+    write_checked(tmp_path / "block.safetensors", *packed_block(pieces, notes))
     found, told = read_matrices(tmp_path / "block.safetensors")
     assert told == notes
     for one, other in zip(pieces, found, strict=True):
@@ -76,7 +76,7 @@ def test_pieces_come_back_from_their_file(tmp_path):
 
 def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / "block.safetensors"
-    write_matrices(path, _pieces(), {})
+    write_checked(path, *packed_block(_pieces(), {}))
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(WorkError, match=r"block\.safetensors is damaged"):
         read_matrices(path)
@@ -106,7 +106,7 @@ def test_a_matrix_is_the_sum_of_its_parts_rounded_once():
 )
 def test_parts_that_do_not_belong_together_are_refused(change, said, tmp_path):
     path = tmp_path / "block.safetensors"
-    write_matrices(path, _pieces(), {})
+    write_checked(path, *packed_block(_pieces(), {}))
     tensors, notes = read_checked(path)
     change(tensors)
     write_checked(path, tensors, notes)

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from benchmarks.shards import write_layout
+from benchmarks.large_checkpoints import write_layout
 from tests import checkpoints, vision
 from tests.calls import call
 from tests.models.test_every_family import check_read_by_layers, same_run
@@ -216,7 +216,7 @@ def test_memory_does_not_grow_with_layers(tmp_path):
         config = transformers.LlamaConfig(
             hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=8
         )
-        parameters, _ = write_layout(config, folders[-1])
+        parameters = write_layout(config, folders[-1])
         sizes.append(2 * parameters)
     command = [sys.executable, "-c", PEAKS, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -13,8 +13,8 @@ from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel, open_model
 from theodolite.models.stored.weights_checksum import weights_checksum
 from theodolite.passes.corpus_pass import fingerprint_of
+from theodolite.passes.on_ray import survey_on_ray
 from theodolite.passes.provenance import describe_model
-from theodolite.passes.ray_survey import survey_on_ray
 from theodolite.passes.run import Run
 from theodolite.passes.survey import spectra
 from theodolite.sinks.interventions import without_low_rank

@@ -1,4 +1,4 @@
-"""Who answers an attention module: taps that measure it, and interventions that change what it gets and gives.
+"""What computes a module's attention in its place: the open tap, and interventions on its inputs and output.
 
 The doors hand over what decides a module's attention, and get its output from here. No model library is known here,
 and no statistic is computed.
@@ -30,16 +30,16 @@ Intervention = Callable[[AttentionInputs, Answer], Tensor]
 """Stands between a layer and its attention: may hand other inputs on to the answer, and return another output."""
 
 
-@dataclass(frozen=True)
-class _OpenTap:
+@dataclass(frozen=True, eq=False)
+class OpenTap:
     """A tap, the modules of the model that it was opened for, and whether these compute their output themselves."""
 
     modules: frozenset[nn.Module]
     tap: Tap
-    overhears: bool
+    observes: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _OpenIntervention:
     """An intervention in one layer's attention, while it is open."""
 
@@ -50,7 +50,7 @@ class _OpenIntervention:
     whole_cache: bool
 
 
-_taps: ContextVar[tuple[_OpenTap, ...]] = ContextVar("theodolite_taps", default=())
+_taps: ContextVar[tuple[OpenTap, ...]] = ContextVar("theodolite_taps", default=())
 _suspended: ContextVar[bool] = ContextVar("theodolite_suspended", default=False)
 
 # Of the process and not of a context: they hold whoever calls the model, as changed weights would
@@ -59,9 +59,9 @@ _interventions: list[_OpenIntervention] = []
 
 
 @contextmanager
-def listening(modules: frozenset[nn.Module], tap: Tap, *, overhears: bool = False) -> Iterator[None]:
-    """While open, `tap` answers these modules, and copies of modules, in this context; or it only overhears them."""
-    opened = _OpenTap(modules, tap, overhears)
+def with_tap(modules: frozenset[nn.Module], tap: Tap, *, observes: bool = False) -> Iterator[None]:
+    """While open, `tap` computes the attention of these modules and their copies, in this context, or observes it."""
+    opened = OpenTap(modules, tap, observes)
     _taps.set((*_taps.get(), opened))
     try:
         yield
@@ -84,8 +84,7 @@ def intervening(
     try:
         yield
     finally:
-        # By identity: two equal interventions may be open at once.
-        del _interventions[next(i for i, other in enumerate(_interventions) if other is opened)]
+        _interventions.remove(opened)
 
 
 @contextmanager
@@ -99,7 +98,15 @@ def without_interventions() -> Iterator[None]:
 
 
 def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = None) -> Tensor:
-    """The output of a module's attention, (batch, queries, heads, value_width), of whoever answers it."""
+    """Compute a module's attention as the tap and interventions say: (batch, queries, heads, value_width).
+
+    What a door calls, in place of the attention that the module would compute.
+
+    Args:
+        module: whose attention it is.
+        inputs: all that decides it.
+        window: how many keys the module's cache keeps, if it drops those before.
+    """
     answer, inputs, row = _answer(module), _as_autocast(inputs), in_one_row(inputs)
     if row:
         inputs = apart(inputs, type(module).__name__)
@@ -107,13 +114,17 @@ def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = No
         if opened.module is module:
             if opened.whole_cache:
                 _refuse_dropped_keys(inputs, window)
-            answer = _with_intervention(opened.intervene, answer)
+            answer = functools.partial(_intervened, opened.intervene, answer)
     with without_autocast():
         return in_a_row(answer(inputs)) if row else answer(inputs)
 
 
+def _intervened(intervene: Intervention, answer: Answer, inputs: AttentionInputs) -> Tensor:
+    return intervene(inputs, answer)
+
+
 def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
-    """Queries, keys and values as the model's own products would have them, where it runs under autocast."""
+    """Cast queries, keys and values as the model's own products would, where it runs under autocast."""
     device = inputs.query.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return inputs
@@ -125,26 +136,20 @@ def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
     return replace(inputs, query=query, key=key, value=value)
 
 
-def innermost_tapped() -> frozenset[nn.Module]:
-    """The modules of the model that was tapped last in this context."""
+def innermost() -> OpenTap | None:
+    """Return the tap that was opened last in this context, or None: it is the one that answers."""
     taps = _taps.get()
-    return taps[-1].modules if taps else frozenset()
-
-
-def is_overheard() -> bool:
-    """Whether the model that was tapped last in this context computes its attention itself."""
-    taps = _taps.get()
-    return bool(taps) and taps[-1].overhears
+    return taps[-1] if taps else None
 
 
 def is_innermost(tap: Tap) -> bool:
-    """Whether a tap was opened last in this context: it is the one that answers."""
-    taps = _taps.get()
-    return bool(taps) and taps[-1].tap is tap
+    """Whether a tap is the one that answers."""
+    opened = innermost()
+    return opened is not None and opened.tap is tap
 
 
 def _answer(module: nn.Module) -> Answer:
-    """Who answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
+    """Find what answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
     taps = _taps.get()
     for opened in reversed(taps):
         if module in opened.modules:
@@ -152,10 +157,6 @@ def _answer(module: nn.Module) -> Answer:
     if not taps or any(module in opened.modules for opened in _interventions):
         return attend
     return functools.partial(taps[-1].tap, module)
-
-
-def _with_intervention(intervene: Intervention, answer: Answer) -> Answer:
-    return lambda inputs: intervene(inputs, answer)
 
 
 def _refuse_dropped_keys(inputs: AttentionInputs, window: int | None) -> None:

@@ -1,9 +1,9 @@
 """Attention that a module computes by hand, read from its products: queries with keys, a softmax, weights with values.
 
-What happens to the logits in between is followed from tensor to tensor: numbers that multiply them, biases that are
-added, masks, a cap by tanh, another shape or dtype. The second product then says all that decided it. What is not
-known here is not followed, and a module that does it is not heard; whether all was read right is asked when the model
-is opened, whose output the recomputed one must be.
+What happens to the logits in between is followed from tensor to tensor by one table of rules (`RULES`, at the end):
+numbers that multiply them, biases that are added, masks, a cap by tanh, another shape or dtype. The second product then
+says all that decided it. A function without a rule is not followed, and a module that uses one is refused by its
+name; opening verifies that all was read right: the output, recomputed, must be the model's.
 """
 
 from __future__ import annotations
@@ -11,172 +11,315 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from theodolite.attention.inputs import AttentionInputs, hidden_below
-from theodolite.models.doors.products import (
-    Letters,
-    Logits,
-    Lost,
-    Prepared,
-    Weights,
-    laid_out,
-    letters_of,
-    operands_of,
-    parsed,
-    unfolded,
-)
+from theodolite.attention.inputs import AttentionInputs, hidden_below, hidden_in
 
-Follow = Callable[..., Logits | Weights | Prepared | None]
+Shape = tuple[int, ...]
+
+PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
+
+OF_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+"""What takes of a tensor its shape and dtype, and none of its numbers."""
+
+
+@dataclass(frozen=True)
+class Logits:
+    """`cap(scaling · query keyᵀ) + bias` where `mask` lets a query see a key, or with `weights` their softmax.
+
+    What broadcasts does so over `lead`. `products` are those of queries and keys that it is made of.
+    """
+
+    lead: Shape
+    query: Tensor
+    key: Tensor
+    scaling: float = 1.0
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    softcap: float | None = None
+    weights: bool = False
+    products: frozenset[object] = field(default_factory=lambda: frozenset({object()}))
+
+    def times(self, factor: float) -> Logits:
+        """Multiply all of it by a number."""
+        return replace(
+            self,
+            scaling=self.scaling * factor,
+            softcap=None if self.softcap is None else self.softcap * factor,
+            bias=None if self.bias is None else self.bias * factor,
+        )
+
+    def plus(self, bias: Tensor) -> Logits:
+        """Add a bias; the keys that it hides become a mask."""
+        hidden = hidden_in(bias)
+        if hidden is not None:
+            return self.hiding(hidden).plus(bias.masked_fill(hidden, 0))
+        if not bias.any():
+            return self
+        return replace(self, bias=bias if self.bias is None else self.bias + bias)
+
+    def beside(self, other: Logits) -> Logits | None:
+        """Add other logits, as one product of both side by side; None if more than a product was done to one."""
+        done = [(of.softcap, of.mask) for of in (self, other)]
+        if done != [(None, None)] * 2 or self.lead != other.lead or not self.scaling:
+            return None
+        scaled = other.query * (other.scaling / self.scaling)
+        joined = replace(
+            self,
+            query=_side_by_side(self.query, scaled),
+            key=_side_by_side(self.key, other.key),
+            products=self.products | other.products,
+        )
+        return joined if other.bias is None else joined.plus(other.bias)
+
+    def hiding(self, hidden: Tensor) -> Logits:
+        """Hide keys."""
+        return replace(self, mask=~hidden if self.mask is None else self.mask & ~hidden)
+
+    def with_lead(self, lead: Shape) -> Logits:
+        """Reshape the dimensions before the last two: contexts and heads, folded or apart."""
+        if lead == self.lead:
+            return self
+        query, key = (
+            t.expand(*self.lead, *t.shape[-2:]).reshape(*lead, *t.shape[-2:]) for t in (self.query, self.key)
+        )
+        bias, mask = (_with_lead(t, self.lead, lead) for t in (self.bias, self.mask))
+        return replace(self, lead=lead, query=query, key=key, bias=bias, mask=mask)
+
+    def inputs(self, value: Tensor) -> AttentionInputs:
+        """Make `AttentionInputs` with the values (…, keys, width)."""
+        batch, heads = self.lead[0], math.prod(self.lead[1:])
+        query = self.query.expand(*self.lead, *self.query.shape[-2:]).flatten(1, -3)
+        key, value = (_grouped(t, self.lead) for t in (self.key, value))
+        bias, mask = (_with_lead(t, self.lead, (batch, heads)) for t in (self.bias, self.mask))
+        if mask is not None:
+            mask = mask.expand(*mask.shape[:-2], query.shape[-2], key.shape[-2])
+        return AttentionInputs(
+            query=query,
+            key=key,
+            value=value,
+            scaling=self.scaling,
+            causal=False,
+            mask=mask,
+            softcap=self.softcap,
+            bias=bias,
+        )
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What an operation without a rule made of logits or weights, and whether a softmax was on the way."""
+
+    operation: str
+    products: frozenset[object]
+    weights: bool
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """A tensor that was multiplied by a number: queries or keys, perhaps."""
+
+    factor: float
+
+
+Known = Logits | Lost | Multiplied
+Look = Callable[[Any], Any]
+"""What is known of a tensor, or None."""
 
 
 class ByHand:
-    """What is known of the tensors of a module that runs."""
+    """Follows the tensors of one pass from products of queries with keys to products of weights with values."""
 
     def __init__(self) -> None:
         self._known: Any = WeakIdKeyDictionary()
 
     def attention(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        contexts: Callable[[int], int | None],
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Callable[[int], int | None]
     ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | str | None:
-        """Where a call is the product of weights with values: the attention's inputs, and its output as the product.
+        """For a product of weights with values, return the attention's inputs and what shapes its output like it.
 
-        Where the weights could not be followed, the name of the operation that was done to them.
+        Where the weights could not be followed, the name of the operation in the way; None for other calls.
         """
         if name not in PRODUCTS or not self._known:
             return None
-        equation, operands = operands_of(name, args, kwargs)
+        equation, operands = _operands(name, args, kwargs)
         if len(operands) != 2:
             return None
         weights, value = operands
         known = self._of(weights)
         if isinstance(known, Lost) and known.weights and self._of(value) is None:
             return known.operation
-        if not isinstance(known, Weights):
-            return None
-        logits = known.logits
-        letters = _letters(equation, weights, value)
-        if letters is None or value.ndim < 3:
+        letters = _letters(equation, weights.ndim, value.ndim)
+        if not isinstance(known, Logits) or not known.weights or letters is None or value.ndim < 3:
             return None
         first, second, out = letters
-        if len(first) != len(logits.lead) + 2:
-            if len(logits.lead) != 2 or len(first) != 3 or equation is not None:
-                return None
-            # Folded again for a product of batches.
-            folded = value.expand(math.prod(logits.lead), *value.shape[-2:])
-            inputs = logits.inputs(folded.reshape(*logits.lead, *value.shape[-2:]))
-            return inputs, lambda output: output.transpose(1, 2).flatten(0, 1)
         row, column = first[-2:]
         own = [letter for letter in second if letter not in first]
         if len(own) != 1 or column not in second or row in second or set(out) != set(first[:-1]) | set(own):
             return None
-        laid = laid_out(value, second, [*first[:-2], column, own[0]])
+        laid = _laid_out(value, second, [*first[:-2], column, own[0]])
         order = [[*first[:-2], row, own[0]].index(letter) for letter in out]
 
-        lead = logits.lead
+        # The model may have contexts and heads in one dimension: never apart, or folded for a product of batches.
+        folded, lead = weights.shape[:-2], known.lead
         if len(lead) == 1:
-            apart = unfolded(lead[0], contexts(weights.shape[-2]))
-            laid = laid.expand(*lead, *laid.shape[-2:]).reshape(*apart, *laid.shape[-2:])
-            logits = logits.with_lead(apart)
+            lead = unfolded(lead[0], contexts(weights.shape[-2]))
+        if len(folded) != len(lead):
+            laid = laid.expand(*folded, *laid.shape[-2:]).reshape(*lead, *laid.shape[-2:])
 
         def as_product(output: Tensor) -> Tensor:
-            return output.transpose(1, 2).reshape(*lead, *output.shape[1:2], -1).permute(order)
+            return output.transpose(1, 2).reshape(*folded, output.shape[1], -1).permute(order)
 
-        return logits.inputs(laid), as_product
+        return known.with_lead(lead).inputs(laid), as_product
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Remember what a function's result is, where it is known."""
-        if not isinstance(result, Tensor):
-            if name == "__setitem__":
-                self._remember(args[0], self._lost(name, args))
-            return
+        """Apply a function's rule, and remember what its result is."""
         known = None
-        if (rule := RULES.get(name)) is not None:
+        if not isinstance(result, Tensor):
+            if name != "__setitem__":
+                return
+            result = args[0]
+        elif (rule := RULES.get(name)) is not None:
             if "input" in kwargs:
                 kwargs = dict(kwargs)
                 args = (kwargs.pop("input"), *args)
             # Called in a way, or of shapes, that the rule does not know: then it is not followed.
             with suppress(TypeError, RuntimeError):
                 known = rule(self._of, result, *args, **kwargs)
-        self._remember(result, known or self._lost(name, args))
-
-    def _remember(self, result: Tensor, known: Any) -> None:
+        known = known or self._lost(name, args)
         if known is not None:
             self._known[result] = known
         elif self._known and result in self._known:
             del self._known[result]  # changed in place
 
     def _lost(self, name: str, args: tuple[Any, ...]) -> Lost | None:
-        """What is left of logits or weights in the result of a function that is not followed."""
+        """Note that a result depends on logits or weights in a way that is not followed."""
         if not self._known or name in OF_SHAPE:
             return None
-        given = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])]
-        known = [of_one for t in given if isinstance(of_one := self._of(t), Logits | Weights | Lost)]
+        tensors = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])]
+        known = [of for t in tensors if (of := self._of(t)) is not None and not isinstance(of, Multiplied)]
         if not known:
             return None
-        lost = Lost.of(next((of_one for of_one in known if isinstance(of_one, Lost)), known[0]), name)
-        return replace(lost, weights=lost.weights or name == "softmax")
+        source = next((of for of in known if isinstance(of, Lost)), known[0])
+        operation = source.operation if isinstance(source, Lost) else name
+        return Lost(operation, source.products, source.weights or name == "softmax")
 
     def _of(self, tensor: Any) -> Any:
         return self._known.get(tensor) if isinstance(tensor, Tensor) else None
 
 
-def _letters(equation: str | None, first: Tensor, second: Tensor) -> Letters | None:
-    if equation is None:
-        return letters_of(first.ndim, second.ndim)
-    return parsed(equation, first.ndim, second.ndim)
+def unfolded(first: int, contexts: int | None) -> tuple[int, int]:
+    """Split a first dimension that is contexts × heads into both; (all, 1) where the number of contexts is unknown."""
+    return (contexts, first // contexts) if contexts and not first % contexts else (first, 1)
 
 
-# One rule a function, by its name: from what is known of its arguments, what its result is. `of` looks a tensor up.
+# Equations of products: a letter for each dimension of both factors, and of the product.
+
+Letters = tuple[list[str], list[str], list[str]]
 
 
-def _product(of: Any, result: Tensor, *args: Any, **kwargs: Any) -> Logits | None:
-    equation, operands = operands_of("einsum" if args and isinstance(args[0], str) else "", args, kwargs)
-    if len(operands) != 2 or result.ndim < 3 or not result.is_floating_point():
+def _operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, list[Tensor]]:
+    """Return a product's einsum equation, if it has one, and its factors."""
+    given = [*args, *kwargs.values()]
+    equation = given.pop(0) if name == "einsum" else None
+    if len(given) == 1 and isinstance(given[0], list | tuple):
+        given = list(given[0])
+    return equation, [t for t in given if isinstance(t, Tensor)]
+
+
+def _letters(equation: str | None, first: int, second: int) -> Letters | None:
+    """Return the letters of both factors and of the product; without an equation, those of a matrix product."""
+    factors, arrow, out = (equation or "...ij,...jk->...ik").replace(" ", "").partition("->")
+    pair = factors.split(",")
+    if not arrow or len(pair) != 2:
         return None
-    first, second = operands
-    if first.ndim < 3 or second.ndim < 3:
+    rest = [
+        max(0, ndim - len(own.replace("...", ""))) for own, ndim in zip(pair, (first, second), strict=True)
+    ]
+    dots = "".join(chr(ord("\ue000") + place) for place in range(max(rest)))  # letters that nobody writes
+    spelled = [
+        list(own.replace("...", dots[len(dots) - number :]))
+        for own, number in zip((*pair, out), (*rest, len(dots)), strict=True)
+    ]
+    return spelled[0], spelled[1], spelled[2]
+
+
+def _laid_out(tensor: Tensor, letters: list[str], order: list[str]) -> Tensor:
+    """Permute a tensor's dimensions into an order; those that it lacks have size 1."""
+    present = [letter for letter in order if letter in letters]
+    tensor = tensor.permute([letters.index(letter) for letter in present])
+    for place, letter in enumerate(order):
+        if letter not in letters:
+            tensor = tensor.unsqueeze(place)
+    return tensor
+
+
+def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    lead = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
+    return torch.cat([t.expand(*lead, t.shape[-1]) for t in (first, second)], dim=-1)
+
+
+def _with_lead(tensor: Tensor | None, lead: Shape, new: Shape) -> Tensor | None:
+    """Reshape what broadcasts over `lead` to broadcast over `new`, the same dimensions folded or split."""
+    if tensor is None or (lead == new and tensor.ndim == len(new) + 2):
+        return tensor
+    tensor = tensor[(None,) * (len(lead) + 2 - tensor.ndim)]
+    own = tensor.shape[:-2]
+    if all(size == 1 for size in own):
+        return tensor.reshape(*(1 for _ in new), *tensor.shape[-2:])
+    if len(lead) > len(new) == 2 and all(size == 1 for size in own[1:]):
+        return tensor.reshape(own[0], 1, *tensor.shape[-2:])
+    return tensor.expand(*lead, *tensor.shape[-2:]).reshape(*new, *tensor.shape[-2:])
+
+
+def _grouped(tensor: Tensor, lead: Shape) -> Tensor:
+    """Fold keys or values (…, keys, width) to one dimension of heads, one head for the query heads that share it."""
+    tensor = tensor[(None,) * (len(lead) + 2 - tensor.ndim)]
+    heads = tensor.shape[1:-2]
+    shared = next((place for place, size in enumerate(heads) if size == 1), len(heads))
+    if heads[:shared] != lead[1 : 1 + shared] or any(size != 1 for size in heads[shared:]):
+        tensor = tensor.expand(*lead, *tensor.shape[-2:])
+    return tensor.expand(lead[0], *tensor.shape[1:]).flatten(1, -3)
+
+
+# The rules: from what is known of a function's arguments (`of` looks it up), what its result is; None: not known.
+
+
+def _product(of: Look, result: Tensor, *args: Any, **kwargs: Any) -> Logits | None:
+    equation, operands = _operands("einsum" if args and isinstance(args[0], str) else "", args, kwargs)
+    if len(operands) != 2 or min(t.ndim for t in (result, *operands)) < 3 or not result.is_floating_point():
         return None
-    letters = _letters(equation, first, second)
+    letters = _letters(equation, *(t.ndim for t in operands))
     if letters is None or len(letters[2]) < 3:
         return None
-    row, column = letters[2][-2:]
-    lead = letters[2][:-2]
-    if row in letters[1]:
-        first, second, letters = second, first, (letters[1], letters[0], letters[2])
-    contracted = [letter for letter in letters[0] if letter in letters[1] and letter not in letters[2]]
-    whole = (set(letters[0]) | set(letters[1])) == set(letters[2]) | set(contracted)
-    if len(contracted) != 1 or not whole or row in letters[1] or column in letters[0]:
+    *lead, row, column = letters[2]
+    (first, of_first), (second, of_second) = zip(operands, letters[:2], strict=True)
+    if row in of_second:
+        first, of_first, second, of_second = second, of_second, first, of_first
+    contracted = [letter for letter in of_first if letter in of_second and letter not in letters[2]]
+    whole = set(of_first) | set(of_second) == set(letters[2]) | set(contracted)
+    if len(contracted) != 1 or not whole or row in of_second or column in of_first:
         return None
-    query = laid_out(first, letters[0], [*lead, row, contracted[0]])
-    key = laid_out(second, letters[1], [*lead, column, contracted[0]])
-    logits = Logits(tuple(result.shape[:-2]), query, key)
+    logits = Logits(
+        tuple(result.shape[:-2]),
+        _laid_out(first, of_first, [*lead, row, contracted[0]]),
+        _laid_out(second, of_second, [*lead, column, contracted[0]]),
+    )
     # What queries or keys were multiplied by is λ, as in families that multiply the logits, and no part of W_q.
-    numbers = [known.factor if isinstance(known := of(t), Prepared) else 1.0 for t in (first, second)]
-    if numbers != [1.0, 1.0]:
-        logits = replace(logits, query=query / numbers[0], key=key / numbers[1], scaling=math.prod(numbers))
-    return _unfolded(of, operands, logits)
-
-
-def _unfolded(of: Any, operands: list[Tensor], logits: Logits) -> Logits:
-    """Contexts and heads apart, where it is known how they were folded."""
-    for operand in operands:
-        known = of(operand)
-        if isinstance(known, Prepared) and known.lead is not None and len(logits.lead) == 1:
-            return logits.with_lead(known.lead)
-    return logits
+    numbers = [known.factor if isinstance(known := of(t), Multiplied) else 1.0 for t in (first, second)]
+    if numbers == [1.0, 1.0]:
+        return logits
+    query, key = logits.query / numbers[0], logits.key / numbers[1]
+    return replace(logits, query=query, key=key, scaling=math.prod(numbers))
 
 
 def _product_plus(
-    of: Any,
+    of: Look,
     result: Tensor,
     bias: Tensor,
     batch1: Tensor,
@@ -189,10 +332,39 @@ def _product_plus(
     if logits is None:
         return None
     logits = logits.times(float(alpha))
-    if not beta or not bias.any():
-        return logits
-    bias = beta * bias.expand(len(result), *bias.shape[-2:])
-    return logits.plus(bias.reshape(*logits.lead, *bias.shape[-2:]))
+    return logits.plus(beta * bias) if beta and bias.any() else logits
+
+
+def _logits(known: Known | None) -> Logits | None:
+    """Return what is known if it is logits before the softmax, else None."""
+    return known if isinstance(known, Logits) and not known.weights else None
+
+
+def _sum(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
+    if (logits := _logits(of(first))) is not None:
+        return _plus(of, result, logits, other, float(alpha))
+    return None if (logits := _logits(of(other))) is None else _plus(of, result, logits, first, 1.0)
+
+
+def _difference(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
+    logits = _logits(of(first))
+    if logits is None:
+        return None
+    if isinstance(other, Tensor) and other.shape[-1:] == (1,):
+        return logits  # one number more for all keys of a query is none: its largest logit, say
+    return _plus(of, result, logits, other, -float(alpha))
+
+
+def _plus(of: Look, result: Tensor, logits: Logits, other: Any, factor: float) -> Logits | None:
+    """Add `factor` times something to logits."""
+    if not isinstance(other, Tensor):
+        return logits  # one number more for all keys is none
+    added = of(other)
+    if _logits(added) is not None:
+        return logits.beside(added.times(factor)) if result.shape == other.shape else None
+    if isinstance(added, Logits) or (isinstance(added, Lost) and added.products & logits.products):
+        return None  # what depends on the logits themselves is no bias
+    return logits.plus(factor * other) if result.shape[:-2] == logits.lead else None
 
 
 def _number(value: Any) -> float | None:
@@ -201,89 +373,42 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _sum(of: Any, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
-    logits = of(first)
-    if not isinstance(logits, Logits):
-        logits, other, alpha = of(other), first, 1
-    if not isinstance(logits, Logits):
-        return None
-    if not isinstance(other, Tensor):
-        return logits  # one number more for all keys is none
-    added = of(other)
-    if isinstance(added, Logits):
-        return logits.beside(added.times(float(alpha))) if result.shape == other.shape else None
-    if isinstance(added, Weights) or (isinstance(added, Lost) and added.products & logits.products):
-        return None  # what depends on the logits themselves is no bias
-    return _plus(logits, other * alpha, result)
-
-
-def _difference(of: Any, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
-    logits = of(first)
-    if not isinstance(logits, Logits):
-        return None
-    if not isinstance(other, Tensor):
-        return logits
-    if other.shape[-1:] == (1,):
-        return logits  # one number more for all keys of a query is none: its largest logit, say
-    return None if of(other) is not None else _plus(logits, -alpha * other, result)
-
-
-def _plus(logits: Logits, bias: Tensor, result: Tensor) -> Logits | None:
-    lead = tuple(result.shape[:-2])
-    if len(lead) == len(logits.lead) and lead != logits.lead:
-        return None  # it broadcasts the logits
-    if lead != logits.lead:  # the model has contexts and heads folded
-        bias = bias.expand(*lead, *bias.shape[-2:]).reshape(*logits.lead, *bias.shape[-2:])
-    return logits.plus(bias)
-
-
-def _multiple(of: Any, result: Tensor, first: Any, other: Any) -> Any:
+def _multiple(of: Look, result: Tensor, first: Any, other: Any) -> Known | None:
     if of(first) is None and (of(other) is not None or not isinstance(first, Tensor)):
         first, other = other, first
-    logits = of(first)
-    if logits is None or isinstance(logits, Prepared):
-        return _scaled(logits, other, result)
+    known = of(first)
+    if known is None or isinstance(known, Multiplied):
+        if not isinstance(other, int | float) or not other or not math.isfinite(other):
+            return None
+        prepared = result.ndim > 2 and result.is_floating_point()
+        return Multiplied(other * (1.0 if known is None else known.factor)) if prepared else None
     number = _number(other)
-    if not isinstance(logits, Logits):
-        return logits if isinstance(logits, Weights) and number == 1 else None
+    if not isinstance(known, Logits) or known.weights:
+        return known if isinstance(known, Logits) and number == 1 else None
     if number is not None:
-        return logits.times(number)
+        return known.times(number)
     if not isinstance(other, Tensor) or result.shape != first.shape:
         return None
     if other.shape[-1] == 1:  # a number a head or a query
-        return replace(logits.times(1.0), query=logits.query * other, bias=_times(logits.bias, other))
-    if bool(((other == 0) | (other == 1)).all()):  # a mask, whose zeros a later bias hides
-        return logits.hiding(other == 0)
-    return None
+        return replace(
+            known, query=known.query * other, bias=None if known.bias is None else known.bias * other
+        )
+    # A mask, whose zeros a later bias hides.
+    return known.hiding(other == 0) if bool(((other == 0) | (other == 1)).all()) else None
 
 
-def _scaled(known: Prepared | None, number: Any, result: Tensor) -> Prepared | None:
-    if not isinstance(number, int | float) or not number or not math.isfinite(number):
-        return None
-    if result.ndim < 3 or not result.is_floating_point():
-        return None
-    known = known or Prepared()
-    return replace(known, factor=number * known.factor)
-
-
-def _times(tensor: Tensor | None, other: Tensor) -> Tensor | None:
-    return None if tensor is None else tensor * other
-
-
-def _quotient(of: Any, result: Tensor, first: Any, other: Any, **_: Any) -> Any:
+def _quotient(of: Look, result: Tensor, first: Any, other: Any, **_: Any) -> Known | None:
     if of(first) is None and isinstance(other, Tensor):
         return None
     number = _number(other)
     if number is None:
-        return None if not isinstance(other, Tensor) else _multiple(of, result, first, 1 / other)
+        return _multiple(of, result, first, 1 / other) if isinstance(other, Tensor) else None
     return _multiple(of, result, first, 1 / number) if number else None
 
 
-def _capped(of: Any, _result: Tensor, tensor: Any) -> Logits | None:
-    logits = of(tensor)
-    if not isinstance(logits, Logits):
-        return None
-    if any(changed is not None for changed in (logits.softcap, logits.bias, logits.mask)):
+def _capped(of: Look, _result: Tensor, tensor: Any) -> Logits | None:
+    logits = _logits(of(tensor))
+    if logits is None or (logits.softcap, logits.bias, logits.mask) != (None, None, None):
         return None
     return replace(logits, softcap=1.0)
 
@@ -293,103 +418,74 @@ def _hides(value: Any, tensor: Tensor) -> bool:
     return number is not None and number <= max(hidden_below(tensor.dtype), -1e4)
 
 
-def _filled(of: Any, result: Tensor, tensor: Tensor, mask: Tensor, value: Any) -> Any:
+def _filled(of: Look, result: Tensor, tensor: Tensor, mask: Tensor, value: Any) -> Known | None:
     known = of(tensor)
-    if isinstance(known, Weights):
+    if not isinstance(known, Logits) or result.shape != tensor.shape:
+        return None
+    if known.weights:
         return known if _number(value) == 0 else None  # what is hidden anyway
-    if not isinstance(known, Logits) or not _hides(value, result) or result.shape != tensor.shape:
+    if not _hides(value, result):
         return None
-    return known.hiding(_of_lead(mask, result, known))
+    return known.hiding(mask.bool()) if result.shape[:-2] == known.lead else None
 
 
-def _chosen(of: Any, result: Tensor, condition: Tensor, first: Any, other: Any) -> Logits | None:
-    seen = True
+def _chosen(of: Look, result: Tensor, condition: Tensor, first: Any, other: Any) -> Known | None:
     if of(first) is None:
-        first, other, seen = other, first, False
-    logits = of(first)
-    if not isinstance(logits, Logits) or not _hides(other, result) or result.shape != first.shape:
-        return None
-    return logits.hiding(_of_lead(~condition if seen else condition, result, logits))
+        return _filled(of, result, other, condition, first) if isinstance(other, Tensor) else None
+    return _filled(of, result, first, ~condition, other)
 
 
-def _of_lead(mask: Tensor, result: Tensor, logits: Logits) -> Tensor:
-    """A mask of the model's shape as one of the logits', whose contexts and heads may be apart."""
-    mask = mask.bool()
-    if result.ndim == len(logits.lead) + 2 or mask.ndim < 3:
-        return mask
-    return mask.expand(result.shape).reshape(*logits.lead, *result.shape[-2:])
-
-
-def _at_least(of: Any, _result: Tensor, first: Any, other: Any = None, **kwargs: Any) -> Any:
-    """No logit is below a number that hides."""
-    logits = of(first)
+def _at_least(of: Look, _result: Tensor, first: Any, other: Any = None, **kwargs: Any) -> Logits | None:
+    """A lower bound that hides keys changes no other logit."""
+    logits = _logits(of(first))
     least = kwargs.get("min", other)
-    return logits if isinstance(logits, Logits) and _hides(least, first) and "max" not in kwargs else None
+    return logits if logits is not None and _hides(least, first) and "max" not in kwargs else None
 
 
-def _normalised(of: Any, result: Tensor, tensor: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Any:
-    logits = of(tensor)
-    if not isinstance(logits, Logits) or dim is None or dim % result.ndim != result.ndim - 1:
-        return None
-    return Weights(logits)
+def _normalised(
+    of: Look, result: Tensor, tensor: Tensor, dim: int | None = None, *_: Any, **__: Any
+) -> Logits | None:
+    logits = _logits(of(tensor))
+    over_keys = dim is not None and dim % result.ndim == result.ndim - 1
+    return replace(logits, weights=True) if logits is not None and over_keys else None
 
 
-def _same(of: Any, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Any:
+def _same(of: Look, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Known | None:
     """The same numbers, perhaps in another dtype, or with contexts and heads folded or apart."""
-    known = of(tensor)
-    if known is None or isinstance(known, Prepared):
-        return _prepared(known or Prepared(), result, tensor)
-    if result.shape == tensor.shape or isinstance(known, Lost):
+    known: Known | None = of(tensor)
+    if result.shape == tensor.shape or not isinstance(known, Logits):
         return known
-    logits = known.logits if isinstance(known, Weights) else known
     lead = tuple(result.shape[:-2])
-    if result.shape[-2:] != tensor.shape[-2:] or math.prod(lead) != math.prod(logits.lead):
+    if result.shape[-2:] != tensor.shape[-2:] or math.prod(lead) != math.prod(known.lead):
         return None
-    if len(lead) > len(logits.lead):
-        logits = logits.with_lead(lead)
-    return Weights(logits) if isinstance(known, Weights) else logits
+    return known.with_lead(lead) if len(lead) > len(known.lead) else known
 
 
-def _prepared(known: Prepared, result: Tensor, tensor: Tensor) -> Prepared | None:
-    if known.lead is not None and (result.shape[:1] != tensor.shape[:1] or result.ndim != 3):
-        known = replace(known, lead=None)
-    folds = isinstance(tensor, Tensor) and tensor.ndim == 4 and result.ndim == 3
-    if folds and result.shape[0] == tensor.shape[0] * tensor.shape[1] and result.numel() == tensor.numel():
-        known = replace(known, lead=tuple(tensor.shape[:2]))
-    return None if known == Prepared() else known
-
-
-def _moved(of: Any, _result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Prepared | None:
+def _moved(of: Look, _result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Multiplied | None:
     """The same numbers in another order."""
     known = of(tensor)
-    return replace(known, lead=None) if isinstance(known, Prepared) and known.factor != 1.0 else None
+    return known if isinstance(known, Multiplied) else None
 
 
-PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
+def _named(*names: str, rule: Callable[..., Known | None]) -> dict[str, Callable[..., Known | None]]:
+    return dict.fromkeys(names, rule)
 
-OF_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-"""What takes of a tensor its shape and dtype, and none of its numbers."""
 
-RULES: dict[str, Follow] = {
-    **dict.fromkeys(PRODUCTS, _product),
-    "baddbmm": _product_plus,
-    **dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__"), _sum),
-    **dict.fromkeys(("sub", "sub_", "__sub__", "__isub__"), _difference),
-    **dict.fromkeys(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"), _multiple),
-    **dict.fromkeys(("div", "div_", "true_divide", "divide", "__truediv__", "__itruediv__"), _quotient),
-    **dict.fromkeys(("tanh", "tanh_"), _capped),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
-    "where": _chosen,
-    **dict.fromkeys(("max", "maximum", "clamp", "clamp_", "clamp_min"), _at_least),
-    **dict.fromkeys(("softmax",), _normalised),
-    **dict.fromkeys(
-        (
-            *("to", "float", "half", "bfloat16", "double", "type", "type_as"),
-            *("contiguous", "clone", "detach", "dropout", "dropout_", "nan_to_num", "identity"),
-            *("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "__getitem__"),
-        ),
-        _same,
-    ),
-    **dict.fromkeys(("transpose", "permute", "movedim", "swapaxes", "mT", "repeat_interleave"), _moved),
+RULES: dict[str, Callable[..., Known | None]] = {
+    **_named(*PRODUCTS, rule=_product),
+    **_named("baddbmm", rule=_product_plus),
+    **_named("add", "add_", "__add__", "__radd__", "__iadd__", rule=_sum),
+    **_named("sub", "sub_", "__sub__", "__isub__", rule=_difference),
+    **_named("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__", rule=_multiple),
+    **_named("div", "div_", "true_divide", "divide", "__truediv__", "__itruediv__", rule=_quotient),
+    **_named("tanh", "tanh_", rule=_capped),
+    **_named("masked_fill", "masked_fill_", rule=_filled),
+    **_named("where", rule=_chosen),
+    **_named("max", "maximum", "clamp", "clamp_", "clamp_min", rule=_at_least),
+    **_named("softmax", rule=_normalised),
+    **_named("to", "float", "half", "bfloat16", "double", "type", "type_as", rule=_same),
+    **_named("contiguous", "clone", "detach", "dropout", "dropout_", "nan_to_num", "identity", rule=_same),
+    **_named("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "__getitem__", rule=_same),
+    **_named("transpose", "permute", "movedim", "swapaxes", "mT", "repeat_interleave", rule=_moved),
 }
 """By the function's name: PyTorch has several functions of most."""

@@ -27,7 +27,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from theodolite.errors import WorkError, first_line
 from theodolite.models.guard import MAKING
-from theodolite.system.checksums import read_checked, write_checked
+from theodolite.system.checksums import read_checked
 
 DENSE = "dense.safetensors"
 BLOCK = "block-{:03d}.safetensors"
@@ -71,8 +71,10 @@ class PrunedMatrix:
         return {name: tensor.cpu().contiguous() for name, tensor in parts.items() if tensor is not None}
 
 
-def write_matrices(path: Path, matrices: Sequence[PrunedMatrix], notes: dict[str, Any]) -> None:
-    """Write the matrices of a block with some notes."""
+def packed_block(
+    matrices: Sequence[PrunedMatrix], notes: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The matrices of a block with some notes, as tensors and notes of a file."""
     tensors = {
         f"{matrix.key}/{name}": tensor for matrix in matrices for name, tensor in matrix.tensors().items()
     }
@@ -86,14 +88,20 @@ def write_matrices(path: Path, matrices: Sequence[PrunedMatrix], notes: dict[str
         }
         for matrix in matrices
     ]
-    write_checked(path, tensors, {"matrices": headers, "notes": notes})
+    return tensors, {"matrices": headers, "notes": notes}
+
+
+def unpacked_block(
+    tensors: dict[str, Tensor], block: dict[str, Any]
+) -> tuple[list[PrunedMatrix], dict[str, Any]]:
+    """What `packed_block` was given; `KeyError`, `TypeError` or `ValueError` where it did not make them."""
+    return [_matrix(header, tensors) for header in block["matrices"]], block["notes"]
 
 
 def read_matrices(path: Path) -> tuple[list[PrunedMatrix], dict[str, Any]]:
-    """What `write_matrices` wrote; `WorkError` where the file is damaged."""
+    """The matrices and the notes in the file of a block; `WorkError` where it is damaged."""
     try:
-        tensors, block = read_checked(path)
-        return [_matrix(header, tensors) for header in block["matrices"]], block["notes"]
+        return unpacked_block(*read_checked(path))
     except (KeyError, TypeError, ValueError) as error:
         raise WorkError(f"{path} is damaged: {error}") from error
 

@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.report import style
-from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, heat, line, panels, reference
+from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, heat, line, map_height, panels, reference
 from theodolite.report.drawing.prompt import MARK
 from theodolite.report.drawing.sinks import sink_name
 from theodolite.system.wording import for_plotly, head_name, number, percent
@@ -24,7 +24,6 @@ STATUS_COLOURS = {
     "undecided": style.GREY,
 }
 FEWEST = 0.004  # where a share of 0 is drawn on a logarithmic axis
-BARE: dict[str, Any] = {"showgrid": False, "zeroline": False}
 GAP = 0.035  # between panels, of the figure's width
 COLUMNS = 4  # models side by side; more of them stand in several rows
 PAGE, OUTPUT_HEIGHT = 900, 430  # pixels: the width that panels share, and the height of those of outputs
@@ -90,44 +89,53 @@ def entropies(table: pd.DataFrame) -> go.Figure:
     layer, head = (table[name].to_numpy(dtype=int) for name in ("layer", "head"))
     largest = float(np.nanmax(np.abs(table["difference"]))) or 1.0
     shown: list[Panel] = []
-    for name, column, unit, low, high, scale, bar in (
-        ("before", "share_before", "of the highest", 0, 1, style.MAGNITUDE, 0.605),
-        ("after", "share_after", "of the highest", 0, 1, style.MAGNITUDE, None),
-        ("change in nats", "difference", "nats", -largest, largest, style.SIGNED, 1.01),
+    for name, column, unit, ends, look in (
+        ("before", "share_before", "of the highest", (0, 1), {"bar": style.colour_bar("", x=0.605)}),
+        ("after", "share_after", "of the highest", (0, 1), {}),
+        (
+            "change in nats",
+            "difference",
+            "nats",
+            (-largest, largest),
+            {"bar": style.colour_bar("", x=1.01), "scale": style.SIGNED},
+        ),
     ):
         grid = np.full((layer.max() + 1, head.max() + 1), np.nan)
         grid[layer, head] = table[column]
-        hover = f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>"
-        columns = BARE | {"dtick": max(1, grid.shape[1] // 12)}
-        rows = BARE | {"dtick": max(1, len(grid) // 12), "autorange": "reversed"}
-        colours = None if bar is None else style.colour_bar("", x=bar)
-        trace = heat(grid, low, high, hover, scale=scale, bar=colours)
-        shown.append(Panel(name, [trace], "head", "" if shown else "layer", columns, rows))
-    height = min(640, max(280, 150 + 26 * (int(layer.max()) + 1)))
-    drawn = panels(shown, 3, height=height - HEADROOM)
+        cells = heat(grid, *ends, f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>", **look)
+        columns, rows = (_few_ticks(count) for count in grid.shape[::-1])
+        titles = ("head", "" if shown else "block")
+        shown.append(Panel(name, [cells], *titles, columns, rows | {"autorange": "reversed"}))
+    drawn = panels(shown, 3, height=map_height(int(layer.max()) + 1) - HEADROOM)
     for place, start in enumerate((0.0, 0.335, 0.74)):  # between the last two stands a colour bar
         drawn.update_xaxes(domain=[start, start + 0.26], col=place + 1)
         drawn.layout.annotations[place].x = start
     return drawn
 
 
+def _few_ticks(count: int) -> dict[str, Any]:
+    return {"dtick": max(1, count // 12)}
+
+
 def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
     """Share of tokens beyond 6 by outlier dimension (rows) and residual layer; blank where it is no outlier."""
-    row = [dimensions.index(dimension) for dimension in table["dimension"]]
+    row, layer = (
+        [dimensions.index(dimension) for dimension in table["dimension"]],
+        table["layer"].to_numpy(dtype=int),
+    )
     highest = float(table[["before", "after"]].max(axis=None))
+    names = [str(dimension) for dimension in dimensions]
+    columns = _few_ticks(layers) | {"range": [-0.5, layers - 0.5]}
     shown: list[Panel] = []
     for side in ("before", "after"):
         grid = np.full((len(dimensions), layers), np.nan)
-        grid[row, table["layer"].to_numpy(dtype=int)] = table[side]
+        grid[row, layer] = table[side]
         hover = f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.1%}}<extra></extra>"
-        names = [str(dimension) for dimension in dimensions]
         bar = None if shown else style.colour_bar("share of tokens", tickformat="~%")
-        trace = heat(grid, 0, highest, hover, bar=bar, y=names)
-        columns = BARE | {"dtick": max(1, layers // 12), "range": [-0.5, layers - 0.5]}
-        rows = BARE | {"type": "category"}
         title = "" if shown else "dimension"
-        shown.append(Panel(side, [trace], "residual layer", title, columns, rows))
-    return panels(shown, 2, height=min(700, 170 + 22 * len(dimensions)) - HEADROOM, gaps=(2 * GAP, 0))
+        cells = heat(grid, 0, highest, hover, bar=bar, y=names)
+        shown.append(Panel(side, [cells], "residual layer", title, columns, {"type": "category"}))
+    return panels(shown, 2, height=map_height(len(dimensions)) - HEADROOM, gaps=(2 * GAP, 0))
 
 
 POSITION_COLOURS = {
@@ -140,8 +148,8 @@ POSITION_COLOURS = {
 
 def positions(table: pd.DataFrame) -> go.Figure:
     """Rank, relative norm and retained directions of the positional basis by layer, before and after."""
-    layer = table["layer"].to_numpy()
-    axis = BARE | {"dtick": max(1, len(layer) // 8)}
+    across = {"showgrid": False, "zeroline": False, "dtick": max(1, len(table) // 8)}
+    down = {"rangemode": "tozero", "zeroline": False}
     shown: list[Panel] = []
     for title, prefix, names in (
         ("rank", "rank_", ("before", "after")),
@@ -151,12 +159,14 @@ def positions(table: pd.DataFrame) -> go.Figure:
         traces: list[Any] = []
         for name in names:
             hover = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
-            own: dict[str, Any] = {"hover": hover, "showlegend": prefix != "relative_norm_"}  # named once
-            traces += line(
-                layer, table[prefix + name], name, POSITION_COLOURS[name], width=2, marker=6, **own
-            )
-        down = {"rangemode": "tozero", "zeroline": False}
-        shown.append(Panel(title, traces, "residual layer", "", axis, down))
+            look: dict[str, Any] = {
+                "width": 2,
+                "marker": 6,
+                "showlegend": title != "relative norm",
+            }  # named once
+            colour = POSITION_COLOURS[name]
+            traces += line(table["layer"], table[prefix + name], name, colour, hover=hover, **look)
+        shown.append(Panel(title, traces, "residual layer", "", across, down))
     return panels(shown, 3, height=340 - HEADROOM, gaps=(2 * GAP, 0), layout={"legend": {"y": 1.12}})
 
 

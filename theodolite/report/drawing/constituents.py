@@ -1,7 +1,6 @@
-"""Constituents of the logits: their shares, attention from each alone and without it, and one head's on a prompt.
+"""Figures of the constituents of the logits: shares, attention from each alone and without it, one head's on a prompt.
 
-Bars and maps of tables and matrices as they are; nothing here computes a share or a score. Source: Song & Zhong
-2024, section 5.2, with constituents that add up.
+Nothing here computes a share or a score. Source: Song & Zhong 2024, section 5.2, with constituents that add up.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from theodolite.measure.head_matrices import (
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, column, head_grid, heads_per_block, need_column
-from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels, saturation
-from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
+from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, bars, heat, panels, saturation
+from theodolite.report.drawing.prompt import token_axis, token_names
+from theodolite.system.wording import head_name, number, percent
 
 GROUP_COLOURS = {
     "position": style.POSITION,
@@ -68,48 +68,46 @@ COLUMNS = (
 """Where the matrices that are there stand, column by column: query position above context, key position left of it."""
 
 MAP, MAP_GAPS = 330, (0.035, 34)  # pixels: a row of matrices; between them: of the width, and pixels
-MOST_LABELS = 32
-"""Tokens written at an axis at most, evenly chosen: more could not be read. Hovering names every one."""
-
-WRITTEN = 9  # characters of a token at the axes
+LABELS = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
 
 
 @Sketched
 def head_shares(run: Run, layer: int = 0) -> Sketch:
     """Share of the logits' variance of every head of one block by constituent, stacked; negative ones below 0."""
     grids = _share_grids(run)
+    heads = np.arange(heads_per_block(run), dtype=np.int32)
     traces = [
-        {
-            "type": "bar",
-            "x": np.arange(heads_per_block(run), dtype=np.int32),
-            "y": grid[layer].astype(np.float32),
-            "name": SHARES[name],
-            "marker": {"color": GROUP_COLOURS[name.removeprefix("share_")], "line": {"width": 0}},
-            "hovertemplate": f"head %{{x}}<br>{SHARES[name]}: %{{y:.1%}}<extra></extra>",
-        }
-        for name, grid in grids
+        bars(
+            heads,
+            grid[layer],
+            SHARES[name],
+            GROUP_COLOURS[name.removeprefix("share_")],
+            f"head %{{x}}<br>{SHARES[name]}: %{{y:.1%}}<extra></extra>",
+        )
+        for name, grid in grids.items()
     ]
-    stacked = np.stack([np.nan_to_num(grid) for _, grid in grids])
-    high, low = np.clip(stacked, 0, None).sum(axis=0).max(), np.clip(stacked, None, 0).sum(axis=0).min()
+    stacked = np.nan_to_num(np.stack(list(grids.values())))
     # All blocks share one axis, so that their bars compare.
-    top, bottom = max(1.05, 1.02 * float(high)), min(0.0, 1.05 * float(low))
-    unit_line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
-    head_axis: dict[str, Any] = {"showgrid": False} | style.every_tick(heads_per_block(run))
+    top = max(1.05, 1.02 * float(np.clip(stacked, 0, None).sum(axis=0).max()))
+    bottom = min(0.0, 1.05 * float(np.clip(stacked, None, 0).sum(axis=0).min()))
+    all_of_it = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
     layout = {
         "barmode": "relative",
         "bargap": 0.18,
-        "xaxis": head_axis,
+        "xaxis": {"showgrid": False, **style.every_tick(len(heads))},
         "yaxis": {"range": [bottom, top], "tickformat": ".0%"},
-        "shapes": [unit_line | {"line": {"width": 1, "dash": "dot", "color": style.GREY}}],
+        "shapes": [all_of_it | {"line": {"width": 1, "dash": "dot", "color": style.GREY}}],
     }
     return Sketch(traces, "head", "share of the logits' variance", 340, layout)
 
 
-def _share_grids(run: Run) -> list[tuple[str, Floats]]:
-    grids = [(name, grid) for name in SHARES if (grid := head_grid(run, name)) is not None]
+def _share_grids(run: Run) -> dict[str, Floats]:
+    grids = {name: grid for name in SHARES if (grid := head_grid(run, name)) is not None}
     if not grids:
         raise UsageError("this run has no 'share_position'; survey the model on a text to get it")
-    return [(name, grid) for name, grid in grids if name != "share_additive" or np.nansum(np.abs(grid)) > 0]
+    if "share_additive" in grids and not np.nan_to_num(grids["share_additive"]).any():
+        del grids["share_additive"]
+    return grids
 
 
 def _parts_of_head(run: Run, layer: int, head: int) -> tuple[Floats, Floats]:
@@ -117,11 +115,10 @@ def _parts_of_head(run: Run, layer: int, head: int) -> tuple[Floats, Floats]:
     rows = run.constituents
     rows = rows[(rows["layer"] == layer) & (rows["head"] == head)]
     shares, errors = np.full((2, len(PARTS) + 1, len(PARTS)), np.nan)
-    for query, key, share, error in zip(
-        rows["query"], rows["key"], rows["share"], rows["standard_error"], strict=True
-    ):
-        cell = (-1, 0) if query == ADDITIVE else (PARTS.index(query), PARTS.index(key))
-        shares[cell], errors[cell] = share, error
+    for row in rows.to_dict("records"):
+        is_added = row["query"] == ADDITIVE
+        cell = (-1, 0) if is_added else (PARTS.index(row["query"]), PARTS.index(row["key"]))
+        shares[cell], errors[cell] = row["share"], row["standard_error"]
     return shares, errors
 
 
@@ -158,21 +155,18 @@ def constituents(run: Run, layer: int = 0, head: int = 0) -> Sketch:
         return drawn
 
     count = len(PARTS)
-    ticks, names = list(range(count)), list(PARTS)
+    ticks: list[float] = list(range(count))
+    row_ticks, row_names = ticks, list(PARTS)
     pairs = [[f"{query} · {key}" for key in PARTS] for query in PARTS]
     traces = [cells(np.s_[:-1, :], pairs, x=ticks, y=ticks, bar=style.colour_bar("share", tickformat=".0%"))]
-    row_ticks: list[float] = [*ticks]
-    row_names = names
     if every_share[(run.constituents["query"] == ADDITIVE).to_numpy()].any():
-        traces.append(
-            cells(np.s_[-1:, :1], [[ADDITIVE]], x=[-0.5, count - 0.5], y=[count - 0.2, count + 0.6])
-        )
-        row_ticks, row_names = [*ticks, count + 0.2], [*names, ADDITIVE]
-    axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickmode": "array", "constrain": "domain"}
-    axis |= {"showline": True, "mirror": True}
+        edges = {"x": [-0.5, count - 0.5], "y": [count - 0.2, count + 0.6]}
+        traces.append(cells(np.s_[-1:, :1], [[ADDITIVE]], **edges))
+        row_ticks, row_names = [*ticks, count + 0.2], [*PARTS, ADDITIVE]
+    axis = {"ticks": "", "tickmode": "array", "constrain": "domain"}
     rows = {"tickvals": row_ticks, "ticktext": row_names, "autorange": "reversed", "scaleanchor": "x"}
     layout = {
-        "xaxis": axis | {"tickvals": ticks, "ticktext": names, "side": "top"},
+        "xaxis": axis | {"tickvals": ticks, "ticktext": list(PARTS), "side": "top"},
         "yaxis": axis | rows,
         "margin": {"t": 56, "b": 16},
     }
@@ -209,46 +203,37 @@ def attribution(run: Run, pattern: str) -> go.Figure:
         raise UsageError(
             f"this run has no attribution of {pattern!r}; survey a language model on a text to get it"
         )
-    has_additive = any(
-        (of_head.loc[of_head["group"] == ADDITIVE, "share"].abs() > 0).any() for of_head in heads
-    )
-    largest = max(float(of_head[["score", "only", "without"]].to_numpy().max()) for of_head in heads)
-    drawn = [
-        _attribution_panel(
-            of_head if has_additive else of_head[of_head["group"] != ADDITIVE],
-            1.06 * largest,
-            first=index == 0,
-            last=index + 1 == len(heads),
-        )
-        for index, of_head in enumerate(heads)
-    ]
+    rows = pd.concat(heads)
+    if not (rows.loc[rows["group"] == ADDITIVE, "share"].abs() > 0).any():
+        heads = [of_head[of_head["group"] != ADDITIVE] for of_head in heads]
+    end = 1.06 * float(rows[["score", "only", "without"]].to_numpy().max())
+    last = len(heads) - 1
+    drawn = [_attribution_panel(of_head, end, n == 0, n == last) for n, of_head in enumerate(heads)]
     gap = TITLE / (PANEL * len(heads))
     layout = {"barmode": "group", "bargap": 0.28, "margin": {"l": 84, "r": 12, "b": 44}}
     return panels(drawn, 1, height=PANEL, gaps=(0, gap), layout=layout | {"legend": {"traceorder": "normal"}})
 
 
-def _attribution_panel(rows: pd.DataFrame, end: float, *, first: bool, last: bool) -> Panel:
+def _attribution_panel(rows: pd.DataFrame, end: float, first: bool, last: bool) -> Panel:
     """One head's bars, its score and that of uniform attention; `end` of the axis of scores, named in the last."""
-    labels = {"only": ("alone", style.MEASURED), "without": ("ablated", style.SKY)}
-    bars = [
-        go.Bar(
-            x=rows[name].to_numpy(dtype=np.float32),
-            y=rows["group"].tolist(),
+    drawn = [
+        bars(
+            rows[name],
+            rows["group"].tolist(),
+            label,
+            colour,
+            f"%{{y}}<br>{label}: %{{x:.3f}}<br>%{{customdata:.1%}} of the logits' variance<extra></extra>",
             customdata=rows["share"].to_numpy(dtype=np.float32),
             orientation="h",
-            name=label,
             legendgroup=name,
             showlegend=first,
-            marker={"color": colour, "line": {"width": 0}},
-            hovertemplate=f"%{{y}}<br>{label}: %{{x:.3f}}<br>"
-            "%{customdata:.1%} of the logits' variance<extra></extra>",
         )
-        for name, (label, colour) in labels.items()
+        for name, label, colour in (("only", "alone", style.MEASURED), ("without", "ablated", style.SKY))
     ]
     layer, head, score, uniform = rows.iloc[0][["layer", "head", "score", "uniform"]]
     return Panel(
         head_name(int(layer), int(head)),
-        bars,
+        drawn,
         "mean attention along the pattern" if last else "",
         xaxis={"range": [0, end], "showticklabels": last, "ticks": "outside" if last else ""},
         yaxis={"autorange": "reversed", "ticks": "", "showgrid": False, "dtick": 1, "tickfont": {"size": 11}},
@@ -287,7 +272,9 @@ def qk_panels(
     length = split.query.shape[3]
     if len(tokens) != length:
         raise UsageError(f"{len(tokens)} tokens for a context of {length}")
-    axis, names = _token_axis(tokens, range(first, min(length, first + MOST_POSITIONS)))
+    shown_tokens = tokens[first : first + MOST_POSITIONS]
+    names = token_names(shown_tokens, first)
+    axis = token_axis(shown_tokens, **LABELS) | {"constrain": "domain"}
     columns = [[name for name in column if name in matrices] for column in COLUMNS]
     lowest = {column[-1] for column in columns}
     shown: list[Panel | None] = []
@@ -296,8 +283,9 @@ def qk_panels(
             shown.append(None)
             continue
         linked = [{"matches": side} if shown else {} for side in "xy"]  # all move with the first
-        keys = axis | linked[0] | {"tickangle": -90, "showticklabels": name in lowest}
-        queries = axis | linked[1] | {"autorange": "reversed", "showticklabels": name in columns[0]}
+        keys = axis | linked[0] | {"showticklabels": name in lowest}
+        queries = axis | linked[1] | {"autorange": "reversed", "tickangle": 0}
+        queries |= {"showticklabels": name in columns[0]}
         titles = ("key" if name in lowest else "", "query" if name in columns[0] else "")
         trace = _matrix(matrices[name], names, raw)
         note = _note(matrices[name], raw)
@@ -310,34 +298,12 @@ def qk_panels(
     return panels(shown, len(columns), height=MAP, gaps=gaps, layout=layout)
 
 
-def _token_axis(tokens: Sequence[str], positions: range) -> tuple[dict[str, Any], list[str]]:
-    """An axis of tokens of which at most `MOST_LABELS` are written, and what hovering calls all of them."""
-    texts = [shown_token(tokens[position]) for position in positions]
-    ticks = range(0, len(texts), max(1, math.ceil(len(texts) / MOST_LABELS)))
-    written = [
-        texts[tick] if len(texts[tick]) <= WRITTEN else texts[tick][: WRITTEN - 1] + "…" for tick in ticks
-    ]
-    axis = {
-        "type": "category",
-        "showgrid": False,
-        "zeroline": False,
-        "ticks": "",
-        "tickmode": "array",
-        "tickvals": list(ticks),
-        "ticktext": [for_plotly(text) for text in written],
-        "tickfont": {"size": 8 if len(ticks) > 20 else 10},
-        "constrain": "domain",
-    }
-    return axis, [f"{position} {for_plotly(text)}" for position, text in zip(positions, texts, strict=True)]
-
-
-def _matrix(matrix: HeadMatrix, names: list[str], raw: bool) -> go.Heatmap:
-    colours: dict[str, Any] = {"coloraxis": "coloraxis2" if matrix.name == ATTENTION else "coloraxis"}
-    if raw and matrix.name != ATTENTION:
-        colours = {}
-    quantity = matrix.name if matrix.name == ATTENTION else f"{matrix.name} logit"
+def _matrix(matrix: HeadMatrix, names: list[str], raw: bool) -> dict[str, Any]:
+    is_attention = matrix.name == ATTENTION
+    shared = {} if raw and not is_attention else {"coloraxis": f"coloraxis{2 if is_attention else ''}"}
+    quantity = matrix.name if is_attention else f"{matrix.name} logit"
     hover = f"query %{{y}}<br>key %{{x}}<br>{quantity} %{{z:.3g}}<extra></extra>"
-    return heat(matrix.values, *_range(matrix.values), hover, x=names, y=names, **colours)
+    return heat(matrix.values, *_range(matrix.values), hover, x=names, y=names, **shared)
 
 
 def _range(values: Floats) -> tuple[float, float]:
@@ -367,16 +333,12 @@ def _colour_axes(limit: float, most: float, rows: int, raw: bool) -> dict[str, A
 
 def shares_by_layer(layers: Floats, shares: Mapping[str, Floats]) -> go.Figure:
     """Mean shares of logit variance at every layer, stacked; negative ones below zero. `shares`: group → (L)."""
-    bars = [
-        go.Bar(
-            x=layers.astype(np.float32),
-            y=values.astype(np.float32),
-            name=group,
-            marker={"color": GROUP_COLOURS[group]},
-            hovertemplate=f"layer %{{x}}<br>{group}: %{{y:.3f}}<extra></extra>",
+    drawn = [
+        bars(
+            layers, values, group, GROUP_COLOURS[group], f"layer %{{x}}<br>{group}: %{{y:.3f}}<extra></extra>"
         )
         for group, values in shares.items()
     ]
     axis = {"zeroline": False} | style.every_tick(len(layers))
     layout = {"barmode": "relative", "bargap": 0.25, "xaxis": axis}
-    return style.figure(bars, "layer", "mean share of logit variance", height=340, layout=layout)
+    return style.figure(drawn, "layer", "mean share of logit variance", height=340, layout=layout)

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from theodolite.passes.run import Run
 from theodolite.report import published, style
 from theodolite.report.data import Floats, array, blocks, column, evenly, need, need_column, provenance
-from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, dots, heat, line
+from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, dots, heat, level, line
 from theodolite.report.style import order_colour
 from theodolite.system.wording import for_plotly, number
 
@@ -83,25 +83,22 @@ def _gram_rows(run: Run) -> tuple[list[int], list[int]]:
     """Which positions and contexts of a Gram matrix are kept, so that all layers stay under GRAM_CELLS."""
     layers, size, _ = need(run, "gram").shape
     positions = len(need(run, "gram_position"))
-    most = max(48, int((GRAM_CELLS / layers) ** 0.5))
-    share = min(1.0, most / size)
-    return (
-        evenly(positions, max(2, int(positions * share))),
-        [positions + i for i in evenly(size - positions, max(0, int((size - positions) * share)))],
-    )
+    share = min(1.0, max(48, int((GRAM_CELLS / layers) ** 0.5)) / size)
+    contexts = evenly(size - positions, max(0, int((size - positions) * share)))
+    return evenly(positions, max(2, int(positions * share))), [positions + i for i in contexts]
 
 
 def _gram_names(run: Run, positions: list[int], contexts: list[int]) -> list[str]:
     """One distinct name a row: its position, or its number and label as a context."""
-    shown_positions = need(run, "gram_position")
-    labels = array(run, "gram_label")
+    shown_positions, labels = need(run, "gram_position"), array(run, "gram_label")
     names = [for_plotly(name) for name in provenance(run, "corpus", "labels") or []]
-    row_names = [f"position {int(shown_positions[index])}" for index in positions]
-    for index in contexts:
-        number = index - len(shown_positions)
+
+    def of_context(number: int) -> str:
         label = -1 if labels is None else int(labels[number])
-        row_names.append(f"context {number}" + (f" of {names[label]}" if 0 <= label < len(names) else ""))
-    return row_names
+        return f"context {number}" + (f" of {names[label]}" if 0 <= label < len(names) else "")
+
+    of_positions = [f"position {int(shown_positions[index])}" for index in positions]
+    return of_positions + [of_context(index - len(shown_positions)) for index in contexts]
 
 
 @Sketched
@@ -154,7 +151,7 @@ def spectrum_sketch(coefficients: Floats, x: str, y: str) -> Sketch:
         cells=True,
         customdata=magnitudes.astype(np.float32),
     )
-    axis = {"showgrid": False, "zeroline": False, "dtick": 1, "ticks": "", "constrain": "domain"}
+    axis = {"dtick": 1, "ticks": "", "constrain": "domain"}
     layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
     return Sketch([cells], x, y, 440, layout)
 
@@ -166,33 +163,25 @@ def singular_values(run: Run) -> go.Figure:
     Fig. 3, left.
     """
     values, ranks = need(run, "singular_values"), column(run.layers, "rank")
-    traces = [style.depth_bar(len(values))]
+    traces: list[Any] = [style.depth_bar(len(values))]
+    index = np.arange(1, values.shape[1] + 1, dtype=np.int32)
     for layer in evenly(len(values), CURVES):
-        largest = values[layer].max()
+        of_layer, largest = values[layer], values[layer].max()
         if not largest > 0:
             continue
         colour = order_colour(layer / max(1, len(values) - 1))
-        index = np.arange(1, values.shape[1] + 1, dtype=np.int32)
         rank = 0 if ranks is None or np.isnan(ranks[layer]) else int(ranks[layer])
         hover = f"layer {layer}, number %{{x}}<br>singular value %{{customdata:.4g}}"
+        hover += (f"<br>rank {rank}" if rank else "") + "<extra></extra>"
+        look = {"marker": {"size": np.where(index == rank, 10, 3), "color": colour}, "showlegend": False}
+        relative = np.where(of_layer > ROUNDING * largest, of_layer / largest, np.nan)
+        told = of_layer.astype(np.float32)
         traces += line(
-            index,
-            np.where(values[layer] > ROUNDING * largest, values[layer] / largest, np.nan),
-            f"layer {layer}",
-            colour,
-            width=1.3,
-            hover=hover + (f"<br>rank {rank}" if rank else "") + "<extra></extra>",
-            marker={"size": np.where(index == rank, 10, 3), "color": colour},
-            customdata=values[layer].astype(np.float32),
-            showlegend=False,
+            index, relative, f"layer {layer}", colour, width=1.3, hover=hover, customdata=told, **look
         )
-    return style.figure(
-        traces,
-        "number",
-        "singular value over the largest",
-        height=360,
-        layout={"yaxis": {"type": "log", "dtick": 1, "exponentformat": "power"}},
-    )
+    powers = {"type": "log", "dtick": 1, "exponentformat": "power"}
+    titles = ("number", "singular value over the largest")
+    return style.figure(traces, *titles, height=360, layout={"yaxis": powers})
 
 
 @Sketched
@@ -212,28 +201,14 @@ def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> Sketch:
         of_layer = pd.Series(values).groupby(frame["layer"].to_numpy(dtype=int))
         medians, spans = of_layer.median(), zip(of_layer.min(), of_layer.max(), strict=True)
         spread = "<br>%{customdata} by head" if table == "heads" else ""
-        legend = not traces
-        traces += line(
-            medians.index.to_numpy(dtype=np.int32),
-            medians.to_numpy(),
-            name,
-            colour,
-            width=2.2,
-            marker=5,
-            hover=f"layer %{{x}}<br>{name}: %{{y:.3f}}{spread}<extra></extra>",
-            customdata=[f"{number(low)} to {number(high)}" for low, high in spans],
+        hover = f"layer %{{x}}<br>{name}: %{{y:.3f}}{spread}<extra></extra>"
+        told = [f"{number(low)} to {number(high)}" for low, high in spans]
+        published_at = level(
+            [0, layers], paper[cutoff], "GPT-2", f"{name}, Table 3", colour, showlegend=not traces
         )
-        traces += line(
-            [0, layers],
-            np.full(2, paper[cutoff]),
-            "GPT-2",
-            colour,
-            dash="dot",
-            width=1.2,
-            hover=f"GPT-2: %{{y:.3f}} ({name}, Table 3)<extra></extra>",
-            showlegend=legend,
-            legendrank=2000,
-        )
+        index = medians.index.to_numpy(dtype=np.int32)
+        traces += line(index, medians, name, colour, width=2.2, marker=5, hover=hover, customdata=told)
+        traces += published_at
     axis: dict[str, Any] = {"range": [-0.3, layers + 0.3], "zeroline": False}
     layout = {"xaxis": axis | style.every_tick(layers), "yaxis": {"range": [0, 1.05]}}
     return Sketch(traces, "layer", "share of energy", layout=layout)

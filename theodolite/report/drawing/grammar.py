@@ -1,4 +1,4 @@
-"""The grammar of figures: lines with errors, maps, and panels of them. Every figure is made of these three.
+"""The grammar of figures: lines with errors, dots, bars, maps, and panels of them. Every figure is made of these.
 
 They take plain arrays. Values are written as float32, which is what a page can show.
 
@@ -29,6 +29,7 @@ BAND = 0.14  # opacity
 GAPS = (0.11, 0.14)  # between panels, of the figure's width and height
 PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the first
 SATURATED = 99.5  # percentile of magnitudes at which the colours of signed maps saturate
+MAP_HEIGHTS, ROW = (240, 640), 22  # pixels: of a map, least and most, and of each of its rows
 SENTENCE_HEIGHT = 120  # pixels: of a figure of words alone
 TITLE = 24  # pixels: of a panel's title, above which the legend stands
 
@@ -43,6 +44,11 @@ class Sketch:
     height: int = style.HEIGHT
     layout: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def figure(self) -> go.Figure:
+        """The same as Plotly's figure."""
+        return style.figure(self.traces, self.x, self.y, height=self.height, layout=self.layout)
+
 
 class Sketched(Generic[_P]):
     """A function that gives a `Sketch`; what is called is the figure of it, `sketch` is the function itself."""
@@ -53,8 +59,7 @@ class Sketched(Generic[_P]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
         """The sketch as Plotly's figure."""
-        sketch = self.sketch(*args, **kwargs)
-        return style.figure(sketch.traces, sketch.x, sketch.y, height=sketch.height, layout=sketch.layout)
+        return self.sketch(*args, **kwargs).figure
 
 
 def line(
@@ -118,8 +123,8 @@ def dots(
     marker = {"size": 8, "color": colour} | more.pop("marker", {})
     return {
         "type": "scatter",
-        "x": np.asarray(x, np.float32),
-        "y": np.asarray(y, np.float32),
+        "x": _numbers(x),
+        "y": _numbers(y),
         "text": None if texts is None else list(texts),
         "name": name,
         "mode": "markers",
@@ -128,10 +133,24 @@ def dots(
     } | more
 
 
+def bars(x: Any, y: Any, name: str, colour: str, hover: str, **more: Any) -> dict[str, Any]:
+    """Bars of one kind, as Plotly's trace."""
+    own = {"type": "bar", "x": _numbers(x), "y": _numbers(y), "name": name, "hovertemplate": hover}
+    return own | {"marker": {"color": colour, "line": {"width": 0}}} | more
+
+
 def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> list[dict[str, Any]]:
     """A thin grey line to hold others against, such as a threshold; `y` may be one number. Hovering passes it by."""
     heights = np.broadcast_to(y, np.shape(x))
     return line(x, heights, name, style.REFERENCE, dash=dash, width=1, hoverinfo="skip", **more)
+
+
+def level(
+    ends: Sequence[float], y: float, model: str, what: str, colour: str, **more: Any
+) -> list[dict[str, Any]]:
+    """A published number that holds for all of x, from one of `ends` to the other, as a dotted line."""
+    hover = f"{model}: %{{y:.3f}} ({what})<extra></extra>"
+    return line(ends, [y, y], model, colour, dash="dot", width=1.2, hover=hover, legendrank=2000, **more)
 
 
 def heat(
@@ -183,14 +202,20 @@ def sentence(text: str) -> go.Figure:
 
 def rows_down(count: int) -> dict[str, Any]:
     """The vertical axis of a map with `count` numbered rows, the first on top."""
-    return {"showgrid": False, "autorange": "reversed"} | style.every_tick(count)
+    return {"autorange": "reversed"} | style.every_tick(count)
+
+
+def map_height(rows: int, most: int | None = MAP_HEIGHTS[1]) -> int:
+    """Pixels for a map of so many rows: `most` at most, which fits a screen."""
+    height = max(MAP_HEIGHTS[0], 130 + ROW * rows)
+    return height if most is None else min(most, height)
 
 
 @Sketched
 def head_cells(z: Floats, low: float, high: float, hover: str, **more: Any) -> Sketch:
-    """A map of layers (rows) and heads (columns), a cell a head; arguments as of `heat`."""
+    """A map with a cell per head: blocks down, heads across; arguments as of `heat`."""
     cells = heat(z, low, high, hover, cells=True, **more)
-    return Sketch([cells], "head", "layer", layout=style.head_map_layout(*np.shape(z)))
+    return Sketch([cells], "head", "block", layout=style.head_map_layout(*np.shape(z)))
 
 
 @Sketched
@@ -213,17 +238,18 @@ def cosine_map(
     """
     axis = {
         "type": "category",
-        "showgrid": False,
         "tickmode": "array",
         "tickvals": [place for place, _ in ticks],
         "ticktext": [name for _, name in ticks],
         "ticks": "",
         "constrain": "domain",
     }
-    across = {"type": "line", "line": {"width": 1, "color": style.GREY}, "y0": -0.5, "y1": len(rows) - 0.5}
-    lines = [across | {"x0": border - 0.5, "x1": border - 0.5} for border in borders]
-    swapped = {"x0": "y0", "x1": "y1", "y0": "x0", "y1": "x1"}
-    lines += [{swapped.get(name, name): value for name, value in line.items()} for line in lines]
+    ends, look = (-0.5, len(rows) - 0.5), {"type": "line", "line": {"width": 1, "color": style.GREY}}
+    lines = [
+        look | dict(zip((f"{along}0", f"{along}1", f"{across}0", f"{across}1"), (at, at, *ends), strict=True))
+        for along, across in ("xy", "yx")
+        for at in (border - 0.5 for border in borders)
+    ]
     hover = f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>"
     names = list(rows)
     return Sketch(

@@ -1,17 +1,20 @@
-"""All heads at once: maps over layer × head, and every head on the plane of its spectrum.
+"""Figures of heads: all of them as maps and on the plane of their spectra, and one head's curves.
 
-Layer ℓ is block ℓ counted from 0.
+Blocks are counted from 0. Curves are thinned to a bounded number of positions, never smoothed.
 """
 
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import Run
 from theodolite.report import style
@@ -20,23 +23,30 @@ from theodolite.report.data import (
     array,
     blocks,
     column,
+    columns_of,
     entropy_limits,
+    evenly,
     head_grid,
     head_labels,
     heads_per_block,
+    need,
+    offered,
 )
-from theodolite.report.drawing.grammar import Sketch, Sketched, dots, head_cells, reference
-from theodolite.report.measures import ABSENT_AT_ZERO, HEAD_MEASURES, Measure
+from theodolite.report.drawing.grammar import Sketch, Sketched, dots, head_cells, line, reference
 from theodolite.system.wording import for_plotly, number
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
-REGIMES = ("early", "middle", "late", "uniform", "vanishing")
-REGIME_COLOURS = (
-    *(style.order_colour(place) for place in (0.0, 0.5, 1.0)),
-    style.REFERENCE,
-    style.VERMILLION,
-)
+CURVE_POINTS, FEW_CURVE_POINTS = 128, 48
+MANY_HEADS = 400  # from which on curves have few points
+LAYER_CURVES = 12
 HOVER_WIDTH = 58  # characters in a line of a hover text
+REGIME_COLOURS = {
+    "early-site": style.order_colour(0.0),
+    "middle-site": style.order_colour(0.5),
+    "late-site": style.order_colour(1.0),
+    "uniform": style.REFERENCE,
+    "vanishing": style.VERMILLION,
+}
 NOTE_COLUMNS = (
     "entropy",
     "propagation",
@@ -48,101 +58,89 @@ NOTE_COLUMNS = (
 )
 
 
-def regime_kind(name: object) -> int:
-    """Index into REGIMES of a regime's name (`late` and `late-site` are one), −1 for none of them."""
-    first = str(name).replace("-", " ").split(" ")[0].lower()
-    return REGIMES.index(first) if first in REGIMES else -1
+def regime_codes(names: Any) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Place of each regime among `REGIME_COLOURS`, −1 for none of them."""
+    return pd.Index(list(REGIME_COLOURS)).get_indexer_for(names)
 
 
-def head_measures(run: Run) -> list[Measure]:
-    """The measures that this run has for at least one head, in the order of the pickers."""
-    measures = []
-    for name, measure in HEAD_MEASURES.items():
-        if measure.scale == "kind":
-            if name in run.heads.columns and any(regime_kind(value) >= 0 for value in run.heads[name]):
-                measures.append(measure)
-        elif (values := column(run.heads, name)) is not None and not (
-            name in ABSENT_AT_ZERO and not np.nan_to_num(values).any()
-        ):
-            measures.append(measure)
-    return measures
+def head_measures(run: Run) -> list[Column]:
+    """The columns that pickers offer and that this run has for at least one head, in their order."""
+
+    def is_there(name: str, described: Column) -> bool:
+        if described.kind == "name":
+            return name in run.heads and bool((regime_codes(run.heads[name]) >= 0).any())
+        values = column(run.heads, name)
+        return values is not None and (not described.rare or bool(np.nan_to_num(values).any()))
+
+    return [described for name, described in offered(run).items() if is_there(name, described)]
 
 
 def head_notes(run: Run) -> list[list[str]]:
     """For every head of the (L, H) grid its other main numbers, as the lines of a hover text."""
     notes = [["" for _ in range(heads_per_block(run))] for _ in range(blocks(run))]
-    names = [name for name in NOTE_COLUMNS if name in run.heads.columns]
-    for row in run.heads[["layer", "head", *names]].itertuples(index=False):
-        parts = []
-        for name, value in zip(names, row[2:], strict=True):
-            title = HEAD_MEASURES[name].title
-            shown = for_plotly(value) if HEAD_MEASURES[name].scale == "kind" else number(value)
-            parts.append(f"{title} {shown}")
-        lines = [" · ".join(parts[start : start + 3]) for start in range(0, len(parts), 3)]
-        notes[int(row[0])][int(row[1])] = "<br>".join(lines)
+    described = columns_of(run, "heads")
+    for row in run.heads.to_dict("records"):
+        parts = [
+            f"{described[name].title} {row[name] if name == 'regime' else number(row[name])}"
+            for name in NOTE_COLUMNS
+            if name in row
+        ]
+        lines = [" · ".join(map(for_plotly, parts[start : start + 3])) for start in range(0, len(parts), 3)]
+        notes[int(row["layer"])][int(row["head"])] = "<br>".join(lines)
     return notes
 
 
-def _regime_grid(run: Run, name: str) -> Floats:
-    grid = np.full((blocks(run), heads_per_block(run)), np.nan)
-    for layer, head, value in zip(run.heads["layer"], run.heads["head"], run.heads[name], strict=True):
-        kind = regime_kind(value)
-        grid[int(layer), int(head)] = kind if kind >= 0 else np.nan
-    return grid
-
-
-def _of_regimes(run: Run, measure: Measure) -> dict[str, Any]:
+def _of_regimes(run: Run, measure: Column) -> dict[str, Any]:
     """The entries of a map of regimes: a colour each, by name."""
-    count, grid = len(REGIMES), _regime_grid(run, measure.column)
+    names, colours = list(REGIME_COLOURS), list(REGIME_COLOURS.values())
+    codes = pd.Series(regime_codes(run.heads[measure.name]), run.heads.index, dtype=float)
+    grid = head_grid(replace(run, heads=run.heads[["layer", "head"]].assign(code=codes[codes >= 0])), "code")
+    assert grid is not None
+    count = len(names)
     return {
         "z": grid,
         "low": -0.5,
         "high": count - 0.5,
-        "scale": [[edge / count, colour] for i, colour in enumerate(REGIME_COLOURS) for edge in (i, i + 1)],
-        "bar": style.colour_bar("", tickvals=list(range(count)), ticktext=list(REGIMES), ticks=""),
-        "text": [["undefined" if np.isnan(kind) else REGIMES[int(kind)] for kind in row] for row in grid],
+        "scale": [[edge / count, colour] for i, colour in enumerate(colours) for edge in (i, i + 1)],
+        "bar": style.colour_bar("", tickvals=list(range(count)), ticktext=names, ticks=""),
+        "text": [["undefined" if np.isnan(code) else names[int(code)] for code in row] for row in grid],
     }
 
 
-def _of_amounts(run: Run, measure: Measure) -> dict[str, Any]:
+def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
     """The entries of a map of numbers: what is coloured, where its colours end, and their scale."""
-    grid = head_grid(run, measure.column)
+    grid = head_grid(run, measure.name)
     if grid is None:
-        raise UsageError(f"this run has no head measure {measure.column!r}")
-    title, scale = measure.unit, style.MAGNITUDE
-    finite = np.abs(grid[np.isfinite(grid)])
-    if measure.scale == "share":
-        low, high = 0.0, 1.0
-    elif measure.scale == "balance":
-        low, high, scale = -1.0, 1.0, style.SIGNED
-    elif measure.scale == "signed":
-        high = float(np.percentile(finite, ROBUST)) or 1.0
-        low, scale = -high, style.SIGNED
-    elif measure.scale == "decades":
-        with np.errstate(divide="ignore", invalid="ignore"):
-            grid = np.where(grid > 0, np.log10(grid), np.nan)
-        logs = grid[np.isfinite(grid)]
-        low, high = (float(logs.min()), float(logs.max())) if len(logs) else (0.0, 1.0)
-        title = "log₁₀"
+        raise UsageError(f"this run has no head measure {measure.name!r}")
+    title, robust, (low, high) = measure.unit, _robust(grid), measure.range
+    scale = style.SIGNED if low < 0 else style.MAGNITUDE
+    if measure.decades:
+        grid, title = np.log10(grid, where=grid > 0, out=np.full_like(grid, np.nan)), "log₁₀"
+        has_some = bool(np.isfinite(grid).any())
+        low, high = (float(np.nanmin(grid)), float(np.nanmax(grid))) if has_some else (0.0, 1.0)
     elif measure.unit == "nats" and array(run, "visible_keys") is not None:
-        low, high = 0.0, float(entropy_limits(run).mean(axis=1).max())
-    else:
-        low, high = 0.0, float(np.percentile(finite, ROBUST))
+        high = float(entropy_limits(run).mean(axis=1).max())
+    low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
     return {"z": grid, "low": low, "high": high if high > low else low + 1.0, "scale": scale, "bar": title}
+
+
+def _robust(grid: Floats) -> float:
+    return float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
 
 
 @Sketched
 def head_map(run: Run, measure: str) -> Sketch:
-    """One head measure over layer × head; hovering tells what it means and the head's other numbers."""
-    described = HEAD_MEASURES[measure]
-    value = {"decades": "10^%{z:.3f}", "kind": "%{text}"}.get(described.scale, "%{z:.4g}")
-    unit = f" {described.unit}" if described.unit else ""
-    meaning = "<br>".join(textwrap.wrap(described.meaning, HOVER_WIDTH))
+    """One head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
+    described = columns_of(run, "heads")[measure]
+    is_name = described.kind == "name"
+    value = "%{text}" if is_name else "10^%{z:.3f}" if described.decades else "%{z:.4g}"
+    unit = f" {for_plotly(described.unit)}" if described.unit else ""
+    meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
     hover = (
-        f"<b>L%{{y}}H%{{x}}</b><br>{described.title}: {value}{unit}<br>"
+        f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
         f"<i>{meaning}</i><br><br>%{{customdata}}<extra></extra>"
     )
-    entries = (_of_regimes if described.scale == "kind" else _of_amounts)(run, described)
+    entries = (_of_regimes if is_name else _of_amounts)(run, described)
     return head_cells.sketch(**entries, hover=hover, customdata=head_notes(run))
 
 
@@ -154,15 +152,14 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     xi, eta = column(run.heads, f"xi_symmetric{suffix}"), column(run.heads, f"eta_symmetric{suffix}")
     if xi is None or eta is None:
         raise UsageError("this run has no ξ and η of any head")
-    kinds = np.array([regime_kind(value) for value in run.heads.get(f"regime{suffix}", [-1] * len(xi))])
+    codes = regime_codes(run.heads.get(f"regime{suffix}", [None] * len(xi)))
     names = np.array(head_labels(run))
+    hover = "%{text}<br>ξ %{x:.4g}, η %{y:.4g}<extra></extra>"
     traces: list[Any] = []
-    for kind in range(-1, len(REGIMES)):
-        in_regime = (kinds == kind) & np.isfinite(xi) & (eta > 0)
+    for code, (name, colour) in enumerate({"no regime": style.SKY, **REGIME_COLOURS}.items(), -1):
+        in_regime = (codes == code) & np.isfinite(xi) & (eta > 0)
         if in_regime.any():
-            known = (REGIMES[kind], REGIME_COLOURS[kind]) if kind >= 0 else ("no regime", style.SKY)
-            hover = "%{text}<br>ξ %{x:.4g}, η %{y:.4g}<extra></extra>"
-            traces.append(dots(xi[in_regime], eta[in_regime], names[in_regime], *known, hover))
+            traces.append(dots(xi[in_regime], eta[in_regime], names[in_regime], name, colour, hover))
     largest = float(np.nanmax(np.abs(xi))) or 1.0
     for sign in (-1, 1):
         boundary = np.geomspace(largest / 60, largest, 60) * sign
@@ -174,3 +171,85 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
         "xaxis": {"range": [-1.08 * largest, 1.08 * largest]},
     }
     return style.figure(traces, "ξ (sign and concentration)", "η (scale)", height=380, layout=layout)
+
+
+@Sketched
+def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> Sketch:
+    """The d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`), complex plane.
+
+    The other d − d_h eigenvalues are 0 and not drawn.
+    """
+    x, y = need(run, name)[layer, head].T
+    look = {"size": 7, "opacity": 0.8, "line": {"width": 0}}
+    hover = "%{x:.4g} + %{y:.4g} i<extra></extra>"
+    points = dots(x, y, None, None, style.PREDICTED, hover, marker=look)
+    layout = {"yaxis": {"scaleanchor": "x", "scaleratio": 1}, "xaxis": {"zeroline": True}}
+    return Sketch([points], "real part", "imaginary part", 360, layout)
+
+
+def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    many = blocks(run) * heads_per_block(run) > MANY_HEADS
+    return np.array(evenly(length, FEW_CURVE_POINTS if many else CURVE_POINTS), dtype=np.int32)
+
+
+@Sketched
+def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
+    """ρ(θ) of one head, θ = i/T: the share of inputs whose signal propagates, predicted and measured.
+
+    Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
+    """
+    traces: list[dict[str, Any]] = []
+    for name, label, colour, width, dash in (
+        ("propagation_by_position", "measured", style.MEASURED, 2.2, "solid"),
+        ("propagation_predicted_data", "predicted from W_QK Σ̂", style.PREDICTED, 1.8, "solid"),
+        ("propagation_predicted", "predicted from W_QK", style.PREDICTED, 1.8, "dash"),
+    ):
+        values = array(run, name)
+        if values is None:
+            continue
+        length = values.shape[2]
+        shown = _thinned(run, length)
+        hover = f"θ %{{x:.3f}}<br>{label}: %{{y:.3f}}<extra></extra>"
+        rho = values[layer, head, shown]
+        traces += line((shown + 1) / length, rho, label, colour, dash=dash, width=width, hover=hover)
+    if not traces:
+        raise UsageError("this run has no propagation curve of any head")
+    layout = {"yaxis": {"range": [-0.02, 1.05]}, "xaxis": {"range": [0, 1.01]}}
+    return Sketch(traces, "position in the context, θ = i/T", "propagation probability ρ", 360, layout)
+
+
+def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
+    """Entropy of uniform attention, the limit of all."""
+    return line(positions, limits, "uniform attention", style.GREY, dash="dash", width=1.5, hover=hover)
+
+
+@Sketched
+def head_entropy(run: Run, layer: int = 0, head: int = 0) -> Sketch:
+    """Mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""
+    values = need(run, "entropy_by_position")
+    shown = _thinned(run, values.shape[2])
+    hover = "position %{x}<br>%{y:.3f} nats<extra></extra>"
+    measured = values[layer, head, shown]
+    traces = line(shown, measured, "this head", style.MEASURED, width=2.2, hover=hover)
+    traces += _uniform(shown, entropy_limits(run)[layer, shown], hover)
+    layout = {"yaxis": {"rangemode": "tozero"}}
+    return Sketch(traces, "position of the query", "entropy in nats", 360, layout)
+
+
+def entropy_by_position(run: Run) -> go.Figure:
+    """Median over each block's heads of the attention entropy at every position, under its limit."""
+    values = need(run, "entropy_by_position")
+    shown = np.array(evenly(values.shape[2], CURVE_POINTS), dtype=np.int32)
+    limits = entropy_limits(run).max(axis=0)[shown]
+    traces: list[Any] = _uniform(shown, limits, "position %{x}<br>at most %{y:.3f} nats<extra></extra>")
+    traces.append(style.depth_bar(len(values), "block"))
+    for block in evenly(len(values), LAYER_CURVES):
+        rows = values[block][~np.isnan(values[block]).all(axis=1)]
+        if not len(rows):
+            continue
+        name, colour = f"block {block}", style.order_colour(block / max(1, len(values) - 1))
+        hover = f"{name}, position %{{x}}<br>median %{{y:.3f}} nats<extra></extra>"
+        medians = np.median(rows, axis=0)[shown]
+        traces += line(shown, medians, name, colour, width=1.6, hover=hover, showlegend=False)
+    layout = {"yaxis": {"rangemode": "tozero"}}
+    return style.figure(traces, "position of the query", "entropy in nats", height=380, layout=layout)

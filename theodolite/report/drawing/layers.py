@@ -1,11 +1,12 @@
-"""Curves over depth: one small figure per layer measure, with the published ranges as bands.
+"""Figures over depth: one small figure of curves per layer measure, with the published ranges as bands, and outliers.
 
 Layer 0 is the input of the first block, layer ℓ the residual stream after block ℓ; position 0 is left out of
-every curve except those that name it. Every figure needs only the run's layer table. Whiskers are one standard error.
+every curve except those that name it. Whiskers are one standard error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,24 +15,63 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report import published, style
-from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column
-from theodolite.report.drawing.grammar import line, reference
-from theodolite.report.health import RANK_COLLAPSE
-from theodolite.system.wording import with_error
+from theodolite.report.data import (
+    Floats,
+    column,
+    columns_of,
+    error_of,
+    layer_numbers,
+    limit_of,
+    need,
+    need_column,
+)
+from theodolite.report.drawing.grammar import (
+    bars,
+    heat,
+    level,
+    line,
+    map_height,
+    reference,
+    rows_down,
+    sentence,
+)
+from theodolite.system.wording import for_plotly, with_error
 
 _DASHES = dict(zip(published.MODELS, ("solid", "dash", "dot", "dashdot"), strict=True))
 WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
+DIMENSIONS = 40  # of a map at most
+NAMED: dict[str, Any] = {"type": "category"}  # an axis of dimensions or tokens
+TURNED = {"tickangle": -90, "tickfont": {"size": 10}}  # its names, where there are many
+FROM_ZERO = {"rangemode": "tozero"}
+SHARES = {"range": [0, 1.05]}
+LOG = {"type": "log", "dtick": "D2", "tickformat": "~g"}
+Look = tuple[str, ...]  # a curve's name in the legend, and where they are not the model's own: dash, colour
 
 
-def _curve_if_any(run: Run, name: str, label: str, colour: str, dash: str = "solid") -> list[Any]:
-    """A curve that its figure can do without."""
-    return [] if column(run.layers, name) is None else _curve(run, name, label, colour, dash)
+def _chart(
+    run: Run, y: str, curves: dict[str, Look], yaxis: dict[str, Any], below: Sequence[Any] = ()
+) -> go.Figure:
+    """Columns of the layer table against the layer, those that the run has, over the traces `below`.
+
+    Raises:
+        UsageError: the run has none of them.
+    """
+    drawn = [
+        trace
+        for name, look in curves.items()
+        if column(run.layers, name) is not None
+        for trace in _curve(run, name, *look)
+    ]
+    if not drawn:
+        need_column(run.layers, next(iter(curves)))
+    layout = {"xaxis": style.layer_axis(layer_numbers(run)), "yaxis": yaxis}
+    return style.figure([*below, *drawn], "layer", y, layout=layout)
 
 
-def _curve(run: Run, name: str, label: str, colour: str, dash: str = "solid") -> list[Any]:
-    values, (errors, told, hover) = need_column(run.layers, name), _whiskers(run, name, label)
+def _curve(run: Run, name: str, label: str, dash: str = "solid", colour: str = style.MEASURED) -> list[Any]:
+    errors, told, hover = _whiskers(run, name, label)
     look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5, "hover": hover, "customdata": told}
-    return line(layer_numbers(run), values, label, colour, errors=errors, **look)
+    return line(layer_numbers(run), need_column(run.layers, name), label, colour, errors=errors, **look)
 
 
 def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str] | None, str]:
@@ -43,186 +83,184 @@ def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str]
     return errors, told, f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
 
 
-def _band(run: Run, model: str, low: list[float], high: list[float], what: str) -> list[Any]:
-    """A shaded range over relative depth: the published layers are stretched onto this model's."""
-    last = float(layer_numbers(run).max())
-    x = [round(float(step), 4) for step in np.linspace(0, last, len(low))]
-    is_closest, edge = model == published.closest(run), style.translucent(style.REFERENCE, style.BAND_EDGE)
-    return [
-        go.Scatter(
-            x=x + x[::-1],
-            y=high + low[::-1],
-            name=model,
-            mode="lines",
-            fill="toself",
-            fillcolor=style.translucent(style.REFERENCE, style.BAND),
-            line={"width": 0.8, "color": edge, "dash": _DASHES[model]},
-            hoveron="fills",
-            text=f"{model}: {what}",
-            hoverinfo="text",
-            legendrank=2000,
-            visible=True if is_closest else "legendonly",
-        )
-    ]
+def _last(run: Run) -> float:
+    return float(layer_numbers(run).max())
+
+
+def _band(
+    run: Run, model: str, low: Sequence[float], high: Sequence[float], what: str, **more: Any
+) -> dict[str, Any]:
+    """A published range as a shaded band over relative depth: its layers are stretched onto this model's."""
+    x = np.linspace(0, _last(run), len(low)).round(4).tolist()
+    edge = style.translucent(style.REFERENCE, style.BAND_EDGE)
+    return {
+        "type": "scatter",
+        "x": x + x[::-1],
+        "y": [*high, *low[::-1]],
+        "name": model,
+        "mode": "lines",
+        "fill": "toself",
+        "fillcolor": style.translucent(style.REFERENCE, style.BAND),
+        "line": {"width": 0.8, "color": edge, "dash": _DASHES[model]},
+        "hoveron": "fills",
+        "text": f"{model}: {what}",
+        "hoverinfo": "text",
+        "legendrank": 2000,
+        "visible": True if model == published.closest(run) else "legendonly",
+    } | more
 
 
 def _layer_bands(run: Run, table: published.Rows, what: str) -> list[Any]:
-    return [
-        trace
-        for model in published.MODELS
-        for trace in _band(run, model, *published.layer_range(table[model]), what)
-    ]
+    return [_band(run, model, *published.layer_range(table[model]), what) for model in published.MODELS]
 
 
-def _average_bands(run: Run, name: str, what: str) -> list[Any]:
-    traces: list[Any] = []
+def _average_bands(run: Run, name: str, what: str, **more: Any) -> list[Any]:
+    bands = []
     for model, average in published.AVERAGES.items():
         mean, deviation = getattr(average, name)
         low, high = max(mean - deviation, 0.0), min(mean + deviation, 1.0)
-        traces += _band(run, model, [low, low], [high, high], f"{what} {mean:g} ({deviation:g})")
-    return traces
+        told = f"{what}, Table 1: {mean:g} ({deviation:g})"
+        bands.append(_band(run, model, [low, low], [high, high], told, legendgroup=model, **more))
+    return bands
 
 
-def _chart(run: Run, traces: list[Any], y: str, **layout: Any) -> go.Figure:
-    return style.figure(traces, "layer", y, layout={"xaxis": style.layer_axis(layer_numbers(run))} | layout)
+def own_column(run: Run, name: str) -> go.Figure:
+    """A column of the layers table that the caller declared, at every layer."""
+    title = for_plotly(columns_of(run, "layers")[name].title)
+    return _chart(run, title, {name: (title,)}, {})
 
 
 def rank(run: Run) -> go.Figure:
     """ScreeNOT rank of the positional basis at every layer, beside Table 4."""
-    traces = _layer_bands(run, published.RANK, "rank at this depth, Table 4")
-    traces += _curve(run, "rank", "this model", style.MEASURED)
-    return _chart(run, traces, "dimensions", yaxis={"rangemode": "tozero"})
+    bands = _layer_bands(run, published.RANK, "rank at this depth, Table 4")
+    return _chart(run, "dimensions", {"rank": ("this model",)}, FROM_ZERO, bands)
 
 
 def stable_rank(run: Run) -> go.Figure:
     """Stable rank ‖P‖_F²/‖P‖₂² of the positional basis at every layer, beside Table 5."""
-    traces = _layer_bands(run, published.STABLE_RANK, "stable rank at this depth, Table 5")
-    traces += _curve(run, "stable_rank", "this model", style.MEASURED)
-    highest = np.nanmax(need_column(run.layers, "stable_rank"))
-    wide = {"type": "log", "dtick": "D2", "tickformat": "~g"}
-    return _chart(run, traces, "stable rank", yaxis=wide if highest > WIDE_RANGE else {"rangemode": "tozero"})
+    bands = _layer_bands(run, published.STABLE_RANK, "stable rank at this depth, Table 5")
+    is_wide = np.nanmax(need_column(run.layers, "stable_rank")) > WIDE_RANGE
+    return _chart(run, "stable rank", {"stable_rank": ("this model",)}, LOG if is_wide else FROM_ZERO, bands)
 
 
 def relative_norm(run: Run) -> go.Figure:
     """Relative norm ‖P‖₂/‖M‖₂ of the positional basis at every layer, beside Table 6."""
-    traces = _layer_bands(run, published.RELATIVE_NORM, "relative norm at this depth, Table 6")
-    traces += _curve(run, "relative_norm", "this model", style.MEASURED)
-    return _chart(run, traces, "relative norm", yaxis={"range": [0, 1.05]})
-
-
-def _level(
-    last: float, level: float, model: str, what: str, colour: str, *, shown: bool = True, legend: bool = True
-) -> list[Any]:
-    """A published number that holds for all layers, as a dotted line; `shown`: before a reader asks for it."""
-    return line(
-        [0, last],
-        [level] * 2,
-        model,
-        colour,
-        dash="dot",
-        width=1.2,
-        hover=f"{model}: %{{y:.3f}} ({what})<extra></extra>",
-        showlegend=legend,
-        legendrank=2000,
-        visible=True if shown else "legendonly",
-    )
+    bands = _layer_bands(run, published.RELATIVE_NORM, "relative norm at this depth, Table 6")
+    return _chart(run, "relative norm", {"relative_norm": ("this model",)}, SHARES, bands)
 
 
 def low_frequency(run: Run) -> go.Figure:
     """Share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
-    traces: list[Any] = []
     colours = {size: style.order_colour(index / 3) for index, size in enumerate((1, 3, 5, 10))}
-    last = float(layer_numbers(run).max())
+    levels: list[Any] = []
     for size, colour in colours.items():
-        traces += _curve(run, f"low_frequency_{size}", f"K = {size}", colour)
-        share = published.LOW_FREQUENCY[size]
-        traces += _level(last, share, "GPT-2", f"K = {size}, Table 3", colour, legend=size == 10)
+        share, named = published.LOW_FREQUENCY[size], size == 10
+        levels += level([0, _last(run)], share, "GPT-2", f"K = {size}, Table 3", colour, showlegend=named)
     for model, share in published.LOW_FREQUENCY_OTHER_TEXT.items():
-        traces += _level(last, share, model, "K = 10, Table 2", style.REFERENCE, shown=False)
-    return _chart(run, traces, "share of energy", yaxis={"range": [0, 1.05]})
+        levels += level(
+            [0, _last(run)], share, model, "K = 10, Table 2", style.REFERENCE, visible="legendonly"
+        )
+    curves = {f"low_frequency_{size}": (f"K = {size}", "solid", colour) for size, colour in colours.items()}
+    return _chart(run, "share of energy", curves, SHARES, levels)
 
 
 def similarity(run: Run) -> go.Figure:
     """Mean |cosine| of context vectors within and between labels at every layer, beside Table 1."""
-    traces = _average_bands(run, "within", "within one document, Table 1:")
-    between = _average_bands(run, "between", "between documents, Table 1:")
-    for low, high in zip(between, traces, strict=True):
-        low.legendgroup = high.legendgroup = high.name
-        low.showlegend = False
-    traces += between
-    traces += _curve(run, "similarity_within", "within labels", style.MEASURED)
-    traces += _curve_if_any(run, "similarity_between", "between labels", style.MEASURED, dash="dash")
-    return _chart(run, traces, "mean |cosine|", yaxis={"range": [0, 1.05]})
+    bands = _average_bands(run, "within", "within one document")
+    bands += _average_bands(run, "between", "between documents", showlegend=False)
+    curves = {"similarity_within": ("within labels",), "similarity_between": ("between labels", "dash")}
+    return _chart(run, "mean |cosine|", curves, SHARES, bands)
 
 
 def incoherence(run: Run) -> go.Figure:
     """|cosine| of positional and context directions at every layer, its random baseline, and Table 1."""
-    traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:")
-    traces += _curve_if_any(run, "incoherence_max", "largest", style.MEASURED, dash="dot")
-    traces += _curve(run, "incoherence_mean", "mean", style.MEASURED)
-    for name, label, dash in (("_random", "mean, random", "dash"), ("_max_random", "largest, random", "dot")):
-        traces += _curve_if_any(run, f"incoherence{name}", label, style.REFERENCE, dash)
-    return _chart(run, traces, "|cosine|", yaxis={"rangemode": "tozero"})
+    curves = {
+        "incoherence_mean": ("mean",),
+        "incoherence_max": ("largest", "dot"),
+        "incoherence_random": ("mean, random", "dash", style.REFERENCE),
+        "incoherence_max_random": ("largest, random", "dot", style.REFERENCE),
+    }
+    return _chart(run, "|cosine|", curves, FROM_ZERO, _average_bands(run, "incoherence", "mean incoherence"))
 
 
 def clusters(run: Run) -> go.Figure:
     """Silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
-    traces = _curve_if_any(run, "silhouette", "silhouette of the labels", style.MEASURED)
-    agreement = "k-means against labels (ARI)"
-    traces += _curve_if_any(run, "cluster_ari", agreement, style.MEASURED, dash="dash")
-    if not traces:
+    curves = {
+        "silhouette": ("silhouette of the labels",),
+        "cluster_ari": ("k-means against labels (ARI)", "dash"),
+    }
+    if all(column(run.layers, name) is None for name in curves):
         raise UsageError("this run has no 'silhouette'; survey the model on a text with labels to get it")
-    return _chart(run, traces, "agreement", yaxis={"zeroline": True})
+    return _chart(run, "agreement", curves, {"zeroline": True})
 
 
 def norm(run: Run) -> go.Figure:
     """Mean ‖h‖₂ of tokens at every layer, and apart of the first and of a special token at the end (log axis)."""
-    traces = _curve(run, "norm", "positions ≥ 1", style.MEASURED)
-    traces += _curve_if_any(run, "norm_first", "first token", style.MEASURED, dash="dash")
-    traces += _curve_if_any(run, "norm_last", "end token", style.MEASURED, dash="dot")
-    return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": "D2", "tickformat": "~s"})
+    apart = {"norm_first": ("first token", "dash"), "norm_last": ("end token", "dot")}
+    return _chart(run, "mean ‖h‖₂", {"norm": ("positions ≥ 1",)} | apart, LOG | {"tickformat": "~s"})
 
 
 def cosine_previous(run: Run) -> go.Figure:
     """Mean cosine between a token's hidden state at a layer and at the layer before."""
-    traces = _curve(run, "cosine_previous", "to the previous layer", style.MEASURED)
-    return _chart(run, traces, "mean cosine", yaxis={"range": [-0.1, 1.05]})
+    curves = {"cosine_previous": ("to the previous layer",)}
+    return _chart(run, "mean cosine", curves, {"range": [-0.1, 1.05]})
 
 
 def rank_collapse(run: Run) -> go.Figure:
     """Distance of the token matrix to rank one at every layer, and the line below which it counts as lost."""
-    last = float(layer_numbers(run).max())
-    traces = _curve(run, "rank_collapse", "‖X − 1x̄ᵀ‖/‖X‖", style.MEASURED)
-    traces += reference([-0.3, last + 0.3], RANK_COLLAPSE.limit, "collapsed below", dash="dash")
-    return _chart(run, traces, "residual", yaxis={"range": [0, 1.05]})
+    limit = reference(
+        [-0.3, _last(run) + 0.3], limit_of("layers", "rank_collapse").limit, "collapsed below", dash="dash"
+    )
+    return _chart(run, "residual", {"rank_collapse": ("‖X − 1x̄ᵀ‖/‖X‖",)}, SHARES, limit)
 
 
 def massive_activations(run: Run) -> go.Figure:
     """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
-    traces: list[Any] = []
+    need_column(run.layers, "massive_activations")
+    drawn = []
     for name, label, colour in (
         ("massive_activations", "positions ≥ 1", style.MEASURED),
         ("massive_activations_first", "first token", "rgba(0,0,0,0)"),
         ("massive_activations_last", "end token", style.GREY),
     ):
-        if traces and column(run.layers, name) is None:
+        if (values := column(run.layers, name)) is None:
             continue
         errors, told, hover = _whiskers(run, name, label)
-        traces.append(
-            go.Bar(
-                x=layer_numbers(run),
-                y=need_column(run.layers, name).astype(np.float32),
-                error_y=None if errors is None else style.error_bars(errors),
-                customdata=told,
-                name=label,
-                hovertemplate=hover,
-                marker={"color": colour, "line": {"width": 1.2, "color": style.MEASURED}},
-            )
-        )
-    return _chart(run, traces, "count", barmode="group", yaxis={"rangemode": "tozero"})
+        look: dict[str, Any] = {"customdata": told, "error_y": style.error_bars(errors)}
+        look["marker"] = {"color": colour, "line": {"width": 1.2, "color": style.MEASURED}}
+        drawn.append(bars(layer_numbers(run), values, label, colour, hover, **look))
+    layout = {"xaxis": style.layer_axis(layer_numbers(run)), "barmode": "group", "yaxis": FROM_ZERO}
+    return style.figure(drawn, "layer", "count", layout=layout)
 
 
 def outlier_dimensions(run: Run) -> go.Figure:
     """How many feature dimensions are outliers (|x| ≥ 6 for a share of tokens) at every layer."""
-    traces = _curve(run, "outlier_dimensions", "outlier dimensions", style.MEASURED)
-    return _chart(run, traces, "dimensions", yaxis={"rangemode": "tozero"})
+    return _chart(run, "dimensions", {"outlier_dimensions": ("outlier dimensions",)}, FROM_ZERO)
+
+
+def largest_columns(values: Floats, most: int = DIMENSIONS) -> list[int]:
+    """The columns with the largest maxima, at most so many, in their order."""
+    highest = np.nan_to_num(values).max(axis=0)
+    return sorted(np.argsort(-highest, kind="stable")[:most].tolist())
+
+
+def outlier_shares(run: Run) -> go.Figure:
+    """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers; a sentence where it is 0 in all.
+
+    Colours run to the highest share: outliers in one token of a hundred are seen, too.
+    """
+    shares = np.nan_to_num(need(run, "outlier_share"))
+    if not shares.any():
+        return sentence("No dimension has |x| ≥ 6 in any token past the first.")
+    dimensions = [dimension for dimension in largest_columns(shares) if shares[:, dimension].any()]
+    cells = heat(
+        shares[:, dimensions],
+        0,
+        float(shares.max()),
+        "layer %{y}, dimension %{x}<br>%{z:.1%} of tokens<extra></extra>",
+        bar=style.colour_bar("share of tokens", tickformat="~%"),
+        cells=True,
+        x=[str(dimension) for dimension in dimensions],
+    )
+    layout = {"xaxis": NAMED | TURNED, "yaxis": rows_down(len(shares))}
+    return style.figure([cells], "feature dimension", "layer", height=map_height(len(shares)), layout=layout)

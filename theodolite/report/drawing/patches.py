@@ -66,89 +66,58 @@ def patch_components(run: Run, layer: int = 0) -> go.Figure:
 def patch_frequencies(run: Run, layer: int = 0) -> Sketch:
     """How much of the directions of the positional basis each frequency of rows and columns holds, over the most."""
     rows, columns = _need_grid(run).shape
-    return spectrum_sketch(
-        need(run, "dct")[layer][:rows, :columns], "frequency of columns", "frequency of rows"
-    )
+    lowest = need(run, "dct")[layer][:rows, :columns]
+    return spectrum_sketch(lowest, "frequency of columns", "frequency of rows")
 
 
 def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
     """The attention that each token of a few images receives, from the head of a block that pays it most."""
     received = need(run, "example_received")[layer]
     most = max(SINK_THRESHOLD, float(received.max()))
-    hover = "receives %{z:.3f}<extra></extra>"
-    return _on_pictures(run, received, 0.0, most, hover, "attention received")
+    return _on_pictures(run, received, (0.0, most), "receives %{z:.3f}", "attention received")
 
 
 def norms_on_pictures(run: Run, layer: int = 0) -> go.Figure:
     """The norm of each token of a few images at one layer, over the median of the layer's patches."""
     grid, norms = _need_grid(run), need(run, "example_norm")[layer]
-    median = float(np.median(norms[:, grid.leading :])) or 1.0
-    ratios = norms / median
-    hover = "%{z:.2f} × the median norm<extra></extra>"
-    return _on_pictures(
-        run, ratios, 1.0, max(LEAST_RATIO, float(ratios.max())), hover, "norm over the median"
-    )
+    ratios = norms / (float(np.median(norms[:, grid.leading :])) or 1.0)
+    most = max(LEAST_RATIO, float(ratios.max()))
+    return _on_pictures(run, ratios, (1.0, most), "%{z:.2f} × the median norm", "norm over the median")
 
 
-def _on_pictures(run: Run, values: Floats, low: float, high: float, hover: str, title: str) -> go.Figure:
-    """Values (images, tokens) on the run's pictures, side by side: no colour at `low`, full colour at `high`."""
+def _on_pictures(run: Run, values: Floats, ends: tuple[float, float], hover: str, title: str) -> go.Figure:
+    """Values (images, tokens) on the run's pictures, side by side; `ends`: where there is no colour, and full."""
     grid, pictures = _need_grid(run), need(run, "example_picture")
+    names = np.array([for_plotly(grid.token_text(position)) for position in range(grid.length)])
+    hover = f"%{{customdata}}<br>{hover}<extra></extra>"
+
+    def cells(of_tokens: Floats, named: Any, **more: Any) -> dict[str, Any]:
+        return heat(of_tokens, *ends, hover, scale=style.OVERLAY, customdata=named, **more)
+
     shown = []
     for number, of_tokens in enumerate(values):
-        last = number == len(values) - 1
-        names = [for_plotly(grid.token_text(position)) for position in range(grid.length)]
-        bar = style.colour_bar(title) if last else None
-        look: dict[str, Any] = {"scale": style.OVERLAY}
-        patches = heat(
-            of_tokens[grid.leading :].reshape(grid.shape),
-            low,
-            high,
-            f"%{{customdata}}<br>{hover}",
-            bar=bar,
-            customdata=np.array(names[grid.leading :]).reshape(grid.shape),
-            **look,
-        )
-        cells = [patches]
+        bar = title if number == len(values) - 1 else None
+        others, patches = np.split(of_tokens, [grid.leading])
+        traces = [cells(patches.reshape(grid.shape), names[grid.leading :].reshape(grid.shape), bar=bar)]
         if grid.leading:
-            strip = of_tokens[None, : grid.leading]
-            named = [names[: grid.leading]]
-            cells.append(
-                heat(
-                    strip,
-                    low,
-                    high,
-                    f"%{{customdata}}<br>{hover}",
-                    y=[-STRIP],
-                    dy=1,
-                    customdata=named,
-                    **look,
-                )
-            )
-        shown.append(_panel(f"image {number}", cells, grid))
+            traces.append(cells(others[None], [names[: grid.leading]], y=[-STRIP], dy=1))
+        shown.append(_panel(f"image {number}", traces, grid))
     above = STRIP + 0.2 if grid.leading else 0.0
     drawn = panels(shown, len(shown), height=round(PICTURE * (1 + above / grid.rows)), gaps=GAPS)
-    for number, picture in enumerate(pictures[: len(shown)]):
-        suffix = "" if number == 0 else str(number + 1)
-        drawn.add_layout_image(
-            source=_data_uri(picture),
-            xref=f"x{suffix}",
-            yref=f"y{suffix}",
-            x=-0.5,
-            y=-0.5,
-            sizex=grid.columns,
-            sizey=grid.rows,
-            sizing="stretch",
-            layer="below",
-        )
+    place = {"x": -0.5, "y": -0.5, "sizex": grid.columns, "sizey": grid.rows}
+    for number, picture in enumerate(pictures[: len(shown)], 1):
+        axes = {f"{axis}ref": axis if number == 1 else f"{axis}{number}" for axis in "xy"}
+        drawn.add_layout_image(source=_data_uri(picture), sizing="stretch", layer="below", **place, **axes)
     return drawn
 
 
 def _panel(title: str, cells: list[Any], grid: PatchGrid) -> Panel:
     top = -0.5 if len(cells) == 1 else -STRIP - 0.7
-    axis = {"showgrid": False, "zeroline": False, "ticks": "", "showticklabels": False}
-    ends = {"range": [-0.5, max(grid.columns, grid.leading if len(cells) > 1 else 0) - 0.5]}
-    down = {"range": [grid.rows - 0.5, top]}
-    return Panel(title, cells, xaxis=axis | ends, yaxis=axis | down, square=True)
+    axis = {"ticks": "", "showticklabels": False}
+    across = {"range": [-0.5, max(grid.columns, grid.leading if len(cells) > 1 else 0) - 0.5]}
+    return Panel(
+        title, cells, xaxis=axis | across, yaxis=axis | {"range": [grid.rows - 0.5, top]}, square=True
+    )
 
 
 def _data_uri(picture: Any) -> str:

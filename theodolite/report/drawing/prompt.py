@@ -1,8 +1,9 @@
-"""Figures of one head on one prompt: attention, output by dimension, tokens coloured by principal components."""
+"""Figures of one prompt: a head's attention, vectors by dimension, tokens by colour and on a plane."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,61 +12,83 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly
-from theodolite.report.drawing.grammar import dots, heat
+from theodolite.report.drawing.grammar import dots, heat, map_height, rows_down
 from theodolite.system.wording import for_plotly, shown_token
 
 LABELLED = 64  # tokens that can all be written at an axis; of more, only some are
 DIMENSIONS = 64
+FAINTEST = 1e-5  # attention below it is drawn as this much on a logarithmic scale
 STRIP = 34  # pixels: one row of coloured tokens
 MARK = "▼"
 
 
-def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
-    """Tick labels of tokens, `LABELLED` of them and the sinks, which are marked; no label lies over another's."""
-    spacing = -(-len(tokens) // LABELLED)  # tokens from one label to the next
-    written: list[int] = []
+def token_names(tokens: Sequence[str], first: int = 0) -> list[str]:
+    """What hovering calls each token: its position, counted from `first`, and its text."""
+    return [for_plotly(f"{place} {shown_token(token)}") for place, token in enumerate(tokens, first)]
+
+
+def token_axis(
+    tokens: Sequence[str], sinks: Sequence[int] = (), *, labels: int = LABELLED, letters: int | None = None
+) -> dict[str, Any]:
+    """An axis of tokens: about `labels` of them are written, evenly chosen, and the sinks with a mark.
+
+    No label lies over another's: of sinks side by side, as in a local sink's span, the first has it. `letters`: of a
+    label at most.
+    """
+    spacing = -(-len(tokens) // labels)  # tokens from one label to the next
+    marked: list[int] = []
     for sink in sorted(sinks):
-        if not written or sink - written[-1] >= spacing:
-            written.append(sink)
-    unmarked = [i for i in range(0, len(tokens), spacing) if all(abs(i - sink) >= spacing for sink in sinks)]
-    ticks = sorted({*unmarked, *sinks})
-    names = [
-        f"{MARK} {shown_token(tokens[i])}" if i in written else MARK if i in sinks else shown_token(tokens[i])
-        for i in ticks
-    ]
+        if not marked or sink - marked[-1] >= spacing:
+            marked.append(sink)
+    others = [i for i in range(0, len(tokens), spacing) if all(abs(i - sink) >= spacing for sink in marked)]
+    ticks = sorted({*others, *marked})
+
+    def label(place: int) -> str:
+        text = shown_token(tokens[place])
+        text = text if letters is None or len(text) <= letters else text[: letters - 1] + "…"
+        return for_plotly(f"{MARK} {text}" if place in sinks else text)
+
     return {
+        "type": "category",
+        "ticks": "",
         "tickmode": "array",
         "tickvals": ticks,
-        "ticktext": [for_plotly(name) for name in names],
+        "ticktext": [label(tick) for tick in ticks],
         "tickfont": {"size": 8},
         "tickangle": -90,
-        "showgrid": False,
-        "zeroline": False,
     }
 
 
-def _numbered(tokens: Sequence[str]) -> list[str]:
-    return [for_plotly(f"{position}: {shown_token(token)}") for position, token in enumerate(tokens)]
+def _down(axis: dict[str, Any]) -> dict[str, Any]:
+    return axis | {"autorange": "reversed", "tickangle": 0}
 
 
-def attention(weights: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
-    """A head's attention, queries down and keys across; `sinks` are marked at both axes."""
-    visible = np.where(np.tri(len(tokens), dtype=bool) | (weights > 0), weights, np.nan)
-    names = _numbered(tokens)
-    trace = heat(
-        visible,
-        0,
-        1,
-        "query %{text}<br>key %{customdata}<br>%{z:.3f}<extra></extra>",
-        bar="attention",
-        customdata=[names] * len(names),
-        text=[[name] * len(names) for name in names],
-    )
-    layout = {
-        "xaxis": _axis(tokens, sinks),
-        "yaxis": _axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0},
-        "margin": {"l": 90, "b": 90},
-    }
+def attention(
+    weights: Floats,
+    tokens: Sequence[str],
+    sinks: Sequence[int],
+    *,
+    highest: float = 1.0,
+    log: bool = False,
+    **labels: int,
+) -> go.Figure:
+    """A head's attention (T, T), queries down and keys across, its `sinks` marked at both axes.
+
+    Args:
+        weights: NaN, or 0 at a later key, where the query does not see the key. highest: where colours end.
+        log: colours by log₁₀ of the weight, from `FAINTEST` on. labels: as for `token_axis`.
+    """
+    values = np.where(np.tri(len(tokens), dtype=bool) | (weights > 0), weights, np.nan)
+    low, value = 0.0, "%{z:.3g}"
+    if log:
+        values, low = np.log10(np.maximum(values, FAINTEST)), math.log10(FAINTEST)
+        highest, value = max(math.log10(highest), low + 1), "10^%{z:.2f}"
+    names = token_names(tokens)
+    hover = f"query %{{y}}<br>key %{{x}}<br>attention {value}<extra></extra>"
+    bar = style.colour_bar("attention", tickprefix="10^" if log else "")
+    axis = token_axis(tokens, sinks, **labels)
+    layout = {"xaxis": axis, "yaxis": _down(axis), "margin": {"l": 90, "b": 90}}
+    trace = heat(values, low, highest, hover, bar=bar, x=names, y=names)
     return style.figure([trace], "key", "query", height=760, layout=layout)
 
 
@@ -82,28 +105,23 @@ def by_dimension(
     """
     largest = np.abs(vectors if scale_of is None else scale_of).max(axis=0)
     dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
-    values = vectors[:, dimensions]
     limit = float(largest.max()) or 1.0
     trace = heat(
-        values,
+        vectors[:, dimensions],
         -limit,
         limit,
-        "%{text}<br>dimension %{customdata}: %{z:.3g}<extra></extra>",
+        "%{y}<br>dimension %{customdata}: %{z:.3g}<extra></extra>",
         scale=style.SIGNED,
         bar="value",
         x=list(range(len(dimensions))),
-        customdata=[[str(d) for d in dimensions]] * len(values),
-        text=[[name] * len(dimensions) for name in _numbered(tokens)],
+        y=token_names(tokens),
+        customdata=[[str(d) for d in dimensions]] * len(tokens),
     )
     ticks = evenly(len(dimensions), 16)
+    named = {"tickvals": ticks, "ticktext": [str(dimensions[tick]) for tick in ticks]}
     layout = {
-        "xaxis": {
-            "tickmode": "array",
-            "tickvals": ticks,
-            "ticktext": [str(dimensions[tick]) for tick in ticks],
-            "showgrid": False,
-        },
-        "yaxis": _axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0},
+        "xaxis": {"tickmode": "array"} | named,
+        "yaxis": _down(token_axis(tokens, sinks)),
         "margin": {"l": 90},
     }
     return style.figure([trace], "dimension of the residual stream", y, height=760, layout=layout)
@@ -117,21 +135,17 @@ def coloured(
     Args:
         colours: (rows, tokens, 3), 0 to 255. names: of the rows. sinks: tokens to mark.
     """
-    image = go.Image(
-        z=colours,
-        text=[_numbered(tokens)] * len(names),
-        hovertemplate="%{text}<extra></extra>",
-    )
+    texts = [token_names(tokens)] * len(names)
+    image = go.Image(z=colours, text=texts, hovertemplate="%{text}<extra></extra>")
+    rows = {
+        "tickmode": "array",
+        "tickvals": list(range(len(names))),
+        "ticktext": list(map(for_plotly, names)),
+    }
+    bare = {"showgrid": False, "zeroline": False}
     layout = {
-        "xaxis": _axis(tokens, sinks),
-        "yaxis": {
-            "tickmode": "array",
-            "tickvals": list(range(len(names))),
-            "ticktext": [for_plotly(name) for name in names],
-            "showgrid": False,
-            "zeroline": False,
-            "scaleanchor": False,
-        },
+        "xaxis": token_axis(tokens, sinks) | bare | {"type": "linear"},
+        "yaxis": rows | bare | {"scaleanchor": False},
         "margin": {"l": 150, "b": 100},
     }
     return style.figure([image], height=160 + STRIP * len(names), layout=layout)
@@ -143,7 +157,7 @@ def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names
     Args:
         scores: (tokens, 2). groups: of each token. names: all groups, in order.
     """
-    hover_texts, group_of = np.array(_numbered(tokens)), np.array(groups)
+    hover_texts, group_of = np.array(token_names(tokens)), np.array(groups)
     traces = []
     for name, colour in zip(names, itertools.cycle(style.CATEGORIES), strict=False):
         chosen, label = group_of == name, for_plotly(name)
@@ -154,12 +168,9 @@ def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names
 
 
 def received(values: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
-    """Mean attention that each token receives from the layer's strongest head, (blocks, tokens)."""
-    hover = "layer %{y}, %{text}<br>%{z:.3f}<extra></extra>"
-    trace = heat(values, 0, 1, hover, bar="attention", text=[_numbered(tokens)] * len(values))
-    layout = {
-        "xaxis": _axis(tokens, sinks),
-        "yaxis": {"showgrid": False, "dtick": max(1, len(values) // 12), "autorange": "reversed"},
-    }
-    height = min(640, max(260, 160 + 22 * len(values)))
-    return style.figure([trace], "", "layer", height=height, layout=layout | {"margin": {"b": 100}})
+    """Mean attention that each token receives from the strongest head of each block, (blocks, tokens)."""
+    trace = heat(
+        values, 0, 1, "block %{y}, %{x}<br>%{z:.3f}<extra></extra>", bar="attention", x=token_names(tokens)
+    )
+    layout = {"xaxis": token_axis(tokens, sinks), "yaxis": rows_down(len(values)), "margin": {"b": 100}}
+    return style.figure([trace], "", "block", height=map_height(len(values)), layout=layout)

@@ -5,6 +5,8 @@ They take a run or plain tables. What does not fit a screen is thinned by keepin
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -13,51 +15,12 @@ from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, need
-from theodolite.report.drawing.grammar import dots, heat, reference, rows_down
+from theodolite.report.drawing.grammar import dots, heat, map_height, reference, rows_down
 from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
 
 POSITION_BINS = 128
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
-
-
-def _largest_in_bins(values: Floats, bins: int) -> tuple[Floats, list[str]]:
-    """The largest of each of at most `bins` neighbouring groups of columns, and the groups' names.
-
-    Column 0 is always a group of its own: the first position is not like the others.
-    """
-    length = values.shape[1]
-    starts = [0, *[1 + step for step in evenly(length - 1, bins - 1)]] if length > 1 else [0]
-    ends = [*starts[1:], length]
-    reduced = np.stack([values[:, a:b].max(axis=1) for a, b in zip(starts, ends, strict=True)], axis=1)
-    return reduced, [str(a) if b == a + 1 else f"{a}–{b - 1}" for a, b in zip(starts, ends, strict=True)]
-
-
-def sinks_by_position(run: Run) -> go.Figure:
-    """Share of contexts in which each position is a sink of the layer's strongest head."""
-    shares = need(run, "sink_by_position")
-    strongest = np.nan_to_num(shares).max(axis=1)
-    reduced, names = _largest_in_bins(strongest, POSITION_BINS)
-    cells = heat(
-        reduced,
-        0,
-        max(float(reduced.max(initial=0.0)), LEAST_SCALE),
-        "layer %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
-        bar=style.colour_bar("share of contexts", tickformat=".0%"),
-        customdata=[names] * len(reduced),
-    )
-    ticks = evenly(len(names), 9)
-    named = {"tickmode": "array", "tickvals": ticks, "ticktext": [names[tick] for tick in ticks]}
-    return style.figure(
-        [cells],
-        "position of the sink",
-        "layer",
-        height=min(640, max(220, 110 + 22 * len(reduced))),
-        layout={"xaxis": {"showgrid": False} | named, "yaxis": rows_down(len(reduced))},
-    )
-
-
 SHOWN_SINKS = 40
-ROW = 22  # pixels
 KIND_NAMES = {
     "first": "first token",
     "later": "later token",
@@ -65,6 +28,32 @@ KIND_NAMES = {
     "stretch": "local sink",
 }
 KIND_COLOURS = dict(zip(KIND_NAMES, (style.BLUE, style.VERMILLION, style.GREEN, style.ORANGE), strict=True))
+
+
+def sinks_by_position(run: Run) -> go.Figure:
+    """Share of contexts in which each position is a sink of the strongest head of each block.
+
+    Of neighbouring positions that share a cell the largest is shown; the first position has a cell of its own.
+    """
+    strongest = np.nan_to_num(need(run, "sink_by_position")).max(axis=1)
+    length = strongest.shape[1]
+    starts = [0, *[1 + step for step in evenly(length - 1, POSITION_BINS - 1)]] if length > 1 else [0]
+    largest = np.maximum.reduceat(strongest, starts, axis=1)
+    lasts = [start - 1 for start in [*starts[1:], length]]
+    names = [str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, lasts, strict=True)]
+    cells = heat(
+        largest,
+        0,
+        max(float(largest.max(initial=0.0)), LEAST_SCALE),
+        "block %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
+        bar=style.colour_bar("share of contexts", tickformat=".0%"),
+        customdata=[names] * len(largest),
+    )
+    ticks = evenly(len(names), 9)
+    named = {"tickmode": "array", "tickvals": ticks, "ticktext": [names[tick] for tick in ticks]}
+    layout = {"xaxis": named, "yaxis": rows_down(len(largest))}
+    height = map_height(len(largest))
+    return style.figure([cells], "position of the sink", "block", height=height, layout=layout)
 
 
 def sink_name(row: pd.Series) -> str:
@@ -76,51 +65,43 @@ def sink_name(row: pd.Series) -> str:
 def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
     """η² of the strongest sinks: in the head's own output, in colours of its own, then by residual layer."""
     strongest = traces.head(SHOWN_SINKS)
-    names = [
-        for_plotly(f"{number + 1}. {sink_name(row)}") for number, (_, row) in enumerate(strongest.iterrows())
-    ]
+    named = (sink_name(row) for _, row in strongest.iterrows())
+    names = [for_plotly(f"{place}. {name}") for place, name in enumerate(named, 1)]
+
+    def cells(values: Floats, columns: list[str], quantity: str, **look: Any) -> dict[str, Any]:
+        highest = float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
+        hover = f"%{{y}}<br>{quantity}, %{{x}}: η² %{{z:.3f}}<extra></extra>"
+        bar = style.colour_bar(f"η² {quantity}", x=look.pop("bar_x"))
+        return heat(values, 0, highest, hover, bar=bar, x=columns, y=names, **look)
+
+    # η² in the head's output is ten times that in the stream: on one colour scale the latter would vanish.
+    tags = strongest["tag"].to_numpy(float)[:, None]
     layers = [str(layer) for layer in range(release.shape[1])]
     heats = [
-        heat(
-            values,
-            0,
-            float(np.nanmax(values)) if np.isfinite(values).any() else 1.0,
-            f"%{{y}}<br>{quantity}, %{{x}}: η² %{{z:.3f}}<extra></extra>",
-            x=columns,
-            y=names,
-            xgap=gap,
-            showscale=True,
-            colorbar=style.colour_bar(f"η² {quantity}", x=bar_x),
-        )
-        # η² in the head's output is ten times that in the stream: on one colour scale the latter would vanish.
-        for values, columns, quantity, bar_x, gap in (
-            (strongest["tag"].to_numpy(float)[:, None], ["head"], "in the head's output", 1.0, 4),
-            (release[: len(strongest)], layers, "in the residual stream", 1.1, 0),
-        )
+        cells(tags, ["head"], "in the head's output", bar_x=1.0, xgap=4),
+        cells(release[: len(strongest)], layers, "in the residual stream", bar_x=1.1),
     ]
     layout = {
-        "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False},
-        "xaxis": {"type": "category", "showgrid": False},
+        "yaxis": {"autorange": "reversed"},
+        "xaxis": {"type": "category"},
         "margin": {"l": 150},
     }
-    height = 130 + ROW * len(names)
+    height = map_height(len(names), most=None)
     return style.figure(heats, "head output, then residual layers", height=height, layout=layout)
 
 
 def strength(traces: pd.DataFrame) -> go.Figure:
     """One dot per sink: the share of all queries that it catches, and η² of the head's output."""
     drawn = []
-    for kind, name in KIND_NAMES.items():
-        rows = traces[traces["kind"] == kind]
-        if not len(rows):
-            continue
+    by_kind = traces.groupby(pd.Categorical(traces["kind"], list(KIND_NAMES)), observed=True)
+    for kind, rows in by_kind:
         texts = [
             f"{for_plotly(sink_name(row))}<br>a sink in {percent(row['share'])} of contexts, value vector aligned "
             f"with the tag at {number(row['alignment'])}"
             for _, row in rows.iterrows()
         ]
         hover = "%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>"
-        look = (texts, name, KIND_COLOURS[kind], hover)
+        look = (texts, KIND_NAMES[kind], KIND_COLOURS[kind], hover)
         drawn.append(dots(rows["caught"], rows["tag"], *look, marker={"opacity": 0.8}))
     layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
     titles = ("share of all queries caught", "η² of the head's output")
@@ -132,18 +113,19 @@ def release_scatter(heads: pd.DataFrame) -> go.Figure:
 
     Bars are the standard error of the difference of the two.
     """
-    hover_texts = [
+    texts = [
         f"{head_name(r['layer'], r['head'])}, strongest at layer {r['released_layer']}"
         for _, r in heads.iterrows()
     ]
-    bar = style.whole_bar("layer of the head", int(heads["layer"].max() - heads["layer"].min()))
+    hover = "%{text}<br>before the head %{x:.3f}, after the head %{y:.3f}<extra></extra>"
+    bar = style.whole_bar("block of the head", int(heads["layer"].max() - heads["layer"].min()))
     of_heads = dots(
         heads["before"],
         heads["released"],
-        hover_texts,
+        texts,
         None,
         heads["layer"],
-        "%{text}<br>before the head %{x:.3f}, after the head %{y:.3f}<extra></extra>",
+        hover,
         error_y=style.error_bars(heads["gain_se"]),
         marker={"colorscale": style.ORDER, "showscale": True, "colorbar": bar},
         showlegend=False,

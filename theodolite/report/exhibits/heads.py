@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable
 
 from theodolite.measure.head_roles import COMMON_ROLES
+from theodolite.measure.publications import BAO, SONG, XIAO, ZHAI, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report.data import blocks, column, heads_per_block
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import heads as maps
-from theodolite.report.drawing import sinks, spectra
+from theodolite.report.drawing import sinks
 from theodolite.report.drawing.grammar import Sketched
 from theodolite.report.exhibit import Choice, Option, SurveyExhibit
-from theodolite.report.measures import BAO, SONG, XIAO, ZHAI, ZHANG
 from theodolite.system.wording import head_name
 
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))
@@ -32,7 +32,7 @@ def _by_head(draw: Sketched[...], **more: str) -> Callable[[Run], Choice]:
 
 def _by_measure(run: Run) -> Choice:
     options = [
-        Option(m.column, m.title, m.group, f"{m.meaning} Source: {m.source}.")
+        Option(m.name, m.title, m.group, f"{m.meaning} Source: {m.source}." if m.source else m.meaning)
         for m in maps.head_measures(run)
     ]
     shown = [name for name in OVERVIEW if column(run.heads, name) is not None]
@@ -45,7 +45,7 @@ _HEADS = [
         "heads",
         "Head map, by any measure",
         ("heads.trace",),
-        lambda run: maps.head_map(run, maps.head_measures(run)[0].column),
+        lambda run: maps.head_map(run, maps.head_measures(run)[0].name),
         "One cell per head: hover for its other values, click to open it below.",
         "rows or single cells that stand out.",
         "given with each measure",
@@ -57,7 +57,7 @@ _HEADS = [
         "heads",
         "Entropy by position",
         ("arrays.entropy_by_position",),
-        spectra.entropy_by_position,
+        maps.entropy_by_position,
         "Attention entropy by query position, median over the heads of each layer; dashed: its maximum.",
         "curves that rise with the maximum (averaging) or stay flat (attention to a fixed number of keys).",
         f"{ZHAI}; {BAO}, section 5",
@@ -106,47 +106,47 @@ _ONE_HEAD = [
         "head",
         "Eigenvalues of W_QK",
         ("arrays.spectrum",),
-        spectra.spectrum,
+        maps.spectrum,
         "The non-zero eigenvalues of W_QK (at relative distance 0) in the complex plane. Their “spectrum variance”, "
         "the spread along the real axis less that along the imaginary one, can be negative.",
         "a cloud right of 0: tokens attend to similar keys; left of 0: to dissimilar ones.",
         f"{BAO}, section 4",
-        choice=_by_head(spectra.spectrum),
+        choice=_by_head(maps.spectrum),
     ),
     SurveyExhibit(
         "spectrum-data",
         "head",
         "Eigenvalues of W_QK Σ̂",
         ("arrays.spectrum_data",),
-        lambda run: spectra.spectrum(run, name="spectrum_data"),
+        lambda run: maps.spectrum(run, name="spectrum_data"),
         "The non-zero eigenvalues of W_QK Σ̂ in the complex plane, Σ̂ the covariance of this text's tokens.",
         "a few large eigenvalues: the directions of the data that this head reads.",
         f"{BAO}, section 4",
-        choice=_by_head(spectra.spectrum, name="spectrum_data"),
+        choice=_by_head(maps.spectrum, name="spectrum_data"),
     ),
     SurveyExhibit(
         "propagation",
         "head",
         "Signal propagation by position",
         ("arrays.propagation_predicted",),
-        spectra.propagation,
+        maps.propagation,
         "ρ(θ): the probability that the token at relative position θ reaches the gradient, measured on the last query "
         "and predicted for a random walk.",
         "where the measured curve is high, and whether the prediction with Σ̂ agrees.",
         f"{BAO}, eq. 6, Figs. 2 and 7; the printed variance 2θ² + 7/12 should read 2θ² − 2θ + 7/12",
         "near 0 everywhere: vanishing signal.",
-        _by_head(spectra.propagation),
+        _by_head(maps.propagation),
     ),
     SurveyExhibit(
         "head-entropy",
         "head",
         "Entropy by position, one head",
         ("arrays.entropy_by_position",),
-        spectra.head_entropy,
+        maps.head_entropy,
         "Mean attention entropy of the head by query position; dashed: its maximum, that of uniform attention.",
         "near the dashed line attention is uniform; near 0 it is on a single key.",
         ZHAI,
-        choice=_by_head(spectra.head_entropy),
+        choice=_by_head(maps.head_entropy),
     ),
 ]
 

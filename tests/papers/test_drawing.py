@@ -1,0 +1,95 @@
+"""Oracles: the numbers that the figure was given, read back from what Plotly got."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from theodolite.evaluate.scores import over_seeds
+from theodolite.report import style
+from theodolite.report.payload import figure_json
+from theodolite_papers import drawing
+from theodolite_papers.catch_tag_release.few_shot import accuracy_by_shots
+
+MODELS = ["dense", "oats", "wanda & co"]
+
+
+@pytest.fixture
+def each() -> pd.DataFrame:
+    random = np.random.default_rng(0)
+    rows = [
+        {
+            "model": model,
+            "seed": seed,
+            "shots": shots,
+            "accuracy": random.uniform(0.3, 0.9),
+            "accuracy_se": 0.01,
+        }
+        for model in MODELS
+        for seed in range(3)
+        for shots in range(6)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_lines_intervals_and_marks_carry_the_values(each):
+    middle = over_seeds(each)
+    figure = accuracy_by_shots(middle, each, chance=1 / 3, best=[0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    lines = [trace for trace in figure.data if trace.mode == "lines+markers"]
+    assert [line.name for line in lines] == ["dense", "oats", "wanda &amp; co"]
+    assert [line.line.color for line in lines] == style.CATEGORIES[:3]
+    for model, line in zip(MODELS, lines, strict=True):
+        own = middle[middle["model"] == model]
+        np.testing.assert_allclose(line.y, own["accuracy"], rtol=1e-6)
+        np.testing.assert_allclose(line.y + line.error_y.array, own["high"], rtol=1e-5)
+        np.testing.assert_allclose(line.y - line.error_y.arrayminus, own["low"], rtol=1e-5)
+        assert np.array_equal(np.round(line.x), range(6))
+    assert len({float(line.x[0]) for line in lines}) == 3  # beside one another
+    marks = [trace for trace in figure.data if trace.mode == "markers"]
+    for model, trace in zip(MODELS, marks, strict=True):
+        np.testing.assert_allclose(trace.y, each[each["model"] == model]["accuracy"], rtol=1e-6)
+        assert not trace.showlegend
+    best, chance = figure.data[-2:]
+    np.testing.assert_allclose(best.y, [0.4, 0.5, 0.6, 0.7, 0.8, 0.9], rtol=1e-6)
+    np.testing.assert_allclose(chance.y, 1 / 3, rtol=1e-6)
+
+
+X = np.linspace(0, 1, 5)
+ROWS = np.arange(10, dtype=np.float64).reshape(2, 5) / 10
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_maps_stand_side_by_side_on_their_own_axes(square):
+    pictures = {"first": ROWS, "second": ROWS + 1, "difference": -ROWS}
+    figure = drawing.maps(
+        pictures, (X, X[:2]), ("x", "y", "z"), (0.0, 2.0), signed=("difference",), square=square
+    )
+    assert [trace.xaxis for trace in figure.data] == ["x", "x2", "x3"]
+    domains = [figure.layout[f"xaxis{own}"].domain for own in ("", "2", "3")]
+    assert domains[0][0] == 0
+    assert domains[-1][1] == pytest.approx(1)
+    assert all(left[1] < right[0] for left, right in pairwise(domains))
+    assert (figure.data[0].zmin, figure.data[0].zmax) == (0.0, 2.0)
+    assert (figure.data[2].zmin, figure.data[2].zmax) == pytest.approx((-0.9, 0.9))
+    amounts, none, signed = (trace.colorbar if trace.showscale else None for trace in figure.data)
+    assert none is None
+    assert (amounts.title.text, signed.title.text) == ("z", "difference")
+    assert signed.y + signed.len < amounts.y - amounts.len  # one below the other
+    assert [note.text for note in figure.layout.annotations] == list(pictures)
+    np.testing.assert_allclose(figure.data[1].z, ROWS + 1, rtol=1e-6)
+    assert (figure.layout.yaxis.autorange == "reversed") == square
+
+
+def test_entropies_and_bars_keep_their_intervals():
+    figure = drawing.entropies((0.1, 1.0), (0.0, 0.5), ROWS[:, :2] + 1, ROWS[:, :2] / 10, 0.01)
+    np.testing.assert_allclose(figure.data[1].error_y.array, ROWS[1, :2] / 10, rtol=1e-6)
+    heights = np.array([0.2, np.nan])
+    bars = drawing.bars(
+        ("a", "b"), {"source": (heights, np.array([[0.1, np.nan], [0.4, np.nan]]))}, "y", (-1, 1)
+    )
+    assert bars.data[0].error_y.array[0] == pytest.approx(0.2)
+    assert bars.data[0].error_y.arrayminus[0] == pytest.approx(0.1)
+    figure_json(bars, {})

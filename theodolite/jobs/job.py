@@ -1,0 +1,191 @@
+"""A job: stages one after the other, each resumed, shown and stopped in the same way.
+
+What a stage does in its steps is its own business. It is made from the states of the stages before it, and leaves its
+own; when all are done, the caller makes its result of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from theodolite.errors import UsageError
+from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
+from theodolite.system.progress import Progress, ShowStage
+
+Made = TypeVar("Made")
+
+CHECKPOINT_SECONDS = 60.0
+"""How often progress is saved, unless the caller says otherwise: what a kill costs at most."""
+
+
+FINISHED = {"finished": True, "notes": {}, "seconds": 0.0}
+"""Notes of a part that another process has made of a stage."""
+
+
+class Steps(Protocol):
+    """Work in steps. Its state is tensors; `notes` are what JSON can hold, such as why a layer was refused."""
+
+    total: int
+    notes: dict[str, Any]
+
+    def run(self, progress: Progress) -> None:
+        """Do the steps from `progress.done` on."""
+
+    def state(self) -> Tensors:
+        """What the steps so far have left."""
+
+    def restore(self, state: Tensors) -> None:
+        """Continue from what `state` gave."""
+
+
+@dataclass
+class States:
+    """What the finished stages have left.
+
+    Attributes:
+        tensors, notes: of each stage, by its name.
+        seconds: that the stages took, in this process and before.
+        work: where the job is saved; a stage may keep parts of its own there.
+    """
+
+    work: Unfinished
+    tensors: dict[str, Tensors] = field(default_factory=dict)
+    notes: dict[str, Notes] = field(default_factory=dict)
+    seconds: float = 0.0
+    _made: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def of(self, name: str) -> Tensors:
+        """The tensors of a stage, or those of one prefix in it (`corpus.means`); empty where there are none."""
+        stage, _, prefix = name.partition(".")
+        tensors = self.tensors.get(stage, {})
+        if not prefix:
+            return tensors
+        return {
+            key.removeprefix(f"{prefix}."): tensor
+            for key, tensor in tensors.items()
+            if key.startswith(f"{prefix}.")
+        }
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """What follows from the states, made by the first who asks for it under this name; it is not saved."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: Made = self._made[name]
+        return made
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps by name. `title` is what is said while they run; `make` may look at the states of earlier stages."""
+
+    name: str
+    title: str
+    make: Callable[[States], Steps]
+
+
+class Job:
+    """Stages, and the unfinished work that they are saved to and resumed from.
+
+    Args:
+        stages: in order.
+        work: where progress is saved; in memory nothing is.
+        checkpoint_seconds: how often progress is saved.
+        show_progress: it may raise to stop; all that is whole is saved then.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        work: Unfinished,
+        checkpoint_seconds: float = CHECKPOINT_SECONDS,
+        show_progress: ShowStage = lambda what, done, total: None,
+    ) -> None:
+        self.stages, self.work = stages, work
+        self.states = States(work)
+        self._checkpoint_seconds, self._show = checkpoint_seconds, show_progress
+        self._unsaved: list[str] = []  # finished stages that are not on disk yet
+        self._saved_at = self._began = time.monotonic()
+
+    def run(self) -> States:
+        """Do what is left of all stages.
+
+        Raises:
+            UsageError: what was saved is of other work, of another version, or damaged.
+            Exception: what a stage raises, when all that is whole is saved.
+        """
+        self.work.check()
+        for stage in self.stages:
+            tensors, saved = self.work.load(stage.name) or ({}, {})
+            if saved:
+                self._began = min(self._began, time.monotonic() - saved["seconds"])
+            if saved.get("finished"):
+                self._add(stage.name, tensors, saved["notes"])
+                continue
+            try:
+                steps = stage.make(self.states)
+                if saved:
+                    with self._sums_of_this_version():
+                        steps.restore(tensors)
+                    steps.notes.update(saved["notes"])
+                del tensors
+                save = functools.partial(self._checkpoint, stage.name, steps)
+                show = functools.partial(self._show, stage.title)
+                steps.run(Progress(steps.total, saved.get("done", 0), show, save))
+            except BaseException:
+                self.save()  # refused, or stopped before its first save: the stages before it are whole
+                raise
+            self._add(stage.name, steps.state(), steps.notes)
+            self._unsaved.append(stage.name)
+        self.states.seconds = time.monotonic() - self._began
+        return self.states
+
+    def save(self) -> None:
+        """Save the finished stages that are not saved yet."""
+        while self._unsaved and self.work.out is not None:
+            name = self._unsaved[0]
+            self._save(name, self.states.tensors[name], self.states.notes[name], finished=True)
+            self._unsaved.pop(0)
+
+    def _add(self, name: str, tensors: Tensors, notes: Notes) -> None:
+        self.states.tensors[name], self.states.notes[name] = tensors, notes
+
+    def _checkpoint(self, name: str, steps: Steps, done: int, must: bool) -> None:
+        if self.work.out is None:
+            return
+        if must or time.monotonic() - self._saved_at >= self._checkpoint_seconds:
+            self.save()
+            self._save(name, steps.state(), steps.notes, done=done)
+            self._saved_at = time.monotonic()
+
+    def _save(self, name: str, tensors: Tensors, notes: Notes, **how: Any) -> None:
+        seconds = time.monotonic() - self._began
+        self.work.save(name, tensors, {"notes": notes, "seconds": seconds, **how})
+
+    @contextmanager
+    def _sums_of_this_version(self) -> Iterator[None]:
+        """Refuse progress that lacks a sum which is kept now, or has one of another shape."""
+        try:
+            yield
+        except (KeyError, RuntimeError) as error:
+            raise UsageError(
+                f"{self.work.folder} holds what another version of theodolite left unfinished, with other sums: remove "
+                "it to start afresh"
+            ) from error
+
+
+def run_stages(stages: Sequence[Stage], show_progress: ShowStage) -> States:
+    """Run all stages in memory.
+
+    Args:
+        stages: in order.
+        show_progress: told (what is being done, steps done, steps in all); it may raise to stop.
+
+    Raises:
+        WorkError: hidden states became NaN or infinite.
+    """
+    return Job(stages, Unfinished(None, {}), show_progress=show_progress).run()

@@ -1,0 +1,183 @@
+"""Unfinished work on disk, in one format: named parts in `OUT.partial`, beside what the work will become.
+
+    job.json            what the work is of: its fingerprint
+    NAME.safetensors    a part: tensors, and notes that JSON can hold
+
+Every file has checksums and is whole or not there, so a process may be killed at any moment. What a part means is its
+writer's business.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.system.checksums import (
+    CorruptFile,
+    read_checked,
+    read_json_checked,
+    read_notes_checked,
+    write_checked,
+    write_json_checked,
+)
+from theodolite.system.files import TEMPORARY, check_target, disk_errors, write_atomically
+from theodolite.system.locks import locked
+from theodolite.system.run_folders import differences
+
+Tensors = dict[str, Tensor]
+Notes = dict[str, Any]
+
+JOB = "job.json"
+
+
+class Unfinished:
+    """Parts of unfinished work, in `OUT.partial`; or in memory, where there is no `out`.
+
+    Args:
+        out: what the work becomes, a folder that the caller writes.
+        fingerprint: what decides every byte of the result, as JSON has it.
+        corpus: what provenance says of the text, to say what differs from what is there.
+        kind: what messages call the work.
+        folder: of the parts, where it is not `OUT.partial`: of work that may always be continued.
+
+    Raises:
+        UsageError: nothing can be written at `out`.
+    """
+
+    def __init__(
+        self,
+        out: str | Path | None,
+        fingerprint: Mapping[str, Any],
+        corpus: Mapping[str, Any] | None = None,
+        kind: str = "survey",
+        folder: Path | None = None,
+    ) -> None:
+        # As JSON gives it back, so that what is read equals what was written.
+        self.fingerprint: Notes = json.loads(json.dumps(dict(fingerprint)))
+        self.corpus, self.kind = dict(corpus or {}), kind
+        self._in_memory: dict[str, tuple[Tensors, Notes]] = {}
+        self.out: Path | None = None
+        if out is not None:
+            check_target(Path(out))
+            # Folders are renamed to their final name, which would replace a link.
+            self.out = Path(out).resolve() if Path(out).is_symlink() else Path(out)
+            self.folder = folder or self.out.with_name(self.out.name + ".partial")
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keep other processes out.
+
+        Raises:
+            UsageError: another process is at work there.
+            WorkError: nothing can be written there.
+        """
+        with nullcontext() if self.out is None else locked(self.out):
+            yield
+
+    def begin(self) -> None:
+        """Say in the folder what it is of, before anything is written there; errors are those of `check`."""
+        self.check()
+        if self.out is not None and not (self.folder / JOB).exists():
+            with disk_errors(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                said = {"fingerprint": self.fingerprint, "corpus": self.corpus}
+                write_json_checked(self.folder / JOB, said)
+
+    def check(self) -> None:
+        """Raise `UsageError` where the folder holds unfinished work of another fingerprint."""
+        if self.out is None or not self.folder.exists():
+            return
+        if not (self.folder / JOB).exists():
+            if any(path.suffix not in (".lock", TEMPORARY) for path in self.folder.iterdir()):
+                raise UsageError(f"{self.folder} does not say what it holds: remove it to start afresh")
+            return
+        there, corpus = read_job(self.folder)
+        if there != self.fingerprint:
+            differs = differences(there, self.fingerprint, corpus, self.corpus)
+            raise UsageError(
+                f"{self.folder} holds an unfinished {self.kind} of another model, corpus or options ({differs}): "
+                "choose another --out or remove it"
+            )
+
+    def _damaged(self, name: str) -> UsageError:
+        return UsageError(f"{self.path(name)} is damaged: remove it, and what it held is done again")
+
+    def path(self, name: str) -> Path:
+        """The file of a part on disk."""
+        return self.folder / f"{name}.safetensors"
+
+    def names(self) -> list[str]:
+        """The parts that are there, in order of their names."""
+        if self.out is None:
+            return sorted(self._in_memory)
+        return sorted(path.stem for path in self.folder.glob("*.safetensors"))
+
+    def load(self, name: str) -> tuple[Tensors, Notes] | None:
+        """A part's tensors and notes; None where it is not there.
+
+        Raises:
+            UsageError: its file is damaged.
+        """
+        if self.out is None:
+            return self._in_memory.get(name)
+        if not self.path(name).is_file():
+            return None
+        try:
+            return read_checked(self.path(name))
+        except CorruptFile as error:
+            raise self._damaged(name) from error
+
+    def notes(self, name: str) -> Notes:
+        """A part's notes without its tensors; empty where it is not there. Errors are those of `load`."""
+        if self.out is None:
+            return self._in_memory.get(name, ({}, {}))[1]
+        try:
+            return read_notes_checked(self.path(name)) if self.path(name).is_file() else {}
+        except CorruptFile as error:
+            raise self._damaged(name) from error
+
+    def save(self, name: str, tensors: Tensors, notes: Mapping[str, Any]) -> None:
+        """Write a part in the place of the one before, at once or not at all; `WorkError` where the disk refuses."""
+        if self.out is None:
+            self._in_memory[name] = tensors, dict(notes)
+            return
+        if not (self.folder / JOB).exists():
+            self.begin()
+        with disk_errors(self.folder):
+            write_atomically(self.path(name), lambda path: write_checked(path, tensors, notes))
+
+    def save_once(self, name: str, make: Callable[[], tuple[Tensors, Notes]]) -> None:
+        """Write a part that several processes may write, by whichever comes first."""
+        if self.out is None:
+            if name not in self._in_memory:
+                self.save(name, *make())
+            return
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / "job.lock"):
+            self.begin()
+            if not self.path(name).is_file():
+                self.save(name, *make())
+
+    def remove(self) -> None:
+        """Forget the work: it is finished."""
+        self._in_memory.clear()
+        if self.out is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read_job(folder: Path) -> tuple[Notes, Notes]:
+    """The fingerprint of the work in a folder, and what is said of its text; `UsageError` where that is damaged."""
+    try:
+        said = read_json_checked(folder / JOB)
+        return dict(said["fingerprint"]), dict(said["corpus"])
+    except (CorruptFile, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{folder / JOB} is damaged: remove {folder} to start afresh") from error

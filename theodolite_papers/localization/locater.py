@@ -1,0 +1,646 @@
+"""What Bao et al. 2024 claim and show of training with LocAteR (Figs. 6 to 12), from a grid of runs paired by seed.
+
+The paper does not say whether its penalty was added to the mean loss of a batch's tokens or to their sum, as fairseq's:
+claims are decided where both readings answer alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+
+from theodolite.errors import UsageError
+from theodolite.estimates import Estimate
+from theodolite.judging import FAILS, HOLDS, IN_PART, Criterion, judge, mix_of, unless_explained
+from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
+from theodolite.passes.corpus_pass import perplexity_of
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.drawing import grammar
+from theodolite.report.drawing.grammar import heat, line
+from theodolite.system.wording import counted, for_plotly, number
+from theodolite.theory import curve_width
+from theodolite_papers.drawing import TWOS, Line, curves
+from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, declared, of_trainings
+from theodolite_papers.localization.locater_training import (
+    PUBLISHED_STEPS,
+    GridRun,
+    Reduction,
+    Setting,
+    read_grid,
+)
+
+MEASURES = {
+    "final_loss": "held-out loss, nats per token",
+    "lowest_loss": "lowest held-out loss, nats per token",
+    "frobenius_squared": "spectrum scale tr(W_QKᵀW_QK)",
+    "trace_of_square": "tr(W_QK²)",
+    "trace": "tr W_QK",
+    "entropy": "attention entropy, nats",
+    "stripes": "standard deviation of ρ over positions",
+}
+"""Columns of `at_step`. Of attention those of the first layer, as in appendix D."""
+
+
+def label_of(setting: Setting) -> str:
+    """`κ₂ = 0.01`, `no LocAteR`, `weight decay 0.1`."""
+    if setting.scale == setting.mean == 0:
+        return "no LocAteR" if setting.weight_decay == 0.01 else f"weight decay {setting.weight_decay:g}"
+    decay = "" if setting.weight_decay == 0.01 else f", weight decay {setting.weight_decay:g}"
+    return f"κ₂ = {setting.mean:g}{decay}{manner(setting)}"
+
+
+def manner(setting: Setting) -> str:
+    """Name what differs from κ₁ = 100 against the mean loss with the exact gradient, as words after a comma."""
+    words = "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}"
+    words += "" if setting.reduction == "mean" else ", against the summed loss"
+    return words + ("" if setting.gradient == "exact" else ", printed gradient")
+
+
+def without_seed(setting: Setting) -> Setting:
+    """The same setting of seed 0: what the training runs of all seeds have in common."""
+    return replace(setting, seed=0)
+
+
+def common_step(runs: Sequence[GridRun]) -> int:
+    """The last step at which every one of the training runs was measured."""
+    measured = [set(run.losses["step"].tolist()) for run in runs]
+    return int(max(set.intersection(*measured)))
+
+
+def at_step(runs: Sequence[GridRun], step: int) -> pd.DataFrame:
+    """One row per training run: `setting` (without seed), `label`, `seed`, `lowest_step` and `MEASURES`, to `step`."""
+    rows = []
+    for run in runs:
+        losses = run.losses[run.losses["step"] <= step]
+        lowest = losses.loc[losses["held_out_loss"].idxmin()]
+        first = run.heads[(run.heads["layer"] == 0) & (run.heads["step"] == step)].iloc[0]
+        rows.append(
+            {
+                "setting": without_seed(run.setting),
+                "label": label_of(run.setting),
+                "seed": run.setting.seed,
+                "final_loss": float(losses["held_out_loss"].iloc[-1]),
+                "lowest_loss": float(lowest["held_out_loss"]),
+                "lowest_step": int(lowest["step"]),
+                **{name: float(first[name]) for name in MEASURES if name in first},
+                "stripes": float(profile(run, step).std()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def profile(run: GridRun, step: int) -> Floats:
+    """ρ_i of the first layer's last query, mean over steps 1 to `step` by the trapezoidal rule: (T,)."""
+    at = np.array(run.propagation_steps, dtype=np.float64)
+    chosen = (at > 0) & (at <= step)
+    values: Floats = run.propagation[:, 0].numpy()[chosen].astype(np.float64)
+    if len(values) < 2:
+        return values[0] if len(values) else np.full(run.propagation.shape[-1], np.nan)
+    between = np.diff(at[chosen])  # early steps are measured more often, and count by their time all the same
+    middle = (values[1:] + values[:-1]) / 2
+    return (between[:, None] * middle).sum(axis=0) / between.sum()
+
+
+def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per setting: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
+    settings = []
+    for setting, group in rows.groupby("setting", sort=False):
+        row: dict[str, object] = {"setting": label_of(setting), "seeds": len(group)}
+        for name in MEASURES:
+            effect = Estimate.mean(group[name].to_numpy(dtype=np.float64), "seeds")
+            row |= {name: effect.value, f"{name}_half": effect.margin}
+        row["final_perplexity"] = perplexity_of(group["final_loss"].mean())
+        row["lowest_perplexity"] = perplexity_of(group["lowest_loss"].mean())
+        row["lowest_step"] = int(group["lowest_step"].median())
+        settings.append(row)
+    return pd.DataFrame(settings)
+
+
+def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, relative: bool) -> Estimate:
+    """`of` − `against` in a measure, paired by seed; relative: the difference of their logarithms."""
+    values = []
+    for setting in (of, against):
+        by_seed = rows[rows["setting"] == setting].set_index("seed")[name]
+        values.append(by_seed.map(math.log) if relative else by_seed)
+    paired = (values[0] - values[1]).dropna()
+    return Estimate.mean(paired.sort_index().to_numpy(dtype=np.float64), "seeds")
+
+
+def left_out(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str) -> Estimate:
+    """The best setting of the first group minus that of the second, each chosen by the means of the other seeds."""
+    table = rows.pivot(index="seed", columns="label", values=name)
+    table = table[[label_of(setting) for group in groups for setting in group]].dropna()
+    values = []
+    for seed in table.index if len(table) > 1 else []:
+        others, of_seed = table.drop(index=seed).mean(), table.loc[seed]
+        best = [others[[label_of(setting) for setting in group]].idxmin() for group in groups]
+        values.append(of_seed[best[0]] - of_seed[best[1]])
+    return Estimate.mean(values, "seeds") if values else Estimate(math.nan)
+
+
+def distinct(
+    rows: pd.DataFrame, settings: Sequence[Setting], name: str, apart: Criterion
+) -> list[list[Setting]]:
+    """Settings in groups of rising `name`; within one, no setting is decided to differ from the group's first."""
+    means = rows.groupby("setting", sort=False)[name].mean()
+    groups: list[list[Setting]] = []
+    for setting in sorted(settings, key=lambda each: means[each]):
+        if groups:
+            gap = difference(rows, setting, groups[-1][0], name, relative=True)
+            if not (gap.n > 1 and apart.decided(gap.value, gap.margin)[0]):
+                groups[-1].append(setting)
+                continue
+        groups.append([setting])
+    return groups
+
+
+def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str, against: str) -> Estimate:
+    """How `name` goes with `against` over groups of settings, each the mean of its members; one value per seed.
+
+    Of three groups or more the rank correlation, of two the difference. Where its interval is narrower than that of
+    correlations of unrelated things, it is taken for theirs: a few are often alike by chance, without any spread.
+    """
+    values = []
+    for _, of_seed in rows.groupby("seed"):
+        table = of_seed.set_index("setting")
+        if not all(setting in table.index for group in groups for setting in group):
+            continue
+        x, y = ([table.loc[list(group), one].mean() for group in groups] for one in (against, name))
+        order = np.nan_to_num(rank_correlation(np.array(x), np.array(y)))
+        values.append(y[1] - y[0] if len(groups) == 2 else float(order))
+    if not values:
+        return Estimate(math.nan)
+    known = Estimate.mean(values, "seeds")
+    if len(groups) == 2:
+        return known
+    error = error_under_independence(len(groups)) / math.sqrt(known.n)
+    by_chance = replace(known, error=error, by_chance=True)
+    return by_chance if known.margin < by_chance.margin else known
+
+
+@dataclass(frozen=True)
+class Comparable:
+    """The training runs of one depth and width, all at one step.
+
+    published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss. others:
+    other ways of LocAteR, in words → settings by rising κ₂. decays: settings without LocAteR; plain: the published one.
+    """
+
+    runs: list[GridRun]
+    step: int
+    rows: pd.DataFrame
+    published: dict[Reduction, list[Setting]]
+    others: dict[str, list[Setting]]
+    decays: list[Setting]
+    plain: Setting | None
+
+    @property
+    def with_locater(self) -> dict[str, list[Setting]]:
+        """All ways of LocAteR, in words → settings by rising κ₂."""
+        return {manner(settings[0]): settings for settings in self.published.values()} | self.others
+
+
+def comparable(runs: Sequence[GridRun]) -> Comparable:
+    """Sort the training runs of one depth and width by what they are for."""
+    step = common_step(runs)
+    kinds = sorted({without_seed(run.setting) for run in runs}, key=lambda s: (s.mean, s.weight_decay))
+    none = [setting for setting in kinds if not (setting.scale or setting.mean)]
+    by_manner: dict[str, list[Setting]] = {}
+    for setting in kinds:
+        if setting not in none:
+            by_manner.setdefault(manner(setting), []).append(setting)
+    for settings in by_manner.values():  # at κ₂ = 0 there is no second term, hence one gradient
+        exact = replace(settings[0], gradient="exact", mean=0.0)
+        if settings[0].gradient != "exact" and exact in kinds:
+            settings.insert(0, exact)
+    published: dict[Reduction, list[Setting]] = {}
+    for reduction in get_args(Reduction):
+        settings = by_manner.pop(manner(Setting(scale=100.0, reduction=reduction)), [])
+        if settings:
+            published[reduction] = settings
+    plain = next((setting for setting in none if label_of(setting) == "no LocAteR"), None)
+    return Comparable(list(runs), step, at_step(runs, step), published, by_manner, none, plain)
+
+
+NEGLIGIBLE = 0.01
+"""Relative difference (and difference in ρ) below which there is no effect to speak of: ours; the paper has curves."""
+RISES = Criterion("more than", 0.0, "ours", NEGLIGIBLE)
+FALLS = Criterion("less than", 0.0, "ours", NEGLIGIBLE)
+ABOVE = Criterion("more than", 0.0, "“different learning phases”, read as a faster first one (ours)")
+BELOW_IN_SHARE = Criterion("less than", 0.0, "“a larger d is beneficial to drive attention to localization”")
+PHASE = 10_000  # steps of the first phase
+
+BELOW = Criterion("less than", 0.0, "“smaller … contributes to higher”, read as their order")
+
+READINGS: dict[Reduction, str] = {
+    "mean": "κ against the mean loss of a token",
+    "sum": "κ against the loss summed over a batch",
+}
+SILENT = "the paper does not say which of the two its penalty was added to"
+
+Measure = tuple[str, str, Criterion, bool]
+SPECTRUM: Measure = ("the eigenspectrum scale shrinks", "frobenius_squared", FALLS, True)
+ENTROPY: Measure = ("the attention entropy increases", "entropy", RISES, True)
+PERPLEXITY: Measure = ("the perplexity improves", "final_loss", FALLS, False)
+"""Of captions: words, measure, criterion of the difference, whether it is taken between logarithms."""
+
+
+def in_both_readings(
+    outcome: Outcome,
+    data: Comparable,
+    claim: str,
+    what: str,
+    estimates: dict[Reduction, Estimate],
+    criterion: Criterion,
+) -> None:
+    """Judge a claim under either reading of κ: decided where both answer alike, and fails at published steps only."""
+    parts = [
+        judge(claim, f"{what}, {READINGS[reduction]}", estimate, criterion)
+        for reduction, estimate in estimates.items()
+    ]
+    verdict = mix_of(claim, parts)
+    if len(parts) == 1:
+        for answer in (HOLDS, FAILS):
+            verdict = unless_explained(verdict, answer, f"{SILENT}, and the other was not trained")
+    if data.step < PUBLISHED_STEPS:
+        verdict = unless_explained(verdict, FAILS, f"of {number(PUBLISHED_STEPS)} steps: it may come later")
+    outcome.verdicts.append(unless_explained(verdict, IN_PART, f"{SILENT}, and they answer differently"))
+
+
+def _final(outcome: Outcome, data: Comparable, claim: str) -> bool:
+    """Whether the training runs are as long as the published ones, of whose end the claim is; said where not."""
+    if data.step < PUBLISHED_STEPS:
+        why = f"compared at step {number(data.step)} of the published {number(PUBLISHED_STEPS)}"
+        outcome.cannot_test(claim, why)
+    return data.step >= PUBLISHED_STEPS
+
+
+def _each(data: Comparable, against: Setting | None, measure: Measure) -> dict[Reduction, Estimate]:
+    """The difference of the strongest κ₂ against a setting (None: the weakest) in either reading."""
+    _, name, _, relative = measure
+    return {
+        reduction: difference(data.rows, settings[-1], against or settings[0], name, relative=relative)
+        for reduction, settings in data.published.items()
+    }
+
+
+def captions(outcome: Outcome, data: Comparable) -> None:
+    """The claims of every caption: the strongest κ₂ against the weakest."""
+    if any(len(settings) < 2 for settings in data.published.values()) or not data.published:
+        return
+    strongest, weakest = (next(iter(data.published.values()))[place].mean for place in (-1, 0))
+    what = f"difference of logarithms, κ₂ = {strongest:g} against {weakest:g}, step {data.step}"
+    for measure in (SPECTRUM, ENTROPY, PERPLEXITY):
+        _in_the_end(outcome, data, f"With stronger κ₂ {measure[0]}", what, None, measure)
+
+
+def _in_the_end(
+    outcome: Outcome, data: Comparable, claim: str, what: str, against: Setting | None, measure: Measure
+) -> None:
+    """Judge a claim in both readings; one of the perplexity only of training runs as long as the published ones."""
+    if measure is not PERPLEXITY or _final(outcome, data, claim):
+        in_both_readings(outcome, data, claim, what, _each(data, against, measure), measure[2])
+
+
+def against_none(outcome: Outcome, data: Comparable) -> None:
+    """LocAteR against none: what section 7 says of it, and what it is worth so far."""
+    if data.plain is None:
+        return
+    what = f"difference of logarithms, strongest κ₂ against {label_of(data.plain)}, step {data.step}"
+    for claim, measure in (
+        ("With LocAteR the attention entropy is higher (section 7)", ENTROPY),
+        ("With LocAteR the perplexity improves (“eventually”, section 7)", PERPLEXITY),
+    ):
+        if data.published:
+            _in_the_end(outcome, data, claim, what, data.plain, measure)
+    if data.step < PUBLISHED_STEPS:
+        for how, settings in data.with_locater.items():
+            outcome.claim(
+                f"At step {data.step} LocAteR{how} has the lower perplexity (ours)",
+                f"difference of logarithms, {label_of(settings[-1])} against {label_of(data.plain)}",
+                difference(data.rows, settings[-1], data.plain, "final_loss", relative=False),
+                FALLS,
+            )
+
+
+def against_decay(outcome: Outcome, data: Comparable) -> None:
+    """The best of LocAteR against the best plain weight decay; each seed's chosen by the others."""
+    if len(data.decays) < 2 or not data.published:
+        return
+    claim = "LocAteR does better than equally tuned weight decay (ours)"
+    what = f"difference of the losses at step {data.step}, best κ₂ against best of {len(data.decays)} weight decays, "
+    what += "chosen for each seed by the others"
+    groups = {reduction: (settings, data.decays) for reduction, settings in data.published.items()}
+    best = {reduction: left_out(data.rows, pair, "final_loss") for reduction, pair in groups.items()}
+    in_both_readings(outcome, data, claim, what, best, FALLS)
+
+
+def linked(outcome: Outcome, data: Comparable) -> None:
+    """Section 7's explanation: smaller scale, higher entropy, lower perplexity, over settings that differ."""
+    settings = [s for group in data.with_locater.values() for s in group if s.gradient == "exact"]
+    settings += [data.plain] if data.plain else []
+    for claim, name, against in (
+        ("A smaller eigenspectrum scale goes with higher attention entropy", "entropy", "frobenius_squared"),
+        ("Higher attention entropy goes with lower perplexity", "final_loss", "entropy"),
+    ):
+        claim = f"{claim} (section 7)"
+        if name == "final_loss" and not _final(outcome, data, claim):
+            continue
+        groups = distinct(data.rows, settings, against, RISES)
+        if len(groups) < 2:
+            why = f"{MEASURES[against]}: no two of {len(settings)} settings differ in it"
+            outcome.cannot_test(claim, why)
+            continue
+        what = "difference between the two" if len(groups) == 2 else f"rank correlation over {len(groups)}"
+        what += f" groups of settings that differ in {MEASURES[against]}, {len(settings)} settings in all, "
+        what += f"step {data.step}"
+        outcome.claim(claim, what, association(data.rows, groups, name, against), BELOW)
+
+
+def stripes(outcome: Outcome, data: Comparable) -> None:
+    """Section 7 on Fig. 7: ρ differs over positions with LocAteR, and hardly without."""
+    if not data.published or data.plain is None:
+        return
+    values = data.rows.groupby("setting", sort=False)["stripes"]
+    shown = [*(settings[-1] for settings in data.published.values()), data.plain]
+    means = {setting: Estimate.mean(values.get_group(setting).to_numpy(), "seeds") for setting in shown}
+    levels = ", ".join(f"{label_of(setting)} {mean}" for setting, mean in means.items())
+    claim = "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)"
+    what = f"standard deviation over positions of ρ averaged over steps ({levels}), difference to step {data.step}"
+    estimates = _each(data, data.plain, ("", "stripes", RISES, False))
+    in_both_readings(outcome, data, claim, what, estimates, RISES)
+
+
+def phases(outcome: Outcome, data: Comparable) -> None:
+    """Section 7: the first 10⁴ steps and the rest are different phases of learning; here, of unlike pace."""
+    claim = "The first 10,000 steps and the rest are different phases of learning (section 7)"
+    if data.step < 2 * PHASE:
+        outcome.cannot_test(claim, f"compared at step {number(data.step)}; give {number(2 * PHASE)} or more")
+        return
+    shown = [settings[-1] for settings in data.published.values()] + ([data.plain] if data.plain else [])
+    parts = []
+    for setting, name in product(shown, ("trace", "entropy")):
+        change = Estimate.mean(pace_change(data.runs, setting, name, data.step), "seeds")
+        what = f"|change| of {MEASURES[name]} per 1,000 steps before step {number(PHASE)} less that after it"
+        parts.append(judge(claim, f"{what}, {label_of(setting)}", change, ABOVE))
+    outcome.verdicts.append(mix_of(claim, parts))
+
+
+def pace_change(runs: Sequence[GridRun], setting: Setting, name: str, step: int) -> list[float]:
+    """By how much a measure of the first layer changed more per 1,000 steps before `PHASE` than after it, by seed."""
+    values = []
+    for run in (each for each in runs if without_seed(each.setting) == setting):
+        curve = run.heads[run.heads["layer"] == 0].set_index("step")[name]
+        turn = curve.index[curve.index <= PHASE].max()
+        first, last = (abs(curve[b] - curve[a]) / (b - a) for a, b in ((0, turn), (turn, step)))
+        values.append(1000 * float(first - last))
+    return values
+
+
+def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
+    """Section 4, measured: ρ on fewer positions at d = 128 than at d = 32, settings and seeds alike, one layer."""
+    claim = "A larger width drives attention to localization: d = 128 against 32 (section 4)"
+    of_widths = [
+        [run for run in runs if (run.setting.layers, run.setting.width) == (1, d)] for d in (32, 128)
+    ]
+    if not all(of_widths):
+        outcome.cannot_test(claim, "the grid does not have both widths: train them with --widths 32,128")
+        return
+    step = min(map(common_step, of_widths))
+    small, large = (
+        {replace(r.setting, width=0): float(curve_width(torch.from_numpy(profile(r, step)))) for r in of}
+        for of in of_widths
+    )
+    less: dict[Setting, list[float]] = {}
+    for setting in sorted(small.keys() & large.keys(), key=lambda each: each.name):
+        less.setdefault(without_seed(setting), []).append(large[setting] - small[setting])
+    what = f"effective share of positions of ρ averaged to step {number(step)}, d = 128 less d = 32"
+    parts = [
+        judge(claim, f"{what}, {label_of(setting)}", Estimate.mean(by_seed, "seeds"), BELOW_IN_SHARE)
+        for setting, by_seed in less.items()
+    ]
+    outcome.verdicts.append(mix_of(claim, parts))
+
+
+def judge_grid(outcome: Outcome, data: Comparable) -> None:
+    """Every claim that the training runs of one depth and width can decide."""
+    captions(outcome, data)
+    against_none(outcome, data)
+    against_decay(outcome, data)
+    linked(outcome, data)
+    stripes(outcome, data)
+    phases(outcome, data)
+
+
+ACROSS = 2
+MAP_HEIGHT = 380
+MOST_COLUMNS = 400
+"""Steps that a map shows at most: more are not to be seen."""
+
+
+Lines = list[tuple[Floats, Floats, Floats]]
+"""Of every setting the mean and the lowest and highest value over seeds, (S,) each."""
+
+
+def panels(
+    names: Sequence[str], steps: Sequence[Floats], shown: Sequence[tuple[str, Lines, dict[str, Any]]]
+) -> go.Figure:
+    """Measures, each with its title and its axis, against training step, with the range over seeds as a band."""
+    down = -(-len(shown) // ACROSS)
+    drawn = []
+    for index, (title, lines, axis) in enumerate(shown):
+        traces: list[Any] = []
+        for name, at, (centre, low, high), colour in zip(names, steps, lines, style.CATEGORIES, strict=False):
+            hover = f"{for_plotly(name)}<br>step %{{x:.0f}}: %{{y:.5g}}<extra></extra>"
+            traces += line(at, centre, name, colour, band=(low, high), hover=hover, showlegend=index == 0)
+        x = "step" if index // ACROSS == down - 1 else ""
+        drawn.append(grammar.Panel(title, traces, x, yaxis={"exponentformat": "power"} | axis))
+    return grammar.panels(drawn, ACROSS, layout={"legend": {"y": 1.06}})
+
+
+def _logarithmic(lines: Lines) -> dict[str, Any]:
+    """The axis of such lines, without plotly's own labels, 2 to 9, where these would lie on one another."""
+    lowest = min(float(low.min()) for _, low, _ in lines)
+    highest = max(float(high.max()) for *_, high in lines)
+    return TWOS if 5 * lowest < highest < 100 * lowest else {"type": "log"}
+
+
+def propagation_map(steps: Floats, propagation: Floats) -> go.Figure:
+    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down."""
+    columns = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
+    length = propagation.shape[1]
+    hover = "step %{x:.0f}, position %{y}: %{z:.3f}<extra></extra>"
+    positions = np.arange(1, length + 1)
+    trace = heat(propagation[columns].T, 0, 1, hover, bar="ρ", x=steps[columns], y=positions)
+    layout = {"yaxis": {"range": [length + 0.5, 0.5]}}
+    return style.figure([trace], "step", "position i of the key", height=MAP_HEIGHT, layout=layout)
+
+
+FIGURES = {6: (1, 128), 8: (1, 32), 9: (3, 32), 10: (6, 32), 11: (3, 128), 12: (6, 128)}
+"""Number of the published figure → layers and width."""
+
+COMMAND = "theodolite train locater"
+"""Writes the grid."""
+
+
+def _of(data: Comparable, setting: Setting) -> list[GridRun]:
+    """Its training runs, one a seed."""
+    return [run for run in data.runs if without_seed(run.setting) == setting]
+
+
+def _lines(
+    data: Comparable, settings: Sequence[Setting], table: str, name: str
+) -> tuple[list[Floats], Lines]:
+    """Steps of each setting, and its mean, lowest and highest value over seeds; perplexities for losses."""
+    steps, lines = [], []
+    for setting in settings:
+        frames = [
+            run.losses if table == "losses" else run.heads[run.heads["layer"] == 0]
+            for run in _of(data, setting)
+        ]
+        columns = [frame.set_index("step")[name] for frame in frames]
+        values = pd.concat(columns, axis=1, join="inner").to_numpy(dtype=np.float64)
+        if table == "losses":
+            values = np.exp(values)
+        steps.append(columns[0].index.to_numpy(dtype=np.float64)[: len(values)])
+        lines.append((values.mean(axis=1), values.min(axis=1), values.max(axis=1)))
+    return steps, lines
+
+
+def _draw_curves(outcome: Outcome, data: Comparable, settings: list[Setting], key: str, title: str) -> None:
+    shown: list[tuple[str, Lines, dict[str, Any]]] = []
+    for name, table, heading, logarithmic in (
+        ("trace", "heads", "tr W_QK", False),
+        ("frobenius_squared", "heads", "spectrum scale tr(W_QKᵀW_QK)", True),
+        ("entropy", "heads", "attention entropy, nats", False),
+        ("held_out_loss", "losses", "held-out perplexity", True),
+    ):
+        steps, lines = _lines(data, settings, table, name)
+        shown.append((heading, lines, _logarithmic(lines) if logarithmic else {"type": "linear"}))
+    lowest = min(float(low.min()) for _, low, _ in lines)
+    highest = max(float(high[len(high) // 2 :].max()) for *_, high in lines)
+    window = [math.log10(lowest * 0.99), math.log10(highest * 1.01)]
+    shown.append(("held-out perplexity, magnified", lines, {"type": "log", "range": window}))
+    drawn = panels([label_of(setting) for setting in settings], steps, shown)
+    outcome.draw(key, drawn, "curves", title=title)
+
+
+def _draw_maps(outcome: Outcome, data: Comparable) -> None:
+    settings = [*(s for group in data.with_locater.values() for s in reversed(group)), *data.decays]
+    settings = list(dict.fromkeys(settings))  # κ₂ = 0 begins the printed gradient's, too
+
+    def draw(place: int) -> go.Figure:
+        first = _of(data, settings[place])[0]
+        steps, propagation = np.array(first.propagation_steps, dtype=np.float64), first.propagation[:, 0]
+        return propagation_map(steps, propagation.numpy().astype(np.float64))
+
+    outcome.draw("maps", by_name("setting", [label_of(setting) for setting in settings], draw))
+    # In the order of the curves, so that a setting has one colour on the page.
+    exact = [setting for settings in data.published.values() for setting in (settings[0], settings[-1])]
+    chosen = list(dict.fromkeys([*exact, *([data.plain] if data.plain else [])]))[: len(style.CATEGORIES)]
+    profiles = [np.mean([profile(run, data.step) for run in _of(data, one)], axis=0) for one in chosen]
+    colours = zip(map(label_of, chosen), style.CATEGORIES, strict=False)
+    lines = [Line(name, colour) for name, colour in colours]
+    positions = np.arange(1.0, data.runs[0].propagation.shape[-1] + 1)
+    outcome.draw(
+        "profiles",
+        curves(positions, lines, profiles, ("position i of the key", "ρ, mean over steps")),
+        step=data.step,
+    )
+
+
+def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
+    """The headline numbers, the tables, and where the training runs come from."""
+    trained = min(int(p.summary["step"]) if p.summary else data.step for p in data.runs)
+    more = f" (the last that was measured of all; trained to {number(trained)})"
+    further = more if trained > data.step else ""
+    outcome.read("step at which all are compared", number(data.step) + further, number(PUBLISHED_STEPS))
+    words = "words" if recipe["vocabulary"] is None else f"{recipe['vocabulary']} BPE"
+    outcome.read("tokens", words, "words of WikiText-2")
+    table = by_setting(data.rows)
+    for row in table.to_dict(orient="records"):
+        outcome.read(
+            f"{row['setting']}, {counted(row['seeds'], 'seed')}",
+            f"perplexity {number(row['final_perplexity'], 4)}, lowest {number(row['lowest_perplexity'], 4)} at step "
+            f"{row['lowest_step']}; scale {number(row['frobenius_squared'])}, trace {number(row['trace'])}, entropy "
+            f"{number(row['entropy'], 4)}",
+        )
+    outcome.tables["settings"] = table
+    outcome.tables["trainings"] = data.rows.drop(columns="setting").rename(columns={"label": "setting"})
+    outcome.runs["grid"] = dict(recipe)
+
+
+def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> None:
+    """Verdicts, curves, maps and tables of the training runs of one depth and width."""
+    data = comparable(runs)
+    _read(outcome, data, recipe)
+    judge_grid(outcome, data)
+    plain = [data.plain] if data.plain else []
+    for reduction, settings in data.published.items():
+        key = "curves" if reduction == "mean" else f"curves-{reduction}"
+        title = f"Training with LocAteR, {READINGS[reduction]}"
+        _draw_curves(outcome, data, settings + plain, key, title)
+    if len(data.decays) > 1:
+        _draw_curves(outcome, data, data.decays, "decays", "Training with plain weight decay")
+    for place, (how, settings) in enumerate(data.others.items()):
+        _draw_curves(outcome, data, settings + plain, f"others-{place}", f"Training with LocAteR{how}")
+    _draw_maps(outcome, data)
+
+
+def _of_shape(study: Study, shape: tuple[int, int] | None) -> tuple[list[GridRun], dict[str, Any]]:
+    """The grid's training runs of some layers and width, and its recipe."""
+    purpose = "figures 6 to 12 of localization are read from a grid of training runs"
+    recipe, runs = read_grid(study.training_folder("grid", purpose, COMMAND))
+    shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})
+    layers, width = shape or (FIGURES[6] if FIGURES[6] in shapes else shapes[0])
+    if (layers, width) not in shapes:
+        has = ", ".join(f"{depth} layers at d = {size}" for depth, size in shapes)
+        raise UsageError(
+            f"the grid has no training run of {layers} layers at d = {width} (it has {has}): train them with "
+            f"`theodolite train locater --layers {layers} --widths {width}`"
+        )
+    return [p for p in runs if (p.setting.layers, p.setting.width) == (layers, width)], recipe
+
+
+def _of_published_shape(place: int, layers: int, width: int) -> Experiment:
+    @declared(f"localization/figure{place}")
+    def figure(study: Study, outcome: Outcome) -> None:
+        fill(outcome, *_of_shape(study, (layers, width)))
+
+    return figure
+
+
+OF_SHAPES = [_of_published_shape(place, *shape) for place, shape in FIGURES.items()]
+
+
+@declared("localization/figure7")
+def figure_7(study: Study, outcome: Outcome) -> None:
+    runs, recipe = _of_shape(study, None)
+    data = comparable(runs)
+    _read(outcome, data, recipe)
+    stripes(outcome, data)
+    phases(outcome, data)
+    wider(outcome, read_grid(study.provenance["grid"]["folder"])[1])
+    _draw_maps(outcome, data)
+
+
+def grid_provenance(folder: str | Path) -> dict[str, Any]:
+    """The provenance of these figures."""
+    recipe, runs = read_grid(folder)
+    return of_trainings(
+        f"{len(runs)} training runs in {Path(folder).name}",
+        "Post-LN decoder",
+        layers=max(run.setting.layers for run in runs),
+        heads=1,
+        grid={"folder": str(folder), **recipe},
+    )
