@@ -254,8 +254,8 @@ def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks],
             name: figures_prompt.by_dimension(of_model.numpy(), tokens, sinks, scale_of=dense)
             for (name, _, tokens, sinks), of_model in zip(traces, vectors, strict=True)
         }
-        values = {"head": head_name(prompt.layer, prompt.head), "layer": prompt.layer}
-        outcome.draw(key, figures_compare.parallel_map(figures), **values)
+        head, drawn = head_name(prompt.layer, prompt.head), figures_compare.parallel_map(figures)
+        outcome.draw(key, drawn, head=head, layer=prompt.layer)
 
 
 @declared("sinks/figure5")

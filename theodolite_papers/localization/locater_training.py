@@ -249,11 +249,11 @@ class LocaterTraining:
             text.tokenizer.get_vocab_size(), setting.width, setting.layers, recipe.length, recipe.dropout
         )
         self.model = Decoder(shape).to(self.device)
-        decay = {"betas": BETAS, "weight_decay": setting.weight_decay}
+        parameters, decay = self.model.parameters(), setting.weight_decay
         self.trainer = Trainer(
             work=Unfinished(folder, asdict(setting), kind="training run", folder=folder),
             model=self.model,
-            optimizer=torch.optim.AdamW(self.model.parameters(), fused=True, **decay),
+            optimizer=torch.optim.AdamW(parameters, betas=BETAS, weight_decay=decay, fused=True),
             loss=self._loss,
             rate=lambda step: published_rate(setting.width),
             seed=setting.seed,
