@@ -107,7 +107,7 @@ def write_runs(rows: Sequence[Mapping[str, Any]], pages: Mapping[str, str | None
 
 def write_page(path: Path, page: str) -> Path:
     """Write a page, and return its path; `WorkError` where it cannot be written."""
-    with disk_errors(path.parent):
+    with disk_errors(path):
         write_text(path, page)
     return path
 
