@@ -81,7 +81,7 @@ class Prompt:
 
 
 class _SinkHooks(Hooks):
-    """The sinks of one batch."""
+    """Notes the sinks of one batch."""
 
     def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
         self.sinks = torch.zeros(contexts, layers, heads, length, dtype=torch.bool)
@@ -243,7 +243,7 @@ def _on_prompt(
 
 
 def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt) -> None:
-    """What the head writes and the residual stream behind its block, by dimension: Figure 4's lower row."""
+    """Draw the head's output and the residual stream behind its block, by dimension: the lower row of Figure 4."""
     traces = list(_on_prompt(study, measured, prompt))
     for key, vectors in (
         ("outputs", [trace.output for _, trace, _, _ in traces]),
@@ -290,7 +290,7 @@ def _kept(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Est
 def _judge_method(
     outcome: Outcome, dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str
 ) -> None:
-    """Whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
+    """Judge whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
     count = dense.sinks.flatten(1).sum(1).double()
     common = [(dense.sinks & model.sinks).flatten(1).sum(1).double() for model in (oats, other)]
     gain = common[0] - common[1]
@@ -308,7 +308,7 @@ def _ablations(layer: int) -> dict[str, int | None]:
 
 
 def judge_low_rank(claim: str, left: Mapping[str, Estimate]) -> Verdict:
-    """Whether the sinks go with the low-rank term; in part where they go with a random part as large, too."""
+    """Judge whether the sinks go with the low-rank term; in part where they go with a random part as large, too."""
     removed, spared = (
         judge(claim, f"share of the layer's sinks that is left: {name}", share, criterion)
         for (name, share), criterion in zip(left.items(), (REMOVED, SPARED), strict=True)
@@ -317,7 +317,7 @@ def judge_low_rank(claim: str, left: Mapping[str, Estimate]) -> Verdict:
 
 
 def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
-    """One dot per ablation with its 95 % interval, and a dotted line at each limit of the claim."""
+    """Draw one dot per ablation with its 95 % interval, and a dotted line at each limit of the claim."""
     names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
     dots = go.Scatter(
         x=np.array([share.value for share in left.values()], dtype=np.float32),

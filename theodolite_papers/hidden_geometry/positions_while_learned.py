@@ -100,12 +100,12 @@ def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
 
 
 def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
-    """Whether each row, one step of a layer, meets all criteria."""
+    """Return whether each row, one step of a layer, meets all criteria."""
     return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
 
 
 def _verdict_at(row: pd.Series, needed: dict[str, Criterion]) -> Verdict:
-    """Whether a layer at one step meets all criteria, with the standard errors that its measures have."""
+    """Judge whether a layer at one step meets all criteria, with the standard errors of its measures."""
     claim = f"all criteria are met at step {row['step']:g}"
     parts = [
         judge(claim, MEASURES[name], Estimate(float(row[name]), float(row[f"{name}_se"]), *OF_GROUPS), rule)
