@@ -235,18 +235,12 @@ def random_tokens_like(model: OpenModel, run: Run) -> Corpus:
     return Corpus.random_tokens(model.required_vocabulary(), *size, below=model.vocabulary)
 
 
-def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
-    """The contexts `chosen` (a slice or indices) of a corpus."""
-    part, labels = corpus.contexts[chosen], corpus.labels[chosen]
-    return Corpus(corpus.name, part, labels, corpus.label_names, corpus.seed)
-
-
 def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:
     """Split a corpus in two: on one half heads, layers or settings are chosen, on the other they are judged."""
     if len(corpus.contexts) < 2:
         raise UsageError("heads are chosen on half of the contexts and judged on the other: give 2 or more")
     first, second = halves(len(corpus.contexts))
-    return corpus_subset(corpus, first), corpus_subset(corpus, second)
+    return corpus.subset(first), corpus.subset(second)
 
 
 def of_model(model: OpenModel, seed: int = 0) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, for_plotly, head_name, listed, number, percent, shown_token
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
 from theodolite_papers.drawing import Line, curves
-from theodolite_papers.experiment import ZHANG, Outcome, Study, corpus_subset, declared
+from theodolite_papers.experiment import ZHANG, Outcome, Study, declared
 
 SUN = "Sun et al. 2024"
 
@@ -87,7 +87,7 @@ def outliers(study: Study, outcome: Outcome) -> None:
 def parts_of(corpus: Corpus) -> list[Corpus]:
     """The text in `GROUPS` parts, by whose spread errors are taken; none where a part would have a single context."""
     group = Groups(len(corpus.contexts)).of(torch.arange(len(corpus.contexts)))
-    parts = [corpus_subset(corpus, group == number) for number in range(GROUPS)]
+    parts = [corpus.subset((group == number).nonzero().flatten()) for number in range(GROUPS)]
     return parts if min(len(part.contexts) for part in parts) > 1 else []
 
 

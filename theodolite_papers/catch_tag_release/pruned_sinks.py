@@ -32,7 +32,6 @@ from theodolite.report import style
 from theodolite.report.data import evenly
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
-from theodolite_papers.experiment import corpus_subset
 
 if TYPE_CHECKING:
     from theodolite_papers.experiment import Study
@@ -142,13 +141,13 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
         )
     if not model.causal or model.source.predict is None:
         raise UsageError(f"{model.id} does not predict next tokens: pruned models are judged by that loss")
-    return part_of(corpus, slice(0, None, 2)), part_of(corpus, slice(1, None, 2))
+    return part_of(corpus, 0), part_of(corpus, 1)
 
 
-def part_of(corpus: Corpus, contexts: slice) -> Corpus:
-    """Some contexts of a corpus, `MOST_CONTEXTS` at most, evenly chosen."""
-    part = corpus_subset(corpus, contexts)
-    return corpus_subset(part, evenly(len(part.contexts), MOST_CONTEXTS))
+def part_of(corpus: Corpus, first: int) -> Corpus:
+    """Every second context of a corpus from the `first` on, `MOST_CONTEXTS` at most, evenly chosen."""
+    rows = range(first, len(corpus.contexts), 2)
+    return corpus.subset(torch.tensor([rows[place] for place in evenly(len(rows), MOST_CONTEXTS)]))
 
 
 def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:

@@ -138,7 +138,9 @@ def load_text(work: Unfinished) -> GridText:
     """The text that a grid's folder keeps."""
     tensors, notes = work.load("text") or ({}, {})
     tokenizer = Tokenizer.from_str(notes["tokenizer"])
-    return GridText(**(notes | {"tokenizer": tokenizer}), **tensors)
+    return GridText(
+        tokenizer, tensors["train"], tensors["held_out"], notes["tokens_per_word"], notes["sha256"]
+    )
 
 
 def word_tokenizer(text: str) -> Tokenizer:
