@@ -13,7 +13,7 @@ import torch
 from benchmarks.models import gpt2
 from benchmarks.timing import Ratio, in_turns, over
 from theodolite.train.geometry import GeometryReader
-from theodolite.train.inline import OverheardReader
+from theodolite.train.inline import InlineReader
 from theodolite.train.monitor import CONTEXTS, LENGTH
 
 LAYERS, VOCABULARY, BATCH, TOKENS, ROUNDS = 4, 8192, 8, 128, 5
@@ -27,7 +27,7 @@ def measure(device: str) -> Iterator[Ratio]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = torch.randint(VOCABULARY, (BATCH, TOKENS), device=device)
     reader = GeometryReader(model, torch.randint(VOCABULARY, (CONTEXTS, LENGTH)))
-    inline = OverheardReader(model)
+    inline = InlineReader(model)
 
     def step() -> None:
         model(input_ids=batch, labels=batch).loss.backward()

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from theodolite_papers.catalogue import ALIASES, EXPERIMENTS, find, reproduce
+from theodolite_papers.catalogue import EXPERIMENTS, Alias, aliases, find, reproduce
 
 if TYPE_CHECKING:
     from theodolite_papers.experiment import Experiment, Study
 
-_HOMES = {
-    "Experiment": "theodolite_papers.experiment",
-    "Study": "theodolite_papers.experiment",
-}
+    ALIASES: dict[str, Alias]
 
 __all__ = ["ALIASES", "EXPERIMENTS", "Experiment", "Study", "find", "reproduce"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "ALIASES":
+        return aliases()
+    if name in ("Experiment", "Study"):
+        from theodolite_papers import experiment
+
+        return getattr(experiment, name)
     raise AttributeError(f"module 'theodolite_papers' has no attribute '{name}'")

@@ -1,12 +1,15 @@
-"""Every experiment by name, the published figures that are one of them elsewhere, the look-up, and `reproduce`."""
+"""Every experiment by name, as each paper's `experiments.toml` declares it; the look-up, and `reproduce`."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import import_module
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from theodolite.errors import UsageError
@@ -18,67 +21,32 @@ if TYPE_CHECKING:
     from theodolite.report.outcome import Outcome
     from theodolite_papers.experiment import Experiment
 
-_PAPERS = {
-    "geometry": "Positional bases are low-rank, smooth and significant, contexts cluster, the two are incoherent "
-    "(section 2)",
-    "localization": "A small eigenspectrum variance leads attention to be localized, and can prevent both rank and "
-    "entropy collapses (abstract)",
-    "sinks": "Attention sinks catch tokens, tag them by outlier features, and release them; low-rank weights make "
-    "this possible, and simple tasks need it (abstract)",
-}
-"""Group → what the paper claims, in a sentence."""
+PAPERS = {"geometry": "hidden_geometry", "localization": "localization", "sinks": "catch_tag_release"}
+"""Group of experiments → the folder of its paper."""
 
-_MODULES = """
-geometry  hidden_geometry.tables                  table1 table2 table3
-geometry  hidden_geometry.positional_basis        table4 table5 table6 figure1 figure3 figure24
-geometry  hidden_geometry.separation              figure2 clusters incoherence
-geometry  hidden_geometry.smoothness              figure5 figure7 figure8
-geometry  hidden_geometry.weights                 figure4 figure25
-geometry  hidden_geometry.theorems                theorem1 theorem2
-geometry  hidden_geometry.positions_while_learned addition training
-geometry  hidden_geometry.prompt_logits           figure6 figure19 figure30
-geometry  hidden_geometry.attribution             attribution constituents
-localization  localization.propagation_theory     figure1 figure2 figure3 figure4
-localization  localization.simulated_walks        figure5
-localization  localization.fixed_spectrum         collapse width
-localization  localization.locater_figures        figure6 figure7 figure8 figure9 figure10 figure11 figure12
-localization  localization.head_behaviour         behaviour
-localization  localization.gradient_lens          gradient
-localization  localization.text_as_walk           walk
-sinks  catch_tag_release.prompt_sinks             figure2 figure7 figure8 figure9 figure10 figure11
-sinks  catch_tag_release.few_shot                 figure3
-sinks  catch_tag_release.few_shot_ablation        examples
-sinks  catch_tag_release.pruned_sinks             figure4 figure5
-sinks  catch_tag_release.averaging_construction   figure6
-sinks  catch_tag_release.averaging_models         averaging
-sinks  catch_tag_release.tag_ablation             trace ablation
-sinks  catch_tag_release.outliers                 outliers
-"""
+CLAIMS = "Every claim that the other experiments judge, on one page"
 
-_ELSEWHERE = """
-geometry/figure1  9   GPT-2 on GitHub
-geometry/figure1  10  GPT-2 on WikiText
-geometry/figure1  11  BLOOM on OpenWebText
-geometry/figure1  12  BERT on OpenWebText
-geometry/figure1  13  Llama 2 on OpenWebText
-geometry/figure1  14  Llama 2 on GitHub
-geometry/figure2  15  BLOOM on OpenWebText
-geometry/figure2  16  Llama 2 on OpenWebText
-geometry/figure2  17  Llama 2 on GitHub
-geometry/figure4  26  GPT-2, layer 6
-geometry/figure4  27  GPT-2, layer 10
-geometry/figure4  28  BERT, layer 6
-geometry/figure4  29  BERT, layer 10
-geometry/figure5  18  addition with absolute positions, Gram matrices
-geometry/figure5  20  addition with absolute positions, frequencies
-geometry/figure5  21  addition with rotary positions, Gram matrices
-geometry/figure5  23  addition with rotary positions, frequencies
-geometry/figure6  32  BLOOM, layer 10, head 1
-geometry/figure6  33  BLOOM, layer 7, head 6
-geometry/figure6  34  GPT-2, layer 4, head 11
-geometry/figure19 22  addition with rotary positions
-geometry/figure30 31  the half without the global mean
-"""
+
+@dataclass(frozen=True)
+class Declaration:
+    """An experiment as `experiments.toml` has it; nothing is imported for it.
+
+    needs: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text; `nothing`: no model and no
+    text; `theodolite train …`: a folder that it wrote. options: `other`, `prompt`, `layer`, `head`. scaled_down: what
+    is smaller than in the paper, whatever the model. figures: key → caption: title, shows, look_for, source, wide.
+    elsewhere: published figures that are this one of another model or text. module: where the function is; empty: of
+    the collected claims.
+    """
+
+    name: str
+    module: str
+    title: str
+    paper: str
+    needs: Sequence[str] = ()
+    options: Sequence[str] = ()
+    scaled_down: str = ""
+    figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,55 +58,69 @@ class Alias:
     published_on: str
 
 
+@cache
+def declared() -> dict[str, Declaration]:
+    """All declarations by name: of each paper the tables, the figures, the rest, the claims."""
+    found: dict[str, Declaration] = {}
+    for group, folder in PAPERS.items():
+        text = (files("theodolite_papers") / folder / "experiments.toml").read_text(encoding="utf-8")
+        modules = tomllib.loads(text)
+        paper = modules.pop("claims")
+        entries = {name: entry for of_module in modules.values() for name, entry in of_module.items()}
+        for module, of_module in modules.items():
+            for name, entry in of_module.items():
+                place = f"theodolite_papers.{folder}.{module}"
+                whole = {**entries.get(entry.get("like"), {}), "elsewhere": {}, **entry}
+                whole.pop("like", None)
+                found[f"{group}/{name}"] = Declaration(f"{group}/{name}", place, **whole)
+        options = sorted({option for entry in entries.values() for option in entry.get("options", [])})
+        found[f"{group}/claims"] = Declaration(f"{group}/claims", "", CLAIMS, paper, options=options)
+    order = sorted(found, key=lambda it: (it.partition("/")[0], not found[it].module, *reading_order(it)))
+    return {name: found[name] for name in order}
+
+
+@cache
+def aliases() -> dict[str, Alias]:
+    """The published figures that are another experiment's, by name."""
+    return {
+        f"{one.name.partition('/')[0]}/{name}": Alias(f"{one.name.partition('/')[0]}/{name}", one.name, text)
+        for one in declared().values()
+        for name, text in one.elsewhere.items()
+    }
+
+
 class _Catalogue(Mapping[str, "Experiment"]):
-    """The experiments by name, each imported when it is asked for: tables, figures, the rest, the claims of a group."""
+    """The experiments by name, each imported when it is asked for."""
 
     def __init__(self) -> None:
-        modules: dict[str, str] = {}
-        for row in _MODULES.strip().splitlines():
-            group, module, *names = row.split()
-            modules |= {f"{group}/{name}": f"theodolite_papers.{module}" for name in names}
-        modules |= {f"{group}/claims": "" for group in _PAPERS}
-        order = sorted(modules, key=lambda it: (it.partition("/")[0], not modules[it], *reading_order(it)))
-        self._modules = {name: modules[name] for name in order}
         self._read: dict[str, Experiment] = {}
 
     def __getitem__(self, name: str) -> Experiment:
-        module = self._modules[name]
-        if name not in self._read and module:
-            self._read |= _declared(module)
-        elif name not in self._read:
-            from theodolite_papers.experiment import claims
+        module = declared()[name].module
+        if name not in self._read:
+            from theodolite_papers.experiment import Experiment, claims
 
-            group = name.partition("/")[0]
-            others = [self[each] for each in self if each.startswith(f"{group}/") and each != name]
-            self._read[name] = claims(group, _PAPERS[group], others)
+            if module:
+                values = vars(import_module(module)).values()
+                each = [one for value in values for one in (value if isinstance(value, list) else [value])]
+                self._read |= {one.name: one for one in each if isinstance(one, Experiment)}
+            else:
+                group = name.partition("/")[0]
+                others = [self[each] for each in self if each.startswith(f"{group}/") and each != name]
+                self._read[name] = claims(declared()[name], others)
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
+        return iter(declared())
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(declared())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._modules
-
-
-def _declared(module: str) -> dict[str, Experiment]:
-    """The experiments of a module by name."""
-    from theodolite_papers.experiment import Experiment
-
-    values = vars(import_module(module)).values()
-    each = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    return {one.name: one for one in each if isinstance(one, Experiment)}
+        return name in declared()
 
 
 EXPERIMENTS: Mapping[str, Experiment] = _Catalogue()
-
-_ROWS = [row.split(maxsplit=2) for row in _ELSEWHERE.strip().splitlines()]
-_ALIASES = [Alias(f"{of.partition('/')[0]}/figure{number}", of, text) for of, number, text in _ROWS]
-ALIASES = {alias.name: alias for alias in _ALIASES}
 
 
 def find(name: str) -> list[Experiment]:
@@ -149,7 +131,7 @@ def find(name: str) -> list[Experiment]:
 def _named(name: str) -> Experiment:
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]
-    alias = ALIASES[name]
+    alias = aliases()[name]
     original = EXPERIMENTS[alias.of]
     return replace(original, name=name, title=f"{original.title} (published for {alias.published_on})")
 
@@ -159,7 +141,7 @@ def names_of(name: str) -> list[str]:
     meant: list[str] = []
     for pattern in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
         pattern = re.sub(r"(^|/)fig(\d+)$", r"\1figure\2", pattern)
-        if pattern in EXPERIMENTS or pattern in ALIASES:
+        if pattern in EXPERIMENTS or pattern in aliases():
             chosen = [pattern]
         else:
             chosen = [each for each in EXPERIMENTS if each.startswith(f"{pattern}/")]
@@ -172,7 +154,7 @@ def names_of(name: str) -> list[str]:
 
 
 def _nearest(pattern: str) -> str:
-    names = [*EXPERIMENTS, *ALIASES]
+    names = [*EXPERIMENTS, *aliases()]
     # A name without its group is compared with names without theirs.
     short = {key.rsplit("/", 1)[-1]: key for key in names}
     near = (
@@ -183,29 +165,24 @@ def _nearest(pattern: str) -> str:
     return f"did you mean {', '.join(near)}?" if near else "`theodolite reproduce` lists them all"
 
 
-def need_no_model(experiments: list[Experiment]) -> bool:
-    """Whether no model need be opened and no text read for any of them."""
-    return all("nothing" in experiment.needs for experiment in experiments)
+def all_need(experiments: Sequence[Experiment], need: str) -> bool:
+    """Whether each of them reads nothing but that: `nothing`, or a `prompt`."""
+    return all(need in experiment.needs for experiment in experiments)
 
 
-def on_prompts(experiments: list[Experiment]) -> bool:
-    """Whether a model and a prompt are all that each of them reads: no text, and no survey of one."""
-    return all("prompt" in experiment.needs for experiment in experiments)
-
-
-def made_by(experiments: list[Experiment]) -> str | None:
+def made_by(experiments: Sequence[Experiment]) -> str | None:
     """The command whose folder all of these are read from; None where they need a model or nothing."""
     commands = [{need for need in each.needs if need.startswith("theodolite ")} for each in experiments]
     found = set().union(*commands)
     return found.pop() if len(found) == 1 and all(commands) else None
 
 
-def check_options(experiments: list[Experiment], given: list[str]) -> None:
+def check_options(experiments: Sequence[Experiment], given: Sequence[str]) -> None:
     """Refuse an option that none of the experiments takes, rather than ignore it."""
     known = {option for experiment in experiments for option in experiment.options}
     for option in given:
         if option not in known:
-            takers = [name for name, experiment in EXPERIMENTS.items() if option in experiment.options]
+            takers = [name for name, one in declared().items() if option in one.options]
             raise UsageError(
                 f"--{option} is not for {', '.join(experiment.name for experiment in experiments)}: "
                 f"only {', '.join(takers)} take it"
@@ -239,10 +216,10 @@ def reproduce(
     if len(chosen) != 1:
         raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
     read: Run | dict[str, Any] | None = run
-    if read is None and model is not None and on_prompts(chosen):
+    if read is None and model is not None and all_need(chosen, "prompt"):
         read = of_model(model)
     elif read is None:
-        if not need_no_model(chosen):
+        if not all_need(chosen, "nothing"):
             raise UsageError(f"{name} needs a run: survey a model, or load a run folder")
         read = of_nothing()
     return Study(read, model, corpus, other, focus=focus).outcome(chosen[0])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from theodolite import Corpus, OpenModel, Run, survey
 from theodolite.corpus.groups import halves
@@ -18,24 +19,66 @@ from theodolite.models.prompts import Focus
 from theodolite.passes.provenance import describe_model, versions
 from theodolite.passes.run import SCHEMA_VERSION
 from theodolite.report.data import array, column
+from theodolite.report.exhibit import Choice
 from theodolite.report.exhibit import by_layer as by_layer
 from theodolite.report.exhibit import by_name as by_name
 from theodolite.report.measures import BAO as BAO
 from theodolite.report.measures import SONG as SONG
 from theodolite.report.measures import ZHANG as ZHANG
-from theodolite.report.outcome import Heading, Outcome
+from theodolite.report.outcome import Heading
+from theodolite.report.outcome import Outcome as PageOutcome
 from theodolite.system.progress import ShowStage
+from theodolite_papers import catalogue
 
 
-def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
+@dataclass
+class Outcome(PageOutcome):
+    """What an experiment gives; `draw` shows figures under the captions of its declaration."""
+
+    captions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def draw(self, key: str, figure: go.Figure | Choice, caption: str = "", **values: object) -> None:
+        """Show a figure; `values` fill the caption of that name (default: `key`) in `experiments.toml`."""
+        texts = dict(self.captions[caption or key])
+        wide = texts.pop("wide", False)
+        filled = {name: text.format(**values) if values else text for name, text in texts.items()}
+        self.figure(key, figure=figure, wide=wide, **filled)
+
+
+@dataclass(frozen=True)
+class Experiment(Heading):
+    """A published table or figure: its `Declaration`, and `fill`, which fills an outcome."""
+
+    needs: Sequence[str]
+    fill: Callable[[Study, Outcome], None]
+    options: Sequence[str] = ()
+    scaled_down: str = ""
+    captions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def experiment(
+    name: str,
+    title: str,
+    paper: str,
+    needs: Sequence[str] = (),
+    options: Sequence[str] = (),
+    scaled_down: str = "",
+) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
+    """Declare the function below it an `Experiment`; the arguments are those of `catalogue.Declaration`."""
+    return lambda fill: Experiment(name, title, paper, needs, fill, options, scaled_down)
+
+
+def declared(name: str) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
+    """Make the function below it the experiment that its paper's `experiments.toml` has under this name."""
+    of = catalogue.declared()[name]
+    heading = name, of.title, of.paper, of.needs
+    return lambda fill: Experiment(*heading, fill, of.options, of.scaled_down, of.figures)
+
+
+def claims(of: catalogue.Declaration, experiments: list[Experiment]) -> Experiment:
     """The experiment that collects the verdicts of `experiments`."""
 
-    @experiment(
-        f"{group}/claims",
-        "Every claim that the other experiments judge, on one page",
-        paper,
-        options=sorted({option for each in experiments for option in each.options}),
-    )
+    @experiment(of.name, of.title, of.paper, options=of.options)
     def collected(study: Study, outcome: Outcome) -> None:
         rows: list[dict[str, str]] = []
         for each in experiments:
@@ -56,33 +99,6 @@ def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
 
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Experiment(Heading):
-    """A published table or figure.
-
-    needs: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text; `nothing`: no model and no
-    text; `theodolite train …`: a folder that it wrote. fill: fills an outcome. options: `other`, `prompt`, `layer`,
-    `head`. scaled_down: what is smaller than in the paper, whatever the model.
-    """
-
-    needs: tuple[str, ...]
-    fill: Callable[[Study, Outcome], None]
-    options: tuple[str, ...] = ()
-    scaled_down: str = ""
-
-
-def experiment(
-    name: str,
-    title: str,
-    paper: str,
-    needs: Sequence[str] = (),
-    options: Sequence[str] = (),
-    scaled_down: str = "",
-) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
-    """Declare the function below it an `Experiment`."""
-    return lambda fill: Experiment(name, title, paper, tuple(needs), fill, tuple(options), scaled_down)
 
 
 class Study:
@@ -128,7 +144,7 @@ class Study:
         if experiment.name not in self._outcomes:
             for need in experiment.needs:
                 self._require(need, experiment.name)
-            outcome = Outcome()
+            outcome = Outcome(captions=experiment.captions)
             experiment.fill(self, outcome)
             self._outcomes[experiment.name] = outcome
         return self._outcomes[experiment.name]

@@ -1,15 +1,19 @@
-"""`theodolite reproduce`: parsing, and what the experiments read. Nothing is measured here."""
+"""`theodolite reproduce`: the list of experiments; and those that are named made, written and shown, one by one."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from theodolite.cli.options import Model, Opening, RunFolder, Text, default_folder, say_where, short_name
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
@@ -17,10 +21,12 @@ from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target, json_text
 from theodolite.system.interrupt import interruptible
+from theodolite.system.wording import harmless
 from theodolite_papers import catalogue
 
 if TYPE_CHECKING:
     from theodolite.models.prompts import Focus
+    from theodolite.system.progress import ShowStage
     from theodolite_papers.experiment import Experiment, Study
 
 
@@ -28,7 +34,7 @@ def _complete(incomplete: str) -> list[str]:
     """Names of experiments and of their groups; the last of several with commas between them."""
     before, comma, last = incomplete.rpartition(",")
     groups = dict.fromkeys(name.partition("/")[0] for name in catalogue.EXPERIMENTS)
-    names = *groups, *catalogue.EXPERIMENTS, *catalogue.ALIASES
+    names = *groups, *catalogue.EXPERIMENTS, *catalogue.aliases()
     return [before + comma + name for name in names if name.startswith(last)]
 
 
@@ -83,12 +89,11 @@ def reproduce_command(
             text.check()
             _with_corpus(text, other).check()
 
-        from theodolite.models.prompts import Focus
-        from theodolite_papers.command import list_as_json, list_experiments, run_experiments
-
         if name is None:
-            print(json_text(list_as_json())) if as_json else list_experiments(Console())
+            print(json_text(list_as_json())) if as_json else _list_experiments(Console())
             return
+        from theodolite.models.prompts import Focus
+
         experiments, focus = catalogue.find(name), Focus(prompt, layer, head)
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
         given = [option for option, value in options.items() if value is not None]
@@ -96,7 +101,7 @@ def reproduce_command(
         request = _Request(name, model, text, other, out, opening, stopped)
         study, pages = _study(request, experiments, focus)
         console, unkept = screen if as_json else Console(), partial(bars, stopped, kept=False)
-        page = run_experiments(experiments, study, pages, console, as_json=as_json, bars=unkept)
+        page = _run_experiments(experiments, study, pages, console, as_json=as_json, bars=unkept)
         if page is not None:
             say_where(page, as_json)
 
@@ -127,24 +132,28 @@ class _Request:
 
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
     """What the experiments read, and the folder for their pages."""
-    from theodolite_papers.command import provenance_reader
+    from theodolite_papers.catch_tag_release.few_shot import few_shot_provenance, is_few_shot
     from theodolite_papers.experiment import Study, of_model, of_nothing
+    from theodolite_papers.localization.locater import grid_provenance
+    from theodolite_papers.localization.locater_training import is_grid
 
-    name, seed = request.name, request.text.seed
-    provenance, command = request.model and provenance_reader(request.model), catalogue.made_by(experiments)
-    if request.model is not None and provenance:
-        refuse_unread(f"{name} of a folder of training runs reads no other text or model", request.unread())
-        folder = Path(request.model)
-        return Study(provenance(folder)), request.out or folder / "reproduce"
+    name, seed, command = request.name, request.text.seed, catalogue.made_by(experiments)
+    for is_there, provenance in ((is_grid, grid_provenance), (is_few_shot, few_shot_provenance)):
+        if request.model is not None and is_there(request.model):
+            refuse_unread(
+                f"{name} of a folder of training runs reads no other text or model", request.unread()
+            )
+            folder = Path(request.model)
+            return Study(provenance(folder)), request.out or folder / "reproduce"
     if command is not None:
         raise UsageError(
             f"{name}: pass the folder that `{command}` wrote, or, of several training runs, theirs"
         )
-    if catalogue.need_no_model(experiments):
+    if catalogue.all_need(experiments, "nothing"):
         refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
         pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]
         return Study(of_nothing(seed)), pages
-    if catalogue.on_prompts(experiments):
+    if catalogue.all_need(experiments, "prompt"):
         refuse_unread(f"{name} reads its prompt and no text", request.text.given())
         model = request.opening.open(request.model)
         pages = (request.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
@@ -176,3 +185,74 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         write_report(run, folder / "report")
     pages = folder / "reproduce"
     return Study(run, model, read, second, folder=pages, focus=focus), pages
+
+
+def _list_experiments(console: Console) -> None:
+    """Print every name with one line, and which published figures are others on another model or text."""
+    names, aliases = (Table(box=None, padding=(0, 2, 0, 0), show_header=False) for _ in range(2))
+    names.add_column(no_wrap=True)
+    names.add_column()
+    for row in list_as_json():
+        if row["name"] in catalogue.aliases():
+            aliases.add_row(row["name"], escape(row["paper"]))
+        else:
+            names.add_row(row["name"], escape(row["title"]))
+    console.print(names)
+    console.print("\nPublished figures that show the same for another model or text:", highlight=False)
+    console.print(aliases)
+
+
+def list_as_json() -> list[dict[str, str]]:
+    """Name, title and the paper's finding of every experiment, and of the published figures that are one elsewhere."""
+    declared = catalogue.declared()
+    rows = [{"name": one.name, "title": one.title, "paper": one.paper} for one in declared.values()]
+    for alias in catalogue.aliases().values():
+        paper = f"{alias.of}, published for {alias.published_on}"
+        rows.append({"name": alias.name, "title": declared[alias.of].title, "paper": paper})
+    return rows
+
+
+def _run_experiments(
+    experiments: list[Experiment],
+    study: Study,
+    place: Path,
+    console: Console,
+    *,
+    as_json: bool,
+    bars: Callable[[], AbstractContextManager[ShowStage]],
+) -> Path | None:
+    """Make, write and show each experiment, and return the page to open: its own, or the index of several.
+
+    Alone, an experiment that cannot be made is an error; in a group it is passed over with its reason, on `console`.
+    """
+    from theodolite.report.outcome_page import result, write_index, write_outcome
+    from theodolite.report.terminal import show_outcome
+
+    results: list[dict[str, Any]] = []
+    shown_verdicts: set[Any] = set()
+    reasons: list[str] = []
+    page: Path | None = None
+    for number, experiment in enumerate(experiments):
+        try:
+            with bars() as study.show:  # gone before anything is printed
+                study.show(experiment.name, number, len(experiments))
+                outcome = study.outcome(experiment)
+        except UsageError as error:
+            if len(experiments) == 1:
+                raise
+            reasons.append(str(error))
+            skipped = f"{experiment.name} is skipped: {harmless(str(error))}"
+            console.print(skipped, markup=False, highlight=False)
+            continue
+        provenance = study.provenance_of(experiment)
+        page = write_outcome(experiment, outcome, provenance, place)
+        results.append(result(experiment, outcome, provenance))
+        if not as_json:
+            show_outcome(experiment, outcome, console, shown_verdicts)
+            shown_verdicts |= set(outcome.verdicts)
+    if not results:
+        raise UsageError(reasons[0])
+    index = write_index(place)
+    if as_json:
+        print(json.dumps(results, ensure_ascii=False, allow_nan=False))
+    return page if len(experiments) == 1 else index

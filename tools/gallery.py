@@ -19,7 +19,7 @@ from theodolite.corpus import spec
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent
 from theodolite.report.outcome_page import JUDGED, KINDS, RESULT, SOURCES
 from theodolite_papers import ALIASES, EXPERIMENTS
-from theodolite_papers.catalogue import need_no_model
+from theodolite_papers.catalogue import all_need
 
 DOCS = Path(__file__).parent.parent / "docs"
 PICTURES, RESULTS = DOCS / "images" / "gallery", DOCS / "results" / "gallery"
@@ -135,7 +135,7 @@ def _commands(name: str, provenance: dict[str, Any] | None) -> list[str]:
     training = TRAININGS.get(name)
     folder = " " + training.split("--out ")[1].split("/")[0].split()[0] if training else ""
     experiment = EXPERIMENTS[ALIASES[name].of if name in ALIASES else name]
-    alone = need_no_model([experiment])
+    alone = all_need([experiment], "nothing")
     options, made = "", ""
     if provenance is not None:
         corpus = provenance.get("corpus")

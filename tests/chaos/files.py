@@ -89,7 +89,7 @@ SUBJECTS: list[tuple[str, str, dict[str, Tampering]]] = [
     ("trained/identity.json", "train, trained", IDENTITY),
     ("trained/config.json", "train, trained", GONE | OTHER_JSON),
     ("trained/model.safetensors", "train, trained", GONE | TENSORS | WEIGHTS),
-    ("begun.partial/identity.json", "train, begun", IDENTITY),
+    ("begun.partial/job.json", "train, begun", SEALED_JSON),
     ("begun.partial/checkpoint.safetensors", "train, begun", SEALED | TENSORS),
     (
         "pages/localization-figure2/result.json",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import inspect
 import itertools
 import json
+import lzma
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -73,6 +77,42 @@ def test_numbers_label_too_and_topic_is_a_label(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"text": "a", "topic": 3}\n{"text": "b", "topic": "z", "label": 0}\n')
     assert [document.label for document in read_path(path)] == ["3", "0"]
+
+
+COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_compressed_files_are_what_is_in_them(tmp_path: Path, suffix: str) -> None:
+    """Oracle: the standard library's compressors, and the same files as they are."""
+    pd.DataFrame(ROWS).to_parquet(tmp_path / "c.parquet")
+    (tmp_path / "a.txt").write_text("one text")
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    for path in sorted(tmp_path.glob("*.*")):
+        compressed = path.with_name(path.name + suffix)
+        compressed.write_bytes(COMPRESSORS[suffix](path.read_bytes()))
+        assert [d.text for d in read_path(compressed)] == [d.text for d in read_path(path)]
+        compressed.write_bytes(compressed.read_bytes()[:-9])
+        with pytest.raises(UsageError, match=r"cannot be decompressed .*; compress it anew"):
+            list(read_path(compressed))
+    (tmp_path / "d.txt.zst").write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"pip install zstandard|cannot be decompressed"):
+        list(read_path(tmp_path / "d.txt.zst"))
+
+
+def test_a_reader_of_another_kind_is_a_function_and_a_line(tmp_path: Path, monkeypatch) -> None:
+    """As a newcomer adds subtitles: folders, labels and errors are as of the others. Oracle: the lines by hand."""
+
+    def subtitles(path: Path, columns: Columns) -> Iterator[Document]:
+        blocks = texts.text_of(path).strip().split("\n\n")
+        yield Document("\n".join(line for block in blocks for line in block.split("\n")[2:]))
+
+    monkeypatch.setitem(texts.READERS, ".srt", subtitles)
+    spoken = "1\n00:00:01,000 --> 00:00:02,000\nGood\nmorning.\n\n2\n00:00:03,000 --> 00:00:04,000\nAngles!\n"
+    (tmp_path / "a.srt").write_text(spoken)
+    assert list(read_path(tmp_path)) == [Document("Good\nmorning.\nAngles!", "a.srt")]
+    with pytest.raises(UsageError, match="holds no table"):
+        list(read_path(tmp_path / "a.srt", Columns("body")))
 
 
 @pytest.mark.parametrize(

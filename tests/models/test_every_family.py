@@ -17,12 +17,14 @@ from theodolite.attention.inputs import AttentionInputs, attend, softmax
 from theodolite.errors import UsageError
 from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel, open_model, open_weights
+from theodolite.models.doors.taps import tapped
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.stored.loading import on_meta
 from theodolite.models.stored.skeleton import build_skeleton
-from theodolite.models.weights.head_weights import HeadWeights, read_head_weights
-from theodolite.models.weights.projections import find_projections
+from theodolite.models.weights.copies import stop_at_tap
+from theodolite.models.weights.head_weights import HeadWeights, read_head_weights, through_tap
 from theodolite.models.weights.replaced_weights import replaced
+from theodolite.models.weights.weight_map import find_projections
 from theodolite.passes.run import Run
 from theodolite.passes.survey import spectra
 
@@ -162,7 +164,7 @@ def check_passes(family: str, model: OpenModel) -> None:
 
 
 def check_weights(family: str, model: OpenModel) -> None:
-    """Oracles: the parameters by name; the tap, for tokens at position 0, where nothing is rotated."""
+    """Oracles: the parameters by name; rows of [0; I] through the tap; tokens at position 0, where nothing rotates."""
     state = {name: value.double() for name, value in model.hf.state_dict().items()}
     seen = Seen()
     inputs = sample(family) if family == "vit" else sample(family, 9, 1)
@@ -170,6 +172,13 @@ def check_weights(family: str, model: OpenModel) -> None:
         model.hf.base_model(**inputs)
     for layer in LAYERS:
         weights, expected = model.head_weights(layer), named_weights(family, state, layer)
+        with tapped(model.hf, stop_at_tap), torch.no_grad():
+            rows = through_tap(model.structure.attention_at(layer), model.calls[layer])
+        assert rows is not None
+        assert (rows.scaling, rows.projection) == (weights.scaling, weights.projection)
+        for part in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
+            atol = 1e-6 if family in IN_FLOAT32 else 1e-13
+            torch.testing.assert_close(getattr(weights, part), getattr(rows, part), rtol=0, atol=atol)
         if family == "gpt_oss":
             # YaRN multiplies cosines and sines, and so queries and keys, by 0.1 ln(factor) + 1.
             expected[:2] = [w * (0.1 * math.log(32.0) + 1) for w in expected[:2]]
@@ -198,10 +207,7 @@ def _read(model: OpenModel) -> HeadWeights:
 
 
 def check_projections(family: str, model: OpenModel) -> None:
-    """Oracle: `head_weights`, which reads every row of the weights through the tap and no parameter.
-
-    The gradient of ½‖W‖² is W, so that a step of −1 leaves exactly zero where W_q and W_k are read.
-    """
+    """Oracle: `head_weights`. The gradient of ½‖W‖² is W, so that a step of −1 leaves zero where W_q and W_k are."""
     if family == "qwen3":
         with pytest.raises(
             UsageError, match=r"layer 0: .*layers\.0\.self_attn .*q_norm, k_norm.*layers=\[…\]"
@@ -222,11 +228,11 @@ def check_projections(family: str, model: OpenModel) -> None:
             torch.testing.assert_close(repeated, expected, rtol=0, atol=atol)
     w_q, w_k = layers[1].factors()
     ((w_q.square().sum() + w_k.square().sum()) / 2).backward()
-    untouched, factor = _read(copied).w_v, layers[1].query.factor
+    untouched, factor = _read(copied).w_v, layers[1].query.rows.factor
     with torch.no_grad():
         for module, name in layers[1].places:
             parameter = getattr(module, name)
-            parameter -= parameter.grad if factor is None else parameter.grad / factor[0] ** 2
+            parameter -= parameter.grad if factor is None else parameter.grad / factor[0, 0] ** 2
     weights = _read(copied)
     for zeros in (weights.w_q, weights.w_k):
         torch.testing.assert_close(zeros, torch.zeros_like(zeros), rtol=0, atol=2e-7)

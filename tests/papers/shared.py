@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from theodolite.judging import Verdict
-from theodolite.report.outcome import Outcome
+from theodolite_papers.catalogue import declared
+from theodolite_papers.experiment import Outcome
 
 
 def quiet() -> Console:
@@ -24,9 +25,16 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def verdicts_of(fill: Callable[..., object], *evidence: object, **options: object) -> list[Verdict]:
-    """Those that a function adds to an outcome."""
-    outcome = Outcome()
+def outcome_of(name: str) -> Outcome:
+    """An empty one, with the captions of an experiment."""
+    return Outcome(captions=declared()[name].figures)
+
+
+def verdicts_of(
+    fill: Callable[..., object], *evidence: object, of: str = "geometry/claims", **options: object
+) -> list[Verdict]:
+    """Those that a function adds to the outcome of an experiment."""
+    outcome = outcome_of(of)
     fill(outcome, *evidence, **options)
     return outcome.verdicts
 

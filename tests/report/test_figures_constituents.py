@@ -22,7 +22,7 @@ from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.exhibits.constituents import CONSTITUENT_EXHIBITS
 from theodolite.report.payload import figure_json
 from theodolite.report.published import LOW_FREQUENCY_QK
-from theodolite_papers.drawing.theory import TILE_HEADROOM, positional_tiles
+from theodolite_papers.drawing import TILE_HEADROOM, positional_tiles
 
 
 def with_bias(run: Run) -> Run:

@@ -12,12 +12,12 @@ import transformers
 from scipy.stats import binomtest
 
 from tests import checkpoints
+from tests.papers.shared import outcome_of
 from tests.report.drawn import drawn, finite
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.outcome import Outcome
 from theodolite.sinks.prompt import LEFT_OUT, PromptTrace, trace_prompt
 from theodolite_papers.catch_tag_release.prompt_sinks import explained_by_place, judge_places, show_prompt
 
@@ -92,7 +92,7 @@ def test_groups_by_hand(model, eager):
 
 
 def shown(trace, tokens, **options):
-    outcome = Outcome()
+    outcome = outcome_of("sinks/figure2")
     show_prompt(outcome, trace, tokens, **options)
     return outcome
 
@@ -163,7 +163,7 @@ def places_of(trace: PromptTrace) -> pd.DataFrame:
 
 
 def answers(trace: PromptTrace) -> list[str]:
-    outcome = Outcome()
+    outcome = outcome_of("sinks/figure2")
     judge_places(outcome, trace, places_of(trace))
     return [verdict.answer for verdict in outcome.verdicts]
 

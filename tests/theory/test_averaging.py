@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from theodolite.errors import UsageError
 from theodolite.theory.averaging import ABSENT, averaging_error, averaging_model, mean_after
 
 LENGTH = 20
@@ -106,13 +105,6 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(
         lambda x, *parts: averaging_model(*parts)(x, places).output, (numbers, *values)
     )
-
-
-def test_refusals() -> None:
-    with pytest.raises(UsageError, match="needs d > 0"):
-        averaging_model(10.0, d=0.0)
-    with pytest.raises(UsageError, match="place that 20 tokens do not have"):
-        averaging_model(10.0)(sequences(1)[0], LENGTH)
 
 
 def test_errata() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scipy.stats import f_oneway
 from torch import Tensor
 
-from theodolite.errors import UsageError
 from theodolite.theory import decompose
 from theodolite.theory.grouping import chance_explained, variance_explained
 
@@ -48,12 +47,6 @@ def test_values_are_numpys_and_survive_float32_input() -> None:
     np.testing.assert_allclose(parts.mean, exact.mean((0, 1)), rtol=1e-14)
     np.testing.assert_allclose(parts.pos, exact.mean(0) - exact.mean((0, 1)), atol=1e-10)
     np.testing.assert_allclose(parts.ctx, exact.mean(1) - exact.mean((0, 1)), atol=1e-10)
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (2, 0, 4), (1, 2, 3, 4)])
-def test_wrong_shape_is_named(shape: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match=str(shape).replace("(", r"\(").replace(")", r"\)")):
-        decompose(torch.zeros(shape))
 
 
 def test_of_one_dimension_it_is_the_f_statistic():

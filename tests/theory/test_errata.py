@@ -332,12 +332,3 @@ def test_appendix_b_1_exponent() -> None:
     printed = [(math.sin, math.cos)[i % 2](1 / 10000 ** (2 * i / 4)) for i in range(4)]
     assert sum(x * x for x in printed) == pytest.approx(2.71, abs=0.005)
     torch.testing.assert_close(sinusoidal(9, 4).square().sum(-1), torch.full((9,), 2.0, dtype=DOUBLE))
-
-
-def test_bound_7_holds_for_the_frobenius_norm_and_not_for_the_spectral_norm() -> None:
-    """W_QK = Σ = I, d = 64: |tr W|/(√d ‖Σ‖₂) = 8 > ‖W_QK‖₂ = 1, and ‖W_QK‖_F = 8 attains it."""
-    identity = torch.eye(64, dtype=DOUBLE)
-    left = identity.trace() / math.sqrt(64)
-    assert left == 8
-    assert torch.linalg.matrix_norm(identity, 2) == 1
-    assert torch.linalg.matrix_norm(identity) == left

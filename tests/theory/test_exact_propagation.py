@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tests.theory.test_propagation import finite_moments, walk_values
-from theodolite.errors import UsageError
 from theodolite.theory import probability_between, propagation_exact, propagation_exact_head
 
 DOUBLE = torch.float64
@@ -157,19 +156,3 @@ def test_chosen_positions_and_the_default_temperature() -> None:
     torch.testing.assert_close(some, whole[[149, 0, 76]], rtol=0, atol=1e-9)
     assert propagation_exact_head(w_q * math.nan, w_k, 3).isnan().all()
     assert (propagation_exact_head(w_q * 0, w_k, 3) == 1).all()
-
-
-def test_wrong_calls_are_named() -> None:
-    one = torch.ones(2, 1)
-    with pytest.raises(UsageError, match="length is 0"):
-        propagation_exact(torch.ones(3), 0, 1.0)
-    with pytest.raises(UsageError, match="temperature is 0"):
-        propagation_exact(torch.ones(3), 2, 0.0)
-    with pytest.raises(UsageError, match="give keys from 1 to 4"):
-        propagation_exact_head(one, one, 4, positions=[1, 5])
-    with pytest.raises(UsageError, match="positions is empty"):
-        propagation_exact_head(one, one, 4, positions=[])
-    with pytest.raises(UsageError, match="negative eigenvalue"):
-        propagation_exact_head(one, one, 4, covariance=-torch.eye(2))
-    with pytest.raises(UsageError, match="not symmetric"):
-        propagation_exact_head(one, one, 4, covariance=torch.tensor([[1.0, 0.5], [0.0, 1.0]]))

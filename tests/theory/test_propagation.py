@@ -10,7 +10,6 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from theodolite.errors import UsageError
 from theodolite.theory import (
     curve_centre,
     curve_spread,
@@ -143,19 +142,6 @@ def test_certain_positions_pass_a_zero_gradient() -> None:
     zero = torch.zeros((), dtype=DOUBLE, requires_grad=True)
     (gradient,) = torch.autograd.grad(propagation_finite(zero, zero, zero, 6, 1.0).sum(), zero)
     assert gradient == 0
-
-
-def test_wrong_calls_are_named() -> None:
-    one = torch.ones(())
-    with pytest.raises(UsageError, match="unknown variant 'exact'"):
-        propagation(torch.zeros(1), one, one, variant="exact")
-    with pytest.raises(UsageError, match="length is 0"):
-        propagation_finite(one, one, one, 0, 1.0)
-    for temperature in (0.0, -2.0, torch.tensor(-2.0), torch.nan):
-        with pytest.raises(UsageError, match=r"temperature is .*: give a positive number"):
-            propagation_finite(one, one, one, 3, temperature)
-    with pytest.raises(UsageError, match="eta is -1: a scale is not negative"):
-        propagation(torch.zeros(1), one, torch.tensor([torch.nan, -1.0, 2.0]))
 
 
 def test_undefined_and_zero_scales_pass_and_so_does_vmap() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from theodolite.errors import UsageError
 from theodolite.theory import REGIMES, propagation, regime, regime_margins, regime_of_curve
 from theodolite.theory.regimes import QUANTITIES, UNDEFINED
 
@@ -113,12 +112,6 @@ def test_margins_of_silent_and_undefined_heads() -> None:
     single = regime_margins(0.0, 0.1)
     assert single.name == "uniform"
     assert single.margin.shape == ()
-
-
-def test_a_negative_scale_is_refused() -> None:
-    for function in (regime, regime_margins):
-        with pytest.raises(UsageError, match="eta is -1: a scale is not negative"):
-            function([1.0, 1.0], [np.nan, -1.0])
 
 
 def test_regimes_are_read_off_curves_as_theory_reads_them():

@@ -53,7 +53,7 @@ def runs_command(
         else:
             Console(soft_wrap=True).print(_table(rows))
 
-        from theodolite.report.runs_page import write_runs
+        from theodolite.report.page import write_runs
 
         pages = {row["folder"]: page_of(folder / row["folder"]) for row in rows}
         say_where(write_runs(rows, pages, folder), as_json)

@@ -1,1 +1,1 @@
-"""Texts: documents, the contexts cut from them, corpora by name, and two tasks with texts of their own."""
+"""Read texts and images, and cut them into the contexts that a model is measured on."""

@@ -1,4 +1,4 @@
-"""Addition problems as text, as in Song & Zhong 2024 (section 4.3, appendix D.3).
+"""Draw addition problems as text, as in Song & Zhong 2024 (section 4.3, appendix D.3).
 
 An example is `a+b=c` and a line break, one token per character. The answer is written in reverse, last
 digit first, as in their published code (not stated in the paper), so that carries propagate forwards.
@@ -24,18 +24,18 @@ MOST_DIGITS = 18
 
 
 def full_length(digits: tuple[int, int] = DIGITS) -> int:
-    """Characters of the longest example: three numbers, `+`, `=` and the line break; 33 as published."""
+    """Count the characters of the longest example: three numbers, `+`, `=` and the line break; 33 as published."""
     return 2 * digits[1] + _longest_sum(digits) + 3
 
 
 def corpus_name(digits: tuple[int, int]) -> str:
-    """`addition`, or `addition:10`, `addition:3-6` where the digits are not the published ones."""
+    """Name the corpus: `addition`, or `addition:10`, `addition:3-6` where the digits are not the published ones."""
     fewest, most = digits
     return NAME if digits == DIGITS else f"{NAME}:{fewest if fewest == most else f'{fewest}-{most}'}"
 
 
 def digits_of(name: str) -> tuple[int, int] | None:
-    """The digits of a corpus by its name; None: not a corpus of addition problems.
+    """Read the digits from the name of a corpus; None: it is no corpus of addition problems.
 
     Raises:
         UsageError: what follows `addition:` is not one or two numbers of digits in order.
@@ -47,7 +47,7 @@ def digits_of(name: str) -> tuple[int, int] | None:
 
 
 def parse_digits(given: str) -> tuple[int, int]:
-    """`10` or `5-10` as (fewest, most).
+    """Read `10` or `5-10` as (fewest, most).
 
     Raises:
         UsageError: it is neither, or not within 1 to `MOST_DIGITS`.
@@ -76,7 +76,7 @@ class Addition:
 
 
 def additions(count: int, random: np.random.Generator, digits: tuple[int, int] = DIGITS) -> list[Addition]:
-    """Examples whose operands have uniformly drawn numbers of digits, and whose sum has at most the largest number.
+    """Draw examples whose operands have uniformly drawn numbers of digits, and whose sum has at most the largest one.
 
     With one length alone (`digits = (n, n)`) the sum may have n + 1 digits.
     """

@@ -83,31 +83,31 @@ class Corpus:
 
     @property
     def grid(self) -> PatchGrid | None:
-        """How the tokens of an image lie; None where the contexts are text."""
+        """The grid of an image's patches; None where the contexts are text."""
         return None if self.images is None else self.images.grid
 
     @property
     def leading(self) -> int:
-        """Tokens at the beginning that are told apart from the others: position 0, or all before an image's patches."""
+        """How many first tokens are measured apart: 1 (position 0), or all before an image's patches."""
         return 1 if self.grid is None else self.grid.leading
 
     def inputs(self, rows: slice | Tensor) -> Tensor:
-        """What the model reads of some contexts: token ids (C, T), or pixel values (C, channels, height, width)."""
+        """Give the model's input of some contexts: token ids (C, T), or pixel values (C, channels, height, width)."""
         return self.ids(rows) if self.images is None else self.images.pixels(rows)
 
     def ids(self, rows: slice | Tensor) -> Int[Tensor, "some positions"]:
-        """The token ids of some contexts, which have one length."""
+        """Give the token ids of some contexts, which have one length."""
         ids = self.contexts[rows]
         return (
             ids if self.lengths is None else ids[:, : max(self.lengths[rows].tolist(), default=ids.shape[1])]
         )
 
     def of_one_length(self, first: int, last: int) -> Iterator[slice]:
-        """The contexts `first … last − 1`, in parts that a forward pass can read at once."""
+        """Cut the contexts `first … last − 1` into parts that a forward pass can read at once."""
         yield from [slice(first, last)] if self.lengths is None else runs(self.lengths, first, last)
 
     def batches(self, batch: int) -> Iterator[slice]:
-        """All contexts, at most `batch` at a time."""
+        """Yield all contexts, at most `batch` at a time."""
         for first in range(0, len(self.contexts), batch):
             yield from self.of_one_length(first, min(first + batch, len(self.contexts)))
 
@@ -117,7 +117,7 @@ class Corpus:
         return self.contexts.flatten() if self.lengths is None else self.contexts[self.contexts != NO_TOKEN]
 
     def subset(self, rows: Int[Tensor, " chosen"]) -> Corpus:
-        """Some of the contexts."""
+        """Make a corpus of some of the contexts."""
         images = None if self.images is None else self.images.of(rows)
         lengths = None if self.lengths is None else self.lengths[rows]
         return replace(
@@ -153,7 +153,7 @@ class Corpus:
         pack: bool = True,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
-        """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`documents.read_path`: labels, errors), or images.
+        """Read a file or folder of `.txt`, `.md`, `.jsonl`, `.parquet`, also compressed (`.gz`, …), or of images.
 
         With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
         or of a data set that `datasets` has saved (`pictures.pictures_at`), as long as the model makes them.
@@ -192,7 +192,7 @@ class Corpus:
         *,
         pack: bool = True,
     ) -> Corpus:
-        """Texts in memory, each with its label (None: no labels)."""
+        """Cut texts in memory, each with its label (None: no labels)."""
         if isinstance(texts, str):
             raise UsageError("texts is one string; give a list of texts.")
         texts = list(texts)
@@ -219,7 +219,7 @@ class Corpus:
         pack: bool = True,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
-        """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.
+        """Stream a data set of the Hugging Face hub, or a folder of data files, by `datasets`.
 
         Labels are as in `from_path`; of WikiText, whose rows are lines, its articles' titles
         (`documents.joined_articles`). Reading stops when `sampling.READ_AHEAD` × `contexts` contexts were found, of
@@ -250,7 +250,7 @@ class Corpus:
         held_out: bool = False,
         pack: bool = True,
     ) -> Corpus:
-        """The language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
+        """Read the language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
 
         The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
         that short ones are packed: about 30 kB.
@@ -269,7 +269,7 @@ class Corpus:
         *,
         pack: bool = True,
     ) -> Corpus:
-        """Source code of the running interpreter's standard library, with files as labels."""
+        """Read the source code of the running interpreter's standard library, with files as labels."""
         choice = Choice(contexts, seed, per_label)
         return cls._of_documents(CODE, stdlib_sources(), tokenizer, length, choice, pack)
 
@@ -283,7 +283,7 @@ class Corpus:
         *,
         below: int | None = None,
     ) -> Corpus:
-        """Token ids drawn uniformly and independently: from 0 … vocabulary−1, or from a tokenizer's ids.
+        """Draw token ids uniformly and independently: from 0 … vocabulary−1, or from a tokenizer's ids.
 
         Of a tokenizer, special tokens are left out, and put around every context as in text; and so are ids from
         `below` on, which a model with fewer embeddings than its tokenizer has tokens does not know.
@@ -305,7 +305,7 @@ class Corpus:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Corpus:
-        """Token ids in memory, each row with its label (None: no labels); no tokenizer is needed.
+        """Take token ids in memory, each row with its label (None: no labels); no tokenizer is needed.
 
         A row is a context; with a mask, without its padding on the left or right; with positions that begin anew at
         0, several packed into one. Each is read by itself, from its own position 0, and what has fewer than 4 tokens
@@ -339,7 +339,7 @@ class Corpus:
 
     @classmethod
     def unlabelled(cls, name: str, ids: Int[Tensor, "contexts length"], seed: int) -> Corpus:
-        """Contexts of one length as they are, without labels."""
+        """Take contexts of one length as they are, without labels."""
         return cls(name, ids, *_numbered([None] * len(ids)), seed)
 
     @classmethod
@@ -378,7 +378,7 @@ class Corpus:
         seed: int,
         selection: dict[str, Any],
     ) -> Corpus:
-        """Contexts that may be of unlike lengths, in the order in which they are read."""
+        """Put contexts that may be of unlike lengths in the order in which they are read."""
         contexts, lengths = padded(rows)
         numbers, names = _numbered(labels)
         if lengths is not None:
@@ -404,14 +404,14 @@ class Corpus:
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:
-    """Each label's number, −1 for None, and the labels in the order of their first appearance."""
+    """Number the labels in the order of their first appearance, −1 for None; the numbers and the names."""
     names = list(dict.fromkeys(label for label in labels if label is not None))
     index = {label: position for position, label in enumerate(names)}
     return torch.tensor([-1 if label is None else index[label] for label in labels], device="cpu"), names
 
 
 def _one_each(labels: Sequence[str] | None, count: int, noun: str) -> Sequence[str | None]:
-    """The labels, one for each of `count` things called `noun`; None: no labels."""
+    """Give one label for each of `count` things called `noun`; of None, none."""
     if labels is None:
         return [None] * count
     if len(labels) != count:

@@ -1,4 +1,4 @@
-"""Cut documents into the tokens of contexts: tokenized chunk by chunk, cut or packed, and no further than needed."""
+"""Tokenize documents, and cut or pack them into contexts, reading no further than needed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cutter:
         self.stopped = False
 
     def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, list[int]]]:
-        """The label and the tokens of each context, in the order of reading."""
+        """Yield the label and the tokens of each context, in the order of reading."""
         for document in documents:
             label, full = document.label, False
             pending: list[int] = []
@@ -82,7 +82,7 @@ class Cutter:
                     self.short[label] = pending[self.body :]
 
     def _packed(self, label: str | None, ids: list[int]) -> list[int]:
-        """A short document behind the other ones of its label."""
+        """Append a short document to the others of its label."""
         packed = self.short.setdefault(label, [])
         packed += self.frame.between + ids if packed else ids
         return packed
@@ -92,7 +92,7 @@ class Cutter:
         return label, ids
 
     def rows(self, sample: Sample) -> list[Int[Tensor, " tokens"]]:
-        """The chosen contexts with what the tokenizer puts around each."""
+        """Put what the tokenizer puts around a text around each chosen context."""
         before, after = self.frame.before, self.frame.after
         return [
             torch.from_numpy(np.concatenate([before, body, after]).astype(np.int64))
@@ -100,7 +100,7 @@ class Cutter:
         ]
 
     def nothing_chosen(self, name: str, sample: Sample) -> UsageError:
-        """Why no context was chosen, and what to do."""
+        """Say why no context was chosen, and what to do."""
         if self.cuts and sample.too_short:
             count, label = sample.longest
             return UsageError(
@@ -121,7 +121,7 @@ class Cutter:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """Token ids of `text`, in chunks of at most `CHUNK` characters.
+    """Tokenize `text` in chunks of at most `CHUNK` characters.
 
     Chunks end before white space where there is some: there the tokenizers that split words before merging
     (byte-level BPE, WordPiece) give the same ids as for the whole text. Others may differ by one token per chunk.

@@ -38,7 +38,7 @@ class EmptyFileError(UsageError):
 
 @dataclass(frozen=True)
 class Columns:
-    """What is read of a table.
+    """Which columns of a table are read.
 
     Attributes:
         text: the column of the text.
@@ -54,13 +54,13 @@ class Columns:
 
     @property
     def option(self) -> str:
-        """The option that names something of a table; "" for none."""
+        """The command line's option that was used to choose columns; "" for none."""
         if self.label is not None:
             return "--label-column"
         return "--label-rows" if self.rows else "--text-column" if self.text != Columns.text else ""
 
     def described(self) -> dict[str, object]:
-        """What provenance says of where labels came from; `UsageError` where a row would have two."""
+        """Describe for the provenance where labels come from; `UsageError` where a row would have two."""
         if self.label is not None and self.rows:
             raise UsageError("give --label-column or --label-rows, not both: a row has one label")
         column = {} if self.label is None else {"label_column": self.label}
@@ -86,12 +86,12 @@ class Document:
 
 
 def printable(path: str | Path) -> str:
-    """A path as a text that can be written: the names of files may be any bytes."""
+    """Make a path writable as text: the names of files may be any bytes."""
     return str(path).encode("utf-8", "backslashreplace").decode()
 
 
 def read_path(path: str | Path, columns: Columns = TEXT_COLUMN) -> Iterator[Document]:
-    """Documents of a file, or of every readable file of a folder and its subfolders in sorted order.
+    """Read the documents of a file, or of every readable file of a folder and its subfolders in sorted order.
 
     Files of `TEXTS` are one document each, those of `TABLES` give one a row (`Columns`). A text in WikiText's format
     (at least two lines of title), and rows that are its lines, give one an article (`joined_articles`). A document's
@@ -118,7 +118,7 @@ def read_path(path: str | Path, columns: Columns = TEXT_COLUMN) -> Iterator[Docu
 
 
 def files_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> list[Path]:
-    """The files that `read_path` reads, in order, none of them opened; `UsageError` where there is none."""
+    """List the files that `read_path` reads, without opening any; `UsageError` where there is none."""
     path = Path(path)
     if path.is_dir():
         files = [file for file in files_of_folder(path) if kind_of(file) in READERS]
@@ -138,7 +138,7 @@ def files_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> list[Path]:
 
 
 def files_of_folder(folder: Path) -> list[Path]:
-    """All files of a folder and its subfolders, sorted by path, without hidden ones."""
+    """List the files of a folder and its subfolders, sorted by path, without hidden ones."""
     files = [(file.relative_to(folder), file) for file in folder.rglob("*") if file.is_file()]
     visible = [
         (below.as_posix(), file)
@@ -149,12 +149,12 @@ def files_of_folder(folder: Path) -> list[Path]:
 
 
 def documents_of(file: Path, columns: Columns) -> Iterator[Document]:
-    """What the reader of a file's kind makes of it."""
+    """Read the documents of a file by the reader of its kind."""
     return READERS[kind_of(file)](file, columns)
 
 
 def kind_of(file: Path) -> str:
-    """The suffix that says how a file is read: `.jsonl` of `a.jsonl` and of `a.jsonl.gz`."""
+    """Give the suffix that says how a file is read: `.jsonl` of `a.jsonl` and of `a.jsonl.gz`."""
     suffix = file.suffix.lower()
     return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
@@ -164,18 +164,33 @@ def kind_of(file: Path) -> str:
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
-def opened(path: Path) -> IO[bytes]:
-    """A file to be read, decompressed where its name says that it is compressed; close it."""
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed where its name says that it is compressed."""
     if path.suffix.lower() not in COMPRESSED:
-        return path.open("rb")
+        with path.open("rb") as file:
+            yield file
+        return
     import fsspec
 
-    file: IO[bytes] = fsspec.open(str(path), "rb", compression="infer").open()
-    return file
+    compression = fsspec.utils.infer_compression(str(path))
+    if compression is None:
+        raise UsageError(f"{path} is compressed by what is not installed: pip install zstandard")
+    try:
+        with fsspec.open(str(path), "rb", compression=compression) as file:
+            yield file
+    except UsageError:
+        raise
+    except Exception as error:  # each kind of compression has its own
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise UsageError(
+            f"{path} cannot be decompressed ({first_line(error)}); compress it anew, or give it as it is"
+        ) from error
 
 
 def text_of(path: Path) -> str:
-    """The whole of a text file; `UsageError` where it is not UTF-8."""
+    """Read a whole text file; `UsageError` where it is not UTF-8."""
     with opened(path) as file:
         return _decode(file.read(), path)
 
@@ -244,7 +259,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _decode(data: bytes, path: Path, offset: int = 0) -> str:
-    """UTF-8 bytes as text with `\n` line ends; `offset` is where `data` begins in the file."""
+    """Decode UTF-8 bytes to text with `\n` line ends; `offset` is where `data` begins in the file."""
     if (nul := data.find(b"\0")) >= 0:
         raise UsageError(f"{path} is binary (byte {offset + nul} is NUL); give a UTF-8 text file.")
     try:
@@ -271,7 +286,7 @@ READERS = TEXTS | TABLES
 
 
 def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
-    """The document of a row of a table: its text and its label; None when the text is null.
+    """Make a document of a table's row, with its text and its label; None when the text is null.
 
     A conversation becomes the text of the tokenizer's chat template. `source` names the row in errors, `number` counts
     it from 1. Raises `UsageError` when there is no such column or it holds neither.
@@ -298,7 +313,7 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
 
 
 def as_text(turns: Sequence[Any], tokenizer: Any, source: str) -> str:
-    """A conversation in the chat template of a tokenizer, without the token that it puts before every sequence.
+    """Format a conversation by the tokenizer's chat template, without the token that it puts before every sequence.
 
     Args:
         turns: `{"role": …, "content": …}` each, or ShareGPT's `{"from": …, "value": …}`.
@@ -340,7 +355,7 @@ def _message(turn: Any) -> dict[str, Any] | None:
 
 
 def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
-    """Rows of a data set as they arrive, class numbers replaced by their names."""
+    """Yield the rows of a data set as they arrive, class numbers replaced by their names."""
     import datasets
 
     with streamed_dataset(name, config, split) as dataset:
@@ -355,7 +370,7 @@ def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -
 
 @contextmanager
 def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]:
-    """A data set to be read while open; `UsageError` where it cannot be."""
+    """Open a data set; `UsageError` where it cannot be read."""
     import datasets
 
     try:
@@ -374,7 +389,7 @@ def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]
 
 
 def joined_articles(rows: Iterable[Document]) -> Iterator[Document]:
-    """The articles of WikiText when `rows` are its lines, as the hub's data set has them; else the rows as they are.
+    """Join rows to articles when they are the lines of WikiText, as the hub's data set has them; else leave them.
 
     Rows are its lines when the first one with any text is a title and has no label. A title opens an article, and is
     its label; it stands between empty lines, as a formula with two equals signs does not. The n-th article of the

@@ -81,11 +81,11 @@ class Rules:
 
     @property
     def label_ids(self) -> list[int]:
-        """Of the labels among `characters`."""
+        """Where the labels are among `characters`."""
         return list(range(2, 2 + self.values))
 
     def draw(self, count: int, random: np.random.Generator) -> Prompts:
-        """New prompts, each with its own rule."""
+        """Draw prompts, each with its own rule."""
         words, attributes = self.shots + 1, len(self.attributes)
         rules, prior = self.table()
         items = random.integers(self.values, size=(count, words, attributes))
@@ -107,7 +107,7 @@ class Rules:
         return Prompts(ids, np.nonzero(ids == 1)[1].reshape(count, words), labels)
 
     def table(self) -> tuple[Int[np.ndarray, "rules items"], Float[np.ndarray, " rules"]]:
-        """The label of every item under every rule, and how likely the rule is.
+        """List the label of every item under every rule, and how likely the rule is.
 
         An item is one value of each attribute, numbered as digits of a number of base `values`.
         """
@@ -119,7 +119,7 @@ class Rules:
         return rules, np.outer(self.attributes, mapping).ravel()
 
     def best_accuracy(self) -> Float[np.ndarray, " words"]:
-        """Bayes-optimal accuracy after 0, 1, …, `shots` examples, given the family of rules: exact.
+        """Compute the Bayes-optimal accuracy after 0, 1, …, `shots` examples, given the family of rules: exact.
 
         E max_y P(label y | examples). What examples leave is the set of rules that agree with them all; the sets that
         can be reached with k examples are followed together with how many sequences of examples reach each.
@@ -150,7 +150,7 @@ RULES = Rules()
 def prompt_ids(
     prompts: Prompts, rules: Rules, tokenizer: Any
 ) -> tuple[Int[Tensor, "prompts positions"], Int[Tensor, "prompts words"], list[int]]:
-    """The prompts in a tokenizer's ids: (ids, where the colons are, ids of the labels).
+    """Tokenize the prompts: (ids, where the colons are, ids of the labels).
 
     Every character is a token of its own, after what the tokenizer puts before a sequence.
 
@@ -172,7 +172,7 @@ def prompt_ids(
 
 
 def _distinct(rows: Bool[np.ndarray, "rows columns"]) -> tuple[np.ndarray, np.ndarray]:
-    """The different rows, and which of them each row is."""
+    """Find the distinct rows, and which of them each row is."""
     packed = np.packbits(rows, axis=1)
     _, first, into = np.unique(packed, axis=0, return_index=True, return_inverse=True)
     return rows[first], into.ravel()

@@ -1,4 +1,4 @@
-"""A corpus in eight parts, by which standard errors are taken."""
+"""Split a corpus into eight groups of contexts, from which standard errors are estimated."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Groups:
     contexts: int
 
     def of(self, context: Int[Tensor, " some"]) -> Int[Tensor, " some"]:
-        """The group of each context."""
+        """Give the group of each context."""
         return context * GROUPS // self.contexts
 
     def parts(self, first: int, batch: int) -> Iterator[tuple[int, slice]]:
-        """The contexts `first …` of a batch, cut where a group ends: (group, slice of the batch)."""
+        """Cut a batch that begins with the context `first` where a group ends: (group, slice of the batch)."""
         start = 0
         while start < batch:
             group = (first + start) * GROUPS // self.contexts
@@ -40,7 +40,7 @@ class Groups:
 
 
 def halves(contexts: int) -> tuple[Int[Tensor, " half"], Int[Tensor, " other"]]:
-    """Contexts to choose by and contexts to judge by, by index: what is chosen must not be judged by the same ones.
+    """Split contexts into those to choose by and those to judge by: what is chosen must not be judged by the same.
 
     A head that is chosen as the best of many on some contexts looks better on those than it is. The halves are ranges
     in turn, as `Groups` has them, so that neighbours, which are often of one document, are in one half.

@@ -31,23 +31,23 @@ KEPT_BYTES = 1 << 28
 
 @runtime_checkable
 class ImageReader(Protocol):
-    """What a checkpoint says of how its images are read."""
+    """How a checkpoint reads images."""
 
     def read(self, image: Any) -> Float[Tensor, "channels height width"]:
-        """The pixel values of a picture in RGB."""
+        """Make the pixel values of a picture in RGB."""
 
     def shown(
         self, pixels: Float[Tensor, "images channels height width"]
     ) -> UInt8[Tensor, "images height width colours"]:
-        """Pixel values as a picture that can be looked at."""
+        """Turn pixel values back into a picture that can be looked at."""
 
     def grid_of(self, height: int, width: int) -> PatchGrid:
-        """The tokens of a picture of so many pixels."""
+        """Give the grid of tokens of a picture with so many pixels."""
 
 
 @dataclass(frozen=True)
 class TransformedImages:
-    """How a module reads pictures: what `Corpus.from_path` takes in place of a tokenizer.
+    """How a module of one's own reads images: give it to `Corpus.from_path` in place of a tokenizer.
 
     Args:
         transform: from a picture of Pillow in RGB to pixel values (channels, height, width), as those of timm and
@@ -64,7 +64,7 @@ class TransformedImages:
     deviation: Sequence[float] = (1.0,)
 
     def read(self, image: Any) -> Float[Tensor, "channels height width"]:
-        """The pixel values of a picture in RGB.
+        """Make the pixel values of a picture in RGB.
 
         Raises:
             UsageError: the transform gives something else.
@@ -80,7 +80,7 @@ class TransformedImages:
     def shown(
         self, pixels: Float[Tensor, "images channels height width"]
     ) -> UInt8[Tensor, "images height width colours"]:
-        """Pixel values as a picture that can be looked at."""
+        """Turn pixel values back into a picture that can be looked at."""
         mean, deviation = (
             torch.tensor(values, dtype=torch.float64) for values in (self.mean, self.deviation)
         )
@@ -88,7 +88,7 @@ class TransformedImages:
         return (colours * 255).round().clamp(0, 255).to(torch.uint8)
 
     def grid_of(self, height: int, width: int) -> PatchGrid:
-        """The tokens of a picture of so many pixels."""
+        """Give the grid of tokens of a picture with so many pixels."""
         return PatchGrid(height // self.patch[0], width // self.patch[1], self.before)
 
 
@@ -118,12 +118,12 @@ class Images:
         return hashlib.sha256(b"".join(self.digests)).hexdigest()
 
     def pixels(self, rows: slice | Tensor) -> Float[Tensor, "images channels height width"]:
-        """The pixel values of some of the pictures; `WorkError` where a file has changed since it was first read."""
+        """Read the pixel values of some pictures; `WorkError` where a file has changed since it was first read."""
         chosen = range(len(self.pictures))[rows] if isinstance(rows, slice) else rows.tolist()
         return torch.stack([self._read(index) for index in chosen])
 
     def of(self, rows: Tensor) -> Images:
-        """Some of the pictures."""
+        """Take some of the pictures."""
         chosen = rows.tolist()
         return replace(
             self,
@@ -143,7 +143,7 @@ class Images:
 
 
 def digest_of(pixels: Tensor) -> bytes:
-    """Of the shape and the numbers."""
+    """Hash the shape and the pixel values."""
     shape = f"{tuple(pixels.shape)}\n".encode()
     return hashlib.sha256(shape + pixels.float().contiguous().numpy().astype("<f4").tobytes()).digest()
 
@@ -151,7 +151,7 @@ def digest_of(pixels: Tensor) -> bytes:
 def choose_images(
     name: str, pictures: Iterable[Picture], reader: ImageReader, choice: Choice, show: ShowTokens
 ) -> tuple[Images, Sample]:
-    """The pictures that `choice` keeps, read, and what it says of labels; `name` is that of the corpus.
+    """Choose and read pictures, and say what was left out; `name` is that of the corpus.
 
     They are in the order of its seed, so that neighbours are of any label: standard errors come from groups of them.
 
@@ -191,7 +191,7 @@ def refuse_length(length: int | None) -> None:
 def read_images(
     pictures: Sequence[Picture], reader: ImageReader, show: ShowTokens = lambda images: None
 ) -> Images:
-    """All pictures, read once. `show` is told how many were; it may raise to stop.
+    """Read all pictures once. `show` is called with how many were read; it may raise to stop.
 
     Raises:
         UsageError: one cannot be read, or is of another size than the first as the model reads it.

@@ -61,7 +61,7 @@ def make_corpus(
     pack: bool = True,
     show_tokens: ShowTokens = lambda tokens: None,
 ) -> Corpus:
-    """The corpus that `spec` names: a path, or one of these.
+    """Make the corpus that `spec` names: a path, or one of these.
 
     `docs` (or None), `held-out` (of docs, what the embedded model was not trained on), `code`, `random`,
     `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`, `wikitext-2` (the test part of the hub's).
@@ -105,7 +105,7 @@ def make_corpus(
 
 
 def make_stream(spec: str | Path | None, tokenizer: Tokenizer, columns: Columns = TEXT_COLUMN) -> Corpus:
-    """The text that `spec` names as one context of all its tokens (1, tokens), as WikiText-2's perplexities are read.
+    """Read a text as one context of all its tokens (1, tokens), as for the perplexities of WikiText-2.
 
     Rows of a table, and the lines of a text in WikiText's format as its data set has them, are joined by empty lines;
     the whole is tokenized at once, with what the tokenizer puts around a sequence.
@@ -148,7 +148,7 @@ def _rows(name: str, columns: Columns) -> Iterable[str]:
 
 
 def _rows_of_files(path: Path, columns: Columns) -> Iterator[str]:
-    """Of a table its rows; of WikiText its lines with their ends, "" for one without text; any other text whole."""
+    """Yield a table's rows, WikiText's lines with their ends ("" for one without text), any other text whole."""
     for file in files_at(path, columns):
         try:
             documents = list(documents_of(file, columns))
@@ -166,7 +166,7 @@ def _rows_of_files(path: Path, columns: Columns) -> Iterator[str]:
 def addition_corpus(
     tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0, digits: tuple[int, int] = DIGITS
 ) -> Corpus:
-    """Addition problems with `digits` digits (`addition_task.additions`), one per context, cut to `length` characters.
+    """Draw addition problems with `digits` digits, one per context, cut to `length` characters.
 
     Shorter ones are redrawn. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+`
     and `=` stand at the same positions in every context; at 24, say, their places vary.
@@ -197,7 +197,7 @@ def addition_corpus(
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
-    """Few-shot prompts (`few_shot_task.RULES`), one per context, cut to `length` tokens; no test prompts among them.
+    """Draw few-shot prompts (`few_shot_task.RULES`), one per context, cut to `length` tokens; none is a test prompt.
 
     Raises:
         UsageError: a length below 4 or above that of a prompt, or a tokenizer without a token for each character.

@@ -30,18 +30,18 @@ class PatchGrid:
         return self.rows, self.columns
 
     def token_text(self, position: int) -> str:
-        """The name of the token at a position: that of a token before the patches, or `patch ROW,COLUMN` from 0."""
+        """Name the token at a position: as the tokens before the patches are called, or `patch ROW,COLUMN` from 0."""
         if position < self.leading:
             return self.before[position]
         row, column = divmod(position - self.leading, self.columns)
         return f"patch {row},{column}"
 
     def described(self) -> dict[str, Any]:
-        """What provenance says of it."""
+        """Describe it for the provenance."""
         return {"rows": self.rows, "columns": self.columns, "before": list(self.before)}
 
 
 def grid_described(corpus: dict[str, Any]) -> PatchGrid | None:
-    """The grid of a corpus from what provenance says of it; None where it is text."""
+    """Read the grid of a corpus from its provenance; None where it is text."""
     grid = corpus.get("grid")
     return None if grid is None else PatchGrid(grid["rows"], grid["columns"], tuple(grid["before"]))

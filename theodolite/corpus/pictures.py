@@ -1,4 +1,4 @@
-"""Where images come from: files and folders, and data sets with a column of images, each with its label.
+"""Find images and their labels: in files and folders, and in data sets with a column of images.
 
 A picture is known by its place and is opened when it is asked for. Nothing here knows of pixels as a model reads them
 (`images.py` does). Pillow is asked for where a picture is opened.
@@ -34,7 +34,7 @@ class Picture:
     label: str | None = None
 
     def open(self) -> Any:
-        """The image as PIL has it, upright, in RGB, of an animation the first frame; `UsageError` where it has none."""
+        """Open the image with Pillow: upright, in RGB, of an animation the first frame; or `UsageError`."""
         image, operations = _pillow()
         source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
         try:
@@ -53,7 +53,7 @@ class Picture:
 
 
 def _eight_bits(opened: Any, image: Any) -> Any:
-    """A gray image of 16 bits in 8, which Pillow would clip to white."""
+    """Scale a grey image of 16 bits to 8, which Pillow would clip to white."""
     if not opened.mode.startswith("I"):
         return opened
     values = np.asarray(opened, dtype=np.float64)
@@ -70,7 +70,7 @@ def _pillow() -> tuple[Any, Any]:
 
 
 def is_image(path: Path) -> bool:
-    """Whether a file is called as images are."""
+    """Whether a file's suffix is that of an image."""
     return path.suffix.lower() in SUFFIXES
 
 
@@ -87,7 +87,7 @@ def holds_images(path: Path) -> bool:
 
 
 def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[Picture], int]:
-    """The images of a file, a folder or a saved data set in sorted order, and how many other files were passed over.
+    """List the images of a file, a folder or a saved data set, sorted, and count the files that were passed over.
 
     The label of a file is its folder's path below `path`; directly in it, there is none. Hidden files do not count.
 
@@ -120,7 +120,7 @@ def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[
 
 
 def pictures_of_dataset(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Picture]:
-    """The images of a data set of the hub, or of a folder of data files, as they arrive; or `UsageError`."""
+    """Yield the images of a data set of the hub, or of a folder of data files, as they arrive; or `UsageError`."""
     with streamed_dataset(name, config, split) as dataset:
         yield from _pictures(dataset, f"Dataset {name}", columns)
 
@@ -141,7 +141,7 @@ def _saved(path: Path, columns: Columns) -> Iterator[Picture]:
 
 
 def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
-    """The rows of a data set, class numbers replaced by their names; rows without an image are left out."""
+    """Yield the images of a data set's rows, class numbers replaced by their names; rows without one are left out."""
     import datasets
 
     features = dataset.features or {}
@@ -168,7 +168,7 @@ def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
 
 
 def _source_of(image: dict[str, Any]) -> Path | bytes:
-    """Where the image of a row is: in the row, in a file, or in what only `datasets` opens (a member of an archive)."""
+    """Find the image of a row: in the row, in a file, or in what only `datasets` opens (a member of an archive)."""
     import datasets
 
     if image.get("bytes") is not None:

@@ -1,4 +1,4 @@
-"""Texts inside every Python: the language reference, and the source and docstrings of the standard library."""
+"""Read the texts inside every Python: its language reference, and the standard library's source and docstrings."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ STDLIB_LEFT_OUT = frozenset(
 
 
 def python_topics() -> list[Document]:
-    """The language reference that every CPython carries (`pydoc_data.topics`), one document a topic."""
+    """Read the language reference that every CPython carries (`pydoc_data.topics`), one document a topic."""
     from pydoc_data.topics import topics
 
     return [Document(topics[name], name) for name in sorted(topics)]
 
 
 def held_out_topics() -> list[Document]:
-    """The topics that the embedded model has not read, without labels."""
+    """Read the topics that the embedded model was not trained on, without labels."""
     return [Document(topic.text) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
 
 
 def stdlib_files() -> list[Path]:
-    """Python files of the running interpreter's standard library, sorted by path relative to it.
+    """List the Python files of the running interpreter's standard library, sorted by path relative to it.
 
     Tests, installed packages, generated tables (`STDLIB_LEFT_OUT`) and the build settings of this machine
     (`config-*`, `_sysconfigdata*`) are left out.
@@ -61,7 +61,7 @@ def stdlib_files() -> list[Path]:
 
 
 def stdlib_sources() -> Iterator[Document]:
-    """Source files of the standard library, each a document labelled with its path (`json/decoder.py`)."""
+    """Read the source files of the standard library, each a document labelled with its path (`json/decoder.py`)."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in stdlib_files():
         with tokenize.open(path) as file:  # honours the file's own coding line
@@ -71,7 +71,7 @@ def stdlib_sources() -> Iterator[Document]:
 
 
 def docstrings(source: str) -> str:
-    """The docstrings of a module, its classes and functions in reading order, with blank lines between.
+    """Extract the docstrings of a module, its classes and functions in reading order, with blank lines between.
 
     Source that this interpreter cannot parse has none.
     """
@@ -88,7 +88,7 @@ def docstrings(source: str) -> str:
 
 
 def stdlib_docstrings() -> Iterator[Document]:
-    """The docstrings of each file of `stdlib_sources`, as one document of prose with the same label."""
+    """Read the docstrings of each file of `stdlib_sources`, as one document of prose with the same label."""
     for document in stdlib_sources():
         if text := docstrings(document.text):
             yield Document(text + "\n", document.label)

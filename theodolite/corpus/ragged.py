@@ -1,4 +1,4 @@
-"""Contexts of unlike lengths: taken out of padded and packed rows, put in order, and read by runs of one length.
+"""Read contexts of unlike lengths: out of padded and packed rows, sorted, in runs of one length.
 
 No padding ever reaches a model: a forward pass reads contexts of one length, each from its own first position. So
 nothing is asked of masks, of which every family of models has its own idea.
@@ -21,21 +21,21 @@ NO_TOKEN = -1
 
 
 def padded(rows: Sequence[Int[Tensor, " tokens"]]) -> tuple[Tensor, Tensor | None]:
-    """The rows as (contexts, length of the longest) with `NO_TOKEN` behind, and their lengths; None: all alike."""
+    """Pad rows with `NO_TOKEN` to the longest: (contexts, length), and their lengths; None: all alike."""
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
     contexts = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=NO_TOKEN)
     return contexts, None if (lengths == contexts.shape[1]).all() else lengths
 
 
 def read_order(lengths: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:
-    """The longest first, within each of the eight groups: few runs, and the groups are of neighbours still."""
+    """Sort contexts by length, the longest first, within each of the eight groups, which stay groups of neighbours."""
     group = Groups(len(lengths)).of(torch.arange(len(lengths), device="cpu"))
     by_length = torch.argsort(lengths, descending=True, stable=True)
     return by_length[torch.argsort(group[by_length], stable=True)]
 
 
 def runs(lengths: Int[Tensor, " contexts"], first: int, last: int) -> Iterator[slice]:
-    """The contexts `first … last − 1` cut where their length changes."""
+    """Cut the contexts `first … last − 1` where their length changes."""
     _, counts = lengths[first:last].unique_consecutive(return_counts=True)
     for count in counts.tolist():
         yield slice(first, first + count)
@@ -45,7 +45,7 @@ def runs(lengths: Int[Tensor, " contexts"], first: int, last: int) -> Iterator[s
 def contexts_of_rows(
     ids: Int[Tensor, "rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> tuple[list[Int[Tensor, " tokens"]], list[int], int]:
-    """The contexts of padded or packed rows, of which row each is, and how many had too few tokens to be measured.
+    """Take the contexts out of padded or packed rows: contexts, the row of each, and how many were too short.
 
     Args:
         ids: token ids.
@@ -99,7 +99,7 @@ def _lengths(starts: list[int], tokens: int) -> list[int]:
 
 
 def _positions(row: int, places: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-    """Those of a row that is one context, padded on the left or on the right."""
+    """Count the positions of a row that is one context, padded on the left or on the right."""
     positions = torch.arange(len(places), device="cpu")
     if len(places) and not torch.equal(places - places[0], positions):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Which of a text's contexts are kept: a seeded sample, or as many of each label. Nothing here knows of tokens."""
+"""Choose which contexts of a text are kept: a seeded sample, or as many of each label."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Choice:
-    """What is asked for.
+    """Which contexts are asked for.
 
     Attributes:
         contexts: at most so many; None: all.
@@ -70,7 +70,7 @@ class Sample:
     not_drawn: int = 0
 
     def balance(self, choice: Choice) -> dict[str, Any]:
-        """What provenance says of a sample with as many contexts of each label; nothing of another."""
+        """Describe for the provenance how labels were balanced; nothing where they were not."""
         if choice.per_label is None:
             return {}
         return {
@@ -89,7 +89,7 @@ class Reservoir(Generic[Item]):
         self.seen = 0
 
     def add(self, item: Item) -> None:
-        """Take in one more."""
+        """Offer one more item."""
         if self.size is None or self.seen < self.size:
             self.items.append(item)
         elif (index := int(self.random.integers(0, self.seen + 1))) < self.size:
@@ -102,7 +102,7 @@ Body = tuple[int, str | None, np.ndarray]
 
 
 def choose(bodies: Iterable[tuple[str | None, list[int]]], choice: Choice) -> Sample:
-    """The contexts that `choice` keeps, of all as they are read."""
+    """Choose contexts as they are read."""
     random = np.random.default_rng(choice.seed)
     entries = (
         (position, label, np.array(body, dtype=np.int32)) for position, (label, body) in enumerate(bodies)
@@ -134,7 +134,7 @@ def _in_order(entries: list[Body]) -> list[tuple[str | None, np.ndarray]]:
 def _by_label(
     entries: Iterable[Body], choice: Choice, random: np.random.Generator
 ) -> Iterator[tuple[str, Reservoir[Body]]]:
-    """Every label with a sample of its contexts; contexts without a label are passed over."""
+    """Yield every label with a sample of its contexts; contexts without a label are passed over."""
     most = enough = None
     if choice.streamed and choice.contexts and choice.per_label:
         most, enough = (
@@ -160,7 +160,7 @@ def _by_label(
 
 
 def check_seed(seed: int) -> None:
-    """Raise `UsageError` where it is not from 0 to 2⁶³ − 1, which every generator takes."""
+    """Raise `UsageError` unless the seed is from 0 to 2⁶³ − 1, as every generator takes it."""
     if seed < 0:
         raise UsageError(f"seed {seed} is negative: use --seed 0 or more")
     if seed >= SEEDS:

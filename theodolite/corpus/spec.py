@@ -1,4 +1,4 @@
-"""Check what a text is called on the command line, before it is read or any library of models is imported."""
+"""Check the name of a corpus before it is read, and before any library of models is imported."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KEYWORDS = (DOCS, HELD_OUT, CODE, RANDOM, ADDITION, FEW_SHOT, *PRESETS)
 
 
 def is_drawn(name: str) -> bool:
-    """Whether it names what is drawn by a seed: random tokens, prompts or addition problems."""
+    """Whether the name is of a corpus that is drawn by a seed: random tokens, prompts or addition problems."""
     return name in (RANDOM, FEW_SHOT) or digits_of(name) is not None
 
 
 def dataset_of(name: str) -> tuple[str, str | None, str] | None:
-    """Name, config and split of `hf:NAME[:CONFIG[:SPLIT]]`, or of a preset; None for another name.
+    """Read name, config and split of `hf:NAME[:CONFIG[:SPLIT]]`, or of a preset; None for another name.
 
     Raises:
         UsageError: it names no data set.
@@ -43,7 +43,7 @@ def dataset_of(name: str) -> tuple[str, str | None, str] | None:
 
 
 def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None = None) -> None:
-    """Refuse a text that is not there, or that does not have what the options say of it.
+    """Refuse a corpus that does not exist, or options that do not go with it.
 
     Raises:
         UsageError: no such file, folder, corpus or data set name; columns of what is no table; contexts per label of

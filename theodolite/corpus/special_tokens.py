@@ -1,4 +1,4 @@
-"""A tokenizer's special tokens: what it puts around every sequence, and the ids that random tokens are drawn from."""
+"""Find the special tokens that a tokenizer puts around every sequence, and the ordinary ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from theodolite.errors import UsageError
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer: the interface of `transformers`, slow or fast."""
+    """A tokenizer with the interface of `transformers`, slow or fast."""
 
     all_special_ids: Any
     added_tokens_decoder: Any
@@ -37,14 +37,14 @@ class SpecialTokens:
     between: list[int]
 
     def around(self, bodies: np.ndarray) -> Int[Tensor, "contexts length"]:
-        """The bodies (contexts, body) with what belongs before and after each."""
+        """Put the special tokens around bodies of contexts (contexts, body)."""
         ends = (np.tile(np.array(x, dtype=np.int64), (len(bodies), 1)) for x in (self.before, self.after))
         before, after = ends
         return torch.from_numpy(np.concatenate([before, bodies, after], axis=1))
 
 
 def frame_of(tokenizer: Tokenizer, length: int) -> SpecialTokens:
-    """What `tokenizer` puts around a sequence, seen from what it does to a letter."""
+    """Find what `tokenizer` puts around a sequence, from what it does to a letter."""
     if not callable(tokenizer):
         raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
     bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
@@ -71,7 +71,7 @@ PIECE, MOST_GROWTH = 64, 32
 
 
 def refuse_growth(tokenizer: Any, text: str) -> None:
-    """Raise `UsageError` where a tokenizer's normaliser would fill the memory with what it makes of a text."""
+    """Raise `UsageError` where a tokenizer's normaliser would grow a text until it fills the memory."""
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is None:
         return
@@ -86,7 +86,7 @@ def refuse_growth(tokenizer: Any, text: str) -> None:
 def trailing_special_tokens(
     tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
 ) -> int:
-    """How many tokens at the end of every context are those that the tokenizer puts behind a sequence ([SEP], </s>).
+    """Count the tokens at the end of every context that the tokenizer puts behind a sequence ([SEP], </s>).
 
     They mark the end of a text and are no part of it, so they are told apart as position 0 is. 0 where the tokenizer
     puts none there (most decoders), where some context ends in text, and without a tokenizer (None). `lengths` are
@@ -107,7 +107,7 @@ def trailing_special_tokens(
 def repeated_random_tokens(
     vocabulary: int | Tokenizer, length: int, contexts: int, seed: int, *, below: int | None = None
 ) -> tuple[Int[Tensor, "contexts length"], int, int]:
-    """Random tokens twice over, for induction: (ids, start, half), drawn as in `Corpus.random_tokens`.
+    """Draw random tokens and repeat them, for induction: (ids, start, half), drawn as in `Corpus.random_tokens`.
 
     ids[:, start : start + half] stands again right behind itself; what the tokenizer puts around is around both.
     """
@@ -120,7 +120,7 @@ def repeated_random_tokens(
 def drawable_ids(
     vocabulary: int | Tokenizer, length: int, below: int | None
 ) -> tuple[np.ndarray, SpecialTokens]:
-    """The ids to draw random tokens from, and what goes around them."""
+    """Give the ids to draw random tokens from, and what goes around them."""
     if isinstance(vocabulary, int):
         if vocabulary < 1:
             raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")

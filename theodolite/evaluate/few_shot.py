@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules, prompt_ids
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
-from theodolite.evaluate.scores import Score, mean_and_error
+from theodolite.evaluate.scores import Score, mean_and_error, table
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
@@ -105,18 +105,10 @@ def few_shot_accuracy(
     right = few_shot_answers(
         model, rules=rules, prompts=prompts, seed=seed, batch=batch, show_progress=show_progress
     )
-    rows = [
-        {
-            "shots": score.shots,
-            "accuracy": score.value,
-            "accuracy_se": score.error,
-            "chance": score.chance,
-            "best": score.best,
-            "prompts": score.count,
-        }
-        for score in few_shot_scores(model.id, right, rules=rules, seed=seed, batch=batch)
-    ]
-    return pd.DataFrame(rows)
+    scores = table(few_shot_scores(model.id, right, rules=rules, seed=seed, batch=batch))
+    named = {"value": "accuracy", "value_se": "accuracy_se", "count": "prompts"}
+    columns = ["shots", "accuracy", "accuracy_se", "chance", "best", "prompts"]
+    return scores.rename(columns=named)[columns]
 
 
 @torch.no_grad()

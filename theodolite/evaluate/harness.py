@@ -78,7 +78,11 @@ def harness(
     for what, number, least in numbers:
         if number is not None and number < least:
             raise UsageError(f"{what} is {number}: use {least} or more")
-    lm_eval = _lm_eval()
+    try:
+        import lm_eval
+        import lm_eval.models.huggingface
+    except ImportError as error:
+        raise UsageError(f"lm-eval cannot be used ({error}): pip install 'theodolite[evaluate]'") from error
     scores: list[Score] = []
     with _quietly() as cut, _without_bars(), _network(download):
         manager, names = _task_manager(tasks, folder)
@@ -101,43 +105,35 @@ def harness(
     return scores
 
 
-def _lm_eval() -> Any:
-    try:
-        import lm_eval
-        import lm_eval.models.huggingface
-    except ImportError as error:
-        raise UsageError(f"lm-eval cannot be used ({error}): pip install 'theodolite[evaluate]'") from error
-    return lm_eval
-
-
 def _task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
-    """A task manager that has the tasks, and their names."""
+    """Return a task manager that has the tasks, and their names."""
     from lm_eval.tasks import TaskManager
 
     include_path = None if folder is None else str(Path(folder).resolve())
     if include_path is None and not tasks:
         raise UsageError("no task given: name one, or give a folder of tasks")
+    names = list(tasks)
     if include_path is not None:
         if not Path(include_path).is_dir():
             raise UsageError(f"there is no folder {folder}: give one with tasks as YAML")
         manager = TaskManager(include_path=include_path, include_defaults=False)
-        names = list(tasks) or manager.all_subtasks
+        names = names or manager.all_subtasks
         if not names:
             raise UsageError(f"{folder} holds no task of lm-eval: give a folder with one as YAML")
         if set(names) <= set(manager.all_tasks):
             return manager, names
     manager = _all_tasks(include_path)
-    for name in tasks:
+    for name in names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, 3)
             hint = f"did you mean {', '.join(near)}?" if near else "`lm-eval ls tasks` lists what there is"
             raise UsageError(f"lm-eval knows no task {name}: {hint}")
-    return manager, list(tasks)
+    return manager, names
 
 
 @functools.lru_cache(maxsize=1)
 def _all_tasks(folder: str | None) -> Any:
-    """A manager that also has lm-eval's own tasks: it parses over ten thousand files, so it is cached."""
+    """Make a manager that also has lm-eval's own tasks: it parses over ten thousand files, so it is cached."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=folder)
@@ -146,11 +142,16 @@ def _all_tasks(folder: str | None) -> Any:
 def _loaded(
     manager: Any, names: list[str], shots: int, folder: str | Path | None, download: bool
 ) -> dict[str, Any]:
-    """The tasks with their data, loaded anew each time: 0 shots, once set, look like the task's own choice."""
+    """Load the tasks with their data, anew each time: 0 shots, once set, look like the task's own choice."""
+    import datasets
+    import yaml
+
+    # What lm-eval, `datasets` and YAML raise for a malformed task, or one whose data are missing.
+    foreseen = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError)
     try:
         with contextlib.chdir(folder) if folder is not None else contextlib.nullcontext():
             loaded = manager.load(list(names))
-    except _loading_errors() as error:
+    except (*foreseen, yaml.YAMLError, datasets.exceptions.DatasetsError) as error:
         first = first_line(error) or type(error).__name__
         hint = "" if download else "; missing data are only downloaded with --download"
         raise UsageError(f"cannot load {', '.join(names)}: {first}{hint}") from error
@@ -163,19 +164,10 @@ def _loaded(
     return loaded
 
 
-def _loading_errors() -> tuple[type[Exception], ...]:
-    """What lm-eval, `datasets` and YAML raise for a malformed task, or one whose data are missing."""
-    import datasets
-    import yaml
-
-    foreseen = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError)
-    return (*foreseen, yaml.YAMLError, datasets.exceptions.DatasetsError)
-
-
 def _scores(
     names: list[str], loaded: dict[str, Any], results: dict[str, Any], shared: dict[str, Any]
 ) -> list[Score]:
-    """lm-eval's results for every requested task and group; `shared`: the fields that all scores have in common."""
+    """Make scores of lm-eval's results for every requested task and group; `shared`: fields that all have in common."""
     groups = loaded.get("groups", {})
     members = {name: [task.task_name for task in group.get_all_tasks()] for name, group in groups.items()}
     inside = {task for tasks in members.values() for task in tasks}
@@ -208,7 +200,7 @@ def _scores(
 
 
 def _each(samples: list[dict[str, Any]], metric: str, value: float) -> np.ndarray | None:
-    """The metric of each document, where the task's value is their mean."""
+    """Return the metric of each document, where the task's value is their mean."""
     try:
         each = np.array([float(sample[metric]) for sample in samples])
     except (KeyError, TypeError, ValueError):  # a metric over all documents, such as a perplexity
@@ -217,7 +209,7 @@ def _each(samples: list[dict[str, Any]], metric: str, value: float) -> np.ndarra
 
 
 def _reporting(show_progress: ShowProgress, **options: Any) -> Any:
-    """lm-eval's model of transformers, which tells `show_progress` of its requests before each forward pass."""
+    """Make lm-eval's model of transformers, with progress shown before each forward pass."""
     from lm_eval.models.huggingface import HFLM
 
     class Reporting(HFLM):
@@ -288,9 +280,8 @@ def _quietly() -> Iterator[list[str]]:
             return record.levelno >= logging.ERROR
 
     collect = Collect()
-    loggers = [logging.getLogger("lm_eval")] + [
-        logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("lm_eval.")
-    ]
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("lm_eval.")]
+    loggers = [logging.getLogger(name) for name in ("lm_eval", *names)]
     for logger in loggers:
         logger.addFilter(collect)
     try:
@@ -303,7 +294,7 @@ def _quietly() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
     """Seed the generators as lm-eval's command does, and restore the caller's states afterwards."""
-    states = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(SEED)
         np.random.seed(OTHER_SEED)
@@ -311,8 +302,8 @@ def _seeded() -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from theodolite.system.checksums import (
     write_checked,
     write_json_checked,
 )
-from theodolite.system.files import check_target, disk_errors, write_atomically
+from theodolite.system.files import TEMPORARY, check_target, disk_errors, write_atomically
 from theodolite.system.locks import locked
 from theodolite.system.run_folders import differences
 
@@ -46,6 +46,7 @@ class Unfinished:
         fingerprint: what decides every byte of the result, as JSON has it.
         corpus: what provenance says of the text, to say what differs from what is there.
         kind: what messages call the work.
+        folder: of the parts, where it is not `OUT.partial`: of work that may always be continued.
 
     Raises:
         UsageError: nothing can be written at `out`.
@@ -57,6 +58,7 @@ class Unfinished:
         fingerprint: Mapping[str, Any],
         corpus: Mapping[str, Any] | None = None,
         kind: str = "survey",
+        folder: Path | None = None,
     ) -> None:
         # As JSON gives it back, so that what is read equals what was written.
         self.fingerprint: Notes = json.loads(json.dumps(dict(fingerprint)))
@@ -67,7 +69,7 @@ class Unfinished:
             check_target(Path(out))
             # Folders are renamed to their final name, which would replace a link.
             self.out = Path(out).resolve() if Path(out).is_symlink() else Path(out)
-            self.folder = self.out.with_name(self.out.name + ".partial")
+            self.folder = folder or self.out.with_name(self.out.name + ".partial")
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -80,28 +82,30 @@ class Unfinished:
         with nullcontext() if self.out is None else locked(self.out):
             yield
 
+    def begin(self) -> None:
+        """Say in the folder what it is of, before anything is written there; errors are those of `check`."""
+        self.check()
+        if self.out is not None and not (self.folder / JOB).exists():
+            with disk_errors(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                said = {"fingerprint": self.fingerprint, "corpus": self.corpus}
+                write_json_checked(self.folder / JOB, said)
+
     def check(self) -> None:
         """Raise `UsageError` where the folder holds unfinished work of another fingerprint."""
-        there = self._there()
-        if there is not None and there["fingerprint"] != self.fingerprint:
-            differs = differences(there["fingerprint"], self.fingerprint, there["corpus"], self.corpus)
+        if self.out is None or not self.folder.exists():
+            return
+        if not (self.folder / JOB).exists():
+            if any(path.suffix not in (".lock", TEMPORARY) for path in self.folder.iterdir()):
+                raise UsageError(f"{self.folder} does not say what it holds: remove it to start afresh")
+            return
+        there, corpus = read_job(self.folder)
+        if there != self.fingerprint:
+            differs = differences(there, self.fingerprint, corpus, self.corpus)
             raise UsageError(
                 f"{self.folder} holds an unfinished {self.kind} of another model, corpus or options ({differs}): "
                 "choose another --out or remove it"
             )
-
-    def _there(self) -> Notes | None:
-        if self.out is None or not (self.folder / JOB).exists():
-            if self.names() and self.out is not None:
-                raise UsageError(f"{self.folder} does not say what it holds: remove it to start afresh")
-            return None
-        try:
-            there = read_json_checked(self.folder / JOB)
-            return {"fingerprint": dict(there["fingerprint"]), "corpus": dict(there["corpus"])}
-        except (CorruptFile, KeyError, TypeError, ValueError) as error:
-            raise UsageError(
-                f"{self.folder / JOB} is damaged: remove {self.folder} to start afresh"
-            ) from error
 
     def _damaged(self, name: str) -> UsageError:
         return UsageError(f"{self.path(name)} is damaged: remove it, and what it held is done again")
@@ -145,12 +149,9 @@ class Unfinished:
         if self.out is None:
             self._in_memory[name] = tensors, dict(notes)
             return
+        if not (self.folder / JOB).exists():
+            self.begin()
         with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not (self.folder / JOB).exists():
-                write_json_checked(
-                    self.folder / JOB, {"fingerprint": self.fingerprint, "corpus": self.corpus}
-                )
             write_atomically(self.path(name), lambda path: write_checked(path, tensors, notes))
 
     def save_once(self, name: str, make: Callable[[], tuple[Tensors, Notes]]) -> None:
@@ -162,7 +163,7 @@ class Unfinished:
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "job.lock"):
-            self.check()
+            self.begin()
             if not self.path(name).is_file():
                 self.save(name, *make())
 
@@ -171,3 +172,12 @@ class Unfinished:
         self._in_memory.clear()
         if self.out is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read_job(folder: Path) -> tuple[Notes, Notes]:
+    """The fingerprint of the work in a folder, and what is said of its text; `UsageError` where that is damaged."""
+    try:
+        said = read_json_checked(folder / JOB)
+        return dict(said["fingerprint"]), dict(said["corpus"])
+    except (CorruptFile, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{folder / JOB} is damaged: remove {folder} to start afresh") from error

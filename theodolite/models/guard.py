@@ -62,7 +62,7 @@ def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, 
 
 @contextmanager
 def guarded(model: nn.Module) -> Iterator[None]:
-    """While open, no other thread opens this for `model`, which is in evaluation mode; the state is a known one.
+    """While open, this thread alone measures `model`, in evaluation mode and the `known_state`.
 
     It may be opened again by the thread that has it. To be opened and left by one thread, never by a generator that
     may be left half read.
@@ -81,13 +81,13 @@ def guarded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def between_passes(model: nn.Module) -> Iterator[None]:
-    """While open, no other thread measures `model`: to change it. Nothing else is set."""
+    """While open, no other thread measures `model`, so that it can be changed. Nothing else is set."""
     with _held(model).lock:
         yield
 
 
 def once_a_pass(model: nn.Module, name: str, work: Callable[[], Result]) -> Result:
-    """What `work` gives; while the model is `guarded`, what it gave the first time under this name."""
+    """Return what `work` gives; while the model is `guarded`, what it gave the first time under this name."""
     held = _held(model)
     with held.lock:
         if not held.depth:
@@ -152,7 +152,7 @@ _EAGER = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """By each module's own flag: some are frozen in evaluation mode on purpose."""
+    """Set evaluation mode; on leaving, only modules that were in training mode go back to it."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -166,7 +166,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Held:
-    """Of one model: who has it, how often it was entered, and what is known until it is left."""
+    """The lock of one model, how often it was entered, and results kept until it is left."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     depth: int = 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models.doors.answers import is_innermost
-from theodolite.models.doors.taps import overheard, tapped
+from theodolite.models.doors.taps import observed, tapped
 from theodolite.models.guard import guarded, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
@@ -62,12 +62,12 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 
 
 @contextmanager
-def overhearing(model: OpenModel, hooks: Hooks, entry: nn.Module) -> Iterator[None]:
+def observing(model: OpenModel, hooks: Hooks, entry: nn.Module) -> Iterator[None]:
     """While open, a forward pass that somebody else makes calls `hooks`, and computes as it does without them.
 
     To be opened as the pass enters `entry`; what `attention` returns is not used.
     """
-    with _hooked(model, hooks, overheard, entry):
+    with _hooked(model, hooks, observed, entry):
         yield
 
 

@@ -25,6 +25,7 @@ from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
 from theodolite.models.weights.head_weights import HeadWeights, read_head_weights
 from theodolite.models.weights.output_weights import read_output_weights, state_of
+from theodolite.models.weights.weight_map import WeightMaps
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,6 +43,7 @@ class OpenModel:
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
             config and weights on disk, if they were local. `weights` says whether it still has these weights.
         streamed: what reads its blocks from its files as they run, where it was opened so.
+        weight_maps: which rows of which parameters its heads are made of, as far as they are known.
     """
 
     source: Source
@@ -55,6 +57,7 @@ class OpenModel:
     revision: str | None = None
     sha256: str | None = None
     streamed: StreamedBlocks | None = field(default=None, repr=False, compare=False)
+    weight_maps: WeightMaps = field(default_factory=WeightMaps, repr=False, compare=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
     _load_layer: Callable[[int], AbstractContextManager[None]] = field(
         default=lambda layer: nullcontext(), repr=False, compare=False
@@ -288,7 +291,7 @@ class OpenModel:
         """
         self._check_layer(layer)
         with self._load_layer(layer):
-            return read_head_weights(self.root, self.structure, layer, self._call(layer))
+            return read_head_weights(self.root, self.structure, layer, self._call(layer), self.weight_maps)
 
     @measures("self")
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:

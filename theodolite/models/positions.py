@@ -19,7 +19,7 @@ from theodolite.models.doors.taps import tapped
 from theodolite.models.source import Source
 from theodolite.models.structure import Structure
 from theodolite.models.verification import VERIFIED_LENGTH
-from theodolite.models.weights.head_weights import run_until_tap, stop_at_tap
+from theodolite.models.weights.copies import run_until_tap, stop_at_tap
 
 UNKNOWN = "unknown"
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
-from theodolite.models.doors.taps import attention_not_followed, listen_to_functions, tapped
+from theodolite.models.doors.taps import attention_not_followed, tap_functions_of, tapped
 from theodolite.models.one_row import IN_ONE_ROW, Batch, batch_read
 from theodolite.models.source import Source
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
@@ -67,7 +67,7 @@ def find_structure(source: Source) -> Structure:
     with tapped(model, record), torch.no_grad():
         run()
     lost = attention_not_followed()
-    if not heard and listen_to_functions(model):
+    if not heard and tap_functions_of(model):
         return find_structure(source)
     if heard and not attention:
         raise _no_such_attention(source, heard)

@@ -19,7 +19,8 @@ from theodolite.measure.positional import positional_heads
 from theodolite.models import OpenModel
 from theodolite.models.guard import known_state, measures
 from theodolite.models.structure import NoAttention
-from theodolite.models.weights.head_weights import NO_MATRIX, HeadWeights, NotAffine
+from theodolite.models.weights.copies import NotAffine
+from theodolite.models.weights.head_weights import NO_MATRIX, HeadWeights
 from theodolite.system.progress import Progress
 from theodolite.theory.smoothness import Grid
 

@@ -1,4 +1,4 @@
-"""Pruning: a matrix at a time, and whole models layer by layer.
+"""Prune single matrices, and whole models block by block.
 
 The public names are imported when they are first used, so that the options can be checked before torch is there.
 """

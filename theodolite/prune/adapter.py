@@ -1,4 +1,4 @@
-"""The low-rank parts of a pruned model as one LoRA adapter of PEFT, on a checkpoint of the sparse parts.
+"""Write the low-rank parts of a pruned model as one LoRA adapter of PEFT, on a checkpoint of the sparse parts.
 
     OUT/config.json  OUT/model.safetensors  OUT/adapter/adapter_config.json  OUT/adapter/adapter_model.safetensors
 
@@ -70,7 +70,7 @@ def write_adapter(
 
 
 def _stacked(model: OpenModel, name: str, parts: Sequence[PrunedMatrix]) -> tuple[Tensor, Tensor]:
-    """A (rank, inputs) and B (outputs, rank) of a module."""
+    """Stack the factors of a module's matrices to A (rank, inputs) and B (outputs, rank)."""
     weight: Any = model.hf.get_submodule(name).weight
     a = torch.cat([part.right.cpu() for part in parts if part.right is not None])
     b = torch.zeros(weight.shape[parts[0].dimension], len(a), dtype=a.dtype)

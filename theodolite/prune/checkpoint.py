@@ -125,7 +125,7 @@ class UnfinishedPruning:
             UsageError: `OUT` is in the other format, or damaged; or `OUT.partial` holds another pruning.
         """
         if not self.out.exists():
-            self._work.check()
+            self._work.begin()
             return None
         written = Pruned.load(self.out)
         there = written.provenance["pruning"]["format"]

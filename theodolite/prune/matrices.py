@@ -1,4 +1,4 @@
-"""The matrices of a model that are pruned, the settings of each, and one matrix pruned, with its row of the table.
+"""Choose the matrices that are pruned and the settings of each, and prune one.
 
 The formulas are in the modules of the methods.
 """
@@ -43,7 +43,7 @@ NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
 
 
 def without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptions) -> Matrices:
-    """The matrices that are left to prune.
+    """Leave out the matrices that `options.skip` names.
 
     A glob of `options.skip` is of a matrix, or of a module that it is in, by its name in the block ("mlp.down_proj",
     "q", "mlp"), that behind the block's number ("0.q"), or that in the model ("model.layers.0").
@@ -81,7 +81,7 @@ def without_skipped(model: OpenModel, matrices: Matrices, options: PruningOption
 
 
 def _names(matrix: Matrix, block: str) -> list[str]:
-    """What a matrix is called, and the modules that it is in."""
+    """List the names of a matrix, and of the modules that it is in."""
     module = matrix.parameter.removesuffix(".weight")
     inner = module.removeprefix(f"{block}.")
     whole = (matrix.key, f"{matrix.layer}.{matrix.key}", module, inner)
@@ -106,7 +106,7 @@ class PruningSettings:
 
     @classmethod
     def of(cls, options: PruningOptions, matrices: Matrices) -> PruningSettings:
-        """The settings of some matrices by checked options.
+        """Find the settings of each matrix by checked options.
 
         Raises:
             UsageError: a number out of range, a sparsity too small to remove anything, or an adapter of nothing.
@@ -147,7 +147,7 @@ class PruningSettings:
         return settings
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the result, as plain values; one value where all blocks or matrices agree."""
+        """Describe what decides the result, as plain values; one value where all blocks or matrices agree."""
         options = self.options
         plain: dict[str, Any] = {
             "method": options.method,
@@ -165,7 +165,7 @@ class PruningSettings:
         return plain
 
     def prune(self, matrix: Matrix, moments: Moments) -> tuple[PrunedMatrix, dict[str, Any]]:
-        """One matrix of a block that is present, pruned in its own dtype, and its row of the table; or `WorkError`."""
+        """Prune one matrix of a block in memory, in its own dtype; it and its row of the table, or `WorkError`."""
         options = self.options
         if not moments.count and not matrix.is_of_expert and options.weighs_inputs:
             raise WorkError(
@@ -210,14 +210,14 @@ class PruningSettings:
         }
 
     def _rank_of(self, matrix: Matrix) -> int:
-        """Of the low-rank part that OATS gives a matrix."""
+        """The rank of the low-rank part that OATS gives a matrix."""
         at = matrix.layer, matrix.key
         return rank_and_entries(
             matrix.shape, self.sparsity[at], self.rank_ratio[at], self.options.pattern
         ).rank
 
     def _removes(self, matrix: Matrix) -> bool:
-        """Whether fewer entries are kept than there are among which the method chooses."""
+        """Whether the sparsity removes any entry of a matrix."""
         share, (outputs, inputs) = self.sparsity[matrix.layer, matrix.key], matrix.shape
         if self.options.pattern or share is None:
             return True
@@ -249,7 +249,7 @@ def _ratio_at(rank_ratio: RankRatio, matrix: Matrix) -> float:
 
 
 def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
-    """One value where all matrices agree, one a block where those of each block do, else all of them by name."""
+    """Write one value where all matrices agree, one a block where those of each block do, else all by name."""
     by_block: dict[int, set[float | None]] = {}
     for (layer, _), value in values.items():
         by_block.setdefault(layer, set()).add(value)
@@ -274,7 +274,7 @@ class _Approximation:
 def _approximated(
     options: PruningOptions, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float
 ) -> _Approximation:
-    """A weight by the method of the options."""
+    """Prune a weight by the method of the options."""
     pattern = options.pattern
     if options.method == "magnitude":
         return _Approximation(magnitude(weight, sparsity, pattern))
@@ -303,7 +303,7 @@ def _approximated(
 
 
 def _less(weight: Tensor, other: Tensor) -> Tensor:
-    """Their difference, taken in float64 of some rows at a time."""
+    """Subtract in float64, some rows at a time."""
     difference = torch.empty_like(weight, dtype=precision_of(weight))
     for rows, ours, theirs in zip(*(each.split(ROWS) for each in (difference, weight, other)), strict=True):
         rows.copy_(ours.double() - theirs.double())
@@ -311,7 +311,7 @@ def _less(weight: Tensor, other: Tensor) -> Tensor:
 
 
 def _counts(pruned: PrunedMatrix) -> dict[str, Any]:
-    """Sparsity reached, rank, nonzero entries, and bytes: dense and as stored."""
+    """Count what is left: sparsity reached, rank, nonzero entries, and bytes, dense and as stored."""
     low_rank = [factor for factor in (pruned.left, pruned.right) if factor is not None]
     entries, size = pruned.sparse.numel(), pruned.sparse.element_size()
     nonzeros = int((pruned.sparse != 0).sum())

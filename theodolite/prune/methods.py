@@ -1,4 +1,4 @@
-"""Magnitude, Wanda and SparseGPT: from a weight matrix to the pruned one, independent of models and texts.
+"""Prune a weight matrix by magnitude, Wanda or SparseGPT, independent of models and texts.
 
 A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. `sparsity` is the share of entries
 removed. A pattern N:M fixes it at 1 − N/M; `sparsity` is then None or that number. Counts are exact, rounded down; the
@@ -123,7 +123,7 @@ class HessianFactor:
     added: float
 
     def squared_norm(self, matrix: Float[Tensor, "outputs inputs"]) -> float:
-        """tr(M H Mᵀ), of H without what was added: the products are of the matrix's dtype, their sum of float64."""
+        """Compute tr(M H Mᵀ), of H without what was added: products in the matrix's dtype, their sum in float64."""
         total = -self.added * _square_sum(matrix) - _square_sum(matrix[:, self.dead])
         for start in range(0, len(self.upper), _FACTORED_AT_ONCE):
             stop = start + _FACTORED_AT_ONCE
@@ -132,13 +132,13 @@ class HessianFactor:
 
 
 def _square_sum(matrix: Tensor) -> float:
-    """In float64, which takes a copy of some rows at a time."""
+    """Sum the squares in float64, of a copy of some rows at a time."""
     return sum(float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2 for rows in matrix.split(ROWS))
 
 
 @torch.no_grad()
 def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool = False) -> HessianFactor:
-    """R of `HessianFactor`, in float64; the damping is raised tenfold until the factorisation succeeds.
+    """Factor a Hessian in float64; the damping is raised tenfold until the factorisation succeeds.
 
     As in the released code, the diagonal of a dead input is set to 1, and counts in the mean of the diagonal.
 
@@ -175,7 +175,7 @@ def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool
 
 
 def _factor(matrix: Float64[Tensor, "inputs inputs"]) -> bool:
-    """Put R of R Rᵀ into the upper triangle and leave what is below the diagonal; whether there is one.
+    """Put R of R Rᵀ into the upper triangle and leave what is below the diagonal; whether that succeeded.
 
     From the last inputs on: R's last columns are factored, and what they explain is taken off those before them.
     """
@@ -209,7 +209,7 @@ def _mirror(matrix: Float64[Tensor, "inputs inputs"]) -> None:
 
 
 def _check_symmetric(hessian: Float64[Tensor, "inputs inputs"]) -> None:
-    """By its products with one vector without zeros, from either side: n² operations, where n³ follow."""
+    """Raise unless the Hessian is symmetric: from its products with one vector, n² operations, where n³ follow."""
     probe = torch.arange(len(hessian), dtype=hessian.dtype, device=hessian.device).cos()
     product = hessian @ probe
     check_finite("hessian", product)
@@ -260,7 +260,7 @@ def sparsegpt_factored(
     *,
     block: int = INPUTS_AT_ONCE,
 ) -> Tensor:
-    """`sparsegpt` with a factored Hessian.
+    """Prune by `sparsegpt` with a factored Hessian.
 
     The paper carries what was removed forward through the Cholesky factor U of the inverse, H⁻¹ = Uᵀ U. Here
     U = R⁻¹ is never formed: with Δ = Ŵ − W of the inputs done so far, what minimises the error over the others moves
@@ -321,11 +321,11 @@ def _prune_block(
 
 
 def count_left(entries: int, sparsity: float) -> int:
-    """Entries that are kept of those that are chosen among together: the share to remove is rounded down."""
+    """Count the entries that are kept: the share to remove is rounded down."""
     return entries - int(sparsity * entries)
 
 
 def _near_one(norms: Float64[Tensor, " inputs"]) -> Float64[Tensor, " inputs"]:
-    """Norms divided by a power of two near the largest: exact, and in the range of float32."""
+    """Divide norms by a power of two near the largest: exact, and in the range of float32."""
     exponent = int(torch.frexp(norms.max()).exponent)
     return norms * 2.0 ** min(-exponent, 1000)  # 2^1023 is the largest

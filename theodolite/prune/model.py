@@ -1,4 +1,4 @@
-"""`prune_model`: prune all matrices in place, block by block, each calibrated on the outputs of the pruned ones.
+"""Prune all matrices of a model in place, block by block, each calibrated on the outputs of the pruned ones.
 
 How a matrix is pruned is in `matrices.py`, how blocks are run in `sequential.py`, the files in `checkpoint.py`.
 """
@@ -111,7 +111,7 @@ def prune_model(
 
 @dataclass(frozen=True)
 class _Pruning:
-    """What is to be done, and the steps of doing it.
+    """A pruning of a model: what is pruned and how, and the steps.
 
     Attributes:
         matrices: those that are pruned, of every block.
@@ -133,7 +133,7 @@ class _Pruning:
     def planned(
         cls, model: OpenModel, corpus: Corpus, options: PruningOptions, show_progress: ShowProgress
     ) -> _Pruning:
-        """What is asked, checked against the model and the text before anything is pruned."""
+        """Check the options against the model and the text before anything is pruned."""
         check_fit(model, corpus, least_contexts=1)
         if corpus.images is not None:
             raise UsageError(f"{model.id} reads images: only models of text are pruned")
@@ -208,7 +208,7 @@ class _Pruning:
     def _pruned_block(
         self, text: BlockByBlock | None, layer: int, matrices: Sequence[Matrix], before: int
     ) -> tuple[list[PrunedMatrix], TableRows]:
-        """Prune a block's matrices on their inputs (no text: all alike), after `before` others; their rows, too."""
+        """Prune a block's matrices on their inputs (no text: all alike), after `before` others; with their rows."""
         moments = InputMoments(matrices, self.options.moments_damping)
         if text:
             with moments.collecting():
@@ -224,7 +224,7 @@ class _Pruning:
         return pruned, rows
 
     def _provenance(self) -> dict[str, Any]:
-        """Of the text and the settings."""
+        """Describe the text and the settings."""
         left = left_dense(self.model, list(chain(*self.matrices)))
         pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": left}
         attention = _attention_of(self.model)
@@ -252,7 +252,7 @@ class _Pruning:
 
 
 def _dense_matrices(model: OpenModel) -> Matrices:
-    """The matrices of a model that was not pruned yet."""
+    """Find the matrices of a model, and refuse one that was pruned or changed."""
     if model.interventions:
         raise UsageError(
             f"the opened model was modified ({model.interventions[-1]}): open it anew to prune it"
@@ -281,7 +281,7 @@ def _dense_matrices(model: OpenModel) -> Matrices:
 
 
 def _attention_of(model: OpenModel) -> Attention | None:
-    """Of an encoder-decoder of transformers; a module of one's own calls its attention by any name."""
+    """Name the attention that is measured of an encoder-decoder of transformers; None of any other model."""
     if not getattr(getattr(model.root, "config", None), "is_encoder_decoder", False):
         return None
     return next((each for each in ATTENTIONS if each == model.source.attention), None)

@@ -1,4 +1,4 @@
-"""Second moments of the inputs of each matrix of a block, streamed in float64 without storing the inputs.
+"""Sum the second moments of each matrix's inputs in float64, without storing the inputs.
 
 Wanda and OATS need the diagonal, SparseGPT the full matrix. Matrices with the same inputs (W_q, W_k and W_v; gate and
 up) share one sum. Nothing here depends on how a matrix is pruned.
@@ -37,14 +37,14 @@ class Moments:
     factor: HessianFactor | None
 
     def squared_norms(self, matrix: Float[Tensor, "outputs inputs"]) -> tuple[float, float]:
-        """Mean of ‖M x‖² from the full moments (NaN without them), and ‖M D‖², its value for uncorrelated inputs."""
+        """Compute the mean of ‖M x‖² from full moments (else NaN), and ‖M D‖², its value for uncorrelated inputs."""
         exact = math.nan if self.factor is None else self.factor.squared_norm(matrix)
         norms = [rows.double().square() @ self.diagonal for rows in matrix.split(ROWS)]
         return exact, float(torch.cat(norms).sum())
 
 
 class InputMoments:
-    """Sums over the inputs of some matrices of a block; `damping`: of full moments' factors; None: diagonals only."""
+    """Sums over the inputs of some matrices; `damping` is that of the full moments' factors, None: diagonals only."""
 
     def __init__(self, matrices: Sequence[Matrix], damping: float | None = None) -> None:
         self._damping = damping
@@ -60,7 +60,7 @@ class InputMoments:
 
     @torch.inference_mode()  # as the pass in which sums were made, which are changed in place
     def of(self, matrix: Matrix) -> Moments:
-        """Moments of the inputs of a matrix, unit ones with a count of 0 if there were none; or `WorkError`."""
+        """Give the moments of a matrix's inputs, unit ones with a count of 0 if there were none; or `WorkError`."""
         at, device = matrix.holder.data_ptr(), matrix.holder.device
         first = self._first.get(at, at)
         if first not in self._sums and first not in self._moments:
@@ -119,7 +119,7 @@ class _Diagonal:
             self._sum += chunk.double().square().sum(dim=0)
 
     def means(self, device: torch.device) -> _Means:
-        """Of all rows."""
+        """Average over all rows."""
         return self._count, self._sum.to(device) / self._count, None
 
 
@@ -134,7 +134,7 @@ class _Full:
         self._sums.update(0, rows)
 
     def means(self, device: torch.device) -> _Means:
-        """Of all rows, once: mean(x xᵀ) = covariance + x̄ x̄ᵀ takes the place of the sums."""
+        """Average over all rows, once: mean(x xᵀ) = covariance + x̄ x̄ᵀ takes the place of the sums."""
         count, mean, moment = (self._sums.at(name, 0, device) for name in ("count", "mean", "moment"))
         full = moment.div_(count).addr_(mean, mean)
         return int(count), full.diagonal().clone(), full

@@ -1,4 +1,4 @@
-"""The options of a pruning, each once: its default, and what it does not go with. Nothing heavy is imported.
+"""Check the options of a pruning without importing anything heavy.
 
 What only the model or the text can refuse is in `model.py`.
 """
@@ -53,11 +53,11 @@ class PruningOptions:
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> PruningOptions:
-        """Those of a function's arguments that are options."""
+        """Pick the options from a function's arguments."""
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def checked(self, *, streamed: bool) -> PruningOptions:
-        """The same with Python's own numbers, for JSON; `UsageError` where one is none of its kind or fits no other."""
+        """Check each option and how they go together, with Python's own numbers, for JSON; or `UsageError`."""
         if self.method not in METHODS:
             raise UsageError(f"unknown method {self.method}: use {', '.join(METHODS)}")
         if self.form not in FORMS:
@@ -98,5 +98,5 @@ class PruningOptions:
 
     @property
     def moments_damping(self) -> float | None:
-        """As `InputMoments` takes it: None where the diagonals of the second moments are enough."""
+        """The damping of full second moments; None where their diagonals are enough."""
         return self.damping if self.method == "sparsegpt" else None

@@ -1,4 +1,4 @@
-"""Selecting the entries to keep: exact counts, N:M patterns, and the argument checks shared by the pruning methods.
+"""Select the entries to keep by exact counts or N:M patterns, and check the arguments of the pruning methods.
 
 How entries are scored is up to the methods.
 """
@@ -46,12 +46,12 @@ class Pattern:
         return self.kept / self.of
 
     def largest(self, scores: Float[Tensor, "rows columns"]) -> Bool[Tensor, "rows columns"]:
-        """True at the `kept` largest of each group; of ties the last are kept."""
+        """Mark the `kept` largest of each group; of ties the last are kept."""
         groups = scores.reshape(-1, self.of).T.contiguous()
         return self.largest_down(groups).T.reshape(scores.shape)
 
     def largest_down(self, groups: Float[Tensor, "of groups"]) -> Bool[Tensor, "of groups"]:
-        """As `largest`, each column a group. Pairs are compared: sorting a row of four costs more than the four."""
+        """Do as `largest`, each column a group. Pairs are compared: sorting a row of four costs more than the four."""
         beaten = torch.zeros_like(groups, dtype=torch.int16)
         for distance in range(1, self.of):
             later_wins = groups[distance:] >= groups[:-distance]
@@ -61,7 +61,7 @@ class Pattern:
 
 
 def pattern_of(given: object, inputs: int) -> Pattern | None:
-    """A pattern given as None, "2:4" or (2, 4), for matrices with `inputs` inputs; `UsageError` where it fits none."""
+    """Read a pattern, None, "2:4" or (2, 4), for matrices with `inputs` inputs; `UsageError` where it is none."""
     if given is None:
         return None
     text = re.fullmatch(r"(\d+):(\d+)", given) if isinstance(given, str) else None
@@ -78,7 +78,7 @@ def pattern_of(given: object, inputs: int) -> Pattern | None:
 
 
 def check_sparsity(sparsity: object) -> float:
-    """A share of entries to remove, as a number; `UsageError` where it is none in (0, 1)."""
+    """Check a share of entries to remove; `UsageError` where it is no number in (0, 1)."""
     if sparsity is None:
         raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
     if isinstance(sparsity, bool) or not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
@@ -89,7 +89,7 @@ def check_sparsity(sparsity: object) -> float:
 
 
 def sparsity_of(sparsity: float | None, pattern: Pattern | None) -> float:
-    """The share to remove, where None is that of the pattern; `UsageError` where it is none, or another."""
+    """Find the share to remove, by None that of the pattern; `UsageError` where it is none, or another."""
     if pattern is None:
         return check_sparsity(sparsity)
     fixed = 1 - pattern.density
@@ -101,7 +101,7 @@ def sparsity_of(sparsity: float | None, pattern: Pattern | None) -> float:
 
 
 def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:
-    """A matrix of finite real numbers without its gradient, row by row in memory; else `UsageError`."""
+    """Check that a weight is a finite real matrix, and give it detached and contiguous; else `UsageError`."""
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise UsageError("weight must be a tensor of floating-point numbers")
     if weight.ndim != 2 or 0 in weight.shape:
@@ -111,14 +111,14 @@ def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:
 
 
 def precision_of(weight: Tensor) -> torch.dtype:
-    """In which a weight is pruned: float32, or float64 if it is that."""
+    """Choose the dtype in which a weight is pruned: float32, or float64 if it is that."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
 def checked_inputs(
     name: str, values: object, weight: Float[Tensor, "outputs inputs"]
 ) -> Float[Tensor, " inputs"]:
-    """One number ≥ 0 for each input, as float64 on the weight's device; all-zero values become ones.
+    """Check one number ≥ 0 for each input; float64 on the weight's device, all-zero values become ones.
 
     Raises:
         UsageError: another shape, negative or not finite.
@@ -136,7 +136,7 @@ def checked_inputs(
 def largest(
     scores: Float[Tensor, "rows columns"], count: int, out: Tensor | None = None
 ) -> Shaped[Tensor, "rows columns"]:
-    """True at the `count` largest scores of each row; of ties the last are kept. 1 in a numeric `out`."""
+    """Mark the `count` largest scores of each row; of ties the last are kept. 1 in a numeric `out`."""
     if out is None:
         out = torch.empty_like(scores, dtype=torch.bool)
     removed = scores.shape[1] - count

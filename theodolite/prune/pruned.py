@@ -1,4 +1,4 @@
-"""The record of a pruned model: its table, where it comes from, and its low-rank parts, which are read when asked for.
+"""Read the record of a pruned model: its table, its provenance, and its low-rank parts, as they are asked for.
 
 Nothing is pruned or written here.
 """
@@ -55,7 +55,7 @@ class Pruned:
         return f"Pruned({self.provenance['model']['id']} by {pruning['method']}: {len(self.table)} matrices)"
 
     def factors(self, layer: int) -> Factors:
-        """The low-rank parts of W_Q, W_K, W_V of a block, as `interventions.without_low_rank(factors=…)` takes them.
+        """Give a block's low-rank parts of W_Q, W_K, W_V, for `interventions.without_low_rank(factors=…)`.
 
         Raises:
             UsageError: there are none: a method other than OATS, rank 0, or no such block.
@@ -67,7 +67,7 @@ class Pruned:
 
     @classmethod
     def load(cls, folder: str | Path) -> Pruned:
-        """Read it from the folder of a pruned checkpoint, whose weights `open_model` opens.
+        """Read the record from the folder of a pruned checkpoint, whose weights `open_model` opens.
 
         Raises:
             UsageError: the folder holds none, or it is damaged.
@@ -106,7 +106,7 @@ class LowRankOfFiles(LowRank):
 
 
 def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
-    """The low-rank parts of a block's matrices."""
+    """Collect the low-rank parts of a block's matrices."""
     return {
         (layer, matrix.key): (matrix.left.cpu(), matrix.right.cpu())
         for matrix in matrices
@@ -115,7 +115,7 @@ def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int,
 
 
 def reader_of_low_rank(folder: Path, sums: Mapping[str, str]) -> Callable[[int], LowRank]:
-    """Reads the low-rank parts of a block from a written checkpoint; a block without any has no file."""
+    """Make a function that reads a block's low-rank parts from a checkpoint; a block without any has no file."""
 
     def read(layer: int) -> LowRank:
         if is_factored(folder):

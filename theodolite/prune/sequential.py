@@ -36,7 +36,7 @@ MOST_VARIANTS = 4
 
 
 def in_file(tensor: Tensor, folder: Path) -> Tensor:
-    """A copy whose memory is a file without a name: the system has it in memory as far as there is room.
+    """Copy a tensor into a file without a name, which the system keeps in memory as far as there is room.
 
     It is written before it is mapped, so that a full disk is an error.
     """
@@ -109,7 +109,7 @@ class BlockByBlock:
         self._compare(ours, _first(self._pass(self._first_context)[1].left))
 
     def _kept(self, hidden: Hidden, before: Hidden | None = None) -> Hidden:
-        """Hidden states where they stay until the next block: in the place of those before, if these are in a file."""
+        """Store hidden states until the next block: in the place of those before, if these are in a file."""
         if self._folder is None:
             return hidden
         if before is not None:
@@ -133,7 +133,7 @@ class BlockByBlock:
             return _first(self._model.structure.blocks[layer](*args, **kwargs))
 
     def _verified_pass(self) -> tuple[list[Arguments], Hidden]:
-        """How each block is called in the model's own pass over the witness, and what enters the first."""
+        """Record how the model's own pass over the witness calls each block, and what enters the first."""
         calls, ends = self._pass(self._first_context)
         self._output = ends.left
         hidden = ends.entered
@@ -143,14 +143,14 @@ class BlockByBlock:
         return calls, ends.entered
 
     def _may_pass_through(self) -> bool:
-        """Whether blocks are called alike where each gives back what it gets."""
+        """Whether blocks are called in the same way when each returns its input."""
         if isinstance(self._output, tuple) and any(part is not None for part in self._output[1:]):
             return False  # T5's give the next ones more than hidden states
         calls, ends = self._passing_through(self._first_context)
         return torch.equal(ends.entered, self._witness) and _equal(calls, self._witness_calls)
 
     def _pass(self, ids: Tensor) -> tuple[list[Arguments], _Ends]:
-        """The model's own pass: how each block is called, the input of the first and the output of the last one."""
+        """Run the model's own pass: how each block is called, the input of the first and the output of the last one."""
         calls: list[Arguments] = []
         entered: list[Hidden] = []
         left: list[Any] = []
@@ -171,7 +171,7 @@ class BlockByBlock:
         return calls, _Ends(entered[0], left[0])
 
     def _passing_through(self, ids: Tensor) -> tuple[list[Arguments], _Ends]:
-        """The same of a pass in which every block gives back the hidden states that it gets."""
+        """Run a pass in which every block returns its input; gives the same as `_pass`."""
         rest = self._output[1:] if isinstance(self._output, tuple) else None
 
         def give_back(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ class _SharedArguments:
         self._tensors: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
 
     def call(self, call: Arguments) -> Arguments:
-        """The arguments without hidden states, each tensor replaced by an equal one if stored."""
+        """Strip hidden states from arguments, and replace each tensor by an equal one if stored."""
         args, kwargs = call
         if "hidden_states" in kwargs:
             kwargs = {**kwargs, "hidden_states": None}

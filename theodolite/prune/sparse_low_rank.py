@@ -1,4 +1,4 @@
-"""OATS: a weight matrix as the sum of a sparse and a low-rank one, in the norm of its inputs' second moments.
+"""Approximate a weight matrix by a sparse plus a low-rank one (OATS), in the norm of its inputs' second moments.
 
 Zhang & Papyan 2025 (arXiv 2409.13652). With D = √(second moment of each input), alternate the rank-r truncated SVD L
 of W D − S with the largest entries S of each row of W D − L, from S = 0; Ŵ = (S + L) D⁻¹.
@@ -82,7 +82,7 @@ class SparseLowRank:
     stalls: int
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
-        """The sum as one matrix in the dtype of its parts, rounded once."""
+        """Sum the parts to one matrix in their dtype, rounded once."""
         precision = precision_of(self.sparse)
         sparse, left, right = (part.to(precision) for part in (self.sparse, self.left, self.right))
         return torch.addmm(sparse, left, right).to(self.sparse.dtype)
@@ -109,7 +109,7 @@ def oats(
     seed: int = 0,
     exact: bool = False,
 ) -> SparseLowRank:
-    """A sparse plus a low-rank matrix with (1 − ρ) d_out d_in parameters together (Zhang & Papyan 2025, algorithm 2).
+    """Find a sparse plus a low-rank matrix of (1 − ρ) d_out d_in parameters in all (Zhang & Papyan 2025, algorithm 2).
 
     rank = ⌊κ (1 − ρ) d_out d_in / (d_out + d_in)⌋ and ⌊d_in (1 − (1 − κ)(1 − ρ))⌋ zeros a row (section 2.4), with
     ρ the sparsity and κ the rank ratio. Both are rounded down, so that a row may hold one entry more than the budget.
@@ -163,7 +163,7 @@ def oats(
 def rank_and_entries(
     shape: Sequence[int], sparsity: float | None, rank_ratio: float, given: GivenPattern
 ) -> Budget:
-    """What `oats` keeps of a matrix (outputs, inputs), by its arguments, checked as it does."""
+    """Compute what `oats` keeps of a matrix (outputs, inputs) by its arguments, checked as there."""
     outputs, inputs = shape
     pattern = pattern_of(given, inputs)
     if not 0 <= rank_ratio <= 1:
@@ -195,7 +195,7 @@ def _alternate(
     iterations: int,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Truncated, float, int, int]:
-    """S, L, the relative error, and how many iterations and stalls there were; without a generator, by full SVDs."""
+    """Alternate between S and L: both, the relative error, iterations, stalls; without a generator, by full SVDs."""
     if not budget.rank or not budget.entries:
         iterations = 1
     target, residual = scaled.clone(), torch.empty_like(scaled)
@@ -249,7 +249,7 @@ class Truncated(NamedTuple):
 
 
 def _step(target: Tensor, space: Tensor) -> Truncated:
-    """One step of subspace iteration.
+    """Do one step of subspace iteration.
 
     Of all matrices whose columns lie in target · space, L is the nearest one to the target. That includes the best
     one with rows in `space`, so a step never loses, whatever `space` is.
@@ -260,12 +260,12 @@ def _step(target: Tensor, space: Tensor) -> Truncated:
 
 
 def truncated_svd(target: Tensor, rank: int) -> Truncated:
-    """The truncated SVD, up to a rotation of its factors, by a step from where it ends."""
+    """Compute the truncated SVD, up to a rotation of its factors, by a step from where it ends."""
     return _step(target, _leading(target, rank))
 
 
 def randomised_svd(target: Tensor, rank: int, generator: torch.Generator) -> Truncated:
-    """Nearly the truncated SVD: subspace iteration from a random start, then the best of what it found."""
+    """Compute nearly the truncated SVD: subspace iteration from a random start, then the best of what it found."""
     size = target.shape[1], min(rank + _MORE, *target.shape)
     space = torch.randn(size, generator=generator, dtype=target.dtype, device=target.device)
     for _ in range(_START_STEPS):
@@ -307,7 +307,7 @@ def misses(target: Tensor, low_rank: Truncated, generator: torch.Generator) -> b
 
 
 def _leading(target: Tensor, rank: int) -> Tensor:
-    """The leading right singular vectors (inputs, rank), or a basis of their span, by a full SVD.
+    """Find the leading right singular vectors (inputs, rank), or a basis of their span, by a full SVD.
 
     Of the square factor of a QR decomposition: half the work for a tall matrix, and a fourth for a wide one.
     """

@@ -25,12 +25,8 @@ from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import blocks, heads_per_block
-from theodolite.report.drawing import constituents as figures_constituents
-from theodolite.report.drawing import geometry as figures_geometry
-from theodolite.report.drawing import heads as figures_heads
-from theodolite.report.drawing import layers as figures_layers
-from theodolite.report.drawing import patches as figures_patches
-from theodolite.report.drawing import sinks as figures_sinks
+from theodolite.report.drawing import constituents as split
+from theodolite.report.drawing import geometry, heads, layers, patches, sinks
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.measures import HEAD_MEASURES
 from theodolite.system.wording import head_name, listed
@@ -40,13 +36,13 @@ _EXHIBITS = {exhibit.key: exhibit for exhibit in EXHIBITS}
 _CHOICES: dict[str, Sequence[object]] = {
     "measure": tuple(HEAD_MEASURES),
     "pattern": tuple(ATTENTION_PATTERNS),
-    "cutoff": figures_geometry.CUTOFFS,
+    "cutoff": geometry.CUTOFFS,
     "suffix": ("", "_data"),
     "name": ("spectrum", "spectrum_data"),
 }
 """What the arguments that are no places may be."""
 
-_OF_BLOCKS = (figures_constituents.head_shares, figures_patches.received_on_pictures)
+_OF_BLOCKS = (split.head_shares, patches.received_on_pictures)
 """What is drawn of a block and not of a residual layer."""
 
 _KEYS = {"cosine_previous": "cosine"}  # figures that the page knows by another name than the function's
@@ -63,7 +59,7 @@ def _key(name: str) -> str:
     return _KEYS.get(name, name.replace("_", "-"))
 
 
-def _title_and_note(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
+def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> tuple[str, str]:
     """Title of a figure drawn with these arguments, and what to look for."""
     key, subject = _key(name), ""
     if "pattern" in arguments:
@@ -73,7 +69,7 @@ def _title_and_note(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
     if "head" in arguments:
         subject = head_name(arguments["layer"], arguments["head"])
     elif "layer" in arguments:
-        subject = f"layer {arguments['layer']}"
+        subject = f"{'block' if of_block else 'layer'} {arguments['layer']}"
     elif "measure" in arguments:
         subject = HEAD_MEASURES[arguments["measure"]].title
     elif "cutoff" in arguments:
@@ -114,45 +110,47 @@ def _standalone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
     def drawn(*args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        _check(bound.arguments, of_block="head" in bound.arguments or draw in _OF_BLOCKS)
-        return style.alone(draw(*args, **kwargs), *_title_and_note(draw.__name__, bound.arguments))
+        of_block = "head" in bound.arguments or draw in _OF_BLOCKS
+        _check(bound.arguments, of_block=of_block)
+        words = _title_and_note(draw.__name__, bound.arguments, of_block=of_block)
+        return style.alone(draw(*args, **kwargs), *words)
 
     FIGURES[draw.__name__] = drawn
     return drawn
 
 
-patch_components = _standalone(figures_patches.patch_components)
-patch_frequencies = _standalone(figures_patches.patch_frequencies)
-received_on_pictures = _standalone(figures_patches.received_on_pictures)
-norms_on_pictures = _standalone(figures_patches.norms_on_pictures)
-spiral = _standalone(figures_geometry.spiral)
-waves = _standalone(figures_geometry.waves)
-singular_values = _standalone(figures_geometry.singular_values)
-gram = _standalone(figures_geometry.gram)
-dct = _standalone(figures_geometry.dct)
-rank = _standalone(figures_layers.rank)
-stable_rank = _standalone(figures_layers.stable_rank)
-relative_norm = _standalone(figures_layers.relative_norm)
-low_frequency = _standalone(figures_layers.low_frequency)
-similarity = _standalone(figures_layers.similarity)
-incoherence = _standalone(figures_layers.incoherence)
-clusters = _standalone(figures_layers.clusters)
-norm = _standalone(figures_layers.norm)
-cosine_previous = _standalone(figures_layers.cosine_previous)
-rank_collapse = _standalone(figures_layers.rank_collapse)
-head_map = _standalone(figures_heads.head_map)
-entropy_by_position = _standalone(figures_heads.entropy_by_position)
-regime_plane = _standalone(figures_heads.regime_plane)
-head_shares = _standalone(figures_constituents.head_shares)
-attribution = _standalone(figures_constituents.attribution)
-inherited_smoothness = _standalone(figures_geometry.inherited_smoothness)
-constituents = _standalone(figures_constituents.constituents)
-spectrum = _standalone(figures_heads.spectrum)
-propagation = _standalone(figures_heads.propagation)
-head_entropy = _standalone(figures_heads.head_entropy)
-sinks_by_position = _standalone(figures_sinks.sinks_by_position)
-massive_activations = _standalone(figures_layers.massive_activations)
-outlier_dimensions = _standalone(figures_layers.outlier_dimensions)
-outlier_shares = _standalone(figures_layers.outlier_shares)
+patch_components = _standalone(patches.patch_components)
+patch_frequencies = _standalone(patches.patch_frequencies)
+received_on_pictures = _standalone(patches.received_on_pictures)
+norms_on_pictures = _standalone(patches.norms_on_pictures)
+spiral = _standalone(geometry.spiral)
+waves = _standalone(geometry.waves)
+singular_values = _standalone(geometry.singular_values)
+gram = _standalone(geometry.gram)
+dct = _standalone(geometry.dct)
+rank = _standalone(layers.rank)
+stable_rank = _standalone(layers.stable_rank)
+relative_norm = _standalone(layers.relative_norm)
+low_frequency = _standalone(layers.low_frequency)
+similarity = _standalone(layers.similarity)
+incoherence = _standalone(layers.incoherence)
+clusters = _standalone(layers.clusters)
+norm = _standalone(layers.norm)
+cosine_previous = _standalone(layers.cosine_previous)
+rank_collapse = _standalone(layers.rank_collapse)
+head_map = _standalone(heads.head_map)
+entropy_by_position = _standalone(heads.entropy_by_position)
+regime_plane = _standalone(heads.regime_plane)
+head_shares = _standalone(split.head_shares)
+attribution = _standalone(split.attribution)
+inherited_smoothness = _standalone(geometry.inherited_smoothness)
+constituents = _standalone(split.constituents)
+spectrum = _standalone(heads.spectrum)
+propagation = _standalone(heads.propagation)
+head_entropy = _standalone(heads.head_entropy)
+sinks_by_position = _standalone(sinks.sinks_by_position)
+massive_activations = _standalone(layers.massive_activations)
+outlier_dimensions = _standalone(layers.outlier_dimensions)
+outlier_shares = _standalone(layers.outlier_shares)
 
 __all__ = ["FIGURES", "available", *FIGURES]

@@ -8,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.judging import Criterion, Estimate, Estimates, Verdict, judge, untestable
+from theodolite.report.drawing.grammar import Sketch
 from theodolite.report.exhibit import Choice, Exhibit
 
 
@@ -82,5 +83,6 @@ class Outcome:
         """Show a figure, or what its picker offers; caption: what is drawn, what to see, whose it is."""
         choice = None
         if isinstance(figure, Choice):
-            choice, figure = figure, figure.draw(figure.options[figure.start].key)
+            choice, first = figure, figure.draw(figure.options[figure.start].key)
+            figure = first.figure if isinstance(first, Sketch) else first
         self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))

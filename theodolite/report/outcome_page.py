@@ -16,9 +16,9 @@ from theodolite.report import content
 from theodolite.report.data import records
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
-from theodolite.report.page import PLOTLY, block_of, rendered
+from theodolite.report.page import PLOTLY, block_of, rendered, write_page
 from theodolite.system.checksums import read_json_checked, write_json_checked
-from theodolite.system.files import disk_errors, folder_written_atomically, write_text
+from theodolite.system.files import folder_written_atomically, write_text
 from theodolite.system.wording import harmless, reading_order, visible
 
 RESULT = "result.json"
@@ -153,10 +153,7 @@ def write_index(root: str | Path) -> Path | None:
         "model": entries[0]["model"],
         "report": report if root.name != "report" and (root / report).is_file() else "",
     }
-    page = rendered("experiments.html.j2", values)
-    with disk_errors(root):
-        write_text(root / "index.html", page)
-    return root / "index.html"
+    return write_page(root / "index.html", rendered("experiments.html.j2", values))
 
 
 def _entry(path: Path) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
-"""`write_report`: a run as one page that opens from disk with no network, and Plotly's script in the same folder.
+"""Pages that open from disk with no network: what all of them share, the report of a run, and the list of runs.
 
-The page's strings come from untrusted files: the template escapes all of them, data blocks are made safe by
+The strings of a page come from untrusted files: the template escapes all of them, data blocks are made safe by
 `payload`, and a content security policy lets only our two scripts run. The same run gives the same bytes.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -70,16 +71,45 @@ def write_report(run: Run, folder: str | Path) -> Path:
     folder = Path(folder)
     page = render(run)
     existed = folder.exists()
-    with disk_errors(folder):
-        try:
+    try:
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / PLOTLY, get_plotlyjs())
-            write_text(folder / "index.html", page)
-        except BaseException:
-            if not existed:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-    return folder / "index.html"
+        return write_page(folder / "index.html", page)
+    except BaseException:
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def write_runs(rows: Sequence[Mapping[str, Any]], pages: Mapping[str, str | None], folder: Path) -> Path:
+    """Write `folder`/index.html, which lists runs, and return its path.
+
+    Args:
+        rows: one run each, with the same columns; `folder` is the name of its folder.
+        pages: the page of each, relative to `folder`, if it has one.
+        folder: where the runs lie.
+
+    Raises:
+        WorkError: it cannot be written.
+    """
+    shown = [
+        {
+            "cells": ["–" if value is None else visible(str(value), 80) for value in row.values()],
+            "page": pages[row["folder"]],
+        }
+        for row in rows
+    ]
+    headings = [name.replace("_", " ") for name in rows[0]]
+    values = {"headings": headings, "rows": shown, "folder": visible(folder.name, 80)}
+    return write_page(folder / "index.html", rendered("runs.html.j2", values))
+
+
+def write_page(path: Path, page: str) -> Path:
+    """Write a page, and return its path; `WorkError` where it cannot be written."""
+    with disk_errors(path):
+        write_text(path, page)
+    return path
 
 
 def render(run: Run) -> str:
@@ -137,7 +167,7 @@ def rendered(template: str, values: dict[str, Any]) -> str:
     The nonce is the digest of the page without it: fixed for a page, and unpredictable to the texts on it.
     """
     css, *js = map(static_text, STATIC)
-    shared = {"css": css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
+    shared = {"css": style.css() + css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
     jinja_template = environment().get_template(template)
     context = shared | values
     page = jinja_template.render(context, nonce="")
@@ -175,10 +205,11 @@ def block_of(exhibit: Exhibit) -> Block:
     groups: dict[str, list[Option]] = {}
     for option in choice.options:
         groups.setdefault(option.group, []).append(option)
-    by_key = {option.key: option for option in choice.options}
-    small = [by_key[key] for key in choice.grid if key in by_key]
-    json, first = figure_json(figure, choice.variants()), choice.options[choice.start]
-    return Block(exhibit, json, height, broad, list(groups.items()), first, small)
+    small = [option for key in choice.grid for option in choice.options if option.key == key]
+    chosen = choice.options[choice.start]
+    return Block(
+        exhibit, figure_json(figure, choice.variants()), height, broad, list(groups.items()), chosen, small
+    )
 
 
 def _topics(findings: list[Finding], shown: set[str]) -> list[tuple[str, str, list[Finding]]]:
@@ -187,7 +218,9 @@ def _topics(findings: list[Finding], shown: set[str]) -> list[tuple[str, str, li
     for finding in findings:
         topics.setdefault(finding.topic, []).append(finding)
     sections = {topic: SHOWN_IN.get(topic, topic.lower()) for topic in topics}
-    return [(topic, s if (s := sections[topic]) in shown else "", about) for topic, about in topics.items()]
+    return [
+        (topic, sections[topic] if sections[topic] in shown else "", about) for topic, about in topics.items()
+    ]
 
 
 def themes() -> dict[str, Any]:

@@ -92,21 +92,15 @@ RELATIVE_NORM: Rows = {
 
 @dataclass(frozen=True)
 class Average:
-    """Numbers of Table 1: mean over layers and, in brackets there, the standard deviation over layers."""
+    """A row of Table 1: mean over layers and, in brackets there, standard deviation; NaN where it prints a dash."""
 
+    model: str
+    text: str
     rank: tuple[float, float]
     relative_norm: tuple[float, float]
     between: tuple[float, float]
     within: tuple[float, float]
     incoherence: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class AverageRow(Average):
-    """A row of Table 1 with its model and text; NaN where the paper prints a dash."""
-
-    model: str
-    text: str
 
 
 TEXTS = ("GitHub", "OpenWebText", "WikiText")
@@ -116,22 +110,16 @@ _NONE = (math.nan, math.nan)
 
 # Table 1.
 TABLE_1 = (
-    AverageRow((7.86, 1.96), (0.66, 0.28), _NONE, _NONE, _NONE, "NanoGPT", "Shakespeare"),
-    AverageRow(
-        (11.38, 1.86), (0.84, 0.18), (0.10, 0.01), (0.44, 0.04), (0.051, 0.05), "GPT-2", "OpenWebText"
-    ),
-    AverageRow((11.69, 1.64), (0.76, 0.18), (0.11, 0.01), (0.41, 0.03), (0.039, 0.04), "GPT-2", "WikiText"),
-    AverageRow((12.54, 2.73), (0.78, 0.18), (0.13, 0.04), (0.26, 0.04), (0.046, 0.05), "BERT", "OpenWebText"),
-    AverageRow((12.62, 2.70), (0.76, 0.18), (0.17, 0.03), (0.31, 0.04), (0.043, 0.04), "BERT", "WikiText"),
-    AverageRow(
-        (10.23, 1.31), (0.30, 0.16), (0.15, 0.14), (0.32, 0.09), (0.158, 0.23), "BLOOM", "OpenWebText"
-    ),
-    AverageRow((10.00, 1.47), (0.31, 0.13), (0.14, 0.13), (0.31, 0.09), (0.148, 0.23), "BLOOM", "WikiText"),
-    AverageRow(
-        (9.38, 1.15), (0.14, 0.03), (0.17, 0.19), (0.43, 0.12), (0.190, 0.24), "Llama 2", "OpenWebText"
-    ),
-    AverageRow((8.69, 0.91), (0.07, 0.04), (0.47, 0.35), (0.60, 0.25), (0.316, 0.27), "Llama 2", "WikiText"),
-    AverageRow((8.69, 1.67), (0.21, 0.05), (0.17, 0.10), (0.40, 0.07), (0.189, 0.20), "Llama 2", "GitHub"),
+    Average("NanoGPT", "Shakespeare", (7.86, 1.96), (0.66, 0.28), _NONE, _NONE, _NONE),
+    Average("GPT-2", "OpenWebText", (11.38, 1.86), (0.84, 0.18), (0.10, 0.01), (0.44, 0.04), (0.051, 0.05)),
+    Average("GPT-2", "WikiText", (11.69, 1.64), (0.76, 0.18), (0.11, 0.01), (0.41, 0.03), (0.039, 0.04)),
+    Average("BERT", "OpenWebText", (12.54, 2.73), (0.78, 0.18), (0.13, 0.04), (0.26, 0.04), (0.046, 0.05)),
+    Average("BERT", "WikiText", (12.62, 2.70), (0.76, 0.18), (0.17, 0.03), (0.31, 0.04), (0.043, 0.04)),
+    Average("BLOOM", "OpenWebText", (10.23, 1.31), (0.30, 0.16), (0.15, 0.14), (0.32, 0.09), (0.158, 0.23)),
+    Average("BLOOM", "WikiText", (10.00, 1.47), (0.31, 0.13), (0.14, 0.13), (0.31, 0.09), (0.148, 0.23)),
+    Average("Llama 2", "OpenWebText", (9.38, 1.15), (0.14, 0.03), (0.17, 0.19), (0.43, 0.12), (0.190, 0.24)),
+    Average("Llama 2", "WikiText", (8.69, 0.91), (0.07, 0.04), (0.47, 0.35), (0.60, 0.25), (0.316, 0.27)),
+    Average("Llama 2", "GitHub", (8.69, 1.67), (0.21, 0.05), (0.17, 0.10), (0.40, 0.07), (0.189, 0.20)),
 )
 # The same on OpenWebText, the one text that all four models were measured on.
 AVERAGES: dict[str, Average] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}

@@ -13,7 +13,6 @@ from theodolite.errors import UsageError
 from theodolite.estimates import most_extreme, sigmas
 from theodolite.judging import SIGMAS, Criterion, Estimate
 from theodolite.passes.run import Run
-from theodolite.report.data import Floats
 from theodolite.report.drawing import sinks as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Heading, Outcome
@@ -70,17 +69,13 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     judge_release(outcome, heads, model["layers"])
     judge_copy(outcome, traces["alignment"], weights)
     judge_outliers(outcome, traces["outlier_dimensions"] != "", weights)
-    _figures(outcome, traces, heads, run.arrays["release"].numpy())
-
-
-def _figures(outcome: Outcome, traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> None:
     outcome.figure(
         "release",
         "Where each tag persists",
-        drawing.release_map(traces, release),
+        drawing.release_map(traces, run.arrays["release"].numpy()),
         "One row per sink, strongest tags first; η²: the share of within-context variance between the tokens that the "
         "sink caught and the others, in the head's output (own colours), then in the residual stream.",
-        "rows that are dark at “head”, and darker after the head's layer than before: a released tag.",
+        "rows that are dark at “head”, and darker after the head's block than before: a released tag.",
         f"{ZHANG}, section 2",
         wide=True,
     )
@@ -164,12 +159,12 @@ def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
 def judge_copy(outcome: Outcome, alignment: pd.Series, weights: np.ndarray) -> None:
     """Whether tags are the values of their sinks: cosines (sinks), weighted by what each sink tags."""
     known = alignment.notna().to_numpy() & (weights > 0)
-    count = _effective(weights[known])
+    values, weights = alignment[known], weights[known]
+    count = _effective(weights)
     estimate = Estimate(math.nan)
     if known.any():
-        values, weights_of_known = alignment[known], weights[known]
-        mean = float(np.average(values, weights=weights_of_known))
-        scatter = float(np.average((values - mean) ** 2, weights=weights_of_known))
+        mean = float(np.average(values, weights=weights))
+        scatter = float(np.average((values - mean) ** 2, weights=weights))
         error = (scatter / (count - 1)) ** 0.5 if count > 1 else math.nan
         estimate = Estimate(mean, error, max(1, round(count)), "sinks")
     outcome.claim(COPIED, f"cosine of tag and value vector, mean over {_sinks(known, count)}", estimate, SAME)

@@ -28,7 +28,7 @@ Patch = dict[str, Any]  # what changes in one trace when a figure shows another 
 
 # Searched from the hues of Okabe & Ito for the largest least distance in three kinds of colour blindness, with a
 # contrast of 3 to the page; INK is that of the page's text.
-INK, GREY = "#22272e", "#8b8d94"
+INK, DARK_INK, GREY = "#22272e", "#dfe2e7", "#8b8d94"
 BLUE, VERMILLION, GREEN, PURPLE = "#0d38a5", "#992600", "#007a48", "#923480"
 ORANGE, SKY = "#bb8300", "#558eff"
 CATEGORIES = [BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY]
@@ -96,6 +96,22 @@ def dark_swaps() -> dict[str, str]:
         swaps[translucent(colour, BAND)] = translucent(brighter, DARK_BAND)
         swaps[translucent(colour, BAND_EDGE)] = translucent(brighter, DARK_BAND_EDGE)
     return swaps
+
+
+def css() -> str:
+    """The colours that pages share with their figures, as variables of CSS: light, and for readers who prefer dark."""
+
+    def variables(page: str, ink: str, plum: list[str], signed: list[str], swaps: dict[str, str]) -> str:
+        ramps = {"ramp": plum, "signs": signed, "order": _DEPTH}
+        colours = {name: f"linear-gradient(90deg, {', '.join(ramp)})" for name, ramp in ramps.items()}
+        roles = {"measured": MEASURED, "reference": REFERENCE, "position": POSITION, "context": CONTEXT}
+        colours |= {name: swaps.get(of, of) for name, of in (roles | {"predicted": PREDICTED}).items()}
+        colours |= {"paper": page, "ink": ink}
+        return ":root { " + " ".join(f"--{name}: {value};" for name, value in colours.items()) + " }"
+
+    light = variables(NEUTRAL, INK, _PLUM, _SIGNED, {})
+    dark = variables(DARK_NEUTRAL, DARK_INK, _DARK_PLUM, _DARK_SIGNED, _BRIGHTER)
+    return f"{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n"
 
 
 def order_colour(share: float) -> str:

@@ -25,8 +25,8 @@ from theodolite.models.calls import capture_calls
 from theodolite.models.doors.answers import Answer
 from theodolite.models.doors.taps import intervened
 from theodolite.models.guard import guarded
-from theodolite.models.weights.projections import Projection, find_projections
 from theodolite.models.weights.replaced_weights import replaced
+from theodolite.models.weights.weight_map import Projection, find_projections
 
 Positions = int | Sequence[int] | Tensor
 """Positions from 0 on, the same in all contexts; or a bool tensor (contexts, positions), one context for all."""
@@ -303,7 +303,9 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
     model.attention_alone(layer)
     with torch.no_grad():
         calls = capture_calls(model.root, model.structure, model.sample_pass)
-        (of_layer,) = find_projections(model.root, model.structure, calls, [layer], purpose="replacement")
+        (of_layer,) = find_projections(
+            model.root, model.structure, calls, [layer], "replacement", model.weight_maps
+        )
     projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
     wanted = {name: projection for name, projection in projections.items() if name in names and projection}
     if len(wanted) < len(names):

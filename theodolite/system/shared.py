@@ -1,4 +1,4 @@
-"""A setting that several users need at once, in whatever order they come and leave."""
+"""A context shared by several users, in whatever order they come and leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 
 class Shared:
-    """A context that the first of its users opens, and the last one closes, of all threads.
+    """A context that the first of its users opens and the last one closes, over all threads.
 
     Args:
         make: gives the context to be opened.
@@ -22,7 +22,7 @@ class Shared:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """While open, the context is."""
+        """Use the context: it is open until the last user has left."""
         with self._lock:
             if not self._users:
                 self._undo.enter_context(self._make())

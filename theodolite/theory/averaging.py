@@ -1,4 +1,4 @@
-"""The two-layer attention model of Theorem 4.1 of Zhang et al. 2025, which averages the numbers after a separator.
+"""Build the two-layer attention model of Theorem 4.1 of Zhang et al. 2025, which averages numbers after a separator.
 
 Pure functions of numbers and the place of [SEP]; nothing is trained here. Places are indices from 0: the paper's t
 is `separator` + 1. What is printed and does not hold is in docs/errata.md.
@@ -20,7 +20,7 @@ ABSENT = -1
 
 @dataclass(frozen=True)
 class AveragingOutput:
-    """What the model makes of sequences.
+    """The output of an averaging model, and its hidden parts.
 
     output: f(x), the average that it finds.
     attention: A¹, rows are queries, causal.
@@ -55,7 +55,7 @@ class AveragingModel:
     def embed(
         self, numbers: Float[Tensor, "*batch length"], separator: Int[Tensor, "*#batch"]
     ) -> Float[Tensor, "*batch length 2"]:
-        """E; what `numbers` has at the place of [SEP] is not read."""
+        """Embed the numbers: E; what `numbers` has at the place of [SEP] is not read."""
         here = _places(numbers) == separator[..., None]
         return torch.stack(
             [
@@ -68,7 +68,7 @@ class AveragingModel:
     def __call__(
         self, numbers: Float[Tensor, "*batch length"], separator: Int[Tensor, "*#batch"] | int
     ) -> AveragingOutput:
-        """The output and what leads to it.
+        """Compute the output and what leads to it.
 
         In the construction, with [SEP] in the last place the output is the sum of the numbers over T in the limit,
         and without [SEP] it is their mean, for any s_tag: nothing is tagged, and all tokens count alike.
@@ -91,7 +91,7 @@ class AveragingModel:
 def averaging_model(
     s_tag: float | Tensor, b: float | Tensor = 0.0, d: float | Tensor = 1.0
 ) -> AveragingModel:
-    """The construction of Theorem 4.1 (eq. 3), in float64 and differentiable in all three.
+    """Build the construction of Theorem 4.1 (eq. 3), in float64 and differentiable in all three.
 
     With k ≤ t < j, and up to what vanishes as e^{−s²}, the second coordinates of H are τ_k = 0 and
     τ_j = (s − 1) A¹_jt, and the last query's logits are (b x_T + d τ_T) τ. So the output tends to the mean of the
@@ -122,7 +122,7 @@ def averaging_model(
 def mean_after(
     numbers: Float[Tensor, "*batch length"], separator: Int[Tensor, "*#batch"] | int
 ) -> Float[Tensor, "*batch"]:
-    """1/(T − t) Σ_{i>t} x_i, what the task asks for; NaN where nothing follows [SEP].
+    """Average the numbers after [SEP], 1/(T − t) Σ_{i>t} x_i; NaN where nothing follows.
 
     Raises:
         UsageError: a place that is not in the sequence.
@@ -138,7 +138,7 @@ def averaging_error(
     b: float | Tensor = 0.0,
     d: float | Tensor = 1.0,
 ) -> Float[Tensor, "*batch"]:
-    """The leading term of f(x) − mean as s_tag → ∞, signed; ours, the paper has no rate.
+    """Compute the leading term of f(x) − mean as s_tag → ∞, signed; ours, the paper has no rate.
 
         −(s − 1)(b x_T + d (s − 1)) e^{−s} cov_{j>t}(S_j, x_j),   S_j = Σ_{k≤j, k≠t} exp(x_j x_k + 1)
 

@@ -1,4 +1,4 @@
-"""What the theory's arguments must be, each refused in one line: whole lengths, λ > 0, η ≥ 0, real numbers, Σ ≥ 0.
+"""Check the theory's arguments in one line each: whole lengths, λ > 0, η ≥ 0, real numbers, Σ ≥ 0.
 
 NaN stands for "undefined" throughout the theory and is let through, except as a temperature. Values that cannot be
 looked at, as inside `torch.func.vmap` and `torch.compile`, are not checked. This module must not compute anything
@@ -20,7 +20,7 @@ _LEAST_ROUNDING = 16 * torch.finfo(torch.float32).eps
 
 
 def holds(condition: Tensor) -> bool:
-    """Whether all of it is true; also true where it has no values to look at (vmap, compilation, meta tensors)."""
+    """Whether a condition holds everywhere; true where there are no values to see (vmap, compilation, meta)."""
     if torch.compiler.is_compiling():
         return True
     try:
@@ -40,7 +40,7 @@ def check_length(length: Any) -> None:
 
 
 def checked_temperature(temperature: Any, device: torch.device) -> Tensor:
-    """λ as float64, once it was found to be positive."""
+    """Check that λ is positive, and give it as float64."""
     try:
         scale = torch.as_tensor(temperature, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -59,7 +59,7 @@ def check_eta(eta: Tensor) -> None:
 
 
 def check_real(name: str, values: Any, instead: str = "give real numbers") -> None:
-    """Raises UsageError for what is no tensor of real numbers."""
+    """Raises UsageError unless it is a tensor of real numbers."""
     if not isinstance(values, Tensor):
         raise UsageError(f"{name} is a {type(values).__name__}: give a tensor")
     if values.is_complex():

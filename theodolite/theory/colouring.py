@@ -1,4 +1,4 @@
-"""Vectors as colours: principal components scaled to red, green and blue, the same colours for the same clusters.
+"""Colour vectors by their principal components as red, green and blue, so that similar vectors look alike.
 
 As Zhang, Khan & Papyan 2025 draw tokens (section 2, Figs. 2c and 2d), with one thing added: principal components have
 no sign and, where their sizes are close, no order, so a second set of vectors is turned to the colours of the first.
@@ -16,7 +16,7 @@ COLOURS = 3
 def principal_scores(
     x: Float[Tensor, "tokens width"], kept: Bool[Tensor, " tokens"]
 ) -> Float[Tensor, "tokens 3"]:
-    """Every token on the three leading principal components of the kept ones, each in units of its deviation.
+    """Project every token on the three leading principal components of the kept ones, each scaled to unit deviation.
 
     Where there are fewer than three components, the others are 0. Signs are such that the farthest kept token is
     positive.
@@ -39,13 +39,13 @@ def principal_scores(
 def turned(
     scores: Float[Tensor, "tokens 3"], reference: Float[Tensor, "tokens 3"], kept: Bool[Tensor, " tokens"]
 ) -> Float[Tensor, "tokens 3"]:
-    """The scores turned (and mirrored) as near to the reference as a rotation takes them: orthogonal Procrustes."""
+    """Rotate (and mirror) the scores as near to the reference as possible: orthogonal Procrustes."""
     left, _, right = torch.linalg.svd(scores[kept].T @ reference[kept])
     return scores @ (left @ right)
 
 
 def rgb(scores: Float[Tensor, "tokens 3"], kept: Bool[Tensor, " tokens"]) -> UInt8[Tensor, "tokens 3"]:
-    """Each component from its smallest to its largest value over kept tokens to 0 … 255; others are cut off there."""
+    """Scale each component from its smallest to its largest value over kept tokens to 0 … 255; others are clipped."""
     low, high = scores[kept].amin(dim=0), scores[kept].amax(dim=0)
     share = (scores - low) / torch.where(high > low, high - low, 1.0)
     middle = torch.where(high > low, share, 0.5)

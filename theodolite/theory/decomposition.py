@@ -1,4 +1,4 @@
-"""Two-way decomposition of hidden states into a mean, a positional, a contextual and a residual part.
+"""Decompose hidden states into a mean, a positional, a contextual and a residual part.
 
 For a tensor that fits in memory. Which positions to leave out (the first, usually) is the caller's choice.
 """
@@ -51,7 +51,7 @@ def decompose(h: Tensor) -> Decomposition:
 
 
 def decompose_around(h: Tensor, mean: Tensor, pos: Tensor, leading: int = 1) -> Decomposition:
-    """Hidden states (C, T, d) with μ (d) and pos (T or more, d) from elsewhere.
+    """Decompose hidden states (C, T, d) with μ (d) and pos (T or more, d) from elsewhere.
 
     ctx is the mean over positions `leading` … T−1 of h − μ − pos, zero where there are none; resid is what is left.
     """
@@ -64,7 +64,7 @@ def decompose_around(h: Tensor, mean: Tensor, pos: Tensor, leading: int = 1) -> 
 
 
 def decompose_apart(h: Tensor) -> Decomposition:
-    """Hidden states (C, T, d) as a survey decomposes them: position 0 apart, μ and ctx over the others."""
+    """Decompose hidden states (C, T, d) as a survey does: position 0 apart, μ and ctx over the others."""
     position_mean = h.double().mean(dim=0)
     mean = position_mean[1:].mean(dim=0) if len(position_mean) > 1 else position_mean[0]
     return decompose_around(h, mean, position_mean - mean)

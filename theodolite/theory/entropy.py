@@ -1,4 +1,4 @@
-"""Lower bounds on the Shannon entropy of a row of attention, in nats.
+"""Bound the Shannon entropy of a row of attention from below, in nats.
 
 Entropies are measured elsewhere; this module only bounds them from the spectral norms of tokens and weights.
 """
@@ -19,7 +19,7 @@ def entropy_lower_bound(
     length: int | Tensor,
     variant: str = "corrected",
 ) -> Tensor:
-    """The least entropy (nats) of a softmax row over T logits whose norm is at most ν.
+    """Compute the least entropy (nats) of a softmax row over T logits whose norm is at most ν.
 
     `corrected` is the exact and attained bound of Zhai et al. 2023, theorem 3.1,
 

@@ -1,4 +1,4 @@
-"""Signal propagation probability of a finite context without the Gaussian approximation of `propagation`.
+"""Compute the propagation probability of a finite context without the Gaussian approximation of `propagation`.
 
 For tokens that walk at random with Gaussian steps, s_i − 1/T is a quadratic form of Gaussians, and ρ_i the
 probability that it lies in an interval. This module finds the form's weights and follows ρ along the context;
@@ -48,7 +48,7 @@ def propagation_exact(
     length: int,
     temperature: float | Float[Tensor, "*#heads"],
 ) -> Float64[Tensor, "*heads {length}"]:
-    """ρ_1 … ρ_T of a symmetric Σ^½ W_QK Σ^½ with these eigenvalues, exact for random walks at finite T.
+    """Compute ρ_1 … ρ_T of a symmetric Σ^½ W_QK Σ^½ with these eigenvalues, exact for random walks at finite T.
 
     With s_ab and g² = s_aa s_bb of `propagation_finite`, s_i − 1/T is the quadratic form
 
@@ -105,7 +105,7 @@ def propagation_exact_head(
     covariance: Float[Tensor, "width width"] | None = None,
     positions: Sequence[int] | None = None,
 ) -> Float64[Tensor, " positions"]:
-    """ρ_i of one head's W_QK = W_q W_kᵀ, symmetric or not, exact for random walks at finite T.
+    """Compute ρ_i of one head's W_QK = W_q W_kᵀ, symmetric or not, exact for random walks at finite T.
 
     s_i − 1/T = v W_QK uᵀ/λ with Gaussian u and v of covariances s_aa Σ and s_bb Σ and cross-covariance s_ab Σ (see
     `propagation_finite`). With S the symmetric part of M = Σ^½ W_QK Σ^½/λ and g² = s_aa s_bb, its characteristic
@@ -236,7 +236,7 @@ def _propagates(weights: Tensor, counts: Tensor, length: int) -> Tensor:
 
 
 def _binned(eigenvalues: Tensor) -> tuple[Tensor, Tensor]:
-    """Few nodes with multiplicities whose sums of ln(1 − z w) are those over all eigenvalues."""
+    """Replace eigenvalues by few nodes with multiplicities that have the same sums of ln(1 − z w)."""
     magnitude = eigenvalues.abs()
     central = magnitude * _vanishing(magnitude) <= _CENTRAL
     parts = [_quadrature(eigenvalues[central])]
@@ -251,7 +251,7 @@ def _binned(eigenvalues: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _vanishing(magnitude: Tensor) -> float:
-    """The y at which Π (1 + y² w²)^−¼ is `_VANISHED`, to a factor of 2 above it; at most 1e16/max |w|."""
+    """Find the y at which Π (1 + y² w²)^−¼ is `_VANISHED`, to a factor of 2 above it; at most 1e16/max |w|."""
     largest = magnitude.max().item()
     y = 1 / largest
     while y * largest < 1e16 and (y * magnitude).square().log1p().sum().item() < -4 * math.log(_VANISHED):
@@ -260,7 +260,7 @@ def _vanishing(magnitude: Tensor) -> float:
 
 
 def _quadrature(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes and weights whose sum is that over the points for every polynomial of degree below `_BIN_NODES`."""
+    """Find nodes and weights that sum every polynomial of degree below `_BIN_NODES` as the points do."""
     if len(points) <= _BIN_NODES:
         return points, torch.ones_like(points)
     centre, half = (points.max() + points.min()) / 2, (points.max() - points.min()) / 2
@@ -273,7 +273,7 @@ def _quadrature(points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _along_context(curve: Curve, length: int, device: torch.device) -> Tensor:
-    """A curve of i, evaluated at i = 1 … T or at Chebyshev nodes of an interpolant that has converged."""
+    """Evaluate a curve at i = 1 … T, or at Chebyshev nodes of an interpolant that has converged."""
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=device)
     middle, half = (length + 1) / 2, (length - 1) / 2
     degree = _FIRST_DEGREE

@@ -1,4 +1,4 @@
-"""How much of the variance of vectors a grouping of them explains, and how much it would by chance."""
+"""Measure how much of the variance of vectors a grouping explains, and how much it would by chance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def variance_explained(x: Float[Tensor, "tokens width"], group: Int[Tensor, " tokens"]) -> float:
-    """η²: the sum of squares between the means of the groups over the total one, both about the mean of all.
+    """Compute η²: the sum of squares between groups over the total, both about the mean of all.
 
     In [0, 1]; NaN where there is one group only, or no variance: then there is nothing to explain.
     """
@@ -19,7 +19,7 @@ def variance_explained(x: Float[Tensor, "tokens width"], group: Int[Tensor, " to
 
 
 def chance_explained(group: Int[Tensor, " tokens"]) -> float:
-    """What η² is on average when the same groups are dealt out at random: (groups − 1)/(tokens − 1), exactly.
+    """Compute the mean of η² under a random permutation of the groups: (groups − 1)/(tokens − 1), exactly.
 
     Of a random permutation, two different tokens' centred vectors have the mean product −total/(n(n − 1)), so a
     group of size m has a centred sum of mean square total · m(n − m)/(n(n − 1)).
@@ -30,7 +30,7 @@ def chance_explained(group: Int[Tensor, " tokens"]) -> float:
 def explained_elsewhere(
     x: Float[Tensor, "tokens width"], group: Int[Tensor, " tokens"], shifts: Iterable[int]
 ) -> Float64[Tensor, " shifts"]:
-    """η² of the same groups moved round the tokens by each of `shifts`: their runs are as long, but elsewhere.
+    """Compute η² of the same groups moved round the tokens by each of `shifts`: their runs are as long, but elsewhere.
 
     Vectors of text are alike where they are near. A grouping by runs explains of them more than one that is dealt out
     at random does, wherever its runs lie; this is what it explains where nothing but the runs is kept.
@@ -41,7 +41,7 @@ def explained_elsewhere(
 def without_trend(
     x: Float[Tensor, "tokens width"], position: Int[Tensor, " tokens"]
 ) -> Float64[Tensor, "tokens width"]:
-    """The vectors less their least-squares quadratic in position (1, t, t²); zeros where only rounding is left.
+    """Subtract the least-squares quadratic in position (1, t, t²); zeros where only rounding is left.
 
     Runs of tokens and vectors that drift along the prompt go together for no other reason than position, and most where
     the first run begins with the prompt and the last one ends with it, as no shifted grouping does.

@@ -1,4 +1,4 @@
-"""Uniformly random rotations: the one generator of the experiments."""
+"""Draw uniformly random rotations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 def haar_rotation(
     width: int, generator: torch.Generator, device: torch.device | str = "cpu"
 ) -> Float64[Tensor, "width width"]:
-    """An orthogonal matrix drawn uniformly (Haar): QR of a normal matrix with the diagonal of R positive.
+    """Draw an orthogonal matrix uniformly (Haar): QR of a normal matrix with the diagonal of R positive.
 
     Drawn by a CPU generator, whatever the device of the result.
     """

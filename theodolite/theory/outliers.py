@@ -1,4 +1,4 @@
-"""When a dimension is an outlier and an activation massive: by the published thresholds, and by none.
+"""Find outlier dimensions and massive activations, by the published thresholds and by rules from data.
 
 The published rules know absolute sizes (6, 100), which mean nothing for a model whose activations are a tenth or
 fifty times as large. The rules from data compare a layer with itself: every size in them is relative to the layer's
@@ -81,7 +81,7 @@ class Thresholds:
 def massive_activations(
     magnitude: Float[Tensor, "contexts positions parts width"], thresholds: Thresholds
 ) -> Bool[Tensor, "contexts positions parts width"]:
-    """|x| > 100 and > 1000 × the median magnitude of the same context and part (Sun et al. 2024)."""
+    """Mark |x| > 100 and > 1000 × the median magnitude of the same context and part (Sun et al. 2024)."""
     massive = magnitude > thresholds.massive
     for context, part in massive.any(3).any(1).nonzero().tolist():
         values = magnitude[context, :, part]
@@ -90,7 +90,7 @@ def massive_activations(
 
 
 def median(values: Tensor) -> float:
-    """The lower median, as torch has it; numpy's selection is ten times faster on a CPU."""
+    """Compute the lower median, as torch does; numpy's selection is ten times faster on a CPU."""
     if values.device.type != "cpu":
         return float(values.median())
     flat = values.flatten().to(torch.promote_types(values.dtype, torch.float32)).numpy()
@@ -101,7 +101,7 @@ def median(values: Tensor) -> float:
 def outlier_features(
     share: Float[Tensor, "layers width"], thresholds: Thresholds
 ) -> Bool[Tensor, "layers width"]:
-    """Where a dimension holds outliers in enough tokens, and does so in enough layers (Dettmers et al. 2022).
+    """Mark where a dimension holds outliers in enough tokens, in enough layers (Dettmers et al. 2022).
 
     Args:
         share: of the tokens whose |x| in this layer and dimension is an outlier.
@@ -111,12 +111,12 @@ def outlier_features(
 
 
 def log_magnitude(values: Tensor) -> Tensor:
-    """ln |x|, of an exact 0 as of the smallest float32: half-precision streams hold a few zeros."""
+    """Compute ln |x|, of an exact 0 that of the smallest float32: half-precision streams hold a few zeros."""
     return values.abs().clamp_min(SMALLEST).log()
 
 
 def typical_magnitude(log_mean: Tensor) -> Tensor:
-    """exp E ln |x| from E ln |x|, the geometric mean of a dimension's sizes: few huge tokens hardly move it.
+    """Compute the geometric mean exp E ln |x| of a dimension's sizes, which few huge tokens hardly move.
 
     Of a Gaussian dimension it is `GAUSSIAN_CONSISTENCY` of its RMS. A dimension with |x| = 1000 in one of 1000 tokens
     and 1 in all others has RMS 31.6 and a typical magnitude of 1.007: it carries massive activations and is no outlier
@@ -128,7 +128,7 @@ def typical_magnitude(log_mean: Tensor) -> Tensor:
 
 
 def dimension_limit(width: int, level: float) -> float:
-    """The robust z that the largest of `width` normal values exceeds in a share `level` of samples at most.
+    """Compute the robust z that the largest of `width` normal values exceeds in at most a share `level` of samples.
 
     z of each value is (value − median)/(1.4826 MAD). A value alone exceeds t with probability level/width (Bonferroni).
     The MAD is as noisy as a standard deviation with ν = 0.3675 · width degrees of freedom, so t is Student's, and the
@@ -141,7 +141,7 @@ def dimension_limit(width: int, level: float) -> float:
 
 
 def robust_z(values: Float[Tensor, "*layers width"]) -> Float[Tensor, "*layers width"]:
-    """(value − median)/(1.4826 MAD) over the last dimension; NaN for the median itself where the MAD is 0."""
+    """Compute (value − median)/(1.4826 MAD) over the last dimension; NaN for the median itself where the MAD is 0."""
     values = values.double()
     deviation = values - values.median(-1, keepdim=True).values
     return deviation / (MAD_TO_SD * deviation.abs().median(-1, keepdim=True).values)
@@ -150,7 +150,7 @@ def robust_z(values: Float[Tensor, "*layers width"]) -> Float[Tensor, "*layers w
 def outlier_dimensions(
     magnitude: Float[Tensor, "*layers width"], level: float
 ) -> tuple[Float[Tensor, "*layers width"], Bool[Tensor, "*layers width"]]:
-    """The dimensions of each layer that stand out of its others, by the logarithm of their size.
+    """Find the dimensions of each layer that stand out, by the logarithm of their size.
 
     Args:
         magnitude: one size per dimension, at least 0, in any unit: `typical_magnitude`, or the RMS.
@@ -167,7 +167,7 @@ def outlier_dimensions(
 
 
 def token_limit(tokens: int, level: float) -> float:
-    """The robust z that the largest of `tokens` Gumbel values exceeds in a share `level` of samples at most.
+    """Compute the robust z that the largest of `tokens` Gumbel values exceeds in at most a share `level` of samples.
 
     z = (y − median)/(1.4826 MAD) of the standard Gumbel law, at exp(−exp(−y)) = 1 − level/tokens.
     """
@@ -176,7 +176,7 @@ def token_limit(tokens: int, level: float) -> float:
 
 
 def gaussian_spread(width: int) -> float:
-    """Robust standard deviation of ln max |x| over `width` independent Gaussian dimensions, from its quartiles.
+    """Compute the robust deviation of ln max |x| over `width` independent Gaussian dimensions, from its quartiles.
 
     P(max |x| ≤ m) = (2Φ(m) − 1)^width.
     """
@@ -199,7 +199,7 @@ class LayerBaseline:
 
     @classmethod
     def of(cls, hidden: Float[Tensor, "tokens parts width"]) -> LayerBaseline:
-        """From some tokens of the layer, thousands where one can. Massive ones among them do no harm if few."""
+        """Estimate it from some tokens of the layer, thousands if possible; a few massive ones do no harm."""
         magnitude = hidden.abs().double()
         by_dimension = typical_magnitude(log_magnitude(magnitude).mean(0))
         # A dimension that is nearly dead is compared with the others, not with itself.
@@ -211,7 +211,7 @@ class LayerBaseline:
         return cls(typical, middle, spread)
 
     def bounds(self, tokens: int, level: float) -> Float[Tensor, "parts width"]:
-        """|x| from which a value is massive by comparison with the layer itself; `tokens` are looked at in all.
+        """Compute the |x| from which a value is massive for its layer; `tokens` are looked at in all.
 
         A value is massive where the token's largest |x|/typical is what no healthy layer has by chance. Its logarithm
         is compared with the Gumbel law: that is the law of the logarithm of a maximum over many heavy-tailed values

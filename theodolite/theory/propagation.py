@@ -1,4 +1,4 @@
-"""Signal propagation probability: how likely a key's value passes through attention and not its clamp.
+"""Compute signal propagation: how likely a key's value passes through linearised attention unclamped.
 
 Bao et al. 2024 replace softmax by its first-order expansion at zero logits, clamped to [0, 1]. Key i
 "propagates" when its unclamped value s_i lies in [0, 1]; ρ_i is the probability of that for tokens that walk
@@ -24,7 +24,7 @@ def propagation(
     eta: Float[Tensor, "*#heads"],
     variant: str = "corrected",
 ) -> Float64[Tensor, "... positions"]:
-    """ρ(θ), the limit T → ∞ at relative position θ = i/T of the key, for the last query.
+    """Compute ρ(θ), the limit T → ∞ at relative position θ = i/T of the key, for the last query.
 
     s has mean (θ − ½) ξη and variance v(θ) η²; ρ = P(0 ≤ s ≤ 1) under the Gaussian of these moments.
     `corrected`: v = 2θ² − 2θ + 7/12. `published` (Bao et al. 2024, eq. 6): v = 2θ² + 7/12; see
@@ -64,7 +64,7 @@ def propagation_finite(
     length: int,
     temperature: float | Float[Tensor, "*heads"],
 ) -> Float64[Tensor, "*heads {length}"]:
-    """ρ_1 … ρ_T from the exact first two moments of s_i at finite T, for any W_QK (symmetric or not).
+    """Compute ρ_1 … ρ_T from the exact first two moments of s_i at finite T, for any W_QK (symmetric or not).
 
     s_i = u W_QKᵀ vᵀ/λ + 1/T with u = Σ_t a_t x_t, a = e_i/T − 1/T², and v = x_T. For tokens that walk with
     steps of covariance Σ, cov(u) = s_aa Σ, cov(v) = s_bb Σ and cov(u, v) = s_ab Σ, so (Isserlis)
@@ -115,7 +115,7 @@ def propagation_finite(
 
 
 def curve_width(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*batch"]:
-    """Effective share of the positions that propagate, (∫ρ)²/∫ρ²: 1 for a flat curve; NaN where none does.
+    """Measure the effective share of positions that propagate, (∫ρ)²/∫ρ²: 1 for a flat curve; NaN where none does.
 
     Positions that are NaN (keys beyond a window) are left out of means.
     """
@@ -123,14 +123,14 @@ def curve_width(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*bat
 
 
 def curve_spread(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*batch"]:
-    """(max ρ − min ρ)/max ρ: 0 for a flat curve, 1 where some positions never propagate."""
+    """Measure (max ρ − min ρ)/max ρ: 0 for a flat curve, 1 where some positions never propagate."""
     return 1 - curve.amin(-1) / curve.amax(-1)
 
 
 def curve_centre(
     curve: Float[Tensor, "*batch positions"], theta: Float[Tensor, " positions"]
 ) -> Float[Tensor, "*batch"]:
-    """∫θρ/∫ρ, in the unit of θ."""
+    """Find the curve's centre ∫θρ/∫ρ, in the unit of θ."""
     return (curve * theta).nanmean(-1) / curve.nanmean(-1)
 
 
@@ -146,7 +146,7 @@ def walk_moments(
 
 
 def _normal_between(low: Tensor, high: Tensor) -> Tensor:
-    """P(low ≤ z ≤ high) of a standard normal z, accurate in both tails.
+    """Compute P(low ≤ z ≤ high) of a standard normal z, accurate in both tails.
 
     An interval to the right of zero is mirrored, so that small probabilities are subtracted, never two
     numbers next to one. (`torch.special.ndtr` loses the lower tail: it gives 0 at −10.)

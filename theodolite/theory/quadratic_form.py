@@ -1,4 +1,4 @@
-"""The distribution of a quadratic form of Gaussians, by numerical inversion of its characteristic function.
+"""Compute the distribution of a quadratic form of Gaussians by inverting its characteristic function.
 
 Q = Σ_k μ_k χ²_k with independent χ² of one degree of freedom is what any quadratic form of centred Gaussian
 vectors is in its eigenbasis. This module only inverts; it must not know where the weights μ come from.
@@ -50,7 +50,7 @@ def probability_between(
     low: Float64[Tensor, " forms"],
     high: Float64[Tensor, " forms"],
 ) -> Float64[Tensor, " forms"]:
-    """P(low ≤ Q ≤ high) for each Q = Σ_k μ_k χ²(m_k), with an absolute error below 1e-10.
+    """Compute P(low ≤ Q ≤ high) for each Q = Σ_k μ_k χ²(m_k), with an absolute error below 1e-10.
 
     Where |φ| falls fast, the midpoint rule of Davies 1973 on the real axis of φ(t) = Π (1 − 2itμ_k)^(−m_k/2):
 

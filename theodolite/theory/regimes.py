@@ -1,4 +1,4 @@
-"""Names for the shapes that the propagation curve of a head can take.
+"""Name the shape of a head's propagation curve.
 
 Lemma 2 of Bao et al. 2024 gives limits in ξ and η. A real head is at no limit, so the name is read off the
 corrected curve ρ(θ) itself. This module must not compute the curve in any other way than `propagation`.
@@ -80,7 +80,7 @@ _THRESHOLDS = (VANISHING_LEVEL, UNIFORM_SPREAD, END_SHARE, END_SHARE)
 
 
 def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
-    """Names of the regimes, one of `REGIMES` for each pair, in an array of the inputs' broadcast shape.
+    """Name the regime of each pair, one of `REGIMES`, in an array of the inputs' broadcast shape.
 
     Decided in this order: vanishing, uniform, then the site where the curve stands (the constants say how).
     A head with zero logits (η = 0, ξ NaN) is uniform; any other NaN gives `UNDEFINED`. Use the moments of the
@@ -97,7 +97,7 @@ def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
 
 
 def regime_margins(xi: Numbers, eta: Numbers) -> RegimeMargins:
-    """`regime` as a classifier: what decided, by how much, and what Lemma 2's own limits say.
+    """Name the regimes, and say what decided, by how much, and what Lemma 2's own limits say.
 
     Every quantity is tried in turn: would the name change if it alone crossed its threshold, and how far is
     that? The nearest such threshold gives the margin. An undefined head has NaN numbers and empty names.
@@ -142,7 +142,7 @@ def regime_margins(xi: Numbers, eta: Numbers) -> RegimeMargins:
 
 
 def regime_of_curve(curve: NDArray[np.floating] | Tensor) -> np.ndarray:
-    """The name of the regime that a measured curve has, by the thresholds of `regime`, off its means in `BINS` bins.
+    """Name the regime of a measured curve by the thresholds of `regime`, from its means in `BINS` bins.
 
     Args:
         curve: ρ_1 … ρ_T, (heads, T); positions that are NaN (beyond a window) are left out.
@@ -162,7 +162,7 @@ def regime_of_curve(curve: NDArray[np.floating] | Tensor) -> np.ndarray:
 
 
 def _quantities(xi: Numbers, eta: Numbers) -> NDArray[np.float64]:
-    """The four of `QUANTITIES` on the corrected curve, along a new first dimension; NaN where undefined."""
+    """Compute `QUANTITIES` of the corrected curve, along a new first dimension; NaN where undefined."""
     xi, eta = np.broadcast_arrays(_as_array(xi), _as_array(eta))
     silent = eta == 0
     theta = torch.linspace(0, 1, _POSITIONS, dtype=torch.float64)
@@ -179,14 +179,14 @@ def _of_extremes(
     first: NDArray[np.float64] | np.float64,
     last: NDArray[np.float64] | np.float64,
 ) -> NDArray[np.float64]:
-    """`QUANTITIES` of curves whose largest, smallest, first and last values these are."""
+    """Compute `QUANTITIES` of curves from their largest, smallest, first and last values."""
     # Where ρ underflows to zero everywhere the signal has vanished, and the shares do not matter.
     scale = np.where(highest == 0, 1.0, highest)
     return np.stack([highest, (highest - lowest) / scale, last / scale, first / scale])
 
 
 def _decisions(quantities: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Vanishing, uniform, late and early, each by its own threshold alone, along the first dimension."""
+    """Decide vanishing, uniform, late and early, each by its own threshold alone, along the first dimension."""
     level, spread, last, first = quantities
     return np.stack(
         [level < VANISHING_LEVEL, spread <= UNIFORM_SPREAD, last >= END_SHARE, first >= END_SHARE]
@@ -194,7 +194,7 @@ def _decisions(quantities: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _names(decisions: NDArray[np.bool_], undefined: NDArray[np.bool_]) -> np.ndarray:
-    """The first decision that holds gives the name."""
+    """Name each head by the first decision that holds."""
     names = [UNDEFINED, "vanishing", "uniform", "late-site", "early-site"]
     return np.select([undefined, *decisions], names, default="middle-site")
 

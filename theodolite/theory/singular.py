@@ -1,4 +1,4 @@
-"""Singular values as measures of rank: ScreeNOT, stable rank, and the largest one alone, quickly.
+"""Measure rank by singular values: ScreeNOT, stable rank, and the largest singular value alone, quickly.
 
 ScreeNOT is written here, batched in torch, because every layer of every survey needs it; the reference
 package (`screenot`) is what the tests compare with. This module must not know what the matrices stand for.
@@ -37,7 +37,7 @@ class ScreeNOT:
 
 
 def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
-    """Optimal hard threshold for singular values of a (..., n, m) matrix (Donoho, Gavish & Romanov 2023).
+    """Find the optimal hard threshold for singular values of (..., n, m) matrices (Donoho, Gavish & Romanov 2023).
 
     Strategy "i" of the reference package: the k leading singular values are replaced by a tail that continues
     the others as noise would, z_{−l} = z_{−k−1} + (1 − ((l−1)/k)^⅔)/(2^⅔ − 1)·(z_{−k−1} − z_{−2k−1}). With z
@@ -64,7 +64,7 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
 
 
 def screenot_of_values(values: Float[Tensor, "*batch size"], shape: tuple[int, int], k: int) -> ScreeNOT:
-    """`screenot` of (n, m) matrices whose singular values are known, decreasing and exact to float64's rounding."""
+    """Compute `screenot` from the singular values of (n, m) matrices, decreasing and exact to float64's rounding."""
     rounding = torch.finfo(torch.float64).eps * max(shape) * values[..., 0]
     threshold = torch.maximum(screenot_threshold(values, shape, k), rounding)
     rank = (values > threshold[..., None]).sum(-1)
@@ -74,7 +74,7 @@ def screenot_of_values(values: Float[Tensor, "*batch size"], shape: tuple[int, i
 def screenot_threshold(
     values: Float[Tensor, "*batch size"], shape: tuple[int, int], k: int
 ) -> Float64[Tensor, "*batch"]:
-    """ScreeNOT's threshold from the decreasing singular values of (n, m) matrices, with imputation "i".
+    """Find ScreeNOT's threshold from the decreasing singular values of (n, m) matrices, with imputation "i".
 
     It knows nothing of how the values are rounded: `screenot` takes no threshold below that.
     """
@@ -114,7 +114,7 @@ def _threshold(noise: Tensor, ratio: float) -> Tensor:
 
 
 def stable_rank(matrix: Float[Tensor, "*batch rows columns"]) -> Float64[Tensor, "*batch"]:
-    """‖A‖_F²/‖A‖₂² of (..., n, m), between 1 and the rank; 0 for the zero matrix."""
+    """Compute ‖A‖_F²/‖A‖₂² of (..., n, m), between 1 and the rank; 0 for the zero matrix."""
     squares = torch.linalg.svdvals(matrix.double()).square()
     largest = squares[..., 0]
     return squares.sum(-1) / torch.where(largest > 0, largest, 1.0)
@@ -123,7 +123,7 @@ def stable_rank(matrix: Float[Tensor, "*batch rows columns"]) -> Float64[Tensor,
 def largest_singular_value(
     x: Tensor, tolerance: float = 1e-6, iterations: int = 64
 ) -> Float64[Tensor, "*batch"]:
-    """‖X‖₂ of each matrix in (..., T, d), by Golub-Kahan-Lanczos with full reorthogonalisation.
+    """Compute ‖X‖₂ of each matrix in (..., T, d), by Golub-Kahan-Lanczos with full reorthogonalisation.
 
     Passes over x are in its own dtype (half precisions in float32), the small bidiagonal problem in float64.
     Each matrix stops by itself when the residual ‖Xᵀu − σv‖ of the leading Ritz triple is below
@@ -149,7 +149,7 @@ def largest_singular_value(
 
 
 def _start(x: Tensor) -> Tensor:
-    """Row weights (T,) whose sum of rows starts the process: the mean row, which hidden states lean to.
+    """Give the row weights (T,) whose sum of rows starts the process: the mean row, which hidden states lean to.
 
     Ten per cent of seeded noise keeps every singular direction in play when the mean is zero or a singular
     vector other than the first.
@@ -160,7 +160,7 @@ def _start(x: Tensor) -> Tensor:
 
 
 def _lanczos(x: Tensor, weights: Tensor, tolerance: float, iterations: int) -> float:
-    """Largest Ritz value of x (T, d) in the Krylov space of xᵀ·weights."""
+    """Find the largest Ritz value of x (T, d) in the Krylov space of xᵀ·weights."""
     steps = min(iterations, *x.shape)
     left, right = x.new_empty(steps, x.shape[0]), x.new_empty(steps, x.shape[1])
     bidiagonal = torch.zeros(steps, steps, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Smoothness of a positional basis: how much of its Gram matrix is low-frequency, and how much must be.
+"""Measure how smooth a positional basis is: how much of its Gram matrix is low-frequency, and how much must be.
 
 Frequencies are those of the orthonormal type-II discrete cosine transform, as in Song & Zhong 2024, section
 3.2. Tokens are rows here; theirs are columns, so our Gram matrix P Pᵀ is their PᵀP. This module must not know
@@ -38,7 +38,7 @@ class SmoothnessBound:
 
 
 def normalised_gram(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*batch rows rows"]:
-    """Cosines between the rows of P, shape (..., T, T): G = P̄P̄ᵀ (Song & Zhong 2024, eq. 5).
+    """Compute the cosines between the rows of P, (..., T, T): G = P̄P̄ᵀ (Song & Zhong 2024, eq. 5).
 
     A zero row has no direction; its row and column in G are zero.
     """
@@ -47,7 +47,7 @@ def normalised_gram(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*
 
 
 def unit_rows(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*batch rows width"]:
-    """P̄: the rows of P, each of length 1, or zero where it has no direction."""
+    """Scale the rows of P to length 1 (P̄), or zero where one has no direction."""
     p = p.double()
     norms = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
     return torch.where(norms > 0, p / torch.where(norms > 0, norms, 1.0), 0.0)
@@ -56,7 +56,7 @@ def unit_rows(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*batch 
 def dct2(
     gram: Float[Tensor, "*batch rows columns"], frequencies: int | None = None
 ) -> Float64[Tensor, "*batch row_frequencies column_frequencies"]:
-    """Two-dimensional orthonormal type-II DCT, Ĝ = F G Fᵀ, of the last two dimensions.
+    """Transform the last two dimensions by the orthonormal type-II DCT: Ĝ = F G Fᵀ.
 
     F[s, t] = c_s cos(π s (t + ½)/T) for s, t counted from 0, c_0 = √(1/T), c_s = √(2/T).
 
@@ -79,7 +79,7 @@ def dct2(
 def low_frequency_ratio(
     gram: Float[Tensor, "*batch rows columns"], cutoffs: Sequence[int] = (1, 3, 5, 10)
 ) -> Float64[Tensor, "*batch cutoffs"]:
-    """Share of the energy Σ Ĝ² in the K×K lowest frequencies, for each cutoff K: (..., len(cutoffs)).
+    """Compute the share of the energy Σ Ĝ² in the K×K lowest frequencies, for each cutoff K: (..., len(cutoffs)).
 
     The ratio of Tables 2 and 3 of Song & Zhong 2024. F is orthogonal, so the whole energy is that of G. A
     cutoff beyond the size gives 1; the zero matrix has no shares and gives NaN.
@@ -99,7 +99,7 @@ def product_low_frequency_ratio(
     cutoffs: Sequence[int] = (1, 3, 5, 10),
     grid: Grid | None = None,
 ) -> Float64[Tensor, "*batch cutoffs"]:
-    """`low_frequency_ratio` of A Bᵀ for thin A and B, in O(T·width²) and without the T×T product.
+    """Compute `low_frequency_ratio` of A Bᵀ for thin A and B, in O(T·width²) and without the T×T product.
 
     The low frequencies are those of (F_K A)(F_K B)ᵀ, the whole energy is ‖A Bᵀ‖_F² = ⟨AᵀA, BᵀB⟩. With a `grid`, whose
     positions the rows of both are, the lowest are K² on either side: Σ over r, c, r', c' < K of Ĝ²[(r, c), (r', c')].
@@ -119,7 +119,7 @@ def product_low_frequency_ratio(
 def lowest_frequencies(
     p: Float[Tensor, "*batch rows width"], frequencies: int, grid: Grid | None = None
 ) -> Float64[Tensor, "*batch low width"]:
-    """The lowest rows of the orthonormal type-II DCT of P along its rows, as many as there are.
+    """Compute the lowest rows of the orthonormal type-II DCT of P along its rows, as many as there are.
 
     With a `grid`, those of the frequencies (r, c) with both below `frequencies`, ordered by the larger of the two, so
     that the first `frequencies_below(K, …)` rows are those below K.
@@ -142,12 +142,12 @@ def grid_frequencies(
 
 
 def frequencies_below(cutoff: int, positions: int, grid: Grid | None = None) -> int:
-    """How many frequencies are below a cutoff: of a line of positions, or of a grid with both below it."""
+    """Count the frequencies below a cutoff: of a line of positions, or of a grid with both below it."""
     return math.prod(min(cutoff, size) for size in grid or (positions,))
 
 
 def smoothness_bound(gram: Tensor, k: int | Sequence[int], m: int) -> SmoothnessBound:
-    """Theorem 1 of Song & Zhong 2024: a Gram matrix with bounded differences is nearly low-frequency.
+    """Compute both sides of Theorem 1 of Song & Zhong 2024: a Gram matrix with bounded differences is smooth.
 
     G̃ is G reflected at half samples to 2T×2T (their eq. 6), Δ^{(1,1)} the periodic mixed difference times T²
     (eq. 7). F_k holds f_s[t] = cos(π(s − 1)(t − ½)/T), s = 1 … k, t = 1 … T (the printed f_s swaps frequency
@@ -194,7 +194,7 @@ def smoothness_bound(gram: Tensor, k: int | Sequence[int], m: int) -> Smoothness
 
 
 def sinusoidal(length: int, width: int) -> Float64[Tensor, "length width"]:
-    """The fixed positional encoding of Vaswani et al. 2017, section 3.5, positions 0 … length − 1.
+    """Make the fixed positional encoding of Vaswani et al. 2017, section 3.5, positions 0 … length − 1.
 
     Columns 2i and 2i + 1 are sin and cos of position/10000^{2i/width}: a pair shares its frequency, so that
     the Gram matrix depends on the distance alone. Appendix B.1 of Song & Zhong 2024 prints another exponent,

@@ -1,4 +1,4 @@
-"""The eigenspectrum of a head's query-key matrix from its two thin factors, and what it says of the matrix's norms.
+"""Compute the eigenspectrum of a head's query-key matrix from its two thin factors, and bounds on its norms.
 
 One head's logit of query x and key y (rows of width d) is `x W_QK yᵀ / λ` with `W_QK = W_q W_kᵀ`; `W_q` and
 `W_k` have shape (d, d_h) and λ is the temperature. Everything here follows from d_h×d_h products, so no d×d
@@ -71,7 +71,7 @@ def qk_moments(
     covariance: Tensor | None = None,
     temperature: float | Tensor | None = None,
 ) -> QKMoments:
-    """Trace, trace of square, norms and scales of every head's `W = W_q W_kᵀ Σ` at relative distance 0.
+    """Compute trace, trace of square, norms and scales of every head's `W = W_q W_kᵀ Σ` at relative distance 0.
 
     Args:
         w_q: query factors (..., d, d_h).
@@ -124,7 +124,7 @@ def qk_eigenvalues(
     w_k: Tensor,
     covariance: Tensor | None = None,
 ) -> Complex128[Tensor, "*heads head_width"]:
-    """Eigenvalues of `W_q W_kᵀ Σ` as those of the d_h×d_h matrix `W_kᵀ Σ W_q`, shape (..., d_h).
+    """Compute the eigenvalues of `W_q W_kᵀ Σ` as those of the d_h×d_h matrix `W_kᵀ Σ W_q`, (..., d_h).
 
     Sorted by decreasing real part, then by decreasing imaginary part. The other d − d_h eigenvalues of the
     d×d matrix are zero (where d_h > d, the surplus ones returned here are). Shapes as in `qk_moments`, but Σ is
@@ -143,7 +143,7 @@ def qk_eigenvalues(
 
 
 def qk_singular_values(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads values"]:
-    """Singular values of `W_q W_kᵀ`, decreasing, (..., min(d, d_h)): those of `R_q R_kᵀ` of two QR factors.
+    """Compute the singular values of `W_q W_kᵀ`, decreasing, (..., min(d, d_h)), from two QR factors.
 
     Shapes as in `qk_moments`; relative distance 0 only; not divided by the temperature.
 
@@ -159,7 +159,7 @@ def qk_singular_values(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads valu
 
 
 def qk_spectral_norm(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads"]:
-    """‖W_q W_kᵀ‖₂, the largest of `qk_singular_values`, of the batch's shape."""
+    """Compute ‖W_q W_kᵀ‖₂, the largest of `qk_singular_values`, of the batch's shape."""
     return qk_singular_values(w_q, w_k)[..., 0]
 
 
@@ -215,7 +215,7 @@ class ScaleBound:
 
 
 def trace_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> TraceBound:
-    """Eq. (7) of Bao et al. 2024: how |tr W| bounds norms of W_QK from below.
+    """Compute both sides of eq. (7) of Bao et al. 2024: how |tr W| bounds norms of W_QK from below.
 
     W_QK is never formed as a whole; its entries are summed in blocks of rows, O(d² d_h). The numbers are
     differentiable in the factors except where the trace or an entry is zero and, for the spectral norm, where two
@@ -251,7 +251,7 @@ def trace_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> T
 
 
 def scale_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> ScaleBound:
-    """Eq. (10) of Bao et al. 2024: how the scale of the spectrum bounds norms of W_QK from above.
+    """Compute both sides of eq. (10) of Bao et al. 2024: how the spectrum's scale bounds norms of W_QK from above.
 
     Nothing d×d is formed besides Σ. Differentiable in the factors where the sides are positive and, for the
     spectral norm, the largest singular value is simple.
@@ -292,7 +292,7 @@ def _check_covariance_finite(covariance: Tensor | None) -> None:
 
 
 def _product(inverse: Tensor, norm: Tensor, frobenius: Tensor) -> Tensor:
-    """inverse · norm where an infinite inverse meets a norm of 0: 0 for W_QK = 0, else infinite."""
+    """Multiply; where an infinite inverse meets a norm of 0: 0 for W_QK = 0, else infinite."""
     singular = inverse.isinf() & (norm == 0)
     limit = torch.where(frobenius == 0, 0.0, math.inf)
     return torch.where(singular, limit, inverse * norm)
@@ -303,7 +303,7 @@ def _at_most(smaller: Tensor, larger: Tensor) -> Tensor:
 
 
 def _sums(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of |entries| of W_q W_kᵀ, and the largest sum of a column, from blocks of rows."""
+    """Sum the |entries| of W_q W_kᵀ, all and of the largest column, from blocks of rows."""
     width = w_q.shape[-2]
     rows = max(1, _ELEMENTS // max(1, math.prod(w_q.shape[:-2]) * width))
     columns = torch.zeros_like(w_k[..., 0])
@@ -313,7 +313,7 @@ def _sums(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _factors(w_q: Tensor, w_k: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three tensors in float64, after their shapes were found to fit."""
+    """Check that the shapes fit, and give the three tensors in float64."""
     check_real("w_q", w_q)
     check_real("w_k", w_k)
     if w_q.ndim < 2 or w_q.shape != w_k.shape or 0 in w_q.shape[-2:]:

@@ -1,4 +1,4 @@
-"""Attention of simulated random walks, for query-key matrices with a given eigenspectrum (Bao et al. 2024, Fig. 5)."""
+"""Simulate attention over random walks, for W_QK with a given eigenspectrum (Bao et al. 2024, Fig. 5)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COVARIANCES = ("isotropic", "anisotropic")
 
 @dataclass(frozen=True)
 class WalkSetting:
-    """What is simulated. The sizes are the paper's; it does not print its pairs of mean and scale, these are ours.
+    """Sizes of the simulation, as in the paper, and pairs of mean and scale, which it does not print: these are ours.
 
     Attributes:
         width: d. length: T tokens per walk. walks: walks for each W_QK. draws: W_QK for each pair.
@@ -54,7 +54,7 @@ class WalkSetting:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What was counted, P pairs and D draws of W_QK for each, and the exact spectra behind it.
+    """What a simulation counted, of P pairs and D draws of W_QK for each, and the exact spectra.
 
     Attributes:
         propagates: (P, D, T), share of the walks in which token i propagates to the last query.
@@ -88,12 +88,12 @@ class Simulation:
 
 
 def over_walks(variance: Tensor, walks: int) -> Tensor:
-    """Standard error of a mean over draws (dimension 1), each itself a mean over walks of this variance."""
+    """Give the standard error of a mean over draws (dimension 1), each itself a mean over walks of this variance."""
     return (variance.mean(1) / (walks * variance.shape[1])).sqrt()
 
 
 def over_draws(values: Tensor) -> Tensor:
-    """Standard error of the mean over draws (dimension 1) from their own spread."""
+    """Give the standard error of the mean over draws (dimension 1) from their own spread."""
     return values.std(1) / math.sqrt(values.shape[1])
 
 
@@ -128,7 +128,7 @@ def simulate_walks(setting: WalkSetting, covariance: str, seed: int) -> Simulati
 def _draw(
     setting: WalkSetting, root: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One W_QK for every pair, on the same walks: shares (P, T), entropy (P), its variance (P), eigenvalues (P, d)."""
+    """Draw one W_QK a pair, on the same walks: shares (P, T), entropy (P), its variance (P), eigenvalues (P, d)."""
     steps = _normal((setting.walks, setting.length, setting.width), generator)
     tokens = (steps @ root).cumsum(1)
     basis = haar_rotation(setting.width, generator)
@@ -155,7 +155,7 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """Shannon entropy of softmax over the last dimension, nats."""
+    """Compute the Shannon entropy of softmax over the last dimension, in nats."""
     log_weights = logits.log_softmax(-1)
     weights = log_weights.exp()
     return -torch.where(weights > 0, weights * log_weights, 0.0).sum(-1)

@@ -1,4 +1,4 @@
-"""What in the geometry of a training run is alarming: entropy collapse, rank collapse, vanishing signal.
+"""Alarms of a training run: entropy collapse, rank collapse, vanishing signal.
 
 Each is judged from the values of the last few looks, never from a single one: the level is their median, the trend
 the Theil-Sen slope. Nothing is measured here, and nothing is said to the user; an `Alarm` is data with a message.
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from theodolite.train.geometry import Geometry
-from theodolite.train.look_sums import residual_place
+from theodolite.train.geometry import Geometry, residual_place
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -108,7 +107,7 @@ class Alarm:
 
 
 def alarm_lines(alarms: list[Alarm]) -> list[str]:
-    """One line for each kind among alarms of one step: the worst in full, the others by name, what to do."""
+    """Return a line for each kind of alarm of one step: the worst in full, the others by name, and what to do."""
     lines = []
     for kind in ADVICE:
         same = sorted((alarm for alarm in alarms if alarm.kind == kind), key=lambda alarm: alarm.value)
@@ -144,7 +143,7 @@ class Alarms:
         return sum(int(history.over.sum()) for history in self._histories.values())
 
     def update(self, geometry: Geometry) -> list[Alarm]:
-        """Take in a look; what is newly alarming."""
+        """Judge one more look; returns the new alarms."""
         heads, layers = geometry.heads, geometry.layers
         columns = {
             ENTROPY: heads["entropy_share"],

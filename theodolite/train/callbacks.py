@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxtyping import Int
 from torch import Tensor
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.integrations import MLflowCallback
 from transformers.trainer_callback import CallbackHandler
 
 from theodolite.errors import UsageError
-from theodolite.models.training.shard_gradients import is_of_deepspeed
+from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
 from theodolite.train.locater import Locater, Strength, listed_layers
@@ -68,7 +61,7 @@ class TrackedCallback(TrainerCallback):
         self._handler = handler
         return self
 
-    def _warn_if_unattached(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _warn_if_unattached(self, args: Any, state: TrainerState) -> None:
         """Say where the numbers go, if there are trackers that will not get them.
 
         Warns:
@@ -83,34 +76,27 @@ class TrackedCallback(TrainerCallback):
                 stacklevel=2,
             )
 
-    def _log_to_trackers(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float | str],
+    def _log(
+        self, args: Any, state: TrainerState, control: Any, step: int, logs: dict[str, float | str]
     ) -> None:
-        """Give `logs` to all callbacks, as `Trainer.log` would, but not to the terminal: they would drown the loss.
+        """Log in `state.log_history`, and in the trackers of the Trainer that this is attached to.
 
-        MLflow's drops texts with a warning, so they become tags of its run. Nobody gets anything if this was not
-        attached.
+        As `Trainer.log` would, but not on the terminal: they would drown the loss. MLflow's tracker drops texts with a
+        warning, so they become tags of its run.
         """
-        if self._handler is None:
-            return
-        texts = {name: value for name, value in logs.items() if isinstance(value, str)}
-        numbers = {name: value for name, value in logs.items() if name not in texts}
-        trackers, of_numbers = copy.copy(self._handler), copy.copy(self._handler)
-        of_numbers.callbacks = [each for each in self._handler.callbacks if isinstance(each, MLflowCallback)]
-        trackers.callbacks = [
-            callback
-            for callback in self._handler.callbacks
-            if not isinstance(callback, PrinterCallback | ProgressCallback | MLflowCallback)
-        ]
+        state.log_history.append({**logs, "step": step})  # type: ignore[dict-item]
         due = control.should_log
-        trackers.on_log(args, state, control, dict(logs))
-        if of_numbers.callbacks:
-            of_numbers.on_log(args, state, control, numbers)
-            _tag_mlflow(texts)
+        for callback in [] if self._handler is None else self._handler.callbacks:
+            if isinstance(callback, PrinterCallback | ProgressCallback):
+                continue
+            alone, texts = copy.copy(self._handler), {}
+            assert alone is not None
+            alone.callbacks = [callback]
+            if isinstance(callback, MLflowCallback):
+                texts = {name: value for name, value in logs.items() if isinstance(value, str)}
+                _tag_mlflow(texts)
+            numbers = {name: value for name, value in logs.items() if name not in texts}
+            alone.on_log(args, state, control, numbers)
         control.should_log = due  # a log of the loss that is due at this step must stay due
 
 
@@ -159,17 +145,11 @@ class GeometryCallback(TrackedCallback):
         check_looks(ids, inline, every, spectra_every, limits)
         self.monitor: GeometryMonitor | None = None
         self._ids = ids
-        self._options: dict[str, Any] = {
-            "inline": inline,
-            "every": every,
-            "spectra_every": spectra_every,
-            "limits": limits,
-        }
+        self._inline = inline
+        self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
         self._per_head = per_head
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Find model and monitor batch. Every process checks that the model can be monitored.
 
         Warns:
@@ -181,48 +161,39 @@ class GeometryCallback(TrackedCallback):
         if ranks.world == 1 and not state.is_world_process_zero:
             return  # the processes know nothing of each other: the first one looks for itself
         self._warn_if_unattached(args, state)
-        ids = self._ids
-        if ids is None and not self._options["inline"]:
-            ids = ranks.from_first(
-                lambda: monitor_batch(getattr(kwargs["train_dataloader"], "dataset", None))
-            )
-        folder = Path(args.output_dir or ".") / FOLDER
-        self.monitor = GeometryMonitor(model, ids, folder=folder, over_ranks=ranks.world > 1, **self._options)
+        ids, data = self._ids, getattr(kwargs.get("train_dataloader"), "dataset", None)
+        if ids is None and not self._inline:
+            ids = ranks.from_first(lambda: monitor_batch(data))
+        self.monitor = GeometryMonitor(
+            model,
+            ids,
+            inline=self._inline,
+            folder=Path(args.output_dir or ".") / FOLDER,
+            over_ranks=ranks.world > 1,
+            **self._options,
+        )
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Look before the first step."""
         if self.monitor is not None and self.monitor.last is None:
             self._look(args, state, control)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Look after a step, if a look is due."""
         self._look(args, state, control)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Leave nothing in the model."""
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Close the monitor."""
         if self.monitor is not None:
             self.monitor.close()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Put the loss that the Trainer logs beside the looks; at its step a look was had already."""
-        loss = (logs or {}).get("loss")
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Record the loss that the Trainer logs; the monitor has already looked at this step."""
+        loss = (kwargs.get("logs") or {}).get("loss")
         if self.monitor is not None and self.monitor.last is not None and isinstance(loss, float):
             self.monitor(state.global_step, loss)
 
-    def _look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def _look(self, args: Any, state: TrainerState, control: Any) -> None:
         if self.monitor is None:
             return
         numbers = self.monitor(state.global_step)  # every process, for they look together
@@ -236,12 +207,11 @@ class GeometryCallback(TrackedCallback):
             logs[f"{FOLDER}/alarm"] = "; ".join(alarms)
         if state.epoch is not None:
             logs["epoch"] = state.epoch
-        state.log_history.append({**logs, "step": self.monitor.last.step})  # type: ignore[dict-item]
-        self._log_to_trackers(args, state, control, logs)
+        self._log(args, state, control, self.monitor.last.step, logs)
 
 
 class LocaterCallback(TrackedCallback):
-    """LocAteR in the Trainer: `LocaterCallback(scale=1e-3, mean=1e-2).attach(trainer)` before `trainer.train()`.
+    """Adds LocAteR to the Trainer: `LocaterCallback(scale=1e-3, mean=1e-2).attach(trainer)` before training.
 
     At the beginning of every optimizer step the gradient of the penalty is put where the micro-batches then add
     theirs. So it counts once a step, whatever the accumulation, the number of processes and how the loss is
@@ -276,9 +246,7 @@ class LocaterCallback(TrackedCallback):
         self._penalty: Tensor | None = None
         self._of_deepspeed: Any = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Find the weights.
 
         Warns:
@@ -289,9 +257,7 @@ class LocaterCallback(TrackedCallback):
             kwargs["model"], self._scale, self._mean, layers=self._layers, gradient=self._gradient
         )
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Put the penalty's gradient where those of the micro-batches will be added; with DeepSpeed, as it steps."""
         assert self.locater is not None  # on_train_begin comes first
         optimizer = kwargs["optimizer"]
@@ -300,7 +266,8 @@ class LocaterCallback(TrackedCallback):
             # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
             self._add(state.global_step, 1.0 if scaler is None else scaler.get_scale())
         elif self._of_deepspeed is None:
-            # It has no gradients but between backward and its step, and accelerate calls both at once.
+            # It has no gradients but between backward and its step, and accelerate calls both at once. DeepSpeed's
+            # optimizers (0.19, deepspeed/runtime/base_optimizer.py) are none of torch.optim, and take no step hooks.
             self._of_deepspeed = optimizer.optimizer
             step = self._of_deepspeed.step
 
@@ -310,10 +277,8 @@ class LocaterCallback(TrackedCallback):
 
             self._of_deepspeed.step = add_and_step
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """DeepSpeed's optimizer steps as before."""
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Restore the step of DeepSpeed's optimizer."""
         if self._of_deepspeed is not None:
             del self._of_deepspeed.step
             self._of_deepspeed = None
@@ -322,18 +287,16 @@ class LocaterCallback(TrackedCallback):
         assert self.locater is not None
         self._penalty = self.locater.add_gradient(step, factor)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Add the penalty of the last step to what is logged of the training loss, for the callbacks that follow."""
         logs = kwargs.get("logs") or {}
         if self._penalty is not None and "loss" in logs:
             logs["locater"] = state.log_history[-1]["locater"] = self._penalty.item()
 
 
-def _tag_mlflow(texts: Mapping[str, str]) -> None:
+def _tag_mlflow(texts: dict[str, str]) -> None:
     """Set tags of MLflow's active run, if there is one: asking for one would begin another."""
     import mlflow
 
     if texts and mlflow.active_run():
-        mlflow.set_tags(dict(texts))
+        mlflow.set_tags(texts)

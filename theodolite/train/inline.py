@@ -1,4 +1,4 @@
-"""Passes that training makes anyway as a look: the attention of the micro-batches that are trained on is overheard.
+"""Inline looks: measure the attention of the micro-batches that a model is trained on, as they run.
 
 Armed before a step, it measures the forward passes of that step, which compute the very numbers that they compute
 without. When looks are due, and what is done with them, is not known here.
@@ -20,18 +20,18 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models import OpenModel
 from theodolite.models.guard import known_state
-from theodolite.models.hooks import Hooks, hooked, overhearing
+from theodolite.models.hooks import Hooks, hooked, observing
 from theodolite.models.open import verified_parts
 from theodolite.models.training.training_model import evaluation_mode
 from theodolite.train.geometry import (
     LEAST_LENGTH,
     Geometry,
+    LookSums,
     geometry_of,
     looking_ranks,
     monitored_source,
     spectra_of,
 )
-from theodolite.train.look_sums import LookSums
 
 INSTEAD = "give the monitor token ids in place of inline=True"
 
@@ -39,15 +39,15 @@ TOLERANCE = 1e-2
 """How far entropies (nats) and logits of a few tokens may be from those of a look of its own, in bfloat16 too."""
 
 
-class OverheardReader:
-    """A model whose own training passes are looks.
+class InlineReader:
+    """Measures the forward passes of a training step, without running the model itself.
 
     Args:
         model: as `GeometryReader` takes it; not compiled.
         over_ranks: the micro-batches of all processes of `torch.distributed` are one look.
 
     Attributes:
-        given_up: steps that were to be a look, and in which some process heard only padded contexts.
+        given_up: steps that were to be a look, and of which some process saw only padded contexts.
 
     Raises:
         UsageError: the model is of no supported family, an encoder-decoder, compiled, or attends in a way that cannot
@@ -76,7 +76,7 @@ class OverheardReader:
             self.model.check_weights()
             _verify(self.model)
         self.given_up = 0
-        self._armed: tuple[int, _Listening, dict[str, list[Any]] | None, float] | None = None
+        self._armed: tuple[int, _InlinePasses, dict[str, list[Any]] | None, float] | None = None
 
     @property
     def armed(self) -> bool:
@@ -84,33 +84,33 @@ class OverheardReader:
         return self._armed is not None
 
     def arm(self, step: int, spectra: bool) -> None:
-        """Let training's passes be the look at `step`, until a later one is asked for; with spectra, read weights."""
+        """Measure the passes of `step` from now on; with spectra, read the weights."""
         started = time.perf_counter()
         of_weights = None
         if spectra:
             with evaluation_mode(self.model.root):
                 of_weights = spectra_of(self.model, self.ranks)
-        listening = _Listening(self.model, spectra, self.model.root, of_training=True)
-        self._armed = step, listening, of_weights, time.perf_counter() - started
+        passes = _InlinePasses(self.model, spectra, self.model.root, of_training=True)
+        self._armed = step, passes, of_weights, time.perf_counter() - started
 
     def take(self, step: int) -> Geometry | None:
-        """The look that the passes of a step were, `step` optimizer steps having been done; None before it is done.
+        """Return the look at the armed step once it is done, after `step` optimizer steps; else None.
 
         Its contexts are those of all its micro-batches that are as long as the first; largest logits, of those of
         other lengths too. Where all contexts were padded it is given up.
 
         Raises:
-            UsageError: training passes cannot be looked at, or those of two processes not together, or none was heard.
+            UsageError: training passes cannot be looked at, or those of two processes not together, or there were none.
             WorkError: hidden states are NaN or infinite; the layer is named.
         """
         if self._armed is None or step <= self._armed[0]:
             return None
-        since, listening, spectra, seconds = self._armed
-        listening.close()
+        since, passes, spectra, seconds = self._armed
+        passes.close()
         self._armed = None
-        heard = listening.heard
-        told = self._told(listening)
-        self.ranks.raise_any(listening.error)
+        measured = passes.measured
+        told = self._told(passes)
+        self.ranks.raise_any(passes.error)
         if told["waits"]:
             if not told["passes"]:
                 raise UsageError(
@@ -119,62 +119,62 @@ class OverheardReader:
                 )
             self.given_up += 1
             return None
-        assert heard is not None
-        if told["length"] != self.ranks.world * heard.length:
+        assert measured is not None
+        if told["length"] != self.ranks.world * measured.length:
             raise UsageError(
                 f"the micro-batches of {self.ranks.world} processes have contexts of different lengths, and are no one "
                 f"look: pad them to one length, or {INSTEAD}"
             )
         started = time.perf_counter()
         with known_state():
-            sums = heard.sums.totals(self.ranks, counts=self.ranks.leads)
-        seconds += heard.seconds
+            sums = measured.sums.totals(self.ranks, counts=self.ranks.leads)
+        seconds += measured.seconds
         return self.ranks.from_first(
             lambda: geometry_of(self.model, since, sums, spectra, seconds + time.perf_counter() - started)
         )
 
     def close(self) -> None:
-        """Give up the look that is waited for, if one is: the model runs as if it had never been listened to."""
+        """Give up the armed look, if there is one, and remove its hooks."""
         if self._armed is not None:
             self._armed[1].close()
             self._armed = None
 
-    def _told(self, listening: _Listening) -> dict[str, int]:
-        """What was heard, of all processes: how many still wait, passes, and the sum of lengths."""
-        heard = listening.heard
+    def _told(self, passes: _InlinePasses) -> dict[str, int]:
+        """Sum over all processes: how many have no look yet, passes, and context lengths."""
+        measured = passes.measured
         own = {
-            "waits": int(heard is None and listening.error is None),
-            "passes": listening.passes,
-            "length": heard.length if heard else 0,
+            "waits": int(measured is None and passes.error is None),
+            "passes": passes.passes,
+            "length": measured.length if measured else 0,
         }
         totals = self.ranks.totals({name: torch.tensor(count) for name, count in own.items()})
         return {name: int(total) for name, total in totals.items()}
 
 
 def runs_compiled(model: nn.Module) -> bool:
-    """Whether some of a model was given to `torch.compile`."""
+    """Whether a part of a model was given to `torch.compile`."""
     return any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()
     )
 
 
 def _verify(model: OpenModel) -> None:
-    """Raise `UsageError` where what is overheard on a few tokens is not what a look of its own measures there."""
+    """Raise `UsageError` unless an inline look at a few tokens measures what a look of its own does."""
     source = model.source
     ids = source.sample(LEAST_LENGTH)
     expected = LookSums(model, Tokens.of(ids, model.device), spectra=False)
     with hooked(model, expected):
         source.run(ids)
-    listening = _Listening(model, False, source.first_own, of_training=False)
+    passes = _InlinePasses(model, False, source.first_own, of_training=False)
     try:
         source.run(ids)
     finally:
-        listening.close()
-    heard, error = listening.heard, listening.error
-    if heard is None:
+        passes.close()
+    measured, error = passes.measured, passes.error
+    if measured is None:
         error = error or UsageError("its forward is not what is called")
     else:
-        ours, theirs = (sums.attention_statistics.state() for sums in (heard.sums, expected))
+        ours, theirs = (sums.attention_statistics.state() for sums in (measured.sums, expected))
         for name in ("entropy", "largest_logit"):
             if not torch.allclose(ours[name], theirs[name], rtol=TOLERANCE, atol=TOLERANCE):
                 error = UsageError("what it hands to PyTorch's functions is not what it attends by")
@@ -182,8 +182,8 @@ def _verify(model: OpenModel) -> None:
         raise UsageError(f"the attention of {source.name} cannot be overheard: {error}; {INSTEAD}")
 
 
-class _Overheard(Hooks):
-    """One pass: its contexts without padding are measured, up to the first thing that is wrong, which is kept."""
+class _InlinePass(Hooks):
+    """Measures one pass, its contexts without padding, up to the first error, which is kept."""
 
     def __init__(self, model: OpenModel, ids: Tensor, whole: Tensor, spectra: bool) -> None:
         # All of them as a view: nothing is copied.
@@ -220,17 +220,17 @@ class _Overheard(Hooks):
             self.seconds += time.perf_counter() - started
 
 
-class _Listening:
-    """Overhears every pass that can be looked at, each from the call of `entry` to its end.
+class _InlinePasses:
+    """Measures every pass that can be looked at, each from the call of `entry` to its end.
 
     Attributes:
-        heard: the first pass that has ended, with those since taken in.
-        error: why what was read cannot be looked at; nothing is heard any more.
+        measured: the first pass that has ended, with the sums of those since.
+        error: why what was read cannot be looked at; no further pass is measured.
         passes: how many have begun.
     """
 
     def __init__(self, model: OpenModel, spectra: bool, entry: nn.Module, *, of_training: bool) -> None:
-        self.heard: _Overheard | None = None
+        self.measured: _InlinePass | None = None
         self.error: TheodoliteError | None = None
         self.passes = 0
         self._model, self._spectra, self._of_training = model, spectra, of_training
@@ -238,7 +238,7 @@ class _Listening:
         self._handle = entry.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Remove the hooks."""
         self._handle.remove()
         self._pass.close()
 
@@ -257,30 +257,30 @@ class _Listening:
             return
         if not whole.any():
             return
-        heard = _Overheard(self._model, ids, whole, self._spectra)
+        measured = _InlinePass(self._model, ids, whole, self._spectra)
 
         def end(*_: Any) -> None:
             self._pass.close()
-            self._take_in(heard)
+            self._add(measured)
 
         # The last of the hooks, for those of the pass to have been called.
-        self._pass.enter_context(overhearing(self._model, heard, module))
+        self._pass.enter_context(observing(self._model, measured, module))
         self._pass.callback(module.register_forward_hook(end).remove)
 
-    def _take_in(self, heard: _Overheard) -> None:
-        if heard.error is not None:
-            self.error = heard.error
+    def _add(self, measured: _InlinePass) -> None:
+        if measured.error is not None:
+            self.error = measured.error
             self.close()
-        elif self.heard is None:
-            self.heard = heard
+        elif self.measured is None:
+            self.measured = measured
         else:
             started = time.perf_counter()
-            self.heard.sums.merge(heard.sums, largest_only=heard.length != self.heard.length)
-            self.heard.seconds += heard.seconds + time.perf_counter() - started
+            self.measured.sums.merge(measured.sums, largest_only=measured.length != self.measured.length)
+            self.measured.seconds += measured.seconds + time.perf_counter() - started
 
 
 def _micro_batch(args: Any, kwargs: Any) -> tuple[Int[Tensor, "contexts positions"], Tensor]:
-    """The token ids that a model is called with, and which contexts are without padding.
+    """Return the token ids that a model is called with, and which contexts are without padding.
 
     Raises:
         UsageError: there are none, or they are packed, or too short.

@@ -1,6 +1,6 @@
 """LocAteR on a model, for a loop of one's own; `callbacks.py` puts it into the Trainer.
 
-The penalty itself is in `penalty.py`, and where a model keeps its factors is found by `models/projections.py`.
+The penalty itself is in `penalty.py`, and where a model keeps its factors is found by `models/weights/weight_map.py`.
 Nothing here computes either. No weight is changed: the optimizer does that.
 """
 
@@ -22,17 +22,19 @@ from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training.shard_gradients import (
+from theodolite.models.training.shards import (
     Part,
     WholeParameters,
     check_deepspeed_has_gradients,
+    head_group,
     is_of_deepspeed,
+    is_part,
+    is_spread,
+    joined_heads,
 )
-from theodolite.models.training.shards import head_group, is_part, is_spread, joined_heads
 from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.logit_rows import LogitRows
-from theodolite.models.weights.named_weights import NamedWeight, NamedWeights, find_named_weights
-from theodolite.models.weights.projections import Projection, Projections, find_projections
+from theodolite.models.weights.weight_map import Projection, Projections, find_projections
 from theodolite.train.penalty import (
     Gradient,
     add_penalty_gradient,
@@ -61,9 +63,6 @@ class Locater:
         mean: κ₂, on (tr W_QK − 1)².
         layers: which attention layers, counted from 0; None: all.
         gradient: "exact" or "published", as in `locater_penalty`.
-        qkv: where a module's weights are not found (tensors of three dimensions, weights that are computed from
-            others), their names inside each attention module: `["q.weight", "k.weight"]`, or of one that holds both.
-            They are verified against the queries and keys that the module attends with.
 
     W_QK is that of relative distance 0 in families with rotary positions, of the weights without biases.
 
@@ -81,7 +80,6 @@ class Locater:
         *,
         layers: Iterable[int] | None = None,
         gradient: Gradient = "exact",
-        qkv: str | Sequence[str] | None = None,
     ) -> None:
         check_gradient(gradient)
         self._strengths = {"scale": scale, "mean": mean}
@@ -96,11 +94,7 @@ class Locater:
             structure = find_structure(source)
             calls = capture_calls(inner, structure, source.small_pass(1))
             self.layers = _selected(asked, structure)
-            self._projections: Sequence[Projections | NamedWeights] = (
-                find_projections(inner, structure, calls, self.layers)
-                if qkv is None
-                else find_named_weights(inner, structure, calls, self.layers, qkv)
-            )
+            self._projections = find_projections(inner, structure, calls, self.layers)
         self._together = together = is_spread(inner)
         self._whole = [WholeParameters(layer.places) for layer in self._projections] if together else []
         name_of = {id(module): name for name, module in inner.named_modules()}
@@ -118,7 +112,7 @@ class Locater:
         return [p for p in {id(p): p for p in held}.values() if p.requires_grad]
 
     def __call__(self, step: int | None = None) -> Float[Tensor, ""]:
-        """The penalty now, in float32 or better, summed over heads and layers; `backward` reaches the parameters.
+        """Compute the penalty now, in float32 or better, summed over heads and layers; differentiable.
 
         Args:
             step: how many optimizer steps are done; needed where a strength is a function of it.
@@ -168,8 +162,8 @@ class Locater:
                 part.times(factor).add()
         return value
 
-    def _added(self, layer: Any, strengths: tuple[float, float], factor: float) -> Tensor:
-        """The penalty of one layer, whose gradient is added where it belongs."""
+    def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
+        """Add the gradient of one layer's penalty; returns the penalty."""
         into: list[Tensor | None] = []
         for projection in (layer.query, layer.key):
             weight = projection.weight
@@ -180,7 +174,7 @@ class Locater:
         return add_penalty_gradient(w_q, w_k, into[0], into[1], *strengths, self._gradient, factor)
 
     def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[Part]]:
-        """The penalty, and this rank's parts of its gradients; the whole weights of one layer at a time."""
+        """Compute the penalty and this rank's parts of its gradients, gathering the weights of one layer at a time."""
         values, parts = [], []
         for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
             with whole.gathering(), torch.enable_grad():
@@ -193,16 +187,14 @@ class Locater:
     def _wholes(self) -> list[WholeParameters]:
         return self._whole or [WholeParameters(layer.places) for layer in self._projections]
 
-    def _penalty(
-        self, layers: Sequence[Projections | NamedWeights], strengths: tuple[float, float]
-    ) -> Tensor:
+    def _penalty(self, layers: Sequence[Projections], strengths: tuple[float, float]) -> Tensor:
         moments = [head_moments(*layer.factors()) for layer in layers]
         device = moments[0][0].device  # layers may be spread over devices
         traces, squares = (torch.stack([m.to(device) for m in part]) for part in zip(*moments, strict=True))
         return penalty_of_moments(traces, squares, *strengths, self._gradient)
 
     def table(self) -> pd.DataFrame:
-        """tr W_QK and ‖W_QK‖_F² of every penalised head now: layer, head, trace, frobenius_squared."""
+        """Return the table of every penalised head now: layer, head, trace (of W_QK), frobenius_squared."""
         self._check_held()
         rows: list[dict[str, float]] = []
         for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
@@ -221,7 +213,7 @@ class Locater:
         self._check_trained()
 
     def _check_held(self) -> None:
-        """Weights that are spread are looked at as they are gathered."""
+        """Check that the weights are those found; of a sharded model this is done as they are gathered."""
         if self._together:
             return
         for held in self._held:
@@ -253,7 +245,7 @@ class Locater:
 
 
 class _Attached(torch.autograd.Function):
-    """A number that is known, with its gradients, as a function of parameters."""
+    """A known number with known gradients, as a differentiable function of parameters."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, parts: list[Part], *_: Tensor) -> Tensor:
@@ -266,7 +258,7 @@ class _Attached(torch.autograd.Function):
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:
-    """κ that grows linearly from 0 at step 0 to `strength` at step `steps`, and stays there.
+    """Return κ as a function of the step: from 0 linearly to `strength` at step `steps`, and constant from there.
 
     Raises:
         UsageError: the strength is negative or no number, or there are no steps.
@@ -277,8 +269,8 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
     return lambda step: strength * min(step / steps, 1.0)
 
 
-def _check_held(model: nn.Module, held: dict[str, Projection | NamedWeight]) -> None:
-    """By name, a few look-ups a layer: a replacement may keep the old module inside, as an adapter does."""
+def _check_held(model: nn.Module, held: dict[str, Projection]) -> None:
+    """Check one layer's weights by name: a replacement may keep the old module inside, as an adapter does."""
     for name, place in held.items():
         if not is_held(model, name, place):
             raise UsageError(
@@ -287,9 +279,9 @@ def _check_held(model: nn.Module, held: dict[str, Projection | NamedWeight]) -> 
             )
 
 
-def _is_direct(layer: Projections | NamedWeights) -> bool:
+def _is_direct(layer: Projections) -> bool:
     """Whether W_q and W_k are views of matrices in float32 or float64, each with a gradient of its own."""
-    return isinstance(layer, Projections) and all(
+    return all(
         projection.is_view
         and projection.weight.dtype in (torch.float32, torch.float64)
         and projection.weight.dtype == layer.query.weight.dtype
@@ -298,7 +290,7 @@ def _is_direct(layer: Projections | NamedWeights) -> bool:
     )
 
 
-def is_held(model: nn.Module, name: str, place: Projection | NamedWeight | LogitRows) -> bool:
+def is_held(model: nn.Module, name: str, place: Projection | LogitRows) -> bool:
     """Whether a model still has the weight of this name at the place where it was found."""
     try:
         return model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there
@@ -307,7 +299,7 @@ def is_held(model: nn.Module, name: str, place: Projection | NamedWeight | Logit
 
 
 def listed_layers(layers: Iterable[int] | None) -> list[int] | None:
-    """The layers asked for, as numbers; `UsageError` where they are no whole numbers."""
+    """Return the layers asked for as a list; `UsageError` where they are no whole numbers."""
     if layers is None:
         return None
     try:
@@ -320,7 +312,7 @@ def listed_layers(layers: Iterable[int] | None) -> list[int] | None:
 
 
 def _selected(layers: list[int] | None, structure: Structure) -> list[int]:
-    """The layers asked for, or all that attend; of those that share their matrices (ALBERT), the first."""
+    """Return the layers asked for, or all that attend; of those that share their matrices (ALBERT), the first."""
     count = len(structure.attention)
     first = {structure.attention_at(layer): layer for layer in reversed(structure.attending)}
     selected = sorted(first.values()) if layers is None else layers

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from theodolite.errors import UsageError, WorkError
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader, check_shape
-from theodolite.train.inline import INSTEAD, OverheardReader
+from theodolite.train.inline import INSTEAD, InlineReader
 from theodolite.train.penalty import whole_step
 from theodolite.train.record import Record
 
@@ -103,11 +103,11 @@ class GeometryMonitor:
             raise UsageError("give the token ids of a monitor batch, or inline=True")
         if inline and look_dtype is not None:
             raise UsageError("look_dtype is given with inline=True: a pass of training rounds as it does")
-        self._reader = (
-            OverheardReader(model, over_ranks)
-            if ids is None
-            else GeometryReader(model, ids, over_ranks, look_dtype)
-        )
+        self._reader: GeometryReader | InlineReader
+        if ids is None:
+            self._reader = InlineReader(model, over_ranks)
+        else:
+            self._reader = GeometryReader(model, ids, over_ranks, look_dtype)
         self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
         self._record = Record(
@@ -123,7 +123,7 @@ class GeometryMonitor:
         self._seconds = 0.0
 
     def __call__(self, step: int, loss: float | Tensor | None = None) -> dict[str, float]:
-        """Look, if a look is due after `step` optimizer steps; the numbers to plot, else {}.
+        """Look at the model if a look is due after `step` optimizer steps; returns the numbers to plot, else {}.
 
         Args:
             step: optimizer steps done.
@@ -151,16 +151,11 @@ class GeometryMonitor:
             return {}
         try:
             geometry = self._look(step)
-        except UsageError as error:
-            self._broken = True
-            self._warn(f"step {step}: {error}; there are no more looks")
-            return {}
-        except WorkError as error:
-            self._broken = True
-            self._warn(
-                f"step {step}: {error}; the weights are lost: go back to a checkpoint, lower the learning rate"
-            )
-            return {}
+        except (UsageError, WorkError) as error:
+            self._broken, geometry = True, None
+            lost = "the weights are lost: go back to a checkpoint, lower the learning rate"
+            what = lost if isinstance(error, WorkError) else "there are no more looks"
+            self._warn(f"step {step}: {error}; {what}")
         if geometry is None:
             return {}
         self.new_alarms = self._judge.update(geometry)
@@ -175,19 +170,16 @@ class GeometryMonitor:
         return scalars(geometry) | {"alarms": float(self._judge.active), "time_share": share}
 
     def close(self) -> None:
-        """End training: an inline look that no step completed, and the page. A `GeometryCallback` does this itself."""
-        if isinstance(self._reader, OverheardReader):
+        """End monitoring: drop an incomplete inline look, write the page. `GeometryCallback` does this itself."""
+        if isinstance(self._reader, InlineReader):
             self._reader.close()
         _finish(self._record)
 
     def _look(self, step: int) -> Geometry | None:
-        """A look that is due now; or inline the one that was due at a step that is done now."""
+        """Return the look that is due now; inline, the one that was due at the step before."""
         if isinstance(self._reader, GeometryReader):
-            return (
-                self._reader.look(step, self._with_spectra(step, self.last))
-                if self._due(step, self.last)
-                else None
-            )
+            due = self._due(step, self.last)
+            return self._reader.look(step, self._with_spectra(step, self.last)) if due else None
         given_up = self._reader.given_up
         geometry = self._reader.take(step)
         if self._reader.given_up > given_up == 0:
@@ -202,7 +194,7 @@ class GeometryMonitor:
         return geometry
 
     def _with_spectra(self, step: int, last: Geometry | None) -> bool:
-        """Whether the look at this step, which is counted, reads the weights."""
+        """Count the look at this step; returns whether it reads the weights."""
         self._number = step // self.every if last is None else self._number + 1
         return self._number % self.spectra_every == 0
 
@@ -227,14 +219,13 @@ class GeometryMonitor:
             self._next_page = now + (now - started) / PAGE_SHARE
 
     def _begin(self, step: int) -> None:
-        """Begin at a step; at a later one than 0, go on from what the folder holds of the steps before."""
+        """Begin at a step; later than 0, resume from what the folder holds of the steps before."""
         self._started = time.perf_counter()
         looks, message = self._ranks.from_first(lambda: self._record.begin(step))
         for geometry in looks:
+            self._with_spectra(geometry.step, self.last)
             if "regime" in geometry.heads:
                 self._number = 0  # the next looks count from the last one with spectra
-            else:
-                self._number = geometry.step // self.every if self.last is None else self._number + 1
             alarms = self._judge.update(geometry)
             self._record.keep(geometry, alarms)
             self.alarms += alarms
@@ -273,7 +264,7 @@ def _finish(record: Record) -> None:
 
 
 def check_looks(ids: Any, inline: bool, every: int, spectra_every: int, limits: Limits | None) -> None:
-    """Refuse what no monitor can do, whatever the model. `ids` may be None.
+    """Check a monitor's options, whatever the model. `ids` may be None.
 
     Raises:
         UsageError: the ids are no batch of token ids, or are given with `inline`, a number is not whole or not
@@ -292,7 +283,7 @@ def check_looks(ids: Any, inline: bool, every: int, spectra_every: int, limits: 
 
 
 def _checked_folder(folder: Any) -> Path | None:
-    """A folder's path, or None; `UsageError` where it is no path."""
+    """Return a folder's path, or None; `UsageError` where it is no path."""
     if folder is None:
         return None
     try:
@@ -302,15 +293,27 @@ def _checked_folder(folder: Any) -> Path | None:
 
 
 def _one_number(loss: float | Tensor) -> float:
-    """A loss as Python's number, NaN too; `UsageError` where it is not one number."""
+    """Return a loss as a float, NaN too; `UsageError` where it is not one number."""
     try:
         return float(loss.detach() if isinstance(loss, Tensor) else loss)
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(f"loss is {loss!r:.60}: give one number, or a tensor of one") from None
 
 
+PLOTTED = {
+    "entropy": "mean min",
+    "entropy_share": "min",
+    "propagation": "mean min",
+    "sink_first": "mean",
+    "sink_later": "mean",
+    "largest_logit": "max",
+    "log_sum_exp": "mean",
+}
+"""Columns of the heads table, and which statistics over all heads are plotted of each."""
+
+
 def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
-    """The numbers of a look to plot: over all heads, the mean of each layer, and each head's if `per_head`.
+    """Return a look's numbers to plot: over all heads, the mean of each layer, and each head's if `per_head`.
 
     entropy_mean, entropy_min (nats), entropy_share_min (over its maximum), propagation_mean, propagation_min,
     sink_first_mean, sink_later_mean, largest_logit_max, log_sum_exp_mean, rank_collapse_min, norm_max,
@@ -320,15 +323,11 @@ def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
     """
     heads, layers = geometry.heads, geometry.layers
     numbers = {
-        "entropy_mean": heads["entropy"].mean(),
-        "entropy_min": heads["entropy"].min(),
-        "entropy_share_min": heads["entropy_share"].min(),
-        "propagation_mean": heads["propagation"].mean(),
-        "propagation_min": heads["propagation"].min(),
-        "sink_first_mean": heads["sink_first"].mean(),
-        "sink_later_mean": heads["sink_later"].mean(),
-        "largest_logit_max": heads["largest_logit"].max(),
-        "log_sum_exp_mean": heads["log_sum_exp"].mean(),
+        f"{column}_{of}": getattr(heads[column], of)()
+        for column, statistics in PLOTTED.items()
+        for of in statistics.split()
+    }
+    numbers |= {
         "rank_collapse_min": layers["rank_collapse"].min(),
         "norm_max": layers["norm"].max(),
         "norm_growth_max": layers["norm_growth"].max(),
@@ -356,7 +355,7 @@ def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
 def monitor_batch(
     rows: Any, contexts: int = CONTEXTS, length: int = LENGTH
 ) -> Int[Tensor, "contexts positions"]:
-    """A monitor batch: the first long enough rows of a data set of token ids.
+    """Make a monitor batch of the first long enough rows of a data set of token ids.
 
     Args:
         rows: indexable, of dictionaries with `input_ids` and, where rows are padded, `attention_mask`.

@@ -1,7 +1,7 @@
 """LocAteR, the penalty of Bao et al. 2024 (section 6) that narrows the spectrum of every head's query-key matrix.
 
 `locater_penalty` works on the factors W_q and W_k, whoever holds them. It forms no d×d matrix, and it must not
-know of models: which parameters hold a head's factors is found in `theodolite.models.weights.projections`.
+know of models: which parameters hold a head's factors is found in `theodolite.models.weights.weight_map`.
 
 Bao et al. keep tokens in columns and write W_QK = W_Qᵀ W_K with factors of shape (d_h, d); ours are (d, d_h) and
 W_QK = W_q W_kᵀ, the transpose of theirs. Both terms are the same for a matrix and its transpose.
@@ -60,13 +60,13 @@ def locater_penalty(
 
 
 def check_gradient(gradient: str) -> None:
-    """Raise `UsageError` where it is neither exact nor published."""
+    """Raise `UsageError` unless it is exact or published."""
     if gradient not in ("exact", "published"):
         raise UsageError(f"gradient is '{gradient}'; choose exact or published.")
 
 
 def check_strength(name: str, strength: float | Tensor) -> None:
-    """Raise `UsageError` where it is not one finite number of 0 or more."""
+    """Raise `UsageError` unless it is one finite number of 0 or more."""
     if isinstance(strength, Tensor):
         fits = strength.numel() == 1 and not strength.is_complex()
         fits = fits and holds((strength.detach() >= 0) & strength.detach().isfinite())
@@ -78,7 +78,7 @@ def check_strength(name: str, strength: float | Tensor) -> None:
 
 
 def whole_step(step: Any) -> int:
-    """A step as Python's number; `UsageError` where it is not one of 0 or more."""
+    """Return a step as an int; `UsageError` where it is not a whole number of 0 or more."""
     with suppress(TypeError):
         if (number := operator.index(step)) >= 0:
             return number
@@ -92,7 +92,7 @@ def penalty_of_moments(
     mean: float | Tensor,
     gradient: Gradient,
 ) -> Float[Tensor, ""]:
-    """`locater_penalty` of what `head_moments` gives."""
+    """Compute `locater_penalty` from `head_moments`."""
     away = (traces - 1).square()
     if gradient == "published":
         # The derivative of t³/3 − t²/2 is the printed (t − 1) t; the difference is exactly zero in value.
@@ -105,7 +105,7 @@ def head_moments(
     w_q: Float[Tensor, "*layers heads width head_width"],
     w_k: Float[Tensor, "*layers key_heads width head_width"],
 ) -> tuple[Float[Tensor, "*layers heads"], Float[Tensor, "*layers heads"]]:
-    """tr W_QK and ‖W_QK‖_F² of every query head, differentiable; shapes and dtype as in `locater_penalty`.
+    """Compute tr W_QK and ‖W_QK‖_F² of every query head, differentiable; shapes and dtype as in `locater_penalty`.
 
     Raises:
         UsageError: the shapes do not fit, or the factors are no real tensors.
@@ -137,7 +137,7 @@ def add_penalty_gradient(
     gradient: Gradient,
     factor: float = 1.0,
 ) -> Float[Tensor, ""]:
-    """The penalty of float32 or float64 factors; its gradients, times `factor`, are added to `into_q` and `into_k`.
+    """Add the penalty's gradients, times `factor`, to `into_q` and `into_k`; returns the penalty.
 
     They are views of gradients, or None where factors are not trained.
 

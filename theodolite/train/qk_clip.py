@@ -1,7 +1,7 @@
 """QK-Clip (Kimi Team 2025, "Kimi K2", section 2.1): after an optimizer step, scale down heads with too large logits.
 
 For a loop of one's own (`QKClip`) and for the Trainer (`QKClipCallback`). How large logits are is measured by the
-monitor or by the caller; which rows of which weights make a head's logits is found by `models/logit_rows.py`.
+monitor or by the caller; which rows of which weights make a head's logits is found by `models/weights/logit_rows.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerState
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training.shard_gradients import is_of_deepspeed
-from theodolite.models.training.shards import parallel_group
+from theodolite.models.training.shards import is_of_deepspeed, parallel_group
 from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.logit_rows import POSITIONS, find_logit_rows
 from theodolite.train.callbacks import FOLDER, GeometryCallback
@@ -86,7 +85,7 @@ class QKClip:
         self._seen: Geometry | None = None
 
     def __call__(self, largest: Geometry | Float[Tensor, "layers heads"] | None) -> pd.DataFrame:
-        """Clip the heads whose largest logit exceeds the threshold; a table of them: layer, head, largest_logit, gamma.
+        """Clip the heads whose largest logit exceeds the threshold; returns layer, head, largest_logit, gamma of each.
 
         Args:
             largest: each head's largest logit (scaled, of the keys that its queries see), or a look of the monitor,
@@ -124,11 +123,11 @@ class QKClip:
         return _table(clipped)
 
     def _is_new(self, look: Geometry) -> bool:
-        """Whether it has not clipped yet: one that took no time was read from a record, and clipped before that."""
+        """Whether a look has not clipped yet: one that took no time is from a record, and clipped before that."""
         return look is not self._seen and look.seconds > 0
 
     def _checked(self, largest: Geometry | Tensor) -> Tensor:
-        """Largest logits as (layers, heads) in float64 on the CPU."""
+        """Return largest logits as (layers, heads) in float64 on the CPU."""
         shape = (len(self._heads_of), max(self._heads_of))
         if isinstance(largest, Geometry):
             logits = torch.full(shape, torch.nan, dtype=torch.float64)
@@ -154,7 +153,7 @@ class QKClip:
         return logits
 
     def _check_held(self) -> None:
-        """By name: a replacement may keep the old module inside, as an adapter does."""
+        """Check the weights by name: a replacement may keep the old module inside, as an adapter does."""
         for name, rows in self._held.items():
             if not is_held(self._model, name, rows):
                 raise UsageError(
@@ -186,26 +185,22 @@ class QKClipCallback(GeometryCallback):
         self.threshold = checked_threshold(threshold)
         self.clip: QKClip | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Find model, monitor batch and weights."""
         super().on_train_begin(args, state, control, **kwargs)
         self.clip = QKClip(kwargs["model"], self.threshold)
 
-    def _look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def _look(self, args: Any, state: TrainerState, control: Any) -> None:
         super()._look(args, state, control)
         if self.monitor is None or self.clip is None:
             return
         clipped = self.clip(self.monitor.last)
         if len(clipped) and state.is_world_process_zero:
-            logs: dict[str, float | str] = {f"{FOLDER}/clipped": float(len(clipped))}
-            state.log_history.append({**logs, "step": state.global_step})  # type: ignore[dict-item]
-            self._log_to_trackers(args, state, control, logs)
+            self._log(args, state, control, state.global_step, {f"{FOLDER}/clipped": float(len(clipped))})
 
 
 def checked_threshold(threshold: float) -> float:
-    """The threshold, if it is a number above 0; else `UsageError`."""
+    """Return the threshold; `UsageError` where it is not a number above 0."""
     number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
     if not number or not 0 < threshold < math.inf:
         raise UsageError(f"threshold is {threshold!r}: give a number above 0")

@@ -1,4 +1,4 @@
-"""The processes of one training run: what each has summed, added up; what the first one says, heard by all.
+"""The processes of one training run: sums over all of them, results of the first one for all.
 
 With one process nothing is sent and everything is as it was. What is summed is not known here.
 """
@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's number and how many there are. Every method but `share` must be called by all of them.
+    """This process's rank, and how many processes there are. All of them must call every method but `share`.
 
     Attributes:
         rank, world: of the process group.
@@ -36,7 +36,7 @@ class Ranks:
 
     @classmethod
     def current(cls, heads: Any = None) -> Ranks:
-        """Those of the default process group, or this process alone; `heads`: the group over which heads are spread."""
+        """Return the default process group's, or this process alone; `heads`: the group over which heads are spread."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -52,11 +52,11 @@ class Ranks:
         return self.rank == 0
 
     def share(self, ids: Int[Tensor, "contexts positions"]) -> Int[Tensor, "own positions"]:
-        """The contexts that this process reads; none, where there are fewer contexts than teams of processes."""
+        """Return the contexts that this process reads; none, where there are fewer contexts than teams of processes."""
         return ids[self.team :: self.teams]
 
     def totals(self, values: dict[str, Tensor], maxima: frozenset[str] = frozenset()) -> dict[str, Tensor]:
-        """Every tensor summed over the processes, or its maximum taken, in float64 on the CPU.
+        """Sum every tensor over the processes, or take its maximum, in float64 on the CPU.
 
         Names and shapes must be the same everywhere.
         """
@@ -76,7 +76,7 @@ class Ranks:
         return values
 
     def from_first(self, compute: Callable[[], Answer]) -> Answer:
-        """The result of `compute` on the first process, or what it raises there, on all of them."""
+        """Return on all processes the result of `compute` on the first one, or raise what it raises there."""
         if self.world == 1:
             return compute()
         answers: list[Answer | TheodoliteError | None] = [None]
@@ -91,7 +91,7 @@ class Ranks:
         return answers[0]  # type: ignore[return-value]
 
     def raise_any(self, error: TheodoliteError | None) -> None:
-        """Raise what any process has to raise, on all of them: else the others would wait for it for ever."""
+        """Raise on all processes what any of them has to raise: else the others would wait for it for ever."""
         errors = [error]
         if self.world > 1:
             errors = [None] * self.world
@@ -102,6 +102,6 @@ class Ranks:
 
 
 def _device() -> torch.device:
-    """Where tensors must be to be sent: NCCL takes those of this process's GPU only."""
+    """Return the device that tensors are sent from: NCCL takes those of this process's GPU only."""
     nccl = "nccl" in str(distributed.get_backend())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

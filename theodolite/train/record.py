@@ -1,4 +1,4 @@
-"""The record of a training run's looks: lines of JSON in a folder, what of them a resumed run may keep, what is drawn.
+"""The record of a training run's looks: JSON lines in a folder, which a resumed run continues.
 
 Nothing is measured, judged or drawn here, and nothing is said to the user.
 """
@@ -38,7 +38,7 @@ MOST = 1e30
 
 
 class Columns:
-    """What the page draws of all looks: some columns at every place, a head's (layer, head) or a layer's (layer,)."""
+    """Columns of all looks that the page draws, by place: (layer, head) of a head, (layer,) of a layer."""
 
     def __init__(self, names: Sequence[str], places: Sequence[tuple[int, ...]]) -> None:
         self.places = places
@@ -47,7 +47,7 @@ class Columns:
         self._looks: list[NDArray[np.float32]] = []
 
     def add(self, step: int, table: pd.DataFrame) -> None:
-        """Keep a look; of a column that it lacks, NaN."""
+        """Add a look; a column that it lacks is NaN."""
         with np.errstate(over="ignore"):
             values = table.reindex(columns=self._names).to_numpy(dtype=np.float32)
         self._steps.append(step)
@@ -55,11 +55,11 @@ class Columns:
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """Of all looks, in order: S of them."""
+        """The steps of all S looks, in order."""
         return np.array(self._steps, dtype=np.int64)
 
     def of(self, name: str) -> NDArray[np.float64] | None:
-        """A column as (S, P); None where no look has it."""
+        """Return a column as (looks, places); None where no look has it."""
         column = self._names.index(name)
         values = np.array([look[:, column] for look in self._looks], dtype=np.float64)
         return values if np.isfinite(values).any() else None
@@ -88,7 +88,7 @@ class Record:
         self.finished = False
 
     def begin(self, step: int) -> tuple[list[Geometry], str]:
-        """Drop what was recorded after `step` (all of it, at step 0); the looks that are kept, and what to say.
+        """Drop what was recorded after `step` (all of it, at step 0); returns the looks that are kept, and a message.
 
         If nothing is kept, or something is no complete look of this model, the old files are moved aside first.
 
@@ -124,12 +124,12 @@ class Record:
         return [Geometry(at, _table(heads[at]), _table(layers[at]), 0.0) for at in steps], message
 
     def _path(self, name: str, number: int | None = None) -> Path:
-        """Of a file; with a number, of one that was moved aside."""
+        """The path of a file; with a number, of one that was moved aside."""
         assert self.folder is not None
         return self.folder / (f"{name}.jsonl" if number is None else f"{name}.{number}.jsonl")
 
     def _move_aside(self) -> int:
-        """Rename the files to `heads.1.jsonl` and so on; the number."""
+        """Rename the files to `heads.1.jsonl` and so on; returns the number."""
         number = 1
         while any(self._path(name, number).exists() for name in FILES):
             number += 1
@@ -149,7 +149,7 @@ class Record:
         )
 
     def keep(self, geometry: Geometry, alarms: list[Alarm]) -> None:
-        """Keep of one look and its alarms what the page draws."""
+        """Keep what the page draws of one look and its alarms."""
         if self.folder is not None:
             self.heads.add(geometry.step, geometry.heads)
             self.layers.add(geometry.step, geometry.layers)
@@ -191,13 +191,13 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _complete_lines(path: Path) -> list[str]:
-    """Those of a file, without the half line at which a process was killed; none where there is no file."""
+    """Read a file's lines, without the half line at which a process was killed; none where there is no file."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
     return lines if parsed_row(lines[-1]) else lines[:-1]
 
 
 def parsed_row(line: str) -> dict[str, Any] | None:
-    """A row with a step; None if the line is none, as that at which a process was killed."""
+    """Parse a row with a step; None if the line is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -216,7 +216,7 @@ def _numeric(row: dict[str, Any]) -> bool:
 
 
 def _by_step(rows: list[dict[str, Any]], last: int) -> dict[int, list[dict[str, Any]]]:
-    """The rows of each look up to a step."""
+    """Group rows by step, up to the last one."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         if row["step"] <= last:
@@ -225,7 +225,7 @@ def _by_step(rows: list[dict[str, Any]], last: int) -> dict[int, list[dict[str, 
 
 
 def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The table of a look, as it was before it was written."""
+    """Make a look's table from its rows."""
     table = pd.DataFrame(rows).drop(columns="step")
     numbers = [name for name in table.columns if name != "regime"]
     table[numbers] = table[numbers].apply(pd.to_numeric)  # a column of `null` only is one of NaN

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
+from pandas.api.typing import DataFrameGroupBy
 from plotly.offline import get_plotlyjs
 
-from theodolite.report import style
+from theodolite.report import page, style
 from theodolite.report.content import Tile
 from theodolite.report.data import Floats
-from theodolite.report.drawing.grammar import Panel, Sketch, heat, line, panels, reference, saturation
+from theodolite.report.drawing.grammar import Panel, Sketch, dots, heat, line, panels, reference, saturation
 from theodolite.report.exhibit import Choice, Exhibit, Option
-from theodolite.report.page import block_of, rendered
-from theodolite.system.files import disk_errors, write_text
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, for_plotly, head_name, number, visible
 from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
-from theodolite.train.look_sums import residual_place
+from theodolite.train.geometry import residual_place
 from theodolite.train.record import FOLDER, Record
 
 Steps = NDArray[np.int64]
@@ -44,6 +45,7 @@ POINTS, CELLS = 500, 50_000
 
 ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
 
+SOURCE = "docs/monitor.md"
 MAP_HEIGHT = (260, 760)  # pixels, least and most
 ROW = 14
 
@@ -77,9 +79,7 @@ OF_MAP = (ENTROPIES, PROPAGATION, FIRST_SINK, LATER_SINK, LOGITS)
 def write_page(record: Record, *, finished: bool) -> None:
     """Write the page of a record beside it, which reloads itself while the run is not finished; or `WorkError`."""
     assert record.folder is not None
-    path = record.folder / PAGE
-    with disk_errors(path):
-        write_text(path, render(record, finished=finished))
+    page.write_page(record.folder / PAGE, render(record, finished=finished))
 
 
 def render(record: Record, *, finished: bool) -> str:
@@ -88,7 +88,7 @@ def render(record: Record, *, finished: bool) -> str:
     folder = record.folder.resolve()
     run = folder.parent if folder.name == FOLDER else folder
     newest = record.alarms[: -LISTED - 1 : -1]
-    return rendered(
+    return page.rendered(
         "watch.html.j2",
         {
             "reload": 0 if finished else RELOAD,
@@ -96,7 +96,7 @@ def render(record: Record, *, finished: bool) -> str:
             "folder": visible(folder),
             "written": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             "tiles": _tiles(record),
-            "blocks": [block_of(exhibit) for exhibit in _exhibits(record)],
+            "blocks": [page.block_of(exhibit) for exhibit in _exhibits(record)],
             "alarms": [(alarm.step, alarm.kind, where(alarm), alarm.trend) for alarm in newest],
             "listed": LISTED,
             "count": len(record.alarms),
@@ -137,61 +137,51 @@ def _exhibits(record: Record) -> list[Exhibit]:
             if values is not None:
                 shown.append(measure_panel(measure, columns.steps, values, columns.places))
     alarms = record.alarms[-MARKED:]
-    exhibits = []
+    outcome = Outcome()
     if shown:
-        exhibits.append(
-            Exhibit(
-                key="lines",
-                title="Over the steps",
-                figure=lines(shown, alarms),
-                shows="At each look the mean over all heads (layers, for the rank), and the one nearest to an alarm; "
-                "hovering names it. Where many looks share a point, the nearest to an alarm among them is drawn. "
-                "Dotted: the default limit of alarms. Dashed upright: the first alarm of each kind. Loss, if it was "
-                "recorded, on the band of the steps that share a point.",
-                look_for="entropy and ρ that fall while the loss does not yet show anything.",
-                source="docs/monitor.md",
-                wide=True,
-            )
+        outcome.figure(
+            "lines",
+            "Over the steps",
+            lines(shown, alarms),
+            "At each look the mean over all heads (layers, for the rank), and the one nearest to an alarm; hovering "
+            "names it. Where many looks share a point, the nearest to an alarm among them is drawn. Dotted: the "
+            "default limit of alarms. Dashed upright: the first alarm of each kind. Loss, if it was recorded, on the "
+            "band of the steps that share a point.",
+            "entropy and ρ that fall while the loss does not yet show anything.",
+            SOURCE,
+            wide=True,
         )
-    maps = {measure.column: measure for measure in OF_MAP if heads.of(measure.column) is not None}
-    if maps:
-        exhibits.append(
-            Exhibit(
-                key="alarms",
-                title="Alarms",
-                figure=alarm_strip(alarms, heads.steps),
-                shows="Each alarm at the look that raised it; the list is below. A head or layer alarms once for each "
-                "kind until it has recovered.",
-                look_for="several kinds at once, or heads that follow one another.",
-                source="docs/monitor.md",
-                wide=True,
-            )
-        )
-        exhibits.append(_map(record, maps, alarms))
-    return exhibits
-
-
-def _map(record: Record, maps: dict[str, Measure], alarms: Sequence[Alarm]) -> Exhibit:
-    def draw(column: str) -> Sketch:
-        values = record.heads.of(column)
-        assert values is not None
-        return head_map(maps[column], record.heads.steps, values, record.heads.places, alarms)
-
-    sketches = {column: draw(column) for column in maps}
-    first = next(iter(sketches.values()))
-    options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
-    return Exhibit(
-        key="heads",
-        title="Every head over the steps",
-        figure=style.figure(first.traces, first.x, first.y, height=first.height, layout=first.layout),
-        shows="One row per head, the first layer on top, one column per look, as wide as its steps; crosses where a "
-        "head began to alarm. Where looks share a column, the nearest to an alarm of them is drawn: the lowest entropy "
-        "and ρ, the highest sink share and logit.",
-        look_for="rows that lose their colour together (entropy, ρ), or gain it (sinks, logits).",
-        source="docs/monitor.md",
-        choice=Choice("colour", options, sketches.__getitem__, mode="buttons"),
+    values_of = {measure: heads.of(measure.column) for measure in OF_MAP}
+    maps = {measure.column: (measure, values) for measure, values in values_of.items() if values is not None}
+    if not maps:
+        return outcome.exhibits
+    outcome.figure(
+        "alarms",
+        "Alarms",
+        alarm_strip(alarms, heads.steps),
+        "Each alarm at the look that raised it; the list is below. A head or layer alarms once for each kind until it "
+        "has recovered.",
+        "several kinds at once, or heads that follow one another.",
+        SOURCE,
         wide=True,
     )
+    options = [Option(column, measure.title, note=measure.axis) for column, (measure, _) in maps.items()]
+    sketches = {
+        column: head_map(measure, heads.steps, values, heads.places, alarms)
+        for column, (measure, values) in maps.items()
+    }
+    outcome.figure(
+        "heads",
+        "Every head over the steps",
+        Choice("colour", options, sketches.__getitem__, mode="buttons"),
+        "One row per head, the first block on top, one column per look, as wide as its steps; crosses where a head "
+        "began to alarm. Where looks share a column, the nearest to an alarm of them is drawn: the lowest entropy and "
+        "ρ, the highest sink share and logit.",
+        "rows that lose their colour together (entropy, ρ), or gain it (sinks, logits).",
+        SOURCE,
+        wide=True,
+    )
+    return outcome.exhibits
 
 
 def first_of_groups(count: int, most: int) -> NDArray[np.int64]:
@@ -200,47 +190,33 @@ def first_of_groups(count: int, most: int) -> NDArray[np.int64]:
     return np.arange(0, count, size)
 
 
-def _extremes(values: Floats, groups: NDArray[np.int64], low: bool) -> Floats:
-    """The lowest or highest of each group of rows; NaN where it has none."""
-    extreme: Floats = (np.fmin if low else np.fmax).reduceat(values, groups, axis=0)
-    return extreme
+def _grouped(steps: Steps, values: Floats, names: Sequence[str], most: int) -> tuple[Steps, DataFrameGroupBy]:
+    """The rows of `values` (S, P) in `most` groups of neighbours, and each group's last step."""
+    starts = first_of_groups(len(steps), most)
+    group = np.searchsorted(starts, np.arange(len(steps)), side="right")
+    frame = pd.DataFrame(values, columns=list(names))
+    return steps[np.append(starts[1:], len(steps)) - 1], frame.groupby(group)
 
 
-def _last_of_groups(steps: Steps, groups: NDArray[np.int64]) -> Steps:
-    return steps[np.append(groups[1:], len(steps)) - 1]
-
-
-def _means(values: Floats, groups: NDArray[np.int64]) -> Floats:
+def _mean(groups: DataFrameGroupBy) -> Floats:
     """The mean over each group of rows and all of its places; NaN where it has none."""
-    finite = np.isfinite(values)
-    sums = np.add.reduceat(np.where(finite, values, 0.0).sum(axis=1), groups)
-    with np.errstate(invalid="ignore"):
-        means: Floats = sums / np.add.reduceat(finite.sum(axis=1), groups)
+    means: Floats = (groups.sum().sum(axis=1) / groups.count().sum(axis=1)).to_numpy()
     return means
 
 
 def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places) -> Panel:
     """The mean of `values` (S, P) over heads or layers, at `steps` (S), and the nearest to an alarm, with its place."""
-    groups = first_of_groups(len(steps), POINTS)
-    x = _last_of_groups(steps, groups)
-    outermost = np.where(np.isfinite(values), values, np.inf if measure.low_alarms else -np.inf)
-    ends = np.append(groups[1:], len(steps))
-    best = np.argmin if measure.low_alarms else np.argmax
-    names = [
-        _place(places[int(best(outermost[start:end])) % len(places)])
-        for start, end in zip(groups, ends, strict=True)
-    ]
-    by_look = (np.fmin if measure.low_alarms else np.fmax).reduce(values, axis=1)
-    extremes = _extremes(by_look, groups, measure.low_alarms)
+    x, groups = _grouped(steps, values, [_place(place) for place in places], POINTS)
+    nearest = groups.min() if measure.low_alarms else -groups.max()
+    names = nearest.fillna(np.inf).idxmin(axis=1).tolist()
+    extremes = nearest.min(axis=1).to_numpy() * (1 if measure.low_alarms else -1)
+    means = _mean(groups)
     worst, of = "lowest" if measure.low_alarms else "highest", "head" if len(places[0]) == 2 else "layer"
     hover = f"{worst} {of} at step %{{x}}: %{{y:.3g}}<br>%{{text}}<extra></extra>"
-    traces = line(
-        x, extremes, "nearest to an alarm", style.MEASURED, text=names, hover=hover, marker=_dots(groups)
-    )
-    means = _means(values, groups)
-    traces += line(
-        x, means, "mean", style.REFERENCE, hover="mean at step %{x}: %{y:.3g}<extra></extra>", width=1.4
-    )
+    look: dict[str, Any] = {"text": names, "hover": hover, "marker": _dots(x)}
+    traces = line(x, extremes, "nearest to an alarm", style.MEASURED, **look)
+    hover = "mean at step %{x}: %{y:.3g}<extra></extra>"
+    traces += line(x, means, "mean", style.REFERENCE, hover=hover, width=1.4)
     if measure.limit is not None:
         traces += reference(x[[0, -1]], measure.limit, "default limit of alarms")
     # A logarithm shows no logit of 0 or less, as those of a head may all be.
@@ -255,14 +231,13 @@ def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places
 
 def loss_panel(steps: Steps, losses: Floats) -> Panel:
     """The loss, on a band from the lowest to the highest where steps share a point."""
-    groups = first_of_groups(len(steps), POINTS)
-    means = _means(losses[:, None], groups)
+    x, groups = _grouped(steps, losses, ["loss"], POINTS)
+    means = _mean(groups)
     shown = np.isfinite(means)  # a band must not have gaps
-    band = _extremes(losses, groups, True)[shown], _extremes(losses, groups, False)[shown]
-    x = _last_of_groups(steps, groups)
+    band = tuple(ends["loss"].to_numpy()[shown] for ends in (groups.min(), groups.max()))
     drawn = line(x[shown], means[shown], "", style.MEASURED, band=band)[:-1]
     hover = "loss at step %{x}: %{y:.4g}<extra></extra>"
-    drawn += line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(groups), showlegend=False)
+    drawn += line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(x), showlegend=False)
     return Panel("Loss", drawn, "step", "loss")
 
 
@@ -275,16 +250,15 @@ def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
         (float(step), {"color": ALARM_COLOURS[kind], "width": 1.2, "dash": "dash"})
         for kind, step in first.items()
     ]
-    together: list[Panel] = []
-    for panel in shown:
-        # In the legend once, whatever the number of panels.
-        named = {trace.get("legendgroup") for other in together for trace in other.traces}
+    named: set[str | None] = set()  # in the legend once, whatever the number of panels
+    together = []
+    for place, panel in enumerate(shown):
         traces = [
-            trace | {"showlegend": False} if trace.get("legendgroup") in named else trace
-            for trace in panel.traces
+            trace | ({"showlegend": False} if trace["legendgroup"] in named else {}) for trace in panel.traces
         ]
-        axis = {"matches": "x"} if together else {}
-        together.append(Panel(panel.title, traces, panel.x, panel.y, axis, panel.yaxis, marks=marks))
+        named |= {trace["legendgroup"] for trace in traces}
+        axis = {"matches": "x"} if place else {}
+        together.append(replace(panel, traces=traces, xaxis=axis, marks=marks))
     across = 3 if len(shown) > 4 else 2
     return panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
 
@@ -292,69 +266,61 @@ def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
 def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
     """When which kind of alarm came: a mark each, on the axis of all steps."""
     kinds = list(ALARM_COLOURS)[::-1]
-    # Nothing that is seen, but the axes: without alarms they would have no data.
-    ends, row = np.array([steps[0], steps[-1]], dtype=np.int64), kinds[0]
-    traces = [go.Scatter(x=ends, y=[row, row], mode="markers", opacity=0, hoverinfo="skip", showlegend=False)]
+    traces = []
     for kind, colour in ALARM_COLOURS.items():
         same = [alarm for alarm in alarms if alarm.kind == kind]
-        stroke = {"width": 2, "color": colour}
+        marker = {"size": 11, "symbol": "line-ns", "line": {"width": 2, "color": colour}}
+        texts = [for_plotly(f"{where(alarm)}: {alarm.trend}") for alarm in same]
+        hover = "step %{x}: %{y}<br>%{text}<extra></extra>"
+        at = np.array([alarm.step for alarm in same], dtype=np.int64)
         traces.append(
-            go.Scatter(
-                x=np.array([alarm.step for alarm in same], dtype=np.int64),
-                y=[kind] * len(same),
-                text=[for_plotly(f"{where(alarm)}: {alarm.trend}") for alarm in same],
-                mode="markers",
-                name=kind,
-                marker={"size": 11, "color": colour, "symbol": "line-ns", "line": stroke},
-                hovertemplate="step %{x}: %{y}<br>%{text}<extra></extra>",
-                showlegend=False,
-            )
+            dots(at, [kind] * len(same), texts, kind, colour, hover, marker=marker, showlegend=False)
         )
-    axis = {
+    rows = {
         "categoryorder": "array",
         "categoryarray": kinds,
         "tickvals": kinds,
         "range": [-0.6, len(kinds) - 0.4],
     }
-    return style.figure(traces, "step", height=170, layout={"yaxis": axis, "margin": {"t": 12}})
+    room = 0.02 * max(1, steps[-1] - steps[0])
+    across = {"range": [steps[0] - room, steps[-1] + room]}
+    layout = {"xaxis": across, "yaxis": {"type": "category"} | rows, "margin": {"t": 12}}
+    return style.figure(traces, "step", height=170, layout=layout)
 
 
 def head_map(
     measure: Measure, steps: Steps, values: Floats, places: Places, alarms: Sequence[Alarm]
 ) -> Sketch:
-    """All heads (rows) at all looks (columns), the first layer on top; a cross where a head began to alarm."""
-    groups = first_of_groups(len(steps), max(100, min(POINTS, CELLS // len(places))))
-    cells = _extremes(values, groups, measure.low_alarms)
-    highest = measure.highest or max(saturation([cells]), 1e-6)
+    """All heads (rows) at all looks (columns), the first block on top; a cross where a head began to alarm."""
     names = [_place(place) for place in places]
+    x, groups = _grouped(steps, values, names, max(100, min(POINTS, CELLS // len(places))))
+    cells = (groups.min() if measure.low_alarms else groups.max()).to_numpy().T
+    highest = measure.highest or max(saturation([cells]), 1e-6)
     hover = f"%{{y}} at step %{{x}}<br>{measure.axis} %{{z:.3g}}<extra></extra>"
-    x = _last_of_groups(steps, groups)
-    cells_of_heads = heat(cells.T, 0.0, highest, hover, bar=measure.axis, x=x, y=names)
+    cells_of_heads = heat(cells, 0.0, highest, hover, bar=measure.axis, x=x, y=names)
     of_heads = [alarm for alarm in alarms if alarm.head is not None]
-    crosses = {
-        "type": "scatter",
-        "x": np.array([alarm.step for alarm in of_heads], dtype=np.int64),
-        "y": [where(alarm) for alarm in of_heads],
-        "text": [alarm.kind for alarm in of_heads],
-        "mode": "markers",
-        "marker": {"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}},
-        "hovertemplate": "%{y} at step %{x}<br>%{text}<extra></extra>",
-        "showlegend": False,
-    }
+    crosses = dots(
+        np.array([alarm.step for alarm in of_heads], dtype=np.int64),
+        [where(alarm) for alarm in of_heads],
+        [alarm.kind for alarm in of_heads],
+        None,
+        style.INK,
+        "%{y} at step %{x}<br>%{text}<extra></extra>",
+        marker={"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}},
+        showlegend=False,
+    )
     starts = [n for n, (layer, *_) in enumerate(places) if n == 0 or layer != places[n - 1][0]]
     every = -(-len(starts) // 24)
     border = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"width": 1, "color": style.GREY}}
     layout = {
         "yaxis": {
             "type": "category",
-            "showgrid": False,
             "ticks": "",
             "range": [len(places) - 0.5, -0.5],
             "tickmode": "array",
             "tickvals": starts[::every],
-            "ticktext": [f"layer {places[n][0]}" for n in starts[::every]],
+            "ticktext": [f"block {places[n][0]}" for n in starts[::every]],
         },
-        "xaxis": {"showgrid": False},
         "shapes": [border | {"y0": n - 0.5, "y1": n - 0.5} for n in starts[1:]],
         "margin": {"t": 12},
     }
@@ -371,6 +337,6 @@ def _place(place: tuple[int, ...]) -> str:
     return head_name(*place) if len(place) == 2 else residual_place(place[0])
 
 
-def _dots(groups: NDArray[np.int64]) -> float:
+def _dots(points: Steps) -> float:
     """Points are marked while they are few, and one alone must be seen."""
-    return 5 if len(groups) <= 40 else 0
+    return 5 if len(points) <= 40 else 0

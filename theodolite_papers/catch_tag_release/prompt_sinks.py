@@ -22,7 +22,7 @@ from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_promp
 from theodolite.system.wording import counted, head_name, number, percent, shown_token
 from theodolite.theory import grouping
 from theodolite.theory.colouring import principal_scores, rgb, turned
-from theodolite_papers.experiment import ZHANG, Experiment, Outcome, Study, by_name, experiment
+from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, declared
 
 DEEPER = 4
 """Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
@@ -194,80 +194,25 @@ def _figures(
     scores: dict[str, Tensor],
     groups: list[str],
 ) -> None:
-    head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
-    grouped = trace.group != LEFT_OUT
+    head, grouped = head_name(trace.layer, trace.head), trace.group != LEFT_OUT
     colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
     shown, of_shown = (list(itertools.compress(values, grouped)) for values in (tokens, groups))
     names = sorted(set(of_shown))
-    outcome.figure(
-        "attention",
-        f"Catch: attention of {head}",
-        drawing.attention(trace.attention.numpy(), tokens, sinks),
-        f"Queries down, keys across. ▼: sinks of this head: over {SINK_THRESHOLD} of the attention, or local sinks.",
-        "strong columns: later tokens attend mostly to that token.",
-        source,
-        wide=True,
-    )
-    outcome.figure(
-        "output",
-        f"Tag: output of {head} by dimension",
-        drawing.by_dimension(trace.output.numpy(), tokens, sinks),
-        f"What the head adds to each token's residual stream; the {drawing.DIMENSIONS} largest dimensions.",
-        "columns of one colour over all tokens that one sink caught.",
-        f"{ZHANG}, Fig. 2b",
-        wide=True,
-    )
-    outcome.figure(
-        "values",
-        f"Value vectors of {head}: what it can copy",
-        drawing.by_dimension(trace.value.numpy(), tokens, sinks),
-        "The value vector of each token, through W_O, the largest dimensions.",
-        "the rows of the sinks (▼): the same colours as in the columns of the output.",
-        f"{ZHANG}, Fig. 7d",
-        wide=True,
-    )
-    outcome.figure(
-        "colours",
-        "Release: tokens coloured by principal components",
-        drawing.coloured(colours, list(scores), tokens, sinks),
-        "First three principal components as red, green and blue, aligned to the head's output (Procrustes).",
-        "runs of one colour after each ▼ in the head's output, and again in the rows below it.",
-        f"{ZHANG}, Figs. 2c and 2d",
-        wide=True,
-    )
+    outcome.draw("attention", drawing.attention(trace.attention.numpy(), tokens, sinks), head=head)
+    outcome.draw("output", drawing.by_dimension(trace.output.numpy(), tokens, sinks), head=head)
+    outcome.draw("values", drawing.by_dimension(trace.value.numpy(), tokens, sinks), head=head)
+    outcome.draw("colours", drawing.coloured(colours, list(scores), tokens, sinks))
     planes = [values[grouped][:, :2].numpy() for values in scores.values()]
 
     def drawn(place: int) -> go.Figure:
         return drawing.clusters(planes[place], of_shown, shown, names)
 
-    outcome.figure(
-        "clusters",
-        "Clusters: tokens on two principal components",
-        by_name("place", list(scores), drawn, grid=True),
-        "The scores behind the first two colours, at each place; one colour per sink that caught the token.",
-        "groups that mix before the head, stand apart in its output, and still do in deep layers.",
-        source,
-        wide=True,
-    )
-    outcome.figure(
-        "received",
-        "Where any head has a sink",
-        drawing.received(trace.received.numpy(), tokens, sinks),
-        "By layer and token, the largest mean attention that a head of the layer pays it.",
-        "strong cells far from the first token; after “Let's think step by step”, those in deep layers.",
-        f"{ZHANG}, Figs. 8f and 10f",
-        wide=True,
-    )
+    outcome.draw("clusters", by_name("place", list(scores), drawn, grid=True))
+    outcome.draw("received", drawing.received(trace.received.numpy(), tokens, sinks))
 
 
-def _on_prompt(figure: int, prompt: str, what: str, paper: str, heads: str) -> Experiment:
-    @experiment(
-        f"sinks/figure{figure}",
-        f"Catch, tag and release of one head on {what}",
-        f"{paper} (Fig. {figure}, {heads})",
-        needs=("model", "prompt"),
-        options=("prompt", "layer", "head"),
-    )
+def _on_prompt(figure: int, prompt: str) -> Experiment:
+    @declared(f"sinks/figure{figure}")
     def on_prompt(study: Study, outcome: Outcome) -> None:
         model, focus = study.require_model(), study.focus
         ids = prompt_or_shipped(model, focus.prompt, prompt)
@@ -277,18 +222,14 @@ def _on_prompt(figure: int, prompt: str, what: str, paper: str, heads: str) -> E
     return on_prompt
 
 
-_SINKS = (
-    "Two distinct sinks catch the tokens that follow them; tokens cluster by the sink that they attended to, in the "
-    "head's output and in a deep layer"
-)
-_BEFORE = "No clusters before the head, clusters in its output and at layer 18"
-_STEP = "A sink on “Let's think step by step” in a deep layer"
-_STAY = "Clusters in the head's output and"
-PROMPT_SINKS = [
-    _on_prompt(2, "few-shot", "a few-shot prompt", _SINKS, "Phi-3 Medium, L3H6 and layer 17"),
-    _on_prompt(7, "passage", "a passage of text", _BEFORE, "L3H30"),
-    _on_prompt(8, "step-by-step", "a zero-shot chain of thought", _STEP, "L3H6 and L38H33"),
-    _on_prompt(9, "chain-of-thought", "a chain of thought", f"{_STAY} at layer 21", "L5H16"),
-    _on_prompt(10, "step-by-step-2", "another zero-shot chain of thought", _STEP, "L5H14 and L39H24"),
-    _on_prompt(11, "chain-of-thought-2", "another chain of thought", f"{_STAY} in a deep layer", "L3H30"),
-]
+SHOWN_PROMPTS = {
+    2: "few-shot",
+    7: "passage",
+    8: "step-by-step",
+    9: "chain-of-thought",
+    10: "step-by-step-2",
+    11: "chain-of-thought-2",
+}
+"""Number of the published figure → prompt."""
+
+PROMPT_SINKS = [_on_prompt(figure, prompt) for figure, prompt in SHOWN_PROMPTS.items()]

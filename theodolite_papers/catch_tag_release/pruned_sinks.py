@@ -1,8 +1,42 @@
-"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and the role of the low-rank term."""
+"""Which sinks pruning keeps, and the role of the low-rank term (Figs. 4 and 5 of Zhang et al. 2025).
+
+A model is pruned in memory: even contexts calibrate it, losses and sinks are measured on odd ones and on one prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from theodolite import Corpus, OpenModel
+from theodolite.attention.catches import attend_and_catch
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import UsageError
+from theodolite.evaluate.scores import mean_and_error
+from theodolite.measure.ratios import ratio_by_context
+from theodolite.models.hooks import Hooks, hooked
+from theodolite.passes.corpus_pass import batch_of
+from theodolite.prune.model import prune_model
+from theodolite.report import style
+from theodolite.report.data import evenly
+from theodolite.sinks.interventions import without_low_rank
+from theodolite.sinks.prompt import PromptTrace, trace_prompt
+from theodolite_papers.experiment import corpus_subset
+
+if TYPE_CHECKING:
+    from theodolite_papers.experiment import Study
+from collections.abc import Iterator
 
 import pandas as pd
 
@@ -12,22 +46,141 @@ from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.sinks.prompt import PromptTrace, trace_prompt
-from theodolite.system.wording import head_name, shown_token, with_error
-from theodolite_papers.catch_tag_release import tag_ablation as figures_ablations
-from theodolite_papers.catch_tag_release.averaging_models import error_of_ratio
-from theodolite_papers.catch_tag_release.pruned_models import (
-    METHODS,
-    SPARSITY,
-    ModelSinks,
-    Prompt,
-    dense_measures,
-    kept_sinks,
-    loss_difference,
-    new_sinks,
-    pruned_measures,
-)
-from theodolite_papers.experiment import ZHANG, Outcome, Study, experiment
+from theodolite.system.wording import for_plotly, head_name, shown_token, with_error
+from theodolite_papers.catch_tag_release.averaging import error_of_ratio
+from theodolite_papers.experiment import Outcome, Study, declared
+
+METHODS = {"oats": "OATS", "wanda": "Wanda", "sparsegpt": "SparseGPT", "magnitude": "magnitude"}
+
+SPARSITY = 0.5
+"""As in the paper's figures."""
+
+ITERATIONS, RANK_RATIO = 80, 0.25
+"""Of OATS, as published."""
+
+MOST_CONTEXTS = 128
+"""That are measured, evenly chosen, and as many that calibrate."""
+
+
+@dataclass(frozen=True)
+class ModelSinks:
+    """A model's next-token losses in nats per token, the sinks of each context, and one head on one prompt."""
+
+    loss: Float[Tensor, " contexts"]
+    sinks: Bool[Tensor, "contexts layers heads positions"]
+    prompt: PromptTrace | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The head that is shown, and on which prompt."""
+
+    ids: Tensor
+    layer: int
+    head: int
+
+
+class _SinkHooks(Hooks):
+    """The sinks of one batch."""
+
+    def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
+        self.sinks = torch.zeros(contexts, layers, heads, length, dtype=torch.bool)
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        output, contexts = attend_and_catch(inputs)
+        for context, catches in enumerate(contexts):
+            tokens = catches.position >= 0
+            head, position = catches.head[tokens].cpu(), catches.position[tokens].cpu()
+            self.sinks[context, layer, head, position] = True
+        return output
+
+
+def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> ModelSinks:
+    """Measure a model as it is now."""
+    losses, sinks = [], []
+    for ids in corpus.contexts.split(batch_of(corpus, None)):
+        batch_sinks = _SinkHooks(len(ids), model.layers, model.heads, ids.shape[1])
+        ids = ids.to(model.device)
+        with hooked(model, batch_sinks):
+            logits = model.logits(ids)
+        pairs = zip(logits, ids, strict=True)
+        by_context = [cross_entropy(row[:-1].double(), tokens[1:]) for row, tokens in pairs]
+        losses.append(torch.stack(by_context).cpu())
+        sinks.append(batch_sinks.sinks)
+    traced = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
+    return ModelSinks(torch.cat(losses), torch.cat(sinks), traced)
+
+
+def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> tuple[float, float]:
+    """Share of a model's sinks, by context and key, that another has; its standard error over contexts."""
+    return _ratio(dense.sinks & other.sinks, dense.sinks, layer)
+
+
+def new_sinks(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
+    """Sinks of another model that the first lacks, over the first one's; its standard error over contexts."""
+    return _ratio(other.sinks & ~dense.sinks, dense.sinks, None)
+
+
+def _ratio(part: Tensor, reference: Tensor, layer: int | None) -> tuple[float, float]:
+    b, t = ((s if layer is None else s[:, layer]).flatten(1).sum(1).double() for s in (part, reference))
+    value, error = ratio_by_context(b, t)
+    return float(value), float(error)
+
+
+def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
+    """Mean loss of another model less that of the first, and its standard error: paired by context."""
+    return mean_and_error((other.loss - dense.loss).numpy())
+
+
+def halves(study: Study) -> tuple[Corpus, Corpus]:
+    """Split the text in two: contexts that calibrate the pruning, and contexts on which it is measured."""
+    model = study.require_model()
+    corpus = study.require_corpus("pruned models are calibrated and measured on a text: pass it with the run")
+    if len(corpus.contexts) < 4:
+        raise UsageError(
+            f"{len(corpus.contexts)} contexts are too few to calibrate and to measure: give 4 or more"
+        )
+    if not model.causal or model.source.predict is None:
+        raise UsageError(f"{model.id} does not predict next tokens: pruned models are judged by that loss")
+    return part_of(corpus, slice(0, None, 2)), part_of(corpus, slice(1, None, 2))
+
+
+def part_of(corpus: Corpus, contexts: slice) -> Corpus:
+    """Some contexts of a corpus, `MOST_CONTEXTS` at most, evenly chosen."""
+    part = corpus_subset(corpus, contexts)
+    return corpus_subset(part, evenly(len(part.contexts), MOST_CONTEXTS))
+
+
+def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:
+    """The model itself; measured once, since a study has one prompt."""
+    _, measured = halves(study)
+    return study.cached("dense sinks", lambda: measure_sinks(study.require_model(), measured, prompt))
+
+
+def pruned_measures(
+    study: Study, method: str, prompt: Prompt, ablations: Mapping[str, int | None] | None = None
+) -> dict[str, ModelSinks]:
+    """A copy of the model, pruned by `SPARSITY`: as it is, by the method's name, and without low-rank terms.
+
+    ablations: name → control of `without_low_rank` in the prompt's layer.
+    """
+    calibration, measured = halves(study)
+    model = copy.deepcopy(study.require_model())
+    pruned = prune_model(
+        model,
+        calibration,
+        method,
+        SPARSITY,
+        rank_ratio=RANK_RATIO,
+        iterations=ITERATIONS,
+        show_progress=partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}"),
+    )
+    measures, layer = {METHODS[method]: measure_sinks(model, measured, prompt)}, prompt.layer
+    for name, control in (ablations or {}).items():
+        with without_low_rank(model, layer, factors=pruned.factors(layer), control=control):
+            measures[name] = measure_sinks(model, measured, prompt)
+    return measures
+
 
 DENSE = "dense"
 CONTROL_SEED = 0
@@ -70,24 +223,13 @@ def _read(outcome: Outcome, table: pd.DataFrame, whose: str) -> None:
         )
 
 
-def _maps(
-    outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, source: str
-) -> None:
-    outcome.figure(
-        "maps",
-        f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
-        figures_compare.parallel_map(
-            {
-                name: figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
-                for name, trace, tokens, sinks in _on_prompt(study, measured, prompt)
-            },
-            square=True,
-        ),
-        "Queries down, keys across; only sinks are labelled, with ▼.",
-        "strong columns of the dense model that are missing in another.",
-        source,
-        wide=True,
-    )
+def _maps(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt) -> None:
+    figures = {
+        name: figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
+        for name, trace, tokens, sinks in _on_prompt(study, measured, prompt)
+    }
+    drawn = figures_compare.parallel_map(figures, square=True)
+    outcome.draw("maps", drawn, head=head_name(prompt.layer, prompt.head))
 
 
 def _on_prompt(
@@ -102,39 +244,21 @@ def _on_prompt(
 
 def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt) -> None:
     """What the head writes and the residual stream behind its block, by dimension: Figure 4's lower row."""
-    head, behind = head_name(prompt.layer, prompt.head), prompt.layer + 1
     traces = list(_on_prompt(study, measured, prompt))
-    for key, what, vectors in (
-        ("outputs", f"Output of {head}", [trace.output for _, trace, _, _ in traces]),
-        (
-            "outliers",
-            f"Residual stream behind block {prompt.layer}",
-            [trace.streams[behind] for _, trace, _, _ in traces],
-        ),
+    for key, vectors in (
+        ("outputs", [trace.output for _, trace, _, _ in traces]),
+        ("outliers", [trace.streams[prompt.layer + 1] for _, trace, _, _ in traces]),
     ):
         dense = vectors[0].numpy()
         figures = {
             name: figures_prompt.by_dimension(of_model.numpy(), tokens, sinks, scale_of=dense)
             for (name, _, tokens, sinks), of_model in zip(traces, vectors, strict=True)
         }
-        outcome.figure(
-            key,
-            f"{what} on the prompt, by dimension",
-            figures_compare.parallel_map(figures),
-            f"Tokens down; the {figures_prompt.DIMENSIONS} largest dimensions of the dense model, in its colours.",
-            "columns of one colour over caught tokens, which go with the low-rank term and stay under the control.",
-            f"{ZHANG}, Fig. 4",
-            wide=True,
-        )
+        values = {"head": head_name(prompt.layer, prompt.head), "layer": prompt.layer}
+        outcome.draw(key, figures_compare.parallel_map(figures), **values)
 
 
-@experiment(
-    "sinks/figure5",
-    "One head of the dense model and pruned by four methods",
-    "Wanda and SparseGPT at 50 % lose sinks that the dense model and OATS have (Fig. 5)",
-    needs=("model",),
-    options=("prompt", "layer", "head"),
-)
+@declared("sinks/figure5")
 def figure_5(study: Study, outcome: Outcome) -> None:
     prompt = _prompt(study)
     dense = dense_measures(study, prompt)
@@ -150,7 +274,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         _judge_oats(outcome, dense, measured["OATS"])
         for name in ("Wanda", "SparseGPT", "magnitude"):
             _judge_method(outcome, dense, measured["OATS"], measured[name], name)
-    _maps(outcome, study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 5")
+    _maps(outcome, study, {DENSE: dense, **measured}, prompt)
 
 
 def _judge_oats(outcome: Outcome, dense: ModelSinks, oats: ModelSinks) -> None:
@@ -193,23 +317,24 @@ def judge_low_rank(claim: str, left: Mapping[str, Estimate]) -> Verdict:
 
 
 def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
-    outcome.figure(
-        "left",
-        "The layer's sinks that are left",
-        figures_ablations.shares_left(left, (REMOVED.limit, SPARED.limit)),
-        "Share of the pruned model's sinks that are left, with 95 % intervals. Dotted: the limits of the claim.",
-        "the first one left of the left line, and the control right of the right one.",
-        f"{ZHANG}, section 3.2; the control is ours",
+    """One dot per ablation with its 95 % interval, and a dotted line at each limit of the claim."""
+    names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
+    dots = go.Scatter(
+        x=np.array([share.value for share in left.values()], dtype=np.float32),
+        y=names,
+        mode="markers",
+        marker={"size": 11, "color": style.BLUE},
+        error_x=style.error_bars([share.margin for share in left.values()]),
+        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
     )
+    layout = {"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}}
+    drawn = style.figure([dots], "share left", height=150 + 60 * len(names), layout=layout)
+    for limit in (REMOVED.limit, SPARED.limit):
+        drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
+    outcome.draw("left", drawn)
 
 
-@experiment(
-    "sinks/figure4",
-    "One layer's sinks: dense, pruned by OATS, and without OATS's low-rank term",
-    "Sinks are clear in both, and gone without the low-rank term of W_Q, W_K, W_V (Fig. 4)",
-    needs=("model",),
-    options=("prompt", "layer", "head"),
-)
+@declared("sinks/figure4")
 def figure_4(study: Study, outcome: Outcome) -> None:
     prompt = _prompt(study)
     layer, dense = prompt.layer, dense_measures(study, prompt)
@@ -224,5 +349,5 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         left = {name: _kept(oats, measured[name], layer) for name in _ablations(layer)}
         outcome.verdicts.append(judge_low_rank(claim, left))
         _left(outcome, left)
-    _maps(outcome, study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 4")
+    _maps(outcome, study, {DENSE: dense, **measured}, prompt)
     _outputs(outcome, study, {DENSE: dense, **measured}, prompt)

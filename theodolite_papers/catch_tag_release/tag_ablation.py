@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -16,7 +14,7 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import Criterion, Verdict, all_of, judge, untestable
 from theodolite.report import style
-from theodolite.report.sink_trace import TRACE, show_trace
+from theodolite.report.sink_trace import show_trace
 from theodolite.sinks.ablation import (
     HEAD_SINKS,
     LATER_SINKS,
@@ -26,25 +24,7 @@ from theodolite.sinks.ablation import (
     ablation_test,
 )
 from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
-from theodolite_papers.experiment import ZHANG, Outcome, Study, chosen_and_judged, experiment
-
-
-def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Figure:
-    """One dot per ablation with its 95 % interval, and a dotted line at each of `limits`."""
-    names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
-    dots = go.Scatter(
-        x=np.array([share.value for share in left.values()], dtype=np.float32),
-        y=names,
-        mode="markers",
-        marker={"size": 11, "color": style.BLUE},
-        error_x=style.error_bars([share.margin for share in left.values()]),
-        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
-    )
-    layout = {"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}}
-    drawn = style.figure([dots], "share left", height=150 + 60 * len(names), layout=layout)
-    for limit in limits:
-        drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
-    return drawn
+from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
 
 
 def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
@@ -71,7 +51,7 @@ def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
     return style.figure(bars, "change", height=150 + 46 * len(names), layout=layout)
 
 
-@experiment(TRACE.name, TRACE.title, TRACE.paper, needs=("model",))
+@declared("sinks/trace")
 def traced(study: Study, outcome: Outcome) -> None:
     show_trace(outcome, trace_of(study))
 
@@ -118,15 +98,7 @@ def _chosen_tag(study: Study, contexts: Corpus) -> tuple[int, int, torch.Tensor]
     return int(traces.loc[row, "layer"]), int(traces.loc[row, "head"]), direction
 
 
-@experiment(
-    "sinks/ablation",
-    "One sink's head ablated (tag, attention to its sinks, low-rank weights), against norm-matched controls",
-    "Removing the low-rank terms of W_Q, W_K, W_V removes the sinks (section 3.2, Fig. 4); tags are retrieved by "
-    "deeper layers (abstract)",
-    needs=("model",),
-    options=("layer", "head"),
-    scaled_down="at most 64 contexts in which the head has a sink, of the half that it was not chosen on",
-)
+@declared("sinks/ablation")
 def ablated(study: Study, outcome: Outcome) -> None:
     corpus = study.require_corpus("a head is ablated while it reads a text: pass it together with the run")
     chosen_on, judged_on = chosen_and_judged(corpus)
@@ -150,29 +122,10 @@ def ablated(study: Study, outcome: Outcome) -> None:
         against_control(LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1),
         against_control(BEHIND, table, "tag ablated", LATER_SINKS, -1),
     ]
-    outcome.figure(
-        "losses",
-        f"{name} ablated: loss of the next token",
-        changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
-        "Change of the loss in nats. Caught: by the head's sinks. Control: a norm-matched random ablation.",
-        "red bars longer than the grey ones, on caught tokens more than on others.",
-        f"{ZHANG}, sections 2 and 3",
-        wide=True,
-    )
-    outcome.figure(
-        "sinks",
-        f"{name} ablated: sinks",
-        changes(table, [HEAD_SINKS, LATER_SINKS]),
-        "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
-        "red bars longer than the grey ones.",
-        f"{ZHANG}, section 3.2",
-        wide=True,
-    )
-    title = f"{name} ablated: clusters downstream"
+    outcome.draw("losses", changes(table, [LOSS_CAUGHT, LOSS_OTHERS]), name=name)
+    outcome.draw("sinks", changes(table, [HEAD_SINKS, LATER_SINKS]), name=name)
     drawn = changes(table, [m for m in table["measure"].unique() if m.startswith("η²")])
-    shows = "Change of η² of the head's grouping in each later residual layer; groups of the intact model."
-    look_for = "η² that falls by nearly its whole value: then the clusters came from this tag."
-    outcome.figure("clusters", title, drawn, shows, look_for, f"{ZHANG}, section 2, Fig. 2d", wide=True)
+    outcome.draw("clusters", drawn, name=name)
 
 
 def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:

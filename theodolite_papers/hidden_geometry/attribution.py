@@ -17,8 +17,8 @@ from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS
-from theodolite_papers.drawing import theory as maps
-from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, by_name, declared
 from theodolite_papers.hidden_geometry import criteria
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 
@@ -158,12 +158,7 @@ def pattern_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]
     return verdicts
 
 
-@experiment(
-    "geometry/attribution",
-    "Which constituent makes a head attend to identical, neighbouring or shifted tokens",
-    "pos-pos determines attention to neighbouring tokens, cvec-cvec to identical and shifted ones (section 5.2)",
-    needs=("attribution.score",),
-)
+@declared("geometry/attribution")
 def attribution(study: Study, outcome: Outcome) -> None:
     run = study.run
     for pattern in CLAIMS:
@@ -173,12 +168,10 @@ def attribution(study: Study, outcome: Outcome) -> None:
         outcome.read(f"heads that attend to {pattern.title}", f"{len(followers)}{top}")
         outcome.verdicts += pattern_verdicts(pattern, heads)
         if heads:
-            title = f"Attention to {pattern.title}: one constituent alone, and ablated"
             drawn = figures_constituents.attribution(run, pattern.name)
-            shows = f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}: measured (solid), uniform (dotted)."
-            look_for = f"{pattern.group} alone near the solid line, ablated near the dotted one."
-            source = f"{SONG}, section 5.2; the recomputation is ours"
-            outcome.figure(pattern.name, title, drawn, shows, look_for, source, wide=True)
+            target = ATTENTION_PATTERNS[pattern.name].target
+            values = {"title": pattern.title, "target": target, "group": pattern.group}
+            outcome.draw(pattern.name, drawn, "pattern", **values)
     read_refusals(outcome, run)
     outcome.tables["attribution"] = retained(run.attribution)
 
@@ -212,12 +205,7 @@ def _largest(grids: dict[str, Floats]) -> dict[str, list[bool]]:
     return {group: (winners == place).tolist() for place, group in enumerate(grids)}
 
 
-@experiment(
-    "geometry/constituents",
-    "How much of each head's logit variance each constituent carries",
-    "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
-    needs=("constituents.share",),
-)
+@declared("geometry/constituents")
 def constituents(study: Study, outcome: Outcome) -> None:
     run = study.run
     grids = share_grids(run)
@@ -252,23 +240,12 @@ def constituents(study: Study, outcome: Outcome) -> None:
     )
 
     def draw(place: int) -> go.Figure:
-        return maps.head_values(list(grids.values())[place], "share of logit variance")
+        return drawing.head_values(list(grids.values())[place], "share of logit variance")
 
-    title = "Share of logit variance of every head"
     drawn = by_name("group", list(grids), draw, grid=True)
-    shows = (
-        f"One cell per head: a group's share of the variance of the logits. The groups {listed([*apart])} sum to 1; "
-        "one below 0, drawn as 0, works against the rest. pos-pos and cvec-cvec are parts of position and context."
-    )
-    look_for = "heads dominated by one group: strong in one map, pale in the others."
-    source = f"{SONG}, eq. 10; the shares are ours"
-    outcome.figure("shares", title, drawn, shows, look_for, source, wide=True)
-    title = "Mean share by layer"
+    outcome.draw("shares", drawn, groups=listed([*apart]))
     drawn = figures_constituents.shares_by_layer(
         np.arange(blocks(run), dtype=np.float64),
         {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in apart.items()},
     )
-    shows = "The mean over each layer's heads, which sum to 1; mean and bias count with what is on the other side."
-    look_for = "position early, context late."
-    source = f"{SONG}, eq. 10; the shares are ours"
-    outcome.figure("by-layer", title, drawn, shows, look_for, source, wide=True)
+    outcome.draw("by-layer", drawn)

@@ -36,10 +36,9 @@ from theodolite.report.data import (
     need,
     value_of,
 )
-from theodolite.report.exhibit import Choice
 from theodolite.system.wording import listed, number
 from theodolite.theory.haar import haar_rotation
-from theodolite_papers.experiment import Outcome, Study
+from theodolite_papers.experiment import Study
 from theodolite_papers.hidden_geometry import criteria, resampling
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis
 
@@ -221,13 +220,6 @@ def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
         return Estimate(math.nan)
     error = math.sqrt(criterion.limit * (1 - criterion.limit) / len(values)) + 0.5 / len(values) / SIGMAS
     return Estimate(float(values.mean()), error, len(values), "heads", by_chance=True)
-
-
-def show_frequencies(outcome: Outcome, drawn: Choice, look_for: str, source: str, of: str = "") -> None:
-    """The figure of the lowest frequencies, one picture a layer or basis."""
-    title = f"The 10 × 10 lowest frequencies{of}"
-    magnitude = "Magnitude of each coefficient of the two-dimensional cosine transform over the largest"
-    outcome.figure("frequencies", title, drawn, f"{magnitude}, in decades.", look_for, source)
 
 
 def beyond_random_order(

@@ -25,8 +25,8 @@ from theodolite.report.data import (
 )
 from theodolite.report.drawing import geometry
 from theodolite.system.wording import number, percent, with_error
-from theodolite_papers.drawing import experiments as drawing
-from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, by_layer, declared
 from theodolite_papers.hidden_geometry import criteria, layer_columns
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis, by_halves, errors_of, grouped_basis
 
@@ -57,32 +57,18 @@ def _beside_published(
         ]
     )
     drawn = drawing.against_published(run, name, rows, title, errors, log=log)
-    title = f"{title[0].upper()}{title[1:]}, layer by layer"
-    shows = (
-        f"Thick: this run with standard errors. Thin: {place}, one colour per model, rescaled to this depth."
-    )
-    look_for = "the thick line among the thin ones of its kind of model."
-    outcome.figure(name.replace("_", "-"), title, drawn, shows, look_for, f"{SONG}, {place}", wide=True)
+    title = title[0].upper() + title[1:]
+    outcome.draw(name.replace("_", "-"), drawn, "published", title=title, place=place)
 
 
-@experiment(
-    "geometry/table4",
-    "ScreeNOT rank at every layer",
-    "Ranks of 6 to 18 (Table 4)",
-    needs=("layers.rank", _BASIS),
-)
+@declared("geometry/table4")
 def rank(study: Study, outcome: Outcome) -> None:
     _beside_published(outcome, study.run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
     claim = "The positional basis has a low rank at every layer (Table 4)"
     outcome.verdicts.append(layer_columns.low_rank_verdict(study, claim, every=True))
 
 
-@experiment(
-    "geometry/table5",
-    "Stable rank at every layer",
-    "Stable ranks below 8 after layer 0 (Table 5)",
-    needs=("layers.stable_rank",),
-)
+@declared("geometry/table5")
 def stable_rank(study: Study, outcome: Outcome) -> None:
     run, first = study.run, 1
     _beside_published(outcome, run, "stable_rank", "stable rank", published.STABLE_RANK, "Table 5", log=True)
@@ -97,12 +83,7 @@ def stable_rank(study: Study, outcome: Outcome) -> None:
     outcome.claim(claim, what, highest, criteria.STABLE_RANK)
 
 
-@experiment(
-    "geometry/table6",
-    "Relative norm at every layer",
-    "Most relative norms are bigger than 10 % (section 3.1, Table 6)",
-    needs=("layers.relative_norm",),
-)
+@declared("geometry/table6")
 def relative_norm(study: Study, outcome: Outcome) -> None:
     _beside_published(
         outcome, study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
@@ -202,25 +183,13 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
     outcome.read(roughness_of, means["smooth_roughness"], "“continuous”")
     outcome.read("turns about the centre", means["turns"], "“often spiral”")
     outcome.tables["shape"] = shape.join(errors.drop(columns="layer").add_suffix("_se"))
-    title = "Positions and context vectors on two principal components"
     drawn = by_layer(len(shape), lambda layer: geometry.spiral(run, layer), grid=True)
-    shows = "The positional basis (violet: early, green: late) and context vectors (red) on its two leading directions."
-    look_for = "a smooth curve in every layer; a spiral makes a whole turn or more about its centre."
-    source = f"{SONG}, {place}"
-    outcome.figure("principal-components", title, drawn, shows, look_for, source, wide=True)
-    title = "The first three components against position"
+    outcome.draw("principal-components", drawn, place=place)
     drawn = by_layer(len(shape), lambda layer: geometry.waves(run, layer))
-    shows = "The components of the curve, one line each."
-    look_for = "slow waves, each with about half a period more than the one before."
-    outcome.figure("waves", title, drawn, shows, look_for, f"{SONG}, section 3", wide=True)
+    outcome.draw("waves", drawn)
 
 
-@experiment(
-    "geometry/figure1",
-    "Principal components of positions, with context vectors, at every layer",
-    "Positions form a low-dimensional, continuous and often spiral shape across layers (abstract, Fig. 1)",
-    needs=("arrays.positional_pca", "arrays.cvec_pca", _BASIS),
-)
+@declared("geometry/figure1")
 def principal_components(study: Study, outcome: Outcome) -> None:
     _principal_components(outcome, study, study.run, "Fig. 1")
     claim = "Principal components have dramatically increasing scales across layers (Fig. 1)"
@@ -243,12 +212,7 @@ def scale_growth(basis: GroupedBasis | None) -> Estimate:
     return Estimate(float(growth.mean()), float(error), *OF_GROUPS)
 
 
-@experiment(
-    "geometry/figure24",
-    "Principal components of positions on random tokens",
-    "The low-rank spiral persists for sequences of randomly sampled tokens (section 4.1, Fig. 24)",
-    needs=("model", _BASIS),
-)
+@declared("geometry/figure24")
 def on_random_tokens(study: Study, outcome: Outcome) -> None:
     run = study.random_run()
     _principal_components(outcome, study, run, "Fig. 24, on random tokens")
@@ -258,12 +222,7 @@ def on_random_tokens(study: Study, outcome: Outcome) -> None:
         outcome.runs["random"] = run.provenance
 
 
-@experiment(
-    "geometry/figure3",
-    "Singular values of P and the frequencies of its Gram matrix",
-    "A sharp change in the singular values; energies mostly in the low frequencies (sections 3.1 and 3.2, Fig. 3)",
-    needs=("arrays.singular_values", "arrays.dct", _BASIS),
-)
+@declared("geometry/figure3")
 def spectrum(study: Study, outcome: Outcome) -> None:
     run = study.run
     ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
@@ -283,17 +242,8 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     outcome.claim(claim, what, Estimates(energy, errors, *OF_GROUPS), criteria.DOMINANT)
     claim = "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"
     outcome.verdicts.append(layer_columns.smooth_verdict(study, run, claim))
-    outcome.figure(
-        "singular-values",
-        "The 60 largest singular values of P",
-        geometry.singular_values(run),
-        "Over the largest, with a large dot at the rank that ScreeNOT keeps; violet layers are early, green ones late.",
-        "a sharp drop after about ten values.",
-        f"{SONG}, Fig. 3, left",
-    )
-    drawn = by_layer(len(ranks), lambda layer: geometry.dct(run, layer))
-    look_for = "weight in the upper left corner."
-    layer_columns.show_frequencies(outcome, drawn, look_for, f"{SONG}, Fig. 3, right", " of the Gram matrix")
+    outcome.draw("singular-values", geometry.singular_values(run))
+    outcome.draw("frequencies", by_layer(len(ranks), lambda layer: geometry.dct(run, layer)))
 
 
 def _bracketed(mean: float, deviation: float) -> str:

@@ -15,8 +15,8 @@ from theodolite.estimates import Estimate
 from theodolite.judging import OPEN, Criterion, Verdict, all_of, judge, opposite_of, untestable
 from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, layer_estimates, need, value_of
 from theodolite.system.wording import counted, listed, number, with_error
-from theodolite_papers.drawing import training as drawing
-from theodolite_papers.experiment import SONG, Outcome, Study, corpus_subset, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, corpus_subset, declared
 from theodolite_papers.hidden_geometry import addition_check, criteria
 from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
 from theodolite_papers.hidden_geometry.resampling import norms_beyond_noise, read_by_group
@@ -175,14 +175,7 @@ def judge_layer(
         outcome.verdicts.append(appears(table, layer, spiral, SPIRAL))
 
 
-@experiment(
-    "geometry/training",
-    "The positional basis at every checkpoint of a training run",
-    "Sinusoidal patterns are learned, not predefined (section 2); training dynamics are left to later work "
-    "(section 7)",
-    needs=("model", "arrays.positional_basis", "layers.low_frequency_10"),
-    scaled_down="every checkpoint is surveyed on at most 64 contexts",
-)
+@declared("geometry/training")
 def training(study: Study, outcome: Outcome) -> None:
     runs, table = _surveyed(study)
     steps, run = list(runs), runs[max(runs)]
@@ -204,21 +197,11 @@ def training(study: Study, outcome: Outcome) -> None:
     drawn_steps = [steps[place] for place in evenly(len(steps), SHOWN_STEPS)]
     layers = evenly(len(need(run, "positional_pca")), SHOWN_LAYERS)
     curves = np.stack([need(runs[step], "positional_pca")[layers, 1:, :2] for step in drawn_steps])
-    title = "The positional basis over training"
     drawn = drawing.curves_by_step(drawn_steps, layers, curves.astype(np.float64))
-    shows = "Each cell: the positional basis on its two leading directions and own scale; violet: early, green: late."
-    look_for = "the step at which a cloud becomes a curve, and whether the layers follow one another."
-    source = f"{SONG}, Fig. 1, at every checkpoint of a training run"
-    outcome.figure("curves", title, drawn, shows, look_for, source, wide=True)
+    outcome.draw("curves", drawn)
     limits = {MEASURES[name]: criterion.limit for name, criterion in SPIRAL.items()}
-    title = "The geometry of positions against training step"
     drawn = drawing.measures_by_step(steps, grids, limits)
-    shows = (
-        "One line per layer (violet: early, green: late), with standard errors; dotted lines: the criteria."
-    )
-    look_for = "the steps at which smoothness and norm rise, and whether they stay high."
-    source = f"{SONG}, sections 2 and 3, at every checkpoint of a training run"
-    outcome.figure("measures", title, drawn, shows, look_for, source, wide=True)
+    outcome.draw("measures", drawn)
     outcome.runs |= {f"step {step}": each.provenance for step, each in runs.items()}
 
 
@@ -239,13 +222,7 @@ def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int,
     outcome.verdicts.append(shorter)
 
 
-@experiment(
-    "geometry/addition",
-    "Addition: accuracy in distribution and on shorter numbers",
-    "Above 99 % in distribution, less than 20 % on average on 1 to 4 digits (section 4.3, appendix D.3)",
-    needs=("model",),
-    scaled_down="accuracy on 1000 new sums of each kind",
-)
+@declared("geometry/addition")
 def addition(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
     if not addition_check.is_adder(model):
@@ -270,12 +247,4 @@ def addition(study: Study, outcome: Outcome) -> None:
         {"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count}
     )
     paper = {name: np.array([np.nan, *row]) for name, row in PAPER_ACCURACY.items()}
-    outcome.figure(
-        "accuracy",
-        "Exact-match accuracy by number of digits",
-        drawing.accuracies(names, (values, errors), paper),
-        f"Exact-match accuracy on {count} new sums of each kind, with standard errors; last digit first, as published.",
-        "a drop at the lengths that training never saw.",
-        f"{SONG}, appendix D.3",
-        wide=True,
-    )
+    outcome.draw("accuracy", drawing.accuracies(names, (values, errors), paper), count=count)

@@ -31,8 +31,8 @@ from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS, decompose_around
-from theodolite_papers.drawing import theory as maps
-from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, by_name, declared
 from theodolite_papers.hidden_geometry import attribution, criteria
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
@@ -83,12 +83,7 @@ def _sampled(study: Study) -> Tensor:
     return Corpus.random_tokens(vocabulary, length, SPLIT_CONTEXTS, seed).contexts
 
 
-@experiment(
-    "geometry/figure19",
-    "QK matrix of the positional basis of every head, as for models trained on addition",
-    "Models trained on addition have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
-    needs=("model", "arrays.positional_basis", "arrays.mean"),
-)
+@declared("geometry/figure19")
 def figure_19(study: Study, outcome: Outcome) -> None:
     run, model = study.run, study.require_model()
     positions = run.arrays["positional_basis"].shape[1] - 1
@@ -113,13 +108,10 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     outcome.verdicts.append(rough_verdict(study, table["low_frequency_10"].to_numpy(), positions))
     outcome.tables["smoothness"] = table
     chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
-    tiles = [maps.positional_tiles(sums.logits[layer] / len(sample)) for layer in chosen]
+    tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in chosen]
     names, blocks = [f"head {head}" for head in heads], [f"block {layer}" for layer in chosen]
-    title = "QK matrix of the positional basis, every head"
-    drawn = by_name("block", blocks, lambda place: maps.weight_maps(tiles[place], names, len(shown)))
-    shows = f"Logits with pos + μ on both sides, mean over {counted(len(sample), 'context')}, rows less their means."
-    look_for = "smooth shading in language models, breaks in models trained on addition."
-    outcome.figure("positional-logits", title, drawn, shows, look_for, f"{SONG}, Figs. 19 and 22", wide=True)
+    drawn = by_name("block", blocks, lambda place: drawing.weight_maps(tiles[place], names, len(shown)))
+    outcome.draw("positional-logits", drawn, contexts=counted(len(sample), "context"))
 
 
 def rough_verdict(study: Study, shares: Floats, positions: int) -> Verdict:
@@ -213,14 +205,7 @@ def _tables(ids: Tensor, tokens: list[str], panels: dict[str, list[HeadMatrix]])
     return {"shares": pd.DataFrame(shares), "prompt": pd.DataFrame(prompt)}
 
 
-@experiment(
-    "geometry/figure6",
-    "Logits of a prompt by constituent, for the heads that follow three patterns",
-    "pos-pos determines attention to neighbouring tokens, cvec-cvec that to identical and shifted ones (Fig. 6)",
-    needs=_SPLIT,
-    options=("prompt", "layer", "head"),
-    scaled_down="positions 1 to 128 are drawn",
-)
+@declared("geometry/figure6")
 def figure_6(study: Study, outcome: Outcome) -> None:
     ids, tokens = _prompt_tokens(study)
     top = _top_heads(study.run)
@@ -234,10 +219,8 @@ def figure_6(study: Study, outcome: Outcome) -> None:
         outcome.read(f"{name}: largest shares of the logits' variance on this prompt", named)
         most = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
         title = f"{name}: attends most to {listed(most)}" if most else name
-        shows = f"{_panel_caption(study, len(tokens))}Rows less their means. Per cent: shares of the logits' variance."
-        look_for = "the panel that has the pattern of QK, and of attention."
-        source = f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants"
-        outcome.figure(name, title, qk_panels(split, head, tokens), shows, look_for, source, wide=True)
+        drawn, prompt = qk_panels(split, head, tokens), _panel_caption(study, len(tokens))
+        outcome.draw(name, drawn, "head", title=title, prompt=prompt)
     attribution.read_refusals(outcome, study.run)
     for pattern in attribution.CLAIMS:
         outcome.verdicts += attribution.pattern_verdicts(pattern, top[pattern.name])
@@ -298,14 +281,7 @@ def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     return rows
 
 
-@experiment(
-    "geometry/figure30",
-    "Logits of a prompt by constituent, with and without the global mean",
-    "The global mean vector μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)",
-    needs=_SPLIT,
-    options=("prompt", "layer", "head"),
-    scaled_down="positions 1 to 128 are drawn",
-)
+@declared("geometry/figure30")
 def figure_30(study: Study, outcome: Outcome) -> None:
     ids, tokens = _prompt_tokens(study)
     panels, rows = {}, []
@@ -313,19 +289,14 @@ def figure_30(study: Study, outcome: Outcome) -> None:
     for layer, head in chosen:
         split = _split(study, ids, layer, head)
         rows += _retained_rows(study, layer, head)
-        for key, place, where, shown in (
-            ("with", "Fig. 30", "is within pos", split.coarse(MEAN_WITH_POSITION)),
-            ("without", "Fig. 31", "is apart, within constant", split),
-        ):
+        for key, shown in (("with", split.coarse(MEAN_WITH_POSITION)), ("without", split)):
             name = f"{head_name(layer, head)} {key} the global mean"
             panels[name] = head_matrices(shown, head, raw=True)
             largest = max(panels[name][:-2], key=lambda panel: panel.share)
             outcome.read(f"{name}: largest share", largest.name)
             drawn = qk_panels(shown, head, tokens, raw=True)
-            shows = f"{_panel_caption(study, len(tokens))}Raw logits; the mean {where}. Per cent: shares of variance."
-            look_for = "the same patterns with and without the mean."
-            source = f"{SONG}, {place}"
-            outcome.figure(f"L{layer}H{head}-{key}", name, drawn, shows, look_for, source, wide=True)
+            values = {"head": head_name(layer, head), "prompt": _panel_caption(study, len(tokens))}
+            outcome.draw(f"L{layer}H{head}-{key}", drawn, key, **values)
     _judge_mean(outcome, study.run)
     outcome.tables |= _tables(ids, tokens, panels)
     if rows:

@@ -24,7 +24,7 @@ from theodolite.estimates import Estimate, Estimates, jackknife_error
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.models.structure import NoAttention
-from theodolite.models.weights.head_weights import NotAffine
+from theodolite.models.weights.copies import NotAffine
 from theodolite.passes.corpus_pass import CorpusPass, batch_of
 from theodolite.report.data import OF_GROUPS, Floats
 from theodolite.system.progress import ShowStage

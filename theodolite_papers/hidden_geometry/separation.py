@@ -29,9 +29,8 @@ from theodolite.report.data import (
 from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, heat
 from theodolite.system.wording import for_plotly, number, with_error
 from theodolite.theory import normalised_gram
-from theodolite_papers.drawing import experiments as lines
-from theodolite_papers.drawing import theory
-from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, by_layer, declared
 from theodolite_papers.hidden_geometry import criteria, layer_columns
 
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
@@ -135,12 +134,7 @@ def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
     return jackknife_error(gaps.T)
 
 
-@experiment(
-    "geometry/figure2",
-    "Gram matrix of positions and of contexts ordered by label",
-    "Positions are smooth, positions and contexts near orthogonal, contexts of one document cluster (Fig. 2)",
-    needs=("labels", "arrays.context_basis", "arrays.positional_basis", "layers.low_frequency_10"),
-)
+@declared("geometry/figure2")
 def figure_2(study: Study, outcome: Outcome) -> None:
     run = study.run
     names = provenance(run, "corpus", "labels") or []
@@ -171,14 +165,12 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     _deepens(outcome, gap)
     outcome.tables["blocks"] = blocks
     labels = [str(names[label]) if label < len(names) else str(label) for label in of]
-    outcome.figure(
+    outcome.draw(
         "gram",
-        "Normalised Gram matrix of positions and contexts",
         by_layer(len(grams), lambda layer: gram_by_label(grams[layer], labels, positions), grid=True),
-        f"Cosines between {len(positions)} positions and {len(places)} contexts of {count} labels, grouped by label.",
-        "smooth shading among positions, near zero between positions and contexts, one strong block per label.",
-        f"{SONG}, Fig. 2; Figs. 15 to 17",
-        wide=True,
+        positions=len(positions),
+        places=len(places),
+        count=count,
     )
 
 
@@ -250,12 +242,7 @@ def _curves(run: Run, titles: dict[str, str]) -> dict[str, tuple[Floats, Floats]
     return {title: (value_of(run, name), error_of(run, name)) for name, title in titles.items()}
 
 
-@experiment(
-    "geometry/clusters",
-    "Do contexts fall into clusters by label?",
-    "The context basis has strong cluster patterns corresponding to documents and topics (section 2, claim 2)",
-    needs=("labels", "arrays.context_basis", "arrays.context_cluster", "layers.silhouette"),
-)
+@declared("geometry/clusters")
 def clusters(study: Study, outcome: Outcome) -> None:
     run, layers = study.run, layer_numbers(study.run)
     labels, of_layers = need(run, "context_label"), need(run, "context_cluster")
@@ -284,44 +271,21 @@ def clusters(study: Study, outcome: Outcome) -> None:
     places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
     grams = normalised_gram(torch.from_numpy(need(run, "context_basis")[:, places])).numpy()
     shown = [names[label] for label in of]
-    title = "Cosines between contexts, by label"
     drawn = by_layer(len(grams), lambda layer: gram_by_label(grams[layer], shown), grid=True)
-    shows = (
-        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, grouped by label."
-    )
-    look_for = "one strong block per label on the diagonal, little elsewhere."
-    outcome.figure("gram", title, drawn, shows, look_for, f"{SONG}, Fig. 2, bottom right", wide=True)
+    outcome.draw("gram", drawn, places=len(places), of=len(set(of)))
     listed = frequent[:LISTED_LABELS]
     shares, rows = [cluster_shares(labels, each, listed) for each in of_layers], [names[i] for i in listed]
-    title = "Which cluster the contexts of a label fall into"
     drawn = by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows))
-    shows = "Rows: labels. Columns: clusters that k-means found without them, ordered to match."
-    look_for = "a strong diagonal: the clusters are the labels."
-    source = f"{SONG}, claim 2 of section 2; k-means is ours"
-    outcome.figure("clusters", title, drawn, shows, look_for, source, wide=True)
+    outcome.draw("clusters", drawn)
     indices = {"silhouette": "silhouette of the labels", "cluster_ari": "k-means against labels"}
-    title = "How well contexts cluster by label, layer by layer"
-    drawn = lines.two_texts(layers, _curves(run, indices), "index")
-    shows = (
-        "Mean silhouette of the labels, and adjusted Rand index of k-means (0: chance, 1: the same groups)."
-    )
-    look_for = "values well above 0 that rise with depth."
-    source = f"{SONG}, claim 2 of section 2; both indices are ours"
-    outcome.figure("agreement", title, drawn, shows, look_for, source)
+    drawn = drawing.two_texts(layers, _curves(run, indices), "index")
+    outcome.draw("agreement", drawn)
     similarity = {"similarity_within": "within a label", "similarity_between": "between labels"}
-    drawn = lines.two_texts(layers, _curves(run, similarity), "mean |cosine|")
-    shows = "Mean |cosine| of two contexts with the same label (solid) and with different labels (dashed)."
-    look_for = "a wide gap in every layer."
-    source = f"{SONG}, Table 1"
-    outcome.figure("similarity", "Similarity within and between labels", drawn, shows, look_for, source)
+    drawn = drawing.two_texts(layers, _curves(run, similarity), "mean |cosine|")
+    outcome.draw("similarity", drawn)
 
 
-@experiment(
-    "geometry/incoherence",
-    "Incoherence of positions and contexts against random directions",
-    "Positional basis and context basis are nearly orthogonal; a random baseline is about 0.1 (sections 2 and 5)",
-    needs=("layers.incoherence_mean", "layers.incoherence_max", "layers.incoherence_max_random"),
-)
+@declared("geometry/incoherence")
 def incoherence(study: Study, outcome: Outcome) -> None:
     run = study.run
     titles = {name: title for name, (title, _) in INCOHERENCES.items()}
@@ -338,10 +302,5 @@ def incoherence(study: Study, outcome: Outcome) -> None:
     outcome.tables["layers"] = layer_columns.columns_with_errors(run, INCOHERENCES).assign(
         **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}
     )
-    title = "|Cosine| of positions and contexts, layer by layer"
-    drawn = theory.layer_lines(layer_numbers(run), _curves(run, titles), "|cosine|")
-    shows = "Mean and maximum over pairs of a position and a context; dotted: random directions."
-    look_for = (
-        "solid lines near their dotted ones: position and context are as unrelated as random directions."
-    )
-    outcome.figure("incoherence", title, drawn, shows, look_for, f"{SONG}, section 5 and Table 1", wide=True)
+    drawn = drawing.layer_lines(layer_numbers(run), _curves(run, titles), "|cosine|")
+    outcome.draw("incoherence", drawn)

@@ -20,11 +20,11 @@ from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
 from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
-from theodolite_papers.drawing import experiments as drawing
-from theodolite_papers.experiment import SONG, Outcome, Study, by_layer, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
 from theodolite_papers.hidden_geometry import criteria, resampling
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
-from theodolite_papers.hidden_geometry.layer_columns import show_frequencies, smooth_verdict, unless_noise
+from theodolite_papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis
 
 
@@ -58,12 +58,7 @@ def norms_and_cosines(hidden: Tensor) -> tuple[Floats, Floats, Floats, Floats]:
     return *of_norms, *of_cosines
 
 
-@experiment(
-    "geometry/figure8",
-    "Norms and cosines between layers on random tokens",
-    "Norms grow more than 100-fold and layer 0 is nearly orthogonal to the others (appendix B.2, Fig. 8)",
-    needs=("model", "layers.norm"),
-)
+@declared("geometry/figure8")
 def figure_8(study: Study, outcome: Outcome) -> None:
     run = study.run
     length = run.provenance["corpus"]["length"]
@@ -97,16 +92,8 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     columns = {"layer": layers, "norm": norms, "norm_se": errors, "norm_ratio": ratios}
     outcome.tables["norms"] = pd.DataFrame(columns)
     outcome.tables["cosines"] = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in layers])
-    title = "Mean norm at every layer"
-    shows = "Mean norm on random tokens, without position 0; diamonds: layer 0 times the ratios printed for GPT-2."
-    look_for = "a steep rise: each block's update outgrows its input."
-    source = f"{SONG}, Fig. 8, left"
-    outcome.figure("norms", title, drawing.layer_norms(norms, errors, printed), shows, look_for, source)
-    title = "Cosine between layers"
-    shows = "Mean cosine between a token's vectors at every two layers."
-    look_for = "a first row near 0: the residual connection does not carry the embedding along unchanged."
-    source = f"{SONG}, Fig. 8, right"
-    outcome.figure("cosines", title, drawing.layer_cosines(cosines), shows, look_for, source)
+    outcome.draw("norms", drawing.layer_norms(norms, errors, printed))
+    outcome.draw("cosines", drawing.layer_cosines(cosines))
 
 
 SHOWN_POSITIONS = 128
@@ -228,12 +215,7 @@ def _pictured(run: Run, bases: Tensor) -> Run:
     return replace(run, arrays=arrays)
 
 
-@experiment(
-    "geometry/figure7",
-    "The sinusoidal encoding of Vaswani et al. against the learned basis",
-    "The learned basis is smooth at the diagonal, drops sooner and has more low frequencies (appendix B.1, Fig. 7)",
-    needs=("arrays.positional_basis", "layers.low_frequency_10"),
-)
+@declared("geometry/figure7")
 def figure_7(study: Study, outcome: Outcome) -> None:
     run = study.run
     learned = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
@@ -251,31 +233,15 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         _judge_difference(study, outcome, name, of_bases, float(error))
     bases = torch.cat([centred[None], learned])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
-    title = "Gram matrices: the fixed encoding, and the learned basis of every layer"
     drawn = by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True)
-    shows = "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017."
-    look_for = "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones."
-    source = f"{SONG}, Fig. 7 against Fig. 2"
-    outcome.figure("gram", title, drawn, shows, look_for, source, wide=True)
+    outcome.draw("gram", drawn)
     values = torch.linalg.svdvals(bases).numpy()
-    title = "Singular values of the fixed encoding and the learned bases"
     drawn = drawing.singular_values_against(values[1:], values[0], "sinusoidal")
-    shows = (
-        "Over the largest; the thick line is the fixed encoding, violet layers are early, green ones late."
-    )
-    look_for = "learned curves that drop sooner."
-    outcome.figure("singular-values", title, drawn, shows, look_for, f"{SONG}, Fig. 7 against Fig. 3, left")
-    drawn = by_name("basis", options, lambda place: geometry.dct(pictured, place))
-    look_for = "more weight away from the corner in the fixed encoding."
-    show_frequencies(outcome, drawn, look_for, f"{SONG}, Fig. 7 against Fig. 3, right")
+    outcome.draw("singular-values", drawn)
+    outcome.draw("frequencies", by_name("basis", options, lambda place: geometry.dct(pictured, place)))
 
 
-@experiment(
-    "geometry/figure5",
-    "Gram matrix and frequencies of positions at every layer, as for models trained on addition",
-    "Models trained on addition have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
-    needs=("arrays.positional_basis", "layers.low_frequency_10"),
-)
+@declared("geometry/figure5")
 def figure_5(study: Study, outcome: Outcome) -> None:
     run, (mean, _) = study.run, layer_average(study.run, "low_frequency_10")
     outcome.read(
@@ -293,18 +259,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
     pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     layers = len(run.layers)
-    title = "Gram matrix of positions"
     drawn = by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True)
-    shows = "Cosines between positions, at every layer."
-    look_for = (
-        "smooth shading in language models; breaks and fractured regions in models trained on addition."
-    )
-    outcome.figure("gram", title, drawn, shows, look_for, f"{SONG}, Fig. 5, left; Figs. 18 and 21", wide=True)
-    drawn = by_layer(layers, lambda layer: geometry.dct(pictured, layer))
-    look_for = "weight beyond the corner where position is not smooth."
-    show_frequencies(outcome, drawn, look_for, f"{SONG}, Figs. 20 and 23")
-    title = "Share of low frequencies, layer by layer"
-    shows = "Share of the energy in the K × K lowest frequencies at every layer."
-    look_for = "values near 1 at K = 10 in language models, about one half in models trained on addition."
-    source = f"{SONG}, Table 3 and appendix D.3"
-    outcome.figure("smoothness", title, figures_layers.low_frequency(run), shows, look_for, source)
+    outcome.draw("gram", drawn)
+    outcome.draw("frequencies", by_layer(layers, lambda layer: geometry.dct(pictured, layer)))
+    outcome.draw("smoothness", figures_layers.low_frequency(run))

@@ -26,8 +26,8 @@ from theodolite.report.data import (
     value_of,
 )
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
-from theodolite_papers.drawing import experiments as drawing
-from theodolite_papers.experiment import SONG, Outcome, Study, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, declared
 from theodolite_papers.hidden_geometry import criteria, layer_columns, resampling
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
@@ -46,13 +46,7 @@ ROWS_OF_TABLE_3 = {
 }
 
 
-@experiment(
-    "geometry/table1",
-    "Rank, relative norm, similarity and incoherence, averaged over layers",
-    "The positional basis is a low-rank and significant component, inter similarity is far below intra "
-    "similarity, and the two bases are incoherent (Table 1)",
-    needs=_NEEDS,
-)
+@declared("geometry/table1")
 def table_1(study: Study, outcome: Outcome) -> None:
     run, model = study.run, published.closest(study.run)
     this_run, errors = {}, {}
@@ -83,13 +77,8 @@ def table_1(study: Study, outcome: Outcome) -> None:
     claim = "Position and context are incoherent (Table 1, section 5)"
     what = f"mean |cosine| over {len(run.layers)} layers, over that of random directions"
     outcome.claim(claim, what, layer_columns.mean_over_random(study), layer_columns.AS_RANDOM)
-    title = "Averages over layers, against the published ones"
     drawn = drawing.averages(rows, list(QUANTITIES))
-    shows = "Mean over layers with one standard deviation; the top row is this run, the others are Table 1."
-    look_for = (
-        "a low rank, a relative norm well above 0.1, intra above inter similarity, and incoherence near 0."
-    )
-    outcome.figure("table1", title, drawn, shows, look_for, f"{SONG}, Table 1", wide=True)
+    outcome.draw("table1", drawn)
 
 
 def _separation(outcome: Outcome, run: Run) -> None:
@@ -104,13 +93,7 @@ def _separation(outcome: Outcome, run: Run) -> None:
     outcome.claim(claim, what, Estimate(ratio, error, within.n, within.of), criteria.SEPARATION)
 
 
-@experiment(
-    "geometry/table2",
-    "Robustness of the positional basis: rank and smoothness on another text",
-    "Similar geometric structures are found on samples unlike the training data, even on random tokens (Table 2)",
-    needs=(*_NEEDS, "model"),
-    options=("other",),
-)
+@declared("geometry/table2")
 def table_2(study: Study, outcome: Outcome) -> None:
     first, second = runs = study.run, study.other_run()
     names = [visible(Path(run.provenance["corpus"]["name"]).name, 60) for run in runs]
@@ -137,17 +120,11 @@ def table_2(study: Study, outcome: Outcome) -> None:
     here, other = (layer_columns.columns_with_errors(run, ("rank", "low_frequency_10")) for run in runs)
     other = other.drop(columns="layer").add_prefix("other_").assign(overlap=shared)
     outcome.tables["robustness"] = here.join(other)
-    for column_name, y, title in (
-        ("rank", "dimensions", "Rank of the positional basis"),
-        ("low_frequency_10", "share of energy", "Smoothness"),
-    ):
+    for column_name, y in (("rank", "dimensions"), ("low_frequency_10", "share of energy")):
         of_runs = ((value_of(run, column_name), error_of(run, column_name)) for run in runs)
         curves = dict(zip(names, of_runs, strict=True))
-        title = f"{title} on both texts"
         drawn = drawing.two_texts(layers, curves, y, share=column_name != "rank")
-        shows = "The measure at every layer, on the text of the run and on the other text; bars are standard errors."
-        look_for = "two curves that stay close."
-        outcome.figure(column_name.replace("_", "-"), title, drawn, shows, look_for, f"{SONG}, Table 2")
+        outcome.draw(column_name.replace("_", "-"), drawn)
     if second is not first:
         outcome.runs["other"] = second.provenance
 
@@ -213,12 +190,7 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
     return layer_columns.unless_noise(study, run, verdict, criteria.MOSTLY, without_noise)
 
 
-@experiment(
-    "geometry/table3",
-    "Low-frequency shares of PPᵀ, PWPᵀ and the QK matrix",
-    "PWPᵀ and the QK matrix inherit the smoothness of the positional basis (Table 3)",
-    needs=("layers.pp_low_frequency_10", "arrays.positional_basis"),
-)
+@declared("geometry/table3")
 def table_3(study: Study, outcome: Outcome) -> None:
     run = study.run
     claim = "The Gram matrix of positions is concentrated in low frequencies (section 3.2, Table 3)"
@@ -246,10 +218,7 @@ def table_3(study: Study, outcome: Outcome) -> None:
             inherited = untestable(claim, why)
         outcome.verdicts.append(inherited)
     outcome.tables["shares"] = pd.DataFrame(rows)
-    title = "Smoothness, from positions to logits"
     drawn = drawing.shares_by_cutoff(
         shares_here, {name: paper for name, (*_, paper) in ROWS_OF_TABLE_3.items()}
     )
-    shows = "Share of the energy in the K × K lowest frequencies: of PPᵀ (mean over layers), PWPᵀ and QK (over heads)."
-    look_for = "shares near 1 at K = 10 in all rows."
-    outcome.figure("table3", title, drawn, shows, look_for, f"{SONG}, Table 3", wide=True)
+    outcome.draw("table3", drawn)

@@ -16,8 +16,8 @@ from theodolite.judging import Criterion, all_of, judge
 from theodolite.report.data import OF_GROUPS, Floats, evenly, need, value_of
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
-from theodolite_papers.drawing import theory as drawing
-from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, by_name, declared
 from theodolite_papers.hidden_geometry import kernel_factorisation
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis, errors_of, grouped_basis
 
@@ -164,23 +164,11 @@ def _draw_bounds(
     def draw(place: int) -> go.Figure:
         return drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, place)
 
-    title = "Theorem 1: the bound and the error"
     drawn = by_name("layer", [f"layer {layer}" for layer in layers], draw, start=len(layers) // 2)
-    shows = (
-        "Error of an approximation by k low frequencies, its bound (dashed), and the error of none (dotted)."
-    )
-    look_for = (
-        "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all."
-    )
-    outcome.figure("bound", title, drawn, shows, look_for, f"{SONG}, Theorem 1", wide=True)
+    outcome.draw("bound", drawn)
 
 
-@experiment(
-    "geometry/theorem1",
-    "The smoothness bound of Theorem 1 against the attained error",
-    "Smooth Gram matrices are nearly low-frequency even for moderate k and m (section 3.3, Theorem 1)",
-    needs=("arrays.positional_basis",),
-)
+@declared("geometry/theorem1")
 def theorem_1(study: Study, outcome: Outcome) -> None:
     basis = torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
     layers = evenly(len(basis), SHOWN_LAYERS)
@@ -237,17 +225,7 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
     _draw_bounds(outcome, layers, cutoffs, bounds, attained, trivial)
 
 
-@experiment(
-    "geometry/theorem2",
-    "Kernel factorisation: error against incoherence",
-    "Incoherence enables a kernel to factorize into smaller components (section 5.3, Theorem 2)",
-    needs=(
-        "layers.incoherence_mean",
-        "layers.incoherence_max",
-        "arrays.positional_basis",
-        "arrays.context_basis",
-    ),
-)
+@declared("geometry/theorem2")
 def theorem_2(study: Study, outcome: Outcome) -> None:
     """Verdicts on drawn bases, the same whatever the model; the run's own incoherence is only marked."""
     run = study.run
@@ -274,19 +252,13 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
     outcome.tables["errors"] = pd.DataFrame({name: values.numpy() for name, values in columns.items()})
     along = torch.logspace(math.log10(INCOHERENCES[0]), math.log10(INCOHERENCES[-1]), 60, dtype=torch.float64)
     curves = {"without noise": clean, "with noise": noisy}
-    title = "Theorem 2: error of the factorised kernel against incoherence"
     drawn = drawing.factorisation(
         clean.incoherence.numpy(),
         {name: (error.mean.numpy(), error.standard_error.numpy()) for name, error in curves.items()},
         (along.numpy(), kernel_factorisation.factorisation_bound(along, SETTING.sparsity).numpy()),
         {"this model: mean incoherence": mean, "its maximum": largest},
     )
-    shows = f"Mean over {DRAWS} random bases, with standard errors, and the noiseless bound. Vertical: this model."
-    look_for = (
-        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one, which O(incoh) allows."
-    )
-    source = f"{SONG}, Theorem 2; the bound with its constant is ours"
-    outcome.figure("factorisation", title, drawn, shows, look_for, source, wide=True)
+    outcome.draw("factorisation", drawn)
 
 
 def _with_noise(outcome: Outcome) -> None:
@@ -312,12 +284,5 @@ def _with_noise(outcome: Outcome) -> None:
     )
     outcome.verdicts.append(all_of(claim, verdicts[:-1]))
     outcome.tables["growth"] = pd.concat(tables, ignore_index=True)
-    title = "Theorem 2 with noise: error over incoherence, as the width grows"
     drawn = drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves)
-    shows = (
-        f"Mean with noise of size 1/√d; incoherences fall as d^−{BELOW_NOISE:g}, below the theorem's 1/√d."
-    )
-    look_for = (
-        "lines that fall or stay level where incoh is at least 1/√d, and one that rises where it is not."
-    )
-    outcome.figure("growth", title, drawn, shows, look_for, f"{SONG}, Theorem 2 and remark 1")
+    outcome.draw("growth", drawn)

@@ -20,8 +20,8 @@ from theodolite.measure.rank_correlation import error_under_independence, rank_c
 from theodolite.models.weights.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import Floats, column, evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
-from theodolite_papers.drawing import theory as drawing
-from theodolite_papers.experiment import SONG, Outcome, Study, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, by_name, declared
 from theodolite_papers.hidden_geometry.decoupling import CORNERS, Decoupling, corner_energy, decouple
 from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite_papers.hidden_geometry.resampling import grouped_basis, noise_bases
@@ -55,7 +55,6 @@ LOCALITY = {"previous_token": "attention to the previous token", "entropy": "ent
 """How local a head's attention is on the text: high, and low."""
 
 MEANT = {"argmax_property": "raw vectors, as published", "argmax_property_normed": "behind the layer's norm"}
-BEHIND = {"argmax_property_normed": ", as the head reads it: each row sent through the layer's norm"}
 
 
 def _over_heads(x: Floats, y: Floats) -> tuple[float, int]:
@@ -83,12 +82,7 @@ def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["share", "with", "rank_correlation", "heads"])
 
 
-@experiment(
-    "geometry/figure25",
-    "The argmax property of every head, and local attention",
-    "More than 43 % of the heads of GPT-2 satisfy it at more than 80 % of the positions (section 4.2, Fig. 25)",
-    needs=("heads.argmax_property", "heads.previous_token"),
-)
+@declared("geometry/figure25")
 def figure_25(study: Study, outcome: Outcome) -> None:
     run = study.run
     shares = {name: values for name in MEANT if (values := column(run.heads, name)) is not None}
@@ -124,13 +118,8 @@ def figure_25(study: Study, outcome: Outcome) -> None:
     for name in shares:
         grid = head_grid(run, name)
         assert grid is not None
-        title = f"The argmax property of every head, {MEANT[name]}"
         drawn = drawing.head_values(grid, "share of positions")
-        shows = f"Share of positions t whose row of P̃WP̃ᵀ is largest at t; P̃ = pos + μ{BEHIND.get(name, '')}."
-        look_for = "heads above 0.8, mostly in early layers."
-        source = f"{SONG}, Fig. 25 and appendix D.2"
-        outcome.figure(name.replace("_", "-"), title, drawn, shows, look_for, source)
-    title = "The argmax property against local attention"
+        outcome.draw(name.replace("_", "-"), drawn)
     drawn = drawing.head_scatter(
         published,
         need_column(run.heads, "previous_token"),
@@ -138,9 +127,7 @@ def figure_25(study: Study, outcome: Outcome) -> None:
         need_column(run.heads, "head"),
         ("argmax property", "attention to the previous token"),
     )
-    shows = "One block per head: this share, and its mean attention to the previous token; violet: early, green: late."
-    look_for = "a rise to the right, if local attention followed from position."
-    outcome.figure("locality", title, drawn, shows, look_for, f"{SONG}, section 4.2; the comparison is ours")
+    outcome.draw("locality", drawn)
 
 
 CORNER = 20
@@ -293,14 +280,10 @@ def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
         tiles = drawing.weight_tiles(*(each[heads].cpu().numpy() for each in maps))
         return drawing.weight_maps(tiles, [f"head {head}" for head in heads], side)
 
-    outcome.figure(
+    outcome.draw(
         "weights",
-        "Weights of the heads of a block, rotated into the positional basis",
         by_name("layer", [f"block {layer.block}" for layer in chosen], draw, start=len(chosen) // 2),
-        f"The first {side} rows and columns. Blue: Vᵀ(W − D)V above the threshold. Red: D, the diagonal of W.",
-        "blue in the top left corner; a strong red diagonal where a head compares tokens coordinate by coordinate.",
-        f"{SONG}, Fig. 4; Figs. 26 to 29",
-        wide=True,
+        side=side,
     )
 
 
@@ -328,12 +311,7 @@ def _read(outcome: Outcome, table: pd.DataFrame, corner: int) -> None:
     )
 
 
-@experiment(
-    "geometry/figure4",
-    "Weights of every head: a positional part, a diagonal and noise",
-    "A low-rank part aligned with the positional basis and a diagonal in the majority of heads (eq. 9, Fig. 4)",
-    needs=("model", "arrays.positional_basis"),
-)
+@declared("geometry/figure4")
 def figure_4(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
     basis = torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
@@ -359,15 +337,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
             f"{percent(row[f'corner_energy_{corner}_random'])}<br>diagonal {percent(row['diagonal'])}, random "
             f"{percent(row['diagonal_random'])}<br>{row['surviving']} entries survive"
         )
-    title = f"The {corner} × {corner} corner of every head, over random rotations"
     drawn = drawing.head_values(over_corner, "times random", decades=True, notes=notes)
-    shows = f"Share of off-diagonal energy in the {corner} × {corner} positional corner, over that in random bases."
-    look_for = "heads far above 1: their weights read position."
-    source = f"{SONG}, section 5.1; the random rotations are ours"
-    outcome.figure("corner", title, drawn, shows, look_for, source)
-    title = "The diagonal of every head, over random bases"
+    outcome.draw("corner", drawn, corner=corner)
     drawn = drawing.head_values(over_diagonal, "times random", decades=True, notes=notes)
-    shows = "Share of ‖W‖² on the diagonal of W, over the share expected in a random basis."
-    look_for = "heads far above 1, which compare tokens coordinate by coordinate."
-    source = f"{SONG}, section 5.1; the random bases are ours"
-    outcome.figure("diagonal", title, drawn, shows, look_for, source)
+    outcome.draw("diagonal", drawn)

@@ -24,9 +24,9 @@ from theodolite.report.data import Floats
 from theodolite.system.wording import number
 from theodolite.theory import curve_width, propagation_exact, scale_bound, trace_bound
 from theodolite.theory.haar import haar_rotation
-from theodolite_papers.drawing import localization as drawing
-from theodolite_papers.drawing.localization import Line
-from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.drawing import Line
+from theodolite_papers.experiment import Outcome, Study, by_name, declared
 
 SHARES = (-1.0, -0.5, 0.0, 0.5, 1.0)
 """tr W over its largest value at this tr W², √(d tr W²): eq. 5."""
@@ -172,12 +172,7 @@ def judge_collapse(outcome: Outcome, simulated: Collapse, setting: Setting) -> N
         )
 
 
-@experiment(
-    "localization/collapse",
-    "Rank collapse and |tr W| at a fixed tr W²",
-    "If |tr W| is maximized for a fixed tr W², the convergence to the rank collapse becomes slow (A2, eqs. 7, 8, 10)",
-    needs=("nothing",),
-)
+@declared("localization/collapse")
 def collapse(study: Study, outcome: Outcome) -> None:
     simulated = simulate(SETTING, study.provenance.get("seed") or 0)
     judge_collapse(outcome, simulated, SETTING)
@@ -203,14 +198,7 @@ def collapse(study: Study, outcome: Outcome) -> None:
         values = [simulated.left[place, b].mean(0).numpy() for b in range(len(SHARES))]
         return drawing.curves(steps, lines, values, ("layer", "‖X − 1x̄ᵀ‖/‖X‖"), yaxis=drawing.POWERS)
 
-    outcome.figure(
-        "layers",
-        "How fast attention alone makes all tokens alike",
-        by_name("√(tr W²)/λ", [f"{scale:g}" for scale in SETTING.scales], draw, grid=True),
-        "What is not of rank one after each layer of attention alone, mean over draws of W_QK; random tokens.",
-        "lines of a large |tr W| above that of tr W = 0, if it slowed the collapse.",
-        f"{BAO}, section 5; the simulation is ours",
-    )
+    outcome.draw("layers", by_name("√(tr W²)/λ", [f"{scale:g}" for scale in SETTING.scales], draw, grid=True))
 
 
 def _lines(names: list[str]) -> list[Line]:
@@ -224,13 +212,7 @@ def widths() -> Float64[Tensor, "ratios widths"]:
     return torch.stack(shares).unflatten(0, (len(RATIOS), len(WIDTHS)))
 
 
-@experiment(
-    "localization/width",
-    "A larger width and localization",
-    "ξ reaches up to √d, so that a larger embedding dimension is beneficial to drive attention to localization "
-    "(section 4)",
-    needs=("nothing",),
-)
+@declared("localization/width")
 def width(study: Study, outcome: Outcome) -> None:
     shares = widths()
     small, large = WIDTHS.index(32), WIDTHS.index(128)
@@ -248,11 +230,4 @@ def width(study: Study, outcome: Outcome) -> None:
     outcome.tables["widths"] = table
     lines = _lines([f"tr W/λ = {ratio:g}" for ratio in RATIOS])
     across, titles = np.array(WIDTHS, dtype=np.float64), ("d", "effective share")
-    outcome.figure(
-        "widths",
-        "Effective share of positions by width",
-        drawing.curves(across, lines, list(shares.numpy()), titles, xaxis={"type": "log"}),
-        "Of the exact ρ of random walks whose d eigenvalues are all equal, so that ξ = √d, its largest value.",
-        "lines that fall.",
-        f"{BAO}, section 4",
-    )
+    outcome.draw("widths", drawing.curves(across, lines, list(shares.numpy()), titles, xaxis={"type": "log"}))

@@ -28,9 +28,9 @@ from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.system.wording import head_name, number
 from theodolite.theory import empirical_propagation
-from theodolite_papers.drawing import localization as drawing
-from theodolite_papers.drawing.localization import Line
-from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.drawing import Line
+from theodolite_papers.experiment import Outcome, Study, by_name, declared
 
 CONTEXTS = 128  # read at most: a backward pass each
 BATCH = 8
@@ -135,13 +135,7 @@ def order(shares: Shares) -> Estimates:
     return Estimates(values.mean(0), values.std(0, ddof=1) / PARTS**0.5, PARTS, "parts of the text", "heads")
 
 
-@experiment(
-    "localization/gradient",
-    "Signal propagation through the lens of the gradient: ρ of a token and its share of ∇W_QK",
-    "ρ_i characterizes how likely token i contributes to the gradient of W_QK (section 3)",
-    needs=("model",),
-    scaled_down=f"{CONTEXTS} contexts at most",
-)
+@declared("localization/gradient")
 def gradient(study: Study, outcome: Outcome) -> None:
     corpus = study.require_corpus()
     contexts = corpus.contexts[:CONTEXTS]
@@ -183,9 +177,5 @@ def _draw(outcome: Outcome, shares: Shares) -> None:
             theta, lines, [rho[place], share[place] / share[place].max()], ("position i/T of the key", "")
         )
 
-    title = "ρ_i and token i's share of the gradient"
     drawn = by_name("head", [head_name(*place) for place in shares.places], draw, grid=True)
-    shows = "For the last query: how often token i propagates, and its mean share of the loss's gradient."
-    look_for = "whether both curves have their peaks at the same tokens."
-    source = f"{BAO}, section 3; the comparison is ours"
-    outcome.figure("heads", title, drawn, shows, look_for, source, wide=True)
+    outcome.draw("heads", drawn)

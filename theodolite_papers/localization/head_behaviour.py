@@ -24,10 +24,9 @@ from theodolite.report.data import Floats, evenly, head_labels, need, need_colum
 from theodolite.system.wording import percent, with_error
 from theodolite.theory import curve_width, regime_of_curve
 from theodolite.theory.regimes import UNDEFINED
-from theodolite_papers.drawing import localization as drawing
-from theodolite_papers.drawing.localization import Line
-from theodolite_papers.drawing.theory import head_scatter
-from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.drawing import Line, head_scatter
+from theodolite_papers.experiment import Outcome, Study, by_name, declared
 from theodolite_papers.localization.text_as_walk import text_walk
 
 Indices = npt.NDArray[np.int64]
@@ -145,20 +144,7 @@ def _numbers(prediction: Prediction) -> dict[str, Floats]:
     return {"mean": mean.numpy(), "width": width.numpy(), "eta": prediction.eta.numpy()}
 
 
-@experiment(
-    "localization/behaviour",
-    "From spectrum to behaviour: predicted and measured propagation of every head",
-    "The eigenspectrum of W_QK is “a reasonable proxy” for what attention localizes on (sections 4 to 6)",
-    needs=(
-        "model",
-        "heads.entropy",
-        "heads.propagation",
-        "arrays.propagation_by_position",
-        "arrays.propagation_predicted",
-        "arrays.propagation_predicted_data",
-    ),
-    scaled_down="the covariance of the increments is from at most 64 contexts",
-)
+@declared("localization/behaviour")
 def behaviour(study: Study, outcome: Outcome) -> None:
     run = study.run
     layers = run.heads["layer"].to_numpy()
@@ -294,15 +280,7 @@ def _draw_scatter(outcome: Outcome, run: Run, predictions: dict[str, Prediction]
     def draw(place: int) -> go.Figure:
         return head_scatter(means[place], measured, layers, heads, ("predicted mean ρ", "measured mean ρ"))
 
-    outcome.figure(
-        "heads",
-        "Predicted and measured signal propagation of every head",
-        by_name("from", list(SOURCES.values()), draw),
-        "Mean of ρ over keys, predicted and measured, one point per head; violet: early blocks, green: late.",
-        "points on a rising line. A column of points says that the prediction does not tell heads apart.",
-        f"{BAO}, section 4; the comparison with real heads is ours",
-        wide=True,
-    )
+    outcome.draw("heads", by_name("from", list(SOURCES.values()), draw))
 
 
 def _draw_curves(outcome: Outcome, run: Run, predictions: dict[str, Prediction], measured: Tensor) -> None:
@@ -314,15 +292,7 @@ def _draw_curves(outcome: Outcome, run: Run, predictions: dict[str, Prediction],
         values = [curve[head, shown].numpy() for curve in curves]
         return drawing.curves(theta, LINES, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
 
-    outcome.figure(
-        "curves",
-        "ρ of one head, measured and predicted",
-        by_name("head", head_labels(run), draw),
-        "Share of contexts in which the key at θ = i/T propagates to the last query, measured and predicted.",
-        "whether any prediction follows the measured curve; where none does, tokens follow no random walk.",
-        f"{BAO}, section 4, with the exact moments at finite T",
-        wide=True,
-    )
+    outcome.draw("curves", by_name("head", head_labels(run), draw))
 
 
 def _draw_correlations(outcome: Outcome, correlation_of: Correlations) -> None:
@@ -332,12 +302,4 @@ def _draw_correlations(outcome: Outcome, correlation_of: Correlations) -> None:
         value, margin = np.array([(each.value, each.margin) for each in estimates]).T
         values[label] = value, np.stack([value - margin, value + margin]).clip(-1, 1)
     groups = [f"{label} → {measured_label}" for _, _, label, measured_label in COMPARED]
-    outcome.figure(
-        "correlations",
-        "Rank correlations over heads",
-        drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),
-        "Correlation of prediction and measurement over all heads, with 95 % intervals.",
-        "tall bars: the spectrum predicts what the head does. η → entropy below 0 is what the paper expects.",
-        f"{BAO}, sections 4 and 5; the correlations are ours",
-        wide=True,
-    )
+    outcome.draw("correlations", drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)))

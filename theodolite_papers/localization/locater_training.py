@@ -31,12 +31,12 @@ from transformers import PreTrainedTokenizerFast
 
 from theodolite.corpus.documents import Document
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
+from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.system.checksums import read_checked, write_checked
 from theodolite.system.files import (
     check_target,
     disk_errors,
-    folder_purpose,
     json_text,
     write_atomically,
     write_text,
@@ -49,7 +49,7 @@ from theodolite.train.penalty import Gradient, locater_penalty
 from theodolite_papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite_papers.training.embedded import Source, train_tokenizer
 from theodolite_papers.training.tasks import read_text
-from theodolite_papers.training.trainer import Trainer, another_training_run, check_numbers
+from theodolite_papers.training.trainer import Trainer, check_numbers
 
 END_OF_LINE, UNKNOWN = "</s>", "<unk>"
 
@@ -118,35 +118,27 @@ class TextFiles:
         return digest.hexdigest()
 
 
-def kept_text(folder: Path, files: TextFiles) -> GridText:
+def kept_text(work: Unfinished, files: TextFiles) -> GridText:
     """The text of a grid: as its folder keeps it, or read from `files` and kept there."""
-    place = folder / "text.safetensors"
-    if not place.exists():
+
+    def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
         text = files.read()
-        facts = {"sha256": text.sha256, "tokens_per_word": text.tokens_per_word}
-        facts |= {"tokenizer": text.tokenizer.to_str()}
-        notes, tensors = {"text": json.dumps(facts)}, {"train": text.train, "held_out": text.held_out}
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(place, lambda path: write_checked(path, tensors, notes))
-    text = load_text(folder)
+        notes = {"sha256": text.sha256, "tokens_per_word": text.tokens_per_word}
+        notes |= {"tokenizer": text.tokenizer.to_str()}
+        return {"train": text.train, "held_out": text.held_out}, notes
+
+    work.save_once("text", read)
+    text = load_text(work)
     if text.sha256 != files.sha256():
-        raise UsageError(f"{folder} holds a grid of another text or vocabulary; choose another folder.")
+        raise UsageError(f"{work.folder} holds a grid of another text or vocabulary; choose another folder.")
     return text
 
 
-def load_text(folder: Path) -> GridText:
+def load_text(work: Unfinished) -> GridText:
     """The text that a grid's folder keeps."""
-    place = folder / "text.safetensors"
-    try:
-        tensors, notes = read_checked(place)
-        facts = json.loads(notes["text"])
-        facts["tokenizer"] = Tokenizer.from_str(facts["tokenizer"])
-        return GridText(train=tensors["train"], held_out=tensors["held_out"], **facts)
-    except Exception as error:  # of the tokenizer, which has no class of its own
-        raise UsageError(
-            f"{place} is damaged ({first_line(error)}); remove {folder} to start over."
-        ) from error
+    tensors, notes = work.load("text") or ({}, {})
+    tokenizer = Tokenizer.from_str(notes["tokenizer"])
+    return GridText(**(notes | {"tokenizer": tokenizer}), **tensors)
 
 
 def word_tokenizer(text: str) -> Tokenizer:
@@ -259,7 +251,7 @@ class LocaterTraining:
         self.model = Decoder(shape).to(self.device)
         decay = {"betas": BETAS, "weight_decay": setting.weight_decay}
         self.trainer = Trainer(
-            folder=folder,
+            work=Unfinished(folder, asdict(setting), kind="training run", folder=folder),
             model=self.model,
             optimizer=torch.optim.AdamW(self.model.parameters(), fused=True, **decay),
             loss=self._loss,
@@ -278,9 +270,6 @@ class LocaterTraining:
                 "history/propagation": torch.zeros(0, setting.layers, recipe.length),
             },
         )
-        known = asdict(setting)
-        if folder_purpose(folder / "setting.json", known) != known:
-            raise another_training_run(folder)
         self.trainer.resume()
 
     @property
@@ -487,7 +476,6 @@ ROUND = 5000
 """Steps that every training run takes before any goes further."""
 
 RUN_FOLDERS = "points"
-CLAIM = "grid.json"
 
 
 @dataclass(frozen=True)
@@ -528,6 +516,12 @@ class Job:
     steps: int
     device: str
 
+    @property
+    def work(self) -> Unfinished:
+        """The folder: how its training runs are made, and their text."""
+        claim = {**asdict(self.recipe), "device": torch.device(self.device).type}
+        return Unfinished(self.folder, claim, kind="grid", folder=self.folder)
+
 
 def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Console) -> None:
     """Bring every setting to `job.steps` steps."""
@@ -537,11 +531,7 @@ def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Con
     for setting in settings:
         setting.check()
     check_target(job.folder)
-    with disk_errors(job.folder):
-        job.folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(job.folder / "lock"):
-        kept_text(job.folder, files)
-        _claim(job)
+    kept_text(job.work, files)
     console.print(f"{len(settings)} training runs of {job.steps} steps in {job.folder}")
 
     def say(line: str) -> None:
@@ -553,18 +543,11 @@ def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Con
         raise WorkError("; ".join(failed))
 
 
-def _claim(job: Job) -> None:
-    """Write into the folder how its training runs are made, unless it says the same already."""
-    claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
-    if folder_purpose(job.folder / CLAIM, claim) != claim:
-        raise UsageError(f"{job.folder} holds a grid of another recipe or device; choose another folder.")
-
-
 def _train_all(
     settings: list[Setting], job: Job, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> list[str]:
     """Train the settings in rounds; the messages of those that failed, which are not tried again."""
-    text = load_text(job.folder)
+    text = load_text(job.work)
     failed: dict[Setting, str] = {}
     with using_threads(1 if torch.device(job.device).type == "cpu" else torch.get_num_threads()):
         for target in [*range(ROUND, job.steps, ROUND), job.steps]:
@@ -576,7 +559,7 @@ def _train_all(
                     continue
                 folder.mkdir(parents=True, exist_ok=True)
                 try:
-                    with FileLock(folder / "lock", timeout=0):
+                    with FileLock(folder / "run.lock", timeout=0):
                         began = time.perf_counter()
                         training = LocaterTraining(folder, setting, job.recipe, text, job.device)
                         first_step = training.step
@@ -612,16 +595,15 @@ class GridRun:
 
 def is_grid(folder: str | Path) -> bool:
     """Whether a grid of training runs is there, finished or not."""
-    return (Path(folder) / CLAIM).is_file()
+    return (Path(folder) / JOB).is_file() and (Path(folder) / RUN_FOLDERS).is_dir()
 
 
 def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
     """How a grid's training runs are made, and all of them by name; also while they are running."""
     folder = Path(folder)
-    try:
-        recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
+    if not is_grid(folder):
+        raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.")
+    recipe, _ = read_job(folder)
     places = sorted((folder / RUN_FOLDERS).glob("*"))
     # The last file of the first save.
     runs = [_grid_run(place) for place in places if (place / "propagation.safetensors").exists()]
@@ -633,7 +615,7 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
 def _grid_run(folder: Path) -> GridRun:
     summary = folder / "summary.json"
     try:
-        setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
+        setting = Setting(**read_job(folder)[0])
         losses, heads = (pd.read_parquet(folder / f"{name}.parquet") for name in ("losses", "heads"))
         curves, _ = read_checked(folder / "propagation.safetensors")
         end = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None

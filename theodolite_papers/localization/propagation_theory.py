@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from theodolite.report import style
-from theodolite.report.measures import ZHAI
 from theodolite.system.wording import number
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
-from theodolite_papers.drawing import localization as drawing
-from theodolite_papers.drawing.localization import CORRECTED, PUBLISHED, Line
-from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.drawing import CORRECTED, PUBLISHED, Line
+from theodolite_papers.experiment import BAO, Outcome, Study, by_name, declared
 
 BOUND_LENGTHS = (16, 64, 512, 4096)
 NU = torch.linspace(0, 30, 601, dtype=torch.float64)
@@ -30,12 +29,7 @@ BOUNDS = {
 HIGHEST = Line("ln T, the highest entropy", style.GREEN, "dashdot", 1.4)
 
 
-@experiment(
-    "localization/figure4",
-    "The lower bound of the attention entropy",
-    "The bound is unimodal in ν and vanishes as the spectral norm grows (section 5, eq. 9, Fig. 4)",
-    needs=("nothing",),
-)
+@declared("localization/figure4")
 def entropy_bound(study: Study, outcome: Outcome) -> None:
     bounds = {
         length: {name: entropy_lower_bound(NU, length, variant) for name, (variant, _) in BOUNDS.items()}
@@ -69,12 +63,8 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
         titles, zero = ("ν = ‖XXᵀ‖₂ ‖W_QK‖₂/λ", "nats"), {"rangemode": "tozero"}
         return drawing.curves(NU.numpy(), lines, [each.numpy() for each in values], titles, yaxis=zero)
 
-    title = "Lower bound of the attention entropy"
     drawn = by_name("tokens", [f"T = {length}" for length in BOUND_LENGTHS], draw)
-    shows = "The exact bound for T tokens, its form for large T, eq. 9 as printed, and the highest entropy."
-    look_for = "a printed curve far above ln T, which no entropy exceeds; the exact one starts at ln T and only falls."
-    source = f"{ZHAI}, Theorem 3.1; {BAO}, eq. 9 and Fig. 4"
-    outcome.figure("bounds", title, drawn, shows, look_for, source, wide=True)
+    outcome.draw("bounds", drawn)
 
 
 LENGTHS = (2, 8, 40, 64)
@@ -103,12 +93,7 @@ def _one_raised_logit(logit: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return inputs.softmax(-1)[:, 0], piecewise_softmax(inputs)[:, 0]
 
 
-@experiment(
-    "localization/figure1",
-    "Softmax and its piecewise linear approximation",
-    "Softmax is linearised at 0 and clamped, as close to the original as possible (section 2, Fig. 1)",
-    needs=("nothing",),
-)
+@declared("localization/figure1")
 def softmax(study: Study, outcome: Outcome) -> None:
     logit = torch.linspace(-10, 80, 1801, dtype=torch.float64)
     pairs = {length: _one_raised_logit(logit, length) for length in LENGTHS}
@@ -125,9 +110,8 @@ def softmax(study: Study, outcome: Outcome) -> None:
     side = torch.linspace(-5, 5, 41, dtype=torch.float64)
     logit_pairs = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1)
     first, linear = logit_pairs.softmax(-1)[..., 0].numpy(), piecewise_softmax(logit_pairs)[..., 0].numpy()
-    outcome.figure(
+    outcome.draw(
         "plane",
-        "Softmax and its approximation for two inputs",
         drawing.maps(
             {"softmax S": first, "piecewise linear S̃": linear, "S̃ − S": linear - first},
             (side.numpy(), side.numpy()),
@@ -135,10 +119,6 @@ def softmax(study: Study, outcome: Outcome) -> None:
             (0.0, 1.0),
             signed=("S̃ − S",),
         ),
-        "Softmax of two inputs, its first-order expansion at 0 clamped to [0, 1], and the difference.",
-        "the diagonal, where both agree, and two bands along it where the clamp sets in and they differ most.",
-        f"{BAO}, Fig. 1 and section 2",
-        wide=True,
     )
 
     def draw(place: int) -> go.Figure:
@@ -146,24 +126,10 @@ def softmax(study: Study, outcome: Outcome) -> None:
         values = [curve.numpy() for curve in pairs[LENGTHS[place]]]
         return drawing.curves(logit.numpy(), lines, values, ("ω₁, the others 0", "value of input 1"))
 
-    outcome.figure(
-        "inputs",
-        "One input above the others, by their number",
-        by_name("inputs", [f"T = {length}" for length in LENGTHS], draw, grid=True),
-        "Softmax and its approximation of the first of T inputs, the others being 0.",
-        "at T = 2 two curves that nearly agree; at T = 40 and 64 softmax has saturated long before the line rises.",
-        f"{BAO}, section 2; more than two inputs are ours",
-        wide=True,
-    )
+    outcome.draw("inputs", by_name("inputs", [f"T = {length}" for length in LENGTHS], draw, grid=True))
 
 
-@experiment(
-    "localization/figure2",
-    "Signal propagation ρ(θ) by ξ and η, as published and as corrected",
-    "ρ is late-, early- or middle-site by ξ and η, uniform for small |ξ|, and vanishes for large η (section 4, "
-    "Fig. 2)",
-    needs=("nothing",),
-)
+@declared("localization/figure2")
 def by_spectrum(study: Study, outcome: Outcome) -> None:
     xi, eta = (torch.tensor(values, dtype=torch.float64) for values in (XIS, ETAS))
     published, corrected = (propagation(THETA, xi[:, None], eta, name).numpy() for name in VARIANTS)
@@ -188,20 +154,9 @@ def by_spectrum(study: Study, outcome: Outcome) -> None:
     def draw_curves(place: int) -> go.Figure:
         return drawing.propagation_curves(THETA.numpy(), ETAS, published[place], corrected[place])
 
-    title = "ρ(θ) over ξ, published and corrected"
     drawn = by_name("η", [f"η = {value:g}" for value in ETAS], draw_map)
-    shows = "Probability that the token at relative position θ propagates, for every ξ. Dashed: as printed."
-    look_for = "late sites at the right and early ones at the left for small η, a band at θ = ½ for η ≥ 0.5."
-    outcome.figure("maps", title, drawn, shows, look_for, SOURCE_2, wide=True)
-    outcome.figure(
-        "curves",
-        "ρ(θ) for every η",
-        by_name("ξ", [f"ξ = {value:g}" for value in XIS], draw_curves, grid=True),
-        "The same as curves: corrected solid, published dashed.",
-        "curves for large |ξ| that move from one side to the middle as η grows, and sink.",
-        SOURCE_2,
-        wide=True,
-    )
+    outcome.draw("maps", drawn)
+    outcome.draw("curves", by_name("ξ", [f"ξ = {value:g}" for value in XIS], draw_curves, grid=True))
 
 
 def window(r: float) -> tuple[float, float]:
@@ -209,12 +164,7 @@ def window(r: float) -> tuple[float, float]:
     return 0.5, min(1.0, 0.5 + 1 / r)
 
 
-@experiment(
-    "localization/figure3",
-    "ρ(θ) near the limit in which it localizes",
-    "ρ localizes at the middle site when ξη is above the threshold of 2 (Fig. 3, Lemma 2)",
-    needs=("nothing",),
-)
+@declared("localization/figure3")
 def near_the_limit(study: Study, outcome: Outcome) -> None:
     xi, eta = torch.tensor(NEAR_LIMIT, dtype=torch.float64).T
     published, corrected = (propagation(THETA, xi, eta, name).numpy() for name in VARIANTS)
@@ -242,12 +192,4 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
         lines = drawing.curves(THETA.numpy(), (PUBLISHED, CORRECTED), values, titles, yaxis=y)
         return drawing.with_windows(lines, {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)})
 
-    outcome.figure(
-        "curves",
-        "ρ(θ) at large ξ and small η",
-        by_name("ξ and η", labels, draw, grid=True),
-        "Probability that the token at θ propagates, for both readings of Fig. 3. Shaded: where Lemma 2's limit is 1.",
-        "a step up at ½ that stays up for ξη = 1.28, and comes down again at 0.695 for ξη = 5.12.",
-        f"{BAO}, Fig. 3 and Lemma 2",
-        wide=True,
-    )
+    outcome.draw("curves", by_name("ξ and η", labels, draw, grid=True))

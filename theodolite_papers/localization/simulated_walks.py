@@ -15,8 +15,8 @@ from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
 from theodolite.system.wording import number, with_error
 from theodolite.theory.walks import COVARIANCES, over_draws
-from theodolite_papers.drawing import localization as drawing
-from theodolite_papers.experiment import BAO, Outcome, Study, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, by_name, declared
 
 SETTING = theory.WalkSetting()
 
@@ -68,12 +68,7 @@ def share_beyond_error(sim: theory.Simulation, predicted: Tensor) -> Tensor:
     return ((predicted - sim.propagates).abs() > FAR * error).double().mean((0, 2))
 
 
-@experiment(
-    "localization/figure5",
-    "Simulated signal propagation and entropy, against theory",
-    "ρ localizes with smaller scales and larger means, with high attention entropy (section 5, Fig. 5)",
-    needs=("nothing",),
-)
+@declared("localization/figure5")
 def figure_5(study: Study, outcome: Outcome) -> None:
     seed = study.provenance.get("seed") or 0
     sims = {name: theory.simulate_walks(SETTING, name, seed) for name in COVARIANCES}
@@ -114,11 +109,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         grids = _by_scale(sim.entropy.mean(1)), _by_scale(sim.entropy_errors()[1])
         return drawing.entropies(SETTING.scales, SETTING.means, *grids, LEAST_ENTROPY)
 
-    title = "Attention entropy by mean and scale of the eigenvalues"
-    shows = "Entropy of the last query's softmax, mean over walks and draws of W_QK, with standard errors over draws."
-    look_for = "lines that fall to the right, if a small scale meant a high entropy at every mean."
-    source = f"{BAO}, Fig. 5 right"
-    outcome.figure("entropy", title, by_name("Σ", list(COVARIANCES), draw), shows, look_for, source)
+    outcome.draw("entropy", by_name("Σ", list(COVARIANCES), draw))
 
 
 def _by_scale(values: Tensor) -> Floats:
@@ -135,14 +126,12 @@ def _draw_curves(outcome: Outcome, name: str, sim: theory.Simulation, predicted:
         lines = [curve[place].numpy() for curve in predicted.values()]
         return drawing.simulation(positions, observed[place], (walks[place], draws[place]), lines)
 
-    outcome.figure(
+    outcome.draw(
         name,
-        f"Simulated signal propagation, {name} Σ",
         by_name("mean ± scale", [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs], draw, grid=True),
-        f"Share of {SETTING.walks} random walks (d = {SETTING.width}, {covariance}) in which token i propagates.",
-        "points on the exact line; the dashed published one is far from them wherever η is not small.",
-        f"{BAO}, Fig. 5 left; the pairs of mean and scale are ours",
-        wide=True,
+        "simulated",
+        name=name,
+        covariance=covariance,
     )
 
 

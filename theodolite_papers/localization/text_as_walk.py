@@ -18,9 +18,9 @@ from theodolite.passes.walk_pass import TextWalk, read_walk
 from theodolite.report import style
 from theodolite.report.data import OF_GROUPS
 from theodolite.system.wording import number, with_error
-from theodolite_papers.drawing import localization as drawing
-from theodolite_papers.drawing.localization import Line
-from theodolite_papers.experiment import BAO, Outcome, Study, by_layer, by_name, experiment
+from theodolite_papers import drawing
+from theodolite_papers.drawing import Line
+from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
 
 TEXT, RANDOM, WALK = "text", "random tokens", "simulated walk"
 LINES = {
@@ -73,13 +73,7 @@ def text_walk(study: Study) -> TextWalk:
     return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))
 
 
-@experiment(
-    "localization/walk",
-    "Text as a random walk",
-    "Tokens walk at random with Gaussian steps, which “may be semantically plausible” (Assumption 1, Remark 3)",
-    needs=("model",),
-    scaled_down="64 positions at most, full second moments at the pairs of six of them",
-)
+@declared("localization/walk")
 def walk(study: Study, outcome: Outcome) -> None:
     text, seed, model = text_walk(study), int(study.provenance["seed"]), study.require_model()
     contexts, length = text.corpus.contexts.shape
@@ -157,11 +151,7 @@ def _draw_moments(outcome: Outcome, sums: Sums) -> None:
         return drawing.maps(pictures, (at, at), titles, (-1.0, 1.0), signed=tuple(pictures), square=True)
 
     count = len(state["contexts"])
-    title = "E[x_s·x_t] of what attention reads"
-    shows = "Mean over contexts: the text, random tokens, Gaussian random walks, and what Assumption 1 says."
-    look_for = "whether the text looks like the right pictures: strong in the lower right corner only."
-    source = f"{BAO}, Assumption 1 and Remark 3; the comparison is ours"
-    outcome.figure("moments", title, by_layer(count, draw), shows, look_for, source, wide=True)
+    outcome.draw("moments", by_layer(count, draw))
 
 
 def _draw_growth(outcome: Outcome, sums: Sums) -> None:
@@ -175,14 +165,7 @@ def _draw_growth(outcome: Outcome, sums: Sums) -> None:
         return drawing.curves(at, list(LINES.values()), values, titles, xaxis=log, yaxis=log)
 
     count = len(text_state["contexts"])
-    outcome.figure(
-        "growth",
-        "E‖x_t‖² by position",
-        by_layer(count, draw),
-        "Mean squared norm of what the attention module reads, over that at the first position that is not left out.",
-        "a line of slope 1, as that of the simulated walk; after a norm layer the size cannot grow at all.",
-        f"{BAO}, Assumption 1: E‖x_t‖² = t tr Σ",
-    )
+    outcome.draw("growth", by_layer(count, draw))
 
 
 def _draw_increments(outcome: Outcome, sums: Sums) -> None:
@@ -194,10 +177,7 @@ def _draw_increments(outcome: Outcome, sums: Sums) -> None:
         return drawing.curves(lags, list(LINES.values()), values, titles, yaxis={"range": [-0.6, 0.3]})
 
     count = len(sums[TEXT][1]["contexts"])
-    title = "Autocorrelation of the increments"
-    shows = "ε_t = x_{t+1} − x_t of the attention module's input. Independent tokens have −½ at lag 1 and 0 after it."
-    look_for = "0 at every lag, as for the simulated walk."
-    outcome.figure("increments", title, by_layer(count, draw), shows, look_for, f"{BAO}, Assumption 1")
+    outcome.draw("increments", by_layer(count, draw))
 
 
 def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
@@ -206,11 +186,6 @@ def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
         layers = tables[TEXT]["layer"].to_numpy(dtype=np.float64)
         return drawing.curves(layers, list(LINES.values()), values, ("layer", ""))
 
-    outcome.figure(
-        "layers",
-        "How closely each layer follows a random walk",
-        by_name("measure", list(BY_LAYER.values()), draw),
-        "; ".join(f"{label}: {walks.MEASURES[name]}" for name, label in BY_LAYER.items()),
-        "the text's line on that of the simulated walk.",
-        f"{BAO}, Assumption 1; the measures are ours",
-    )
+    drawn = by_name("measure", list(BY_LAYER.values()), draw)
+    measures = "; ".join(f"{label}: {walks.MEASURES[name]}" for name, label in BY_LAYER.items())
+    outcome.draw("layers", drawn, measures=measures)

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,23 +23,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.jobs.unfinished import Unfinished
 from theodolite.models.stored.loading import LOADING_ERRORS, reason_of, refuse_nonfinite_weights
-from theodolite.system.checksums import CorruptFile, check_headers, read_checked, write_checked
+from theodolite.system.checksums import check_headers
 from theodolite.system.files import (
     check_target,
     disk_errors,
     folder_purpose,
     folder_written_atomically,
-    write_atomically,
 )
 from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.locks import locked
 from theodolite.system.threads import using_threads
 from theodolite_papers.training.models import ModelConfig, TaskModelConfig
 
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT = "checkpoint"
 IDENTITY = "identity.json"
-"""Says which training run a folder is of, unfinished or finished."""
+"""Says which training run a finished folder is of."""
 
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
@@ -98,14 +98,14 @@ def updates(
 
 @dataclass
 class Trainer:
-    """A model with its optimizer, trained by `updates`, which resumes from the checkpoint in its folder.
+    """A model with its optimizer, trained by `updates`, which resumes from the checkpoint in its unfinished work.
 
     measure: gets the number of updates done and the loss before the last one, once before the first update (no loss)
     and then after every one. before_save: writes what must not be older than a checkpoint. kept: tensors that are saved
-    and resumed with the weights; `measure` may replace them. identity: names and hashes that a checkpoint must have.
+    and resumed with the weights; `measure` may replace them.
     """
 
-    folder: Path
+    work: Unfinished
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[int], Tensor]
@@ -115,13 +115,12 @@ class Trainer:
     measure: Callable[[int, Tensor | None], None]
     before_save: Callable[[], None] = lambda: None
     clip: Callable[[nn.Module], object] | None = None
-    identity: Mapping[str, str] = field(default_factory=dict)
     kept: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
 
     def advance(self, until: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train to step `until`, saving on the way and at the end; False where `stop` ended it before."""
-        began, saved = self.step, self.checkpoint.exists()
+        began, saved = self.step, self.saved
         steps = range(began, until)
         done = updates(
             self.model, self.optimizer, self.loss, self.rate, steps, seed=self.seed, clip=self.clip
@@ -138,18 +137,17 @@ class Trainer:
         return self.step >= until
 
     @property
-    def checkpoint(self) -> Path:
-        """The file with the weights, both moments, and what is `kept`."""
-        return self.folder / CHECKPOINT
+    def saved(self) -> bool:
+        """Whether there is a checkpoint: the weights, both moments, and what is `kept`."""
+        return bool(self.work.notes(CHECKPOINT))
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
         if not all(parameter.isfinite().all() for _, parameter in self._parameters()):
             raise WorkError(
-                f"The weights are no longer finite numbers: remove {self.folder}, and train with a lower rate."
+                f"The weights are no longer finite numbers: remove {self.work.folder}, and train with a lower rate."
             )
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        with disk_errors(self.work.folder):
             self.before_save()
         tensors = dict(self.kept)
         for name, parameter in self._parameters():
@@ -158,21 +156,18 @@ class Trainer:
             tensors |= {
                 f"{name}/{key}": state[key] if state else torch.zeros_like(parameter) for key in MOMENTS
             }
-        notes = {**self.identity, "step": str(self.step)}
-        with disk_errors(self.folder):
-            write_atomically(self.checkpoint, lambda temporary: write_checked(temporary, tensors, notes))
+        self.work.save(CHECKPOINT, tensors, {"step": self.step})
 
     def resume(self) -> None:
-        """Load the checkpoint, if there is one, into the model, the optimizer, `kept` and `step`."""
-        if not self.checkpoint.exists():
+        """Load the checkpoint, if there is one, into the model, the optimizer, `kept` and `step`.
+
+        Raises:
+            UsageError: it is damaged, or of another training run.
+        """
+        self.work.begin()
+        tensors, notes = self.work.load(CHECKPOINT) or ({}, {})
+        if not notes:
             return
-        try:
-            tensors, notes = read_checked(self.checkpoint)
-        except CorruptFile as error:
-            why = f"{self.checkpoint} is damaged ({error}): remove {self.folder} to start over."
-            raise UsageError(why) from error
-        if any(notes.get(key) != value for key, value in self.identity.items()):
-            raise another_training_run(self.folder)
         self.step = int(notes["step"])
         for name, parameter in self._parameters():
             parameter.data.copy_(tensors[name])
@@ -185,11 +180,6 @@ class Trainer:
         return [
             (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
         ]
-
-
-def another_training_run(folder: Path) -> UsageError:
-    """The refusal to go on with what another training run left in `folder`."""
-    return UsageError(f"{folder} holds a training run of other settings or text; remove it to start over.")
 
 
 @dataclass(frozen=True)
@@ -234,8 +224,9 @@ def check_training(out: Path, config: ModelConfig, threads: int) -> None:
 
 def train_into(out: Path, training: ModelTraining[Result], threads: int, console: Console | None) -> Result:
     """Train a model, from its last checkpoint if there is one, and write it to `out`; measure it where it is done."""
-    partial, console = out.with_name(out.name + ".partial"), console or Console(stderr=True)
-    identity = {"config": json.dumps(asdict(training.config)), **training.data}
+    console, config = console or Console(stderr=True), asdict(training.config)
+    identity = {"config": json.dumps(config), **training.data}
+    work = Unfinished(out, {**config, **training.data}, kind="training run")
     with locked(out), using_threads(threads):
         torch.manual_seed(training.config.seed)
         model = training.build()
@@ -244,13 +235,13 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
             console.print(f"{out} is trained already; it is measured again.", markup=False, highlight=False)
             model = _finished_model(out, model)
         else:
-            _fit(model, training, identity, partial, console)
+            _fit(model, training, work, console)
         model.eval()
         with console.status("measuring the model"):
             result = training.measure(model)
         if not out.exists():
-            _publish(out, partial, model, training, identity, result)
-        shutil.rmtree(partial, ignore_errors=True)
+            _publish(out, work.folder, model, training, identity, result)
+        work.remove()
     return result
 
 
@@ -294,12 +285,11 @@ def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
 def _fit(
     model: PreTrainedModel,
     training: ModelTraining[Result],
-    identity: dict[str, str],
-    partial: Path,
+    work: Unfinished,
     console: Console,
 ) -> None:
     """Train to the last step, with a bar, and say how far it is at every checkpoint."""
-    config = training.config
+    config, partial = training.config, work.folder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -318,7 +308,7 @@ def _fit(
             console.print(f"step {step}: {training.progress(model.eval(), value)}")
 
     trainer = Trainer(
-        folder=partial,
+        work=work,
         model=model,
         optimizer=torch.optim.AdamW(groups, betas=BETAS, fused=True),
         loss=lambda step: training.loss(model, step),
@@ -327,14 +317,8 @@ def _fit(
         save_every=config.checkpoint_every,
         measure=measure,
         clip=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP),
-        identity=identity,
     )
     trainer.resume()
-    # A folder that does not say what it is of has to have a checkpoint, which has just been judged by its own notes.
-    unknown = f"{partial} does not say which training run it holds; remove it to start over."
-    refusal = None if trainer.checkpoint.exists() else unknown
-    if folder_purpose(partial / IDENTITY, identity, refusal) != identity:
-        raise another_training_run(partial)
     with interruptible(lambda: console.print(STOPPING)) as pressed, Progress(console=console) as progress:
         task = progress.add_task("training", total=config.steps, completed=trainer.step)
         if not trainer.advance(config.steps, pressed):

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.papers.shared import verdicts_of
+from tests.papers.shared import outcome_of, verdicts_of
 from tests.report.drawn import drawn
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import Estimate
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
-from theodolite.report.outcome import Outcome
 from theodolite_papers.catalogue import EXPERIMENTS
-from theodolite_papers.catch_tag_release import pruned_models as compressed
 from theodolite_papers.catch_tag_release import pruned_sinks
-from theodolite_papers.catch_tag_release.pruned_models import (
+from theodolite_papers.catch_tag_release import pruned_sinks as compressed
+from theodolite_papers.catch_tag_release.pruned_sinks import (
     ModelSinks,
     halves,
     kept_sinks,
@@ -29,7 +28,6 @@ from theodolite_papers.catch_tag_release.pruned_models import (
     measure_sinks,
     new_sinks,
 )
-from theodolite_papers.catch_tag_release.tag_ablation import shares_left
 from theodolite_papers.experiment import Study, of_nothing
 
 
@@ -84,7 +82,9 @@ def low_rank_answer(removed: float, spared: float) -> str:
     left["without a random part"] = Estimate(spared, 0.01, 60, "contexts")
     verdict = pruned_sinks.judge_low_rank("The term is responsible", left)
     assert "without a random part" in verdict.evidence
-    figure = shares_left(left, (0.1, 0.9))
+    outcome = outcome_of("sinks/figure4")
+    pruned_sinks._left(outcome, left)
+    figure = outcome.exhibits[0].figure
     np.testing.assert_allclose(drawn(figure, "x"), sorted([removed, spared]), rtol=1e-6)
     return verdict.answer
 
@@ -159,7 +159,7 @@ def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monke
         return kept_sinks(dense, other, layer)
 
     monkeypatch.setattr(pruned_sinks, "kept_sinks", recorded)
-    EXPERIMENTS["sinks/figure4"].fill(study, Outcome())
+    EXPERIMENTS["sinks/figure4"].fill(study, outcome_of("sinks/figure4"))
     oats, gone = next((d, o) for d, o, layer in calls.values() if layer == 4 and d is not calls[0][0])
     assert torch.equal(oats.sinks[:, :4], gone.sinks[:, :4])
     assert not torch.equal(oats.sinks[:, 4:], gone.sinks[:, 4:])

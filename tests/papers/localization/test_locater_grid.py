@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +59,7 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(module, "ROUND", 2)
     job = Job(tmp_path / "g", RECIPE, 6, "cpu")
     train_grid(replace(job, folder=tmp_path / "whole"), SETTINGS, files, quiet())
-    module.kept_text(job.folder, files)
-    module._claim(job)
+    module.kept_text(job.work, files)
     asked = iter([False] * 12 + [True] * 99)
     assert module._train_all(SETTINGS, job, lambda: next(asked), lambda line: None) == []
     reached = [step_of(job.folder / "points" / setting.name) for setting in SETTINGS]
@@ -87,12 +85,12 @@ def test_a_damaged_checkpoint_stops_its_own_training_run_alone(files: TextFiles,
     damaged, other = (tmp_path / "g/points" / setting.name for setting in SETTINGS[:2])
     checkpoint = damaged / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:-9])
-    with pytest.raises(WorkError, match=f"{checkpoint} is damaged .* remove {damaged} to start over"):
+    with pytest.raises(WorkError, match=f"{checkpoint} is damaged: remove it"):
         train_grid(Job(tmp_path / "g", RECIPE, 3, "cpu"), SETTINGS[:2], files, quiet())
     assert step_of(other) == 3
 
 
-@pytest.mark.parametrize("name", ["setting.json", "losses.parquet", "propagation.safetensors"])
+@pytest.mark.parametrize("name", ["job.json", "losses.parquet", "propagation.safetensors"])
 def test_a_damaged_training_run_is_named(name: str, files: TextFiles, tmp_path: Path) -> None:
     """Oracle: the bytes that are gone."""
     job = Job(tmp_path / "g", RECIPE, 2, "cpu")
@@ -101,22 +99,24 @@ def test_a_damaged_training_run_is_named(name: str, files: TextFiles, tmp_path: 
     for rest in (path.read_bytes()[:-9], b"", b"[" * 100_000):
         path.write_bytes(rest)
         with pytest.raises(
-            UsageError, match=rf"{SETTINGS[0].name} is damaged .*; remove it and train it again"
+            UsageError,
+            match=rf"{SETTINGS[0].name}(/job.json)? is damaged.*; remove it and|is damaged: remove",
         ):
             read_grid(job.folder)
     text = job.folder / "text.safetensors"
     text.write_bytes(text.read_bytes()[:-9])
-    with pytest.raises(UsageError, match=r"text\.safetensors is damaged .*; remove .* to start over"):
+    with pytest.raises(UsageError, match=r"text\.safetensors is damaged: remove it"):
         train_grid(job, SETTINGS[:1], files, quiet())
 
 
 def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: the folder, while its lock is held here."""
-    place = tmp_path / "g/points" / SETTINGS[0].name
+    place, job = tmp_path / "g/points" / SETTINGS[0].name, Job(tmp_path / "g", RECIPE, 2, "cpu")
+    job.work.begin()
     place.mkdir(parents=True)
     screen = quiet()
-    with FileLock(place / "lock"):
-        train_grid(Job(tmp_path / "g", RECIPE, 2, "cpu"), SETTINGS[:2], files, screen)
+    with FileLock(place / "run.lock"):
+        train_grid(job, SETTINGS[:2], files, screen)
     assert not (place / "checkpoint.safetensors").exists()
     assert "another process is training it" in screen.file.getvalue()  # type: ignore[attr-defined]
     assert step_of(tmp_path / "g/points" / SETTINGS[1].name) == 2
@@ -128,7 +128,9 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UsageError, match="holds no grid"):
         read_grid(job.folder)
     train_grid(job, SETTINGS[:1], files, quiet())
-    with pytest.raises(UsageError, match="another recipe"):
+    with pytest.raises(
+        UsageError, match=r"unfinished grid of another model, corpus or options \(dropout 0.1 there, 0"
+    ):
         train_grid(replace(job, recipe=replace(RECIPE, dropout=0.0)), SETTINGS[:1], files, quiet())
     other = replace(files, held_out=files.train)
     with pytest.raises(UsageError, match="another text"):
@@ -140,7 +142,8 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UsageError, match="is no name of its own"):
         train_grid(replace(job, folder=Path(".")), SETTINGS[:1], files, quiet())
     assert list(Path(".").iterdir()) == []
-    (tmp_path / "empty/grid.json").write_text(json.dumps({}))
+    Job(tmp_path / "empty", RECIPE, 1, "cpu").work.begin()
+    (tmp_path / "empty/points").mkdir()
     with pytest.raises(UsageError, match="no saved training run"):
         read_grid(tmp_path / "empty")
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.papers.shared import hashes
 from theodolite.errors import UsageError, WorkError
+from theodolite.jobs.unfinished import Unfinished
 from theodolite_papers.localization.decoder import (
     OFFSET,
     Decoder,
@@ -71,18 +72,18 @@ def test_windows_predict_every_token_once(files: TextFiles, text: GridText) -> N
 
 def test_words_as_published(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: `str.split`: one token a word, one a line end, unknown ones alike; kept and loaded the same."""
-    words = replace(files, vocabulary=None)
-    text = kept_text(tmp_path, words)
+    words, work = replace(files, vocabulary=None), Unfinished(tmp_path, {}, folder=tmp_path / "grid")
+    text = kept_text(work, words)
     assert text.tokens_per_word == 1
     known = set(files.train.read_text(encoding="utf-8").split())
     assert sorted(text.tokenizer.get_vocab().values()) == list(range(len(known) + 2))
     ids = text.tokenizer.encode("to be\nnever", add_special_tokens=False).ids
     assert [text.tokenizer.id_to_token(i) for i in ids] == ["to", "be", "</s>", "<unk>"]
-    loaded = load_text(tmp_path)
+    loaded = load_text(work)
     assert torch.equal(loaded.train, text.train)
     assert loaded.tokenizer.to_str() == text.tokenizer.to_str()
     with pytest.raises(UsageError, match="another text or vocabulary"):
-        kept_text(tmp_path, files)
+        kept_text(work, files)
 
 
 def test_texts_that_cannot_be_used(files: TextFiles, tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_seeds_pair_the_settings(text: GridText, tmp_path: Path) -> None:
 def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the messages."""
     LocaterTraining(tmp_path, SETTING, RECIPE, text, "cpu")
-    with pytest.raises(UsageError, match="other settings"):
+    with pytest.raises(UsageError, match=r"training run of another model, corpus or options \(mean 0"):
         LocaterTraining(tmp_path, replace(SETTING, mean=1.0), RECIPE, text, "cpu")
     for wrong, words in (
         (replace(SETTING, width=7), "even width"),

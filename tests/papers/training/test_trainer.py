@@ -70,11 +70,12 @@ def test_a_series_is_not_taken_over_by_another_training(tmp_path, uninterrupted,
     with pytest.raises(KeyboardInterrupt):
         adder(tmp_path / "m")
     monkeypatch.undo()
-    assert sorted(path.name for path in partial.iterdir()) == ["identity.json", "series"]
+    assert sorted(path.name for path in partial.iterdir()) == ["job.json", "series"]
     before = hashes(partial)
     for change in ({"seed": 1}, {"steps": 5}, {"series": False}):
         with pytest.raises(
-            UsageError, match="holds a training run of other settings or text; remove it to start over"
+            UsageError,
+            match=r"holds an unfinished training run of another model, corpus or options \(.* there, ",
         ):
             adder(tmp_path / "m", **change)
     assert hashes(partial) == before
@@ -83,30 +84,10 @@ def test_a_series_is_not_taken_over_by_another_training(tmp_path, uninterrupted,
     assert not partial.exists()
 
 
-def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(tmp_path, uninterrupted, monkeypatch):
-    """Oracle: the uninterrupted run. Without a checkpoint nobody knows whose the series is."""
-    partial = tmp_path / "m.partial"
-    begun = at_step(monkeypatch, 5, kill)
-    with pytest.raises(KeyboardInterrupt):
-        adder(tmp_path / "m")
-    (partial / "identity.json").unlink()
-    with pytest.raises(UsageError, match="holds a training run of other settings or text"):
-        adder(tmp_path / "m", seed=1)
-    assert not (partial / "identity.json").exists()
-    begun.clear()
-    with pytest.raises(KeyboardInterrupt):
-        adder(tmp_path / "m")
-    assert begun == [4, 5]
-    monkeypatch.undo()
-    claim = partial / "identity.json"
-    claim.write_text(claim.read_text()[:-5])
-    with pytest.raises(UsageError, match="holds a training run of other settings or text"):
-        adder(tmp_path / "m")
-    claim.unlink()
-    adder(tmp_path / "m")
-    assert hashes(tmp_path / "m") == uninterrupted
+def test_a_folder_that_does_not_say_what_it_is_of_is_refused(tmp_path):
+    """Nobody knows whose the series is."""
     (tmp_path / "n.partial" / "series" / "000000").mkdir(parents=True)
-    with pytest.raises(UsageError, match="does not say which training run it holds; remove it to start over"):
+    with pytest.raises(UsageError, match=r"n\.partial does not say what it holds: remove it to start afresh"):
         adder(tmp_path / "n")
 
 

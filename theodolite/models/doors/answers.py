@@ -1,4 +1,4 @@
-"""Who answers an attention module: taps that measure it, and interventions that change what it gets and gives.
+"""What computes a module's attention in its place: the open tap, and interventions on its inputs and output.
 
 The doors hand over what decides a module's attention, and get its output from here. No model library is known here,
 and no statistic is computed.
@@ -36,7 +36,7 @@ class OpenTap:
 
     modules: frozenset[nn.Module]
     tap: Tap
-    overhears: bool
+    observes: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +59,9 @@ _interventions: list[_OpenIntervention] = []
 
 
 @contextmanager
-def listening(modules: frozenset[nn.Module], tap: Tap, *, overhears: bool = False) -> Iterator[None]:
-    """While open, `tap` answers these modules, and copies of modules, in this context; or it only overhears them."""
-    opened = OpenTap(modules, tap, overhears)
+def with_tap(modules: frozenset[nn.Module], tap: Tap, *, observes: bool = False) -> Iterator[None]:
+    """While open, `tap` computes the attention of these modules and their copies, in this context, or observes it."""
+    opened = OpenTap(modules, tap, observes)
     _taps.set((*_taps.get(), opened))
     try:
         yield
@@ -98,7 +98,7 @@ def without_interventions() -> Iterator[None]:
 
 
 def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = None) -> Tensor:
-    """The output of a module's attention, (batch, queries, heads, value_width), of whoever answers it.
+    """Compute a module's attention as the tap and interventions say: (batch, queries, heads, value_width).
 
     What a door calls, in place of the attention that the module would compute.
 
@@ -124,7 +124,7 @@ def _intervened(intervene: Intervention, answer: Answer, inputs: AttentionInputs
 
 
 def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
-    """Queries, keys and values as the model's own products would have them, where it runs under autocast."""
+    """Cast queries, keys and values as the model's own products would, where it runs under autocast."""
     device = inputs.query.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return inputs
@@ -137,7 +137,7 @@ def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def innermost() -> OpenTap | None:
-    """The tap that was opened last in this context, if one is open: it is the one that answers."""
+    """Return the tap that was opened last in this context, or None: it is the one that answers."""
     taps = _taps.get()
     return taps[-1] if taps else None
 
@@ -149,7 +149,7 @@ def is_innermost(tap: Tap) -> bool:
 
 
 def _answer(module: nn.Module) -> Answer:
-    """Who answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
+    """Find what answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
     taps = _taps.get()
     for opened in reversed(taps):
         if module in opened.modules:

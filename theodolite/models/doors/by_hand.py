@@ -2,8 +2,8 @@
 
 What happens to the logits in between is followed from tensor to tensor by one table of rules (`RULES`, at the end):
 numbers that multiply them, biases that are added, masks, a cap by tanh, another shape or dtype. The second product then
-says all that decided it. A function without a rule is not followed, and a module that uses one is not heard; whether
-all was read right is asked when the model is opened, whose output the recomputed one must be.
+says all that decided it. A function without a rule is not followed, and a module that uses one is refused by its
+name; opening verifies that all was read right: the output, recomputed, must be the model's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ OF_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "ne
 
 @dataclass(frozen=True)
 class Logits:
-    """`cap(scaling · query keyᵀ) + bias` where `mask` lets a query see a key; what broadcasts does so over `lead`.
+    """`cap(scaling · query keyᵀ) + bias` where `mask` lets a query see a key, or with `weights` their softmax.
 
-    `products` are those of queries and keys that it is made of.
+    What broadcasts does so over `lead`. `products` are those of queries and keys that it is made of.
     """
 
     lead: Shape
@@ -42,10 +42,11 @@ class Logits:
     bias: Tensor | None = None
     mask: Tensor | None = None
     softcap: float | None = None
+    weights: bool = False
     products: frozenset[object] = field(default_factory=lambda: frozenset({object()}))
 
     def times(self, factor: float) -> Logits:
-        """All of it multiplied by a number."""
+        """Multiply all of it by a number."""
         return replace(
             self,
             scaling=self.scaling * factor,
@@ -54,7 +55,7 @@ class Logits:
         )
 
     def plus(self, bias: Tensor) -> Logits:
-        """With one more bias, which may be a mask: what it hides is no bias."""
+        """Add a bias; the keys that it hides become a mask."""
         hidden = hidden_in(bias)
         if hidden is not None:
             return self.hiding(hidden).plus(bias.masked_fill(hidden, 0))
@@ -63,7 +64,7 @@ class Logits:
         return replace(self, bias=bias if self.bias is None else self.bias + bias)
 
     def beside(self, other: Logits) -> Logits | None:
-        """The sum of two products of queries and keys is one of both side by side; None where more was done to one."""
+        """Add other logits, as one product of both side by side; None if more than a product was done to one."""
         done = [(of.softcap, of.mask) for of in (self, other)]
         if done != [(None, None)] * 2 or self.lead != other.lead or not self.scaling:
             return None
@@ -77,11 +78,11 @@ class Logits:
         return joined if other.bias is None else joined.plus(other.bias)
 
     def hiding(self, hidden: Tensor) -> Logits:
-        """Without the keys that are hidden."""
+        """Hide keys."""
         return replace(self, mask=~hidden if self.mask is None else self.mask & ~hidden)
 
     def with_lead(self, lead: Shape) -> Logits:
-        """The same with other dimensions before the last two: contexts and heads apart, where they were folded."""
+        """Reshape the dimensions before the last two: contexts and heads, folded or apart."""
         if lead == self.lead:
             return self
         query, key = (
@@ -91,7 +92,7 @@ class Logits:
         return replace(self, lead=lead, query=query, key=key, bias=bias, mask=mask)
 
     def inputs(self, value: Tensor) -> AttentionInputs:
-        """With the values (…, keys, width) as the inputs of an attention, which has contexts and heads."""
+        """Make `AttentionInputs` with the values (…, keys, width)."""
         batch, heads = self.lead[0], math.prod(self.lead[1:])
         query = self.query.expand(*self.lead, *self.query.shape[-2:]).flatten(1, -3)
         key, value = (_grouped(t, self.lead) for t in (self.key, value))
@@ -111,15 +112,8 @@ class Logits:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The softmax of logits."""
-
-    logits: Logits
-
-
-@dataclass(frozen=True)
 class Lost:
-    """What was made of logits or weights by an operation that is not followed, and whether a softmax was on the way."""
+    """What an operation without a rule made of logits or weights, and whether a softmax was on the way."""
 
     operation: str
     products: frozenset[object]
@@ -133,13 +127,13 @@ class Multiplied:
     factor: float
 
 
-Known = Logits | Weights | Lost | Multiplied
+Known = Logits | Lost | Multiplied
 Look = Callable[[Any], Any]
 """What is known of a tensor, or None."""
 
 
 class ByHand:
-    """What is known of the tensors of a module that runs."""
+    """Follows the tensors of one pass from products of queries with keys to products of weights with values."""
 
     def __init__(self) -> None:
         self._known: Any = WeakIdKeyDictionary()
@@ -147,9 +141,9 @@ class ByHand:
     def attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Callable[[int], int | None]
     ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | str | None:
-        """Where a call is the product of weights with values: the attention's inputs, and its output as the product.
+        """For a product of weights with values, return the attention's inputs and what shapes its output like it.
 
-        Where the weights could not be followed, the name of the operation that was done to them.
+        Where the weights could not be followed, the name of the operation in the way; None for other calls.
         """
         if name not in PRODUCTS or not self._known:
             return None
@@ -161,7 +155,7 @@ class ByHand:
         if isinstance(known, Lost) and known.weights and self._of(value) is None:
             return known.operation
         letters = _letters(equation, weights.ndim, value.ndim)
-        if not isinstance(known, Weights) or letters is None or value.ndim < 3:
+        if not isinstance(known, Logits) or not known.weights or letters is None or value.ndim < 3:
             return None
         first, second, out = letters
         row, column = first[-2:]
@@ -172,7 +166,7 @@ class ByHand:
         order = [[*first[:-2], row, own[0]].index(letter) for letter in out]
 
         # The model may have contexts and heads in one dimension: never apart, or folded for a product of batches.
-        folded, lead = weights.shape[:-2], known.logits.lead
+        folded, lead = weights.shape[:-2], known.lead
         if len(lead) == 1:
             lead = unfolded(lead[0], contexts(weights.shape[-2]))
         if len(folded) != len(lead):
@@ -181,10 +175,10 @@ class ByHand:
         def as_product(output: Tensor) -> Tensor:
             return output.transpose(1, 2).reshape(*folded, output.shape[1], -1).permute(order)
 
-        return known.logits.with_lead(lead).inputs(laid), as_product
+        return known.with_lead(lead).inputs(laid), as_product
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Remember what a function's result is, where it is known."""
+        """Apply a function's rule, and remember what its result is."""
         known = None
         if not isinstance(result, Tensor):
             if name != "__setitem__":
@@ -204,7 +198,7 @@ class ByHand:
             del self._known[result]  # changed in place
 
     def _lost(self, name: str, args: tuple[Any, ...]) -> Lost | None:
-        """What is left of logits or weights in the result of a function that is not followed."""
+        """Note that a result depends on logits or weights in a way that is not followed."""
         if not self._known or name in OF_SHAPE:
             return None
         tensors = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])]
@@ -212,18 +206,15 @@ class ByHand:
         if not known:
             return None
         source = next((of for of in known if isinstance(of, Lost)), known[0])
-        if isinstance(source, Lost):
-            return replace(source, weights=source.weights or name == "softmax")
-        weights = isinstance(source, Weights)
-        logits = source.logits if weights else source
-        return Lost(name, logits.products, weights or name == "softmax")
+        operation = source.operation if isinstance(source, Lost) else name
+        return Lost(operation, source.products, source.weights or name == "softmax")
 
     def _of(self, tensor: Any) -> Any:
         return self._known.get(tensor) if isinstance(tensor, Tensor) else None
 
 
 def unfolded(first: int, contexts: int | None) -> tuple[int, int]:
-    """Contexts and heads of a first dimension that is both; contexts alone, where how many there are is not known."""
+    """Split a first dimension that is contexts × heads into both; (all, 1) where the number of contexts is unknown."""
     return (contexts, first // contexts) if contexts and not first % contexts else (first, 1)
 
 
@@ -233,7 +224,7 @@ Letters = tuple[list[str], list[str], list[str]]
 
 
 def _operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, list[Tensor]]:
-    """The equation of a product, if it has one, and what it multiplies."""
+    """Return a product's einsum equation, if it has one, and its factors."""
     given = [*args, *kwargs.values()]
     equation = given.pop(0) if name == "einsum" else None
     if len(given) == 1 and isinstance(given[0], list | tuple):
@@ -242,7 +233,7 @@ def _operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _letters(equation: str | None, first: int, second: int) -> Letters | None:
-    """Of factors of so many dimensions; of a product of matrices where there is no equation; None: of another form."""
+    """Return the letters of both factors and of the product; without an equation, those of a matrix product."""
     factors, arrow, out = (equation or "...ij,...jk->...ik").replace(" ", "").partition("->")
     pair = factors.split(",")
     if not arrow or len(pair) != 2:
@@ -259,7 +250,7 @@ def _letters(equation: str | None, first: int, second: int) -> Letters | None:
 
 
 def _laid_out(tensor: Tensor, letters: list[str], order: list[str]) -> Tensor:
-    """A tensor with its dimensions in another order; 1 where it lacks one."""
+    """Permute a tensor's dimensions into an order; those that it lacks have size 1."""
     present = [letter for letter in order if letter in letters]
     tensor = tensor.permute([letters.index(letter) for letter in present])
     for place, letter in enumerate(order):
@@ -274,7 +265,7 @@ def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _with_lead(tensor: Tensor | None, lead: Shape, new: Shape) -> Tensor | None:
-    """What broadcasts over `lead` as what broadcasts over `new`, dimensions that hold the same in another shape."""
+    """Reshape what broadcasts over `lead` to broadcast over `new`, the same dimensions folded or split."""
     if tensor is None or (lead == new and tensor.ndim == len(new) + 2):
         return tensor
     tensor = tensor[(None,) * (len(lead) + 2 - tensor.ndim)]
@@ -287,7 +278,7 @@ def _with_lead(tensor: Tensor | None, lead: Shape, new: Shape) -> Tensor | None:
 
 
 def _grouped(tensor: Tensor, lead: Shape) -> Tensor:
-    """Keys or values (…, keys, width) with one dimension of heads: as few as query heads share them in order."""
+    """Fold keys or values (…, keys, width) to one dimension of heads, one head for the query heads that share it."""
     tensor = tensor[(None,) * (len(lead) + 2 - tensor.ndim)]
     heads = tensor.shape[1:-2]
     shared = next((place for place, size in enumerate(heads) if size == 1), len(heads))
@@ -344,15 +335,20 @@ def _product_plus(
     return logits.plus(beta * bias) if beta and bias.any() else logits
 
 
+def _logits(known: Known | None) -> Logits | None:
+    """Return what is known if it is logits before the softmax, else None."""
+    return known if isinstance(known, Logits) and not known.weights else None
+
+
 def _sum(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
-    if isinstance(logits := of(first), Logits):
+    if (logits := _logits(of(first))) is not None:
         return _plus(of, result, logits, other, float(alpha))
-    return _plus(of, result, logits, first, 1.0) if isinstance(logits := of(other), Logits) else None
+    return None if (logits := _logits(of(other))) is None else _plus(of, result, logits, first, 1.0)
 
 
 def _difference(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
-    logits = of(first)
-    if not isinstance(logits, Logits):
+    logits = _logits(of(first))
+    if logits is None:
         return None
     if isinstance(other, Tensor) and other.shape[-1:] == (1,):
         return logits  # one number more for all keys of a query is none: its largest logit, say
@@ -360,13 +356,13 @@ def _difference(of: Look, result: Tensor, first: Any, other: Any, *, alpha: floa
 
 
 def _plus(of: Look, result: Tensor, logits: Logits, other: Any, factor: float) -> Logits | None:
-    """Logits, and so many times something else."""
+    """Add `factor` times something to logits."""
     if not isinstance(other, Tensor):
         return logits  # one number more for all keys is none
     added = of(other)
-    if isinstance(added, Logits):
+    if _logits(added) is not None:
         return logits.beside(added.times(factor)) if result.shape == other.shape else None
-    if isinstance(added, Weights) or (isinstance(added, Lost) and added.products & logits.products):
+    if isinstance(added, Logits) or (isinstance(added, Lost) and added.products & logits.products):
         return None  # what depends on the logits themselves is no bias
     return logits.plus(factor * other) if result.shape[:-2] == logits.lead else None
 
@@ -387,10 +383,8 @@ def _multiple(of: Look, result: Tensor, first: Any, other: Any) -> Known | None:
         prepared = result.ndim > 2 and result.is_floating_point()
         return Multiplied(other * (1.0 if known is None else known.factor)) if prepared else None
     number = _number(other)
-    if isinstance(known, Weights):
-        return known if number == 1 else None
-    if not isinstance(known, Logits):
-        return None
+    if not isinstance(known, Logits) or known.weights:
+        return known if isinstance(known, Logits) and number == 1 else None
     if number is not None:
         return known.times(number)
     if not isinstance(other, Tensor) or result.shape != first.shape:
@@ -413,8 +407,8 @@ def _quotient(of: Look, result: Tensor, first: Any, other: Any, **_: Any) -> Kno
 
 
 def _capped(of: Look, _result: Tensor, tensor: Any) -> Logits | None:
-    logits = of(tensor)
-    if not isinstance(logits, Logits) or (logits.softcap, logits.bias, logits.mask) != (None, None, None):
+    logits = _logits(of(tensor))
+    if logits is None or (logits.softcap, logits.bias, logits.mask) != (None, None, None):
         return None
     return replace(logits, softcap=1.0)
 
@@ -426,9 +420,11 @@ def _hides(value: Any, tensor: Tensor) -> bool:
 
 def _filled(of: Look, result: Tensor, tensor: Tensor, mask: Tensor, value: Any) -> Known | None:
     known = of(tensor)
-    if isinstance(known, Weights):
+    if not isinstance(known, Logits) or result.shape != tensor.shape:
+        return None
+    if known.weights:
         return known if _number(value) == 0 else None  # what is hidden anyway
-    if not isinstance(known, Logits) or not _hides(value, result) or result.shape != tensor.shape:
+    if not _hides(value, result):
         return None
     return known.hiding(mask.bool()) if result.shape[:-2] == known.lead else None
 
@@ -440,33 +436,29 @@ def _chosen(of: Look, result: Tensor, condition: Tensor, first: Any, other: Any)
 
 
 def _at_least(of: Look, _result: Tensor, first: Any, other: Any = None, **kwargs: Any) -> Logits | None:
-    """No logit is below a number that hides."""
-    logits = of(first)
+    """A lower bound that hides keys changes no other logit."""
+    logits = _logits(of(first))
     least = kwargs.get("min", other)
-    return logits if isinstance(logits, Logits) and _hides(least, first) and "max" not in kwargs else None
+    return logits if logits is not None and _hides(least, first) and "max" not in kwargs else None
 
 
 def _normalised(
     of: Look, result: Tensor, tensor: Tensor, dim: int | None = None, *_: Any, **__: Any
-) -> Weights | None:
-    logits = of(tensor)
-    if not isinstance(logits, Logits) or dim is None or dim % result.ndim != result.ndim - 1:
-        return None
-    return Weights(logits)
+) -> Logits | None:
+    logits = _logits(of(tensor))
+    over_keys = dim is not None and dim % result.ndim == result.ndim - 1
+    return replace(logits, weights=True) if logits is not None and over_keys else None
 
 
 def _same(of: Look, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Known | None:
     """The same numbers, perhaps in another dtype, or with contexts and heads folded or apart."""
     known: Known | None = of(tensor)
-    if result.shape == tensor.shape or not isinstance(known, Logits | Weights):
+    if result.shape == tensor.shape or not isinstance(known, Logits):
         return known
-    logits = known.logits if isinstance(known, Weights) else known
     lead = tuple(result.shape[:-2])
-    if result.shape[-2:] != tensor.shape[-2:] or math.prod(lead) != math.prod(logits.lead):
+    if result.shape[-2:] != tensor.shape[-2:] or math.prod(lead) != math.prod(known.lead):
         return None
-    if len(lead) > len(logits.lead):
-        logits = logits.with_lead(lead)
-    return Weights(logits) if isinstance(known, Weights) else logits
+    return known.with_lead(lead) if len(lead) > len(known.lead) else known
 
 
 def _moved(of: Look, _result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Multiplied | None:

@@ -1,9 +1,9 @@
-"""The door to every other module of PyTorch: the functions that it attends with are heard while it runs.
+"""The door to every other module of PyTorch: its calls of attention functions are intercepted as it runs.
 
 `scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention` hand over queries, keys, values and masks
 as they are; attention that a module computes by hand is read from its products (`by_hand.py`). A mode of PyTorch sees
 these calls from whichever name they were imported by, and switches the fast paths off that skip them. It is there while
-a module of a turned model runs, in whichever thread; whoever attends is the innermost module that runs and reads no
+a module of such a model runs, in whichever thread; whoever attends is the innermost module that runs and reads no
 heads.
 """
 
@@ -31,14 +31,14 @@ from theodolite.models.doors.by_hand import ByHand, unfolded
 from theodolite.models.guard import eagerly
 from theodolite.system.shared import Shared
 
-_turned: dict[object, frozenset[nn.Module]] = {}
-"""The modules of the models that are turned to this door, by who turned them."""
+_open_models: dict[object, frozenset[nn.Module]] = {}
+"""The modules of models whose door is open, by who opened the door."""
 
 
 class _ThisThread(threading.local):
-    """The mode that hears this thread while a turned module runs, and what the last ones could not follow."""
+    """This thread's mode, while a module of an open model runs, and the last attention that could not be followed."""
 
-    mode: _Hearing | None = None
+    mode: _Interception | None = None
     not_followed: tuple[nn.Module, str] | None = None
 
 
@@ -46,20 +46,20 @@ _here = _ThisThread()
 
 
 @contextmanager
-def turned_to_functions(model: nn.Module, *, eager: bool = True) -> Iterator[None]:
-    """While open, a model's calls of PyTorch's attention are heard. What is compiled is not heard, or `eager`."""
-    turned = object()
+def functions_door(model: nn.Module, *, eager: bool = True) -> Iterator[None]:
+    """Open the door: intercept a model's attention functions, in compiled parts only if these run `eager`."""
+    key = object()
     with eagerly() if eager else nullcontext(), _HOOKS.entered():
-        _turned[turned] = frozenset(model.modules())
+        _open_models[key] = frozenset(model.modules())
         try:
             yield
         finally:
-            del _turned[turned]
+            del _open_models[key]
 
 
 @contextmanager
 def _global_hooks() -> Iterator[None]:
-    """Hooks of all modules; once for all threads: filters that two put back in their own order stay behind."""
+    """Hook all modules, once for all threads: warning filters that two restore in their own order would stay."""
     with warnings.catch_warnings():
         # They fire twice for a compiled module and the one inside of it, which does no harm here.
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
@@ -80,8 +80,8 @@ _HOOKS = Shared(_global_hooks)
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-    if _here.mode is None and _is_turned(module):
-        _here.mode = _Hearing()
+    if _here.mode is None and _is_open(module):
+        _here.mode = _Interception()
         _here.mode.__enter__()
     if _here.mode is not None:
         _here.mode.enter(module, args)
@@ -101,22 +101,22 @@ def _stop() -> None:
 
 
 def attention_not_followed() -> tuple[nn.Module, str] | None:
-    """Whose attention could not be read and for which operation, in this thread since this was asked last."""
+    """Return the module whose attention could not be followed and the operation, since the last call in this thread."""
     known, _here.not_followed = _here.not_followed, None
     return known
 
 
-def _is_turned(module: nn.Module) -> bool:
-    """Whether a module is of a turned model, or a copy of one of its modules that is looked at in this context."""
-    turned = list(_turned.values())  # another thread may turn one meanwhile
-    if any(module in modules for modules in turned):
+def _is_open(module: nn.Module) -> bool:
+    """Whether a module belongs to an open model, or is a copy of such a module that is tapped in this context."""
+    models = list(_open_models.values())  # another thread may open one meanwhile
+    if any(module in modules for modules in models):
         return True
     tap = innermost()
-    return tap is not None and any(not tap.modules.isdisjoint(modules) for modules in turned)
+    return tap is not None and any(not tap.modules.isdisjoint(modules) for modules in models)
 
 
-class _Hearing(TorchFunctionMode):
-    """Hears the calls of one thread while a turned module runs there.
+class _Interception(TorchFunctionMode):
+    """Intercepts the calls of one thread while a module of an open model runs there.
 
     Attributes:
         running: the modules that run, the innermost last, each with whether it is given heads already.
@@ -132,7 +132,7 @@ class _Hearing(TorchFunctionMode):
         self._by_hand = ByHand()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A module runs now."""
+        """Note that a module begins to run."""
         given = args[0] if args and isinstance(args[0], Tensor) else None
         if not self.read and given is not None:
             row = given.ndim < 2 or (given.ndim == 2 and given.is_floating_point())
@@ -143,12 +143,12 @@ class _Hearing(TorchFunctionMode):
 
     @property
     def owner(self) -> nn.Module:
-        """Whose attention it is that is computed now: of the innermost module that reads no heads already."""
+        """The module whose attention is computed now: the innermost one that is not given heads."""
         readers = (module for module, reads_heads in reversed(self.running) if not reads_heads)
         return next(readers, self.running[-1][0])
 
     def contexts(self, queries: int) -> int | None:
-        """How many contexts are read, with so many queries: they may come first or second; None: not known.
+        """Return how many contexts are read, by the first tensor that entered and the number of queries, or None.
 
         All in one row are one.
         """
@@ -160,30 +160,32 @@ class _Hearing(TorchFunctionMode):
         return second if first == queries else first
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what attends, and follow what leads there."""
+        """Answer calls that compute attention; follow what other functions do to logits."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         answer: Callable[[], Any] | None = None
-        if (hear := _hear_flex_attention if name == FLEX else _HEARD.get(func)) is not None:
-            answer = functools.partial(hear, self, func, *args, **kwargs)
+        if (intercept := _intercept_flex_attention if name == FLEX else _INTERCEPTED.get(func)) is not None:
+            answer = functools.partial(intercept, self, func, *args, **kwargs)
         elif isinstance(attention := self._by_hand.attention(name, args, kwargs, self.contexts), str):
-            _here.not_followed = _here.not_followed or (self.owner, attention)
+            _here.not_followed = self.owner, attention
         elif attention is not None:
-            inputs, as_product = attention
-            answer = lambda: as_product(answered(self.owner, inputs))  # noqa: E731
+            answer = functools.partial(self._answer_by_hand, *attention)
         if answer is None:
             result = func(*args, **kwargs)
             self._by_hand.follow(name, args, kwargs, result)
             return result
-        if (tap := innermost()) is None or not tap.overhears:
+        if (tap := innermost()) is None or not tap.observes:
             return answer()
         own = func(*args, **kwargs)
         with torch.no_grad():
             answer()
         return own
 
+    def _answer_by_hand(self, inputs: AttentionInputs, as_product: Callable[[Tensor], Tensor]) -> Tensor:
+        return as_product(answered(self.owner, inputs))
 
-def _hear_scaled_dot_product(
-    hearing: _Hearing,
+
+def _intercept_scaled_dot_product(
+    mode: _Interception,
     _func: Any,
     query: Tensor,
     key: Tensor,
@@ -194,7 +196,7 @@ def _hear_scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    lead, mask, contexts = query.shape[:-2], attn_mask, hearing.contexts(query.shape[-2])
+    lead, mask, contexts = query.shape[:-2], attn_mask, mode.contexts(query.shape[-2])
     if mask is not None:
         sizes = query.shape[-2], key.shape[-2]
         if len(lead) == 2:
@@ -212,22 +214,22 @@ def _hear_scaled_dot_product(
         mask=mask if boolean else None,
         bias=None if boolean else mask,
     )
-    output = answered(hearing.owner, inputs).transpose(1, 2)
+    output = answered(mode.owner, inputs).transpose(1, 2)
     return output.reshape(*lead, *output.shape[-2:])
 
 
 def _of_four(tensor: Tensor, contexts: int | None) -> Tensor:
-    """With contexts and heads; of three dimensions, the first is that of contexts, or of both."""
+    """Return queries, keys or values with separate dimensions for contexts and heads."""
     if tensor.ndim == 3:
         return tensor.reshape(*unfolded(len(tensor), contexts), *tensor.shape[1:])
     return tensor.flatten(1, -3) if tensor.ndim > 4 else tensor[(None,) * (4 - tensor.ndim)]
 
 
-class _HeardMask(Tensor):
-    """A mask that hears the attention in which it is used.
+class _InterceptingMask(Tensor):
+    """A mask that intercepts the attention call it is given to.
 
     `multi_head_attention_forward` asks at its beginning whether it is overridden, by a mode or by one of its tensors
-    but the masks, and then calls attention in the same state: heard by its mask, it may be PyTorch's own all the same.
+    but the masks, and then calls attention in the same state. Its mask alone is asked again, in that call.
     """
 
     given = True
@@ -239,23 +241,23 @@ class _HeardMask(Tensor):
         query, key, value, mask, *rest = args
         mask = mask.as_subclass(Tensor) if cls.given else None
         assert _here.mode is not None  # it handed the function on that calls this one
-        return _hear_scaled_dot_product(_here.mode, func, query, key, value, mask, *rest)
+        return _intercept_scaled_dot_product(_here.mode, func, query, key, value, mask, *rest)
 
 
-class _NoMask(_HeardMask):
+class _NoMask(_InterceptingMask):
     """Zeros in place of a mask, where there is none."""
 
     given = False
 
 
-def _hear_multi_head(_: _Hearing, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's own function, whose attention is heard by its mask; weights that are asked for are its own."""
+def _intercept_multi_head(_: _Interception, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run PyTorch's own function with a mask that intercepts its attention; weights that are asked for are its own."""
     asked = inspect.signature(func).bind(*args, **kwargs)
     asked.apply_defaults()
     given = asked.arguments
     weights = func(*args, **kwargs)[1] if given["need_weights"] else None
     query, key, mask = (given[name] for name in ("query", "key", "attn_mask"))
-    kind = _NoMask if mask is None and given["key_padding_mask"] is None else _HeardMask
+    kind = _NoMask if mask is None and given["key_padding_mask"] is None else _InterceptingMask
     mask = query.new_zeros(len(query), len(key)) if mask is None else mask
     given |= {"attn_mask": mask.as_subclass(kind), "is_causal": False, "need_weights": False}
     return func(*asked.args, **asked.kwargs)[0], weights
@@ -268,8 +270,8 @@ FLEX = "flex_attention"
 """The name of the operator that `torch.nn.attention.flex_attention` comes down to."""
 
 
-def _hear_flex_attention(
-    hearing: _Hearing,
+def _intercept_flex_attention(
+    mode: _Interception,
     func: Any,
     query: Tensor,
     key: Tensor,
@@ -294,16 +296,16 @@ def _hear_flex_attention(
         value=value,
         scaling=float(scale),
         causal=False,
-        mask=_mask_of(block_mask, shape, query.device, hearing.masks),
-        bias=_added_by(score_mod, hearing.owner, shape, query),
+        mask=_mask_of(block_mask, shape, query.device, mode.masks),
+        bias=_added_by(score_mod, mode.owner, shape, query),
     )
-    return answered(hearing.owner, inputs).transpose(1, 2), *statistics
+    return answered(mode.owner, inputs).transpose(1, 2), *statistics
 
 
 def _mask_of(
     block_mask: tuple[Any, ...], shape: Sequence[int], device: torch.device, known: dict[Any, Any]
 ) -> Tensor | None:
-    """What a block mask shows of all keys; made once a pass, where all layers are given the same."""
+    """Build the dense mask of a block mask; once a pass where all layers are given the same."""
     from torch.nn.attention.flex_attention import create_mask, noop_mask
 
     mask_mod = block_mask[-1]
@@ -326,7 +328,7 @@ PLACES = 4096
 
 
 def _added_by(score_mod: Callable[..., Tensor], owner: nn.Module, shape: Any, like: Tensor) -> Tensor | None:
-    """The bias that a `score_mod` adds, −∞ where it hides a key, or None; `UsageError` where it does something else."""
+    """Return the bias that a `score_mod` adds (−∞ hides a key) or None; `UsageError` where it does something else."""
     from torch.nn.attention.flex_attention import _identity
 
     if score_mod is _identity:
@@ -350,7 +352,7 @@ def _added_by(score_mod: Callable[..., Tensor], owner: nn.Module, shape: Any, li
     return bias.view(*shape) if bias.any() else None
 
 
-_HEARD: dict[Any, Callable[..., Any]] = {
-    functional.scaled_dot_product_attention: _hear_scaled_dot_product,
-    functional.multi_head_attention_forward: _hear_multi_head,
+_INTERCEPTED: dict[Any, Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: _intercept_scaled_dot_product,
+    functional.multi_head_attention_forward: _intercept_multi_head,
 }

@@ -1,4 +1,4 @@
-"""The tap: every layer's queries, keys and values, taken where the model itself computes its attention with them.
+"""Taps and interventions: a function that gets every layer's queries, keys and values, and returns the output.
 
 One forward pass both runs the model and is measured: a tap gets what decides a layer's logits, and returns the
 attention output. A model comes through one of two doors: the attention interface of `transformers`, or the functions
@@ -8,17 +8,22 @@ of PyTorch that it attends with. Interventions are applied there too, whoever ta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from theodolite.models.doors.answers import Intervention, Tap, intervening, listening
+from theodolite.models.doors.answers import Intervention, Tap, intervening, with_tap
 from theodolite.models.doors.pytorch import attention_not_followed as attention_not_followed
-from theodolite.models.doors.pytorch import turned_to_functions
-from theodolite.models.doors.transformers import on_interface, turned_to_interface
+from theodolite.models.doors.pytorch import functions_door
+from theodolite.models.doors.transformers import interface_door, on_interface
 from theodolite.models.training.shards import of_all_heads
 from theodolite.system.shared import Shared
+
+Door = Callable[[nn.Module], AbstractContextManager[None]]
+
+DOORS: list[tuple[Callable[[nn.Module], object], Door]] = [(on_interface, interface_door)]
+"""Which models go through which door: the first that fits; all others through PyTorch's functions."""
 
 _open: dict[nn.Module, Shared] = {}
 """Models that go through the tap: those who have one open share the door."""
@@ -26,8 +31,8 @@ _open: dict[nn.Module, Shared] = {}
 _by_functions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def listen_to_functions(model: nn.Module) -> bool:
-    """From now on, tap a model by PyTorch's functions, though it uses the interface; whether this is new.
+def tap_functions_of(model: nn.Module) -> bool:
+    """From now on, tap a model by PyTorch's functions even if it has the attention interface; whether this is new.
 
     The text side of GIT attends by hand, its vision side through the interface.
     """
@@ -42,20 +47,20 @@ def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[N
 
     Where ranks have some of the heads each, it gets all of them, and all ranks must run the model; or `own_heads`.
     """
-    with _opened(model) as modules, listening(modules, tap if own_heads else of_all_heads(model, tap)):
+    with _opened(model) as modules, with_tap(modules, tap if own_heads else of_all_heads(model, tap)):
         yield
 
 
 @contextmanager
-def overheard(model: nn.Module, tap: Tap) -> Iterator[None]:
-    """While open, `tap` is told of the attention that `model` computes; what it returns is not used.
+def observed(model: nn.Module, tap: Tap) -> Iterator[None]:
+    """While open, `tap` observes the attention that `model` computes; what it returns is not used.
 
     Only of what PyTorch's own functions and products compute, and of nothing that runs compiled. The numbers of the
     pass, their gradients and random numbers are as without it.
     """
     with (
-        turned_to_functions(model, eager=False),
-        listening(frozenset(model.modules()), of_all_heads(model, tap), overhears=True),
+        functions_door(model, eager=False),
+        with_tap(frozenset(model.modules()), of_all_heads(model, tap), observes=True),
     ):
         yield
 
@@ -88,16 +93,16 @@ def intervened(
 
 @contextmanager
 def _opened(model: nn.Module) -> Iterator[frozenset[nn.Module]]:
-    """While open, the attention layers of `model` go through the tap; yields all of its modules."""
+    """Open the model's door, or share it; yields all of its modules."""
     with _open.setdefault(model, Shared(lambda: _through_its_door(model))).entered():
         yield frozenset(model.modules())
 
 
 @contextmanager
 def _through_its_door(model: nn.Module) -> Iterator[None]:
-    by_interface = model not in _by_functions and on_interface(model)
+    doors = [] if model in _by_functions else [door for fits, door in DOORS if fits(model)]
     try:
-        with (turned_to_interface if by_interface else turned_to_functions)(model):
+        with (doors[0] if doors else functions_door)(model):
             yield
     finally:
         del _open[model]

@@ -27,19 +27,33 @@ WITH_MASKS = "theodolite_with_masks"
 and a model may read its mask elsewhere (NLLB's router)."""
 
 
-def attention_inputs(
+def _tapped_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-) -> AttentionInputs:
-    """Read the arguments of the attention interface as `AttentionInputs`."""
+    sliding_window: int | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of the interface: hand the inputs to `answered`.
+
+    Of its arguments, `s_aux` are a learned sink's logits, `indices` the keys that each query has chosen. What else the
+    interface hands over decides no logit.
+    """
+    if block_indices is not None:
+        raise UsageError(
+            f"{type(module).__name__} attends to blocks of keys that it chooses, which cannot be read"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     own_scaling = getattr(module, "scaling", None)
     if scaling == 1.0 and isinstance(own_scaling, float) and own_scaling != 1.0:
@@ -52,7 +66,7 @@ def attention_inputs(
         attention_mask, is_causal = None, False
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    return AttentionInputs(
+    inputs = AttentionInputs(
         query=query,
         key=key,
         value=value,
@@ -63,10 +77,13 @@ def attention_inputs(
         bias=position_bias,
         sink=s_aux,
     )
+    if indices is not None:
+        inputs = _to_chosen_keys(inputs, indices)
+    return answered(module, inputs, sliding_window), None
 
 
-def to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
-    """To some keys only: the numbers of those that each query has chosen, (batch, queries, chosen) (DeepSeek 3.2)."""
+def _to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
+    """Mask all keys but those that each query has chosen, by index (batch, queries, chosen) (DeepSeek 3.2)."""
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     chosen = torch.zeros(len(indices), queries, keys, dtype=torch.bool, device=indices.device)
     mask = chosen.scatter_(-1, indices.long(), True).unsqueeze(1)
@@ -77,27 +94,6 @@ def to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
     return replace(inputs, mask=mask, causal=False)
 
 
-def _tapped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    known = {name: kwargs.get(name) for name in ("softcap", "s_aux", "is_causal", "position_bias")}
-    inputs = attention_inputs(module, query, key, value, attention_mask, scaling, **known)
-    if kwargs.get("block_indices") is not None:
-        raise UsageError(
-            f"{type(module).__name__} attends to blocks of keys that it chooses, which cannot be read"
-        )
-    if kwargs.get("indices") is not None:
-        inputs = to_chosen_keys(inputs, kwargs["indices"])
-    return answered(module, inputs, kwargs.get("sliding_window")), None
-
-
 AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
 AttentionInterface.register(WITH_MASKS, _tapped_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
@@ -105,8 +101,8 @@ AttentionMaskInterface.register(WITH_MASKS, eager_mask)
 
 
 @contextmanager
-def turned_to_interface(model: nn.Module) -> Iterator[None]:
-    """While open, the attention layers of what is `on_interface` in a model go through the tap."""
+def interface_door(model: nn.Module) -> Iterator[None]:
+    """Open the door: set the registered attention function on the parts that are `on_interface`."""
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         for part in on_interface(model):
@@ -116,13 +112,11 @@ def turned_to_interface(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for config, implementation in before:
-            config._attn_implementation = (
-                implementation  # and that of all of its parts, whose turn comes later
-            )
+            config._attn_implementation = implementation  # and of all its parts, which come later
 
 
 def on_interface(model: nn.Module) -> list[PreTrainedModel]:
-    """The model; or, where it does not use the interface, those in it that do: the text side of GOT-OCR 2, say."""
+    """Return the parts that use the attention interface: the model, else parts inside it (GOT-OCR 2's text side)."""
     if isinstance(model, PreTrainedModel) and model._can_set_attn_implementation():
         return [model]
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -130,7 +124,7 @@ def on_interface(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """The configs of a model and of the models in it, text and vision say; none before one that it is a part of."""
+    """List the configs of a model and of the models in it (text, vision); a part comes after its whole."""
     configs: dict[int, PreTrainedConfig] = {}
     waiting = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     while waiting:

@@ -43,7 +43,7 @@ from theodolite.models.stored.skeleton import filled_with_rows, restore_tensors,
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
-from theodolite.models.weights.head_weights import run_until_tap, stop_at_tap
+from theodolite.models.weights.copies import run_until_tap, stop_at_tap
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import at_home, local_folder
 from theodolite.system.choices import Attention, check_dtype

@@ -1,4 +1,4 @@
-"""PEFT's adapters that add a matrix to another (LoRA and its like): W + ΔW, differentiable in its parts.
+"""PEFT adapters that add a matrix to a weight (LoRA and its like): W + ΔW, differentiable in its parts.
 
 And the refusal of weights that are no one matrix, where one is needed.
 """
@@ -22,12 +22,12 @@ TOLERANCE = 1e-2
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is PEFT's, around another."""
+    """Whether a module is one of PEFT's, around another."""
     return type(module).__module__.split(".")[0] == "peft" and hasattr(module, "base_layer")
 
 
 def without_adapters(module: nn.Module) -> list[str]:
-    """Put the layers that adapters are around in their place, in a copy; their names."""
+    """Replace adapters by the layers inside them, in a copy of a model; returns their names."""
     names = [name for name, child in module.named_modules() if is_adapter(child)]
     for name in names:
         layer: Any = module.get_submodule(name)
@@ -36,14 +36,14 @@ def without_adapters(module: nn.Module) -> list[str]:
 
 
 def adapted_weight(adapter: Any, weight: Tensor) -> Tensor:
-    """The weight of the layer inside of an adapter, with what active adapters add unless they are merged into it."""
+    """Return the weight plus what active adapters add, unless they are merged into it."""
     for name in active(adapter):
         weight = weight + adapter.get_delta_weight(name).to(weight.dtype)
     return weight
 
 
 def adapter_places(adapter: Any) -> list[Place]:
-    """Of the parameters that what is added is made of."""
+    """List the places of the parameters that make what is added."""
     modules = dict.fromkeys(
         part
         for group in adapter.adapter_layer_names
@@ -55,14 +55,14 @@ def adapter_places(adapter: Any) -> list[Place]:
 
 
 def active(adapter: Any) -> list[str]:
-    """Names of the adapters that add something now."""
+    """List the adapters that add something now, by name."""
     if adapter.merged or adapter.disable_adapters:
         return []
     return [name for name in adapter.active_adapters if name in getattr(adapter, "scaling", {name: 1.0})]
 
 
 def with_adapter_merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The model with an adapter of PEFT added to its matrices, each sum taken in float64 and rounded once."""
+    """Merge a PEFT adapter into a model's matrices, each sum taken in float64 and rounded once."""
     from peft import PeftModel
 
     with warnings.catch_warnings(action="ignore"):  # of what PEFT asks of transformers
@@ -77,7 +77,7 @@ def with_adapter_merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel
 
 
 def check_adapter(where: str, adapter: Any) -> None:
-    """Ask the layer a few rows: it must multiply them by `adapted_weight`.
+    """Check on a few rows that the layer multiplies by `adapted_weight`.
 
     Raises:
         UsageError: it does not (DoRA, which rescales the sum; IA3, which multiplies), or cannot be asked.

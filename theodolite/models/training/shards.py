@@ -1,8 +1,9 @@
-"""A model whose weights are spread over ranks: its matrices made whole, one module at a time, by all ranks together.
+"""Read and differentiate weights that are spread over ranks: whole, one module at a time, by all ranks together.
 
 Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of ZeRO 3 are
 with DeepSpeed. Under tensor parallelism a rank has whole heads, and computes their attention: its matrices stay its
-own, and what it taps is put together.
+own, and what it taps is put together. Gradients of whole matrices are brought to where each rank's optimizer reads its
+part: `WholeParameters` are gathered, differentiated, and forgotten; a `Part` of their gradient is what a rank keeps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -41,7 +42,7 @@ _has_own_heads: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDict
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether a tensor says itself how it is spread."""
+    """Whether a tensor is a DTensor, which says how it is spread."""
     return distributed.is_available() and isinstance(tensor, DTensor)
 
 
@@ -74,18 +75,18 @@ def register_spread(outermost: nn.Module) -> None:
 
 
 def parallel_group(model: nn.Module) -> Any:
-    """The process group whose ranks run a model on the same contexts, tensor parallel, or None."""
+    """Return the process group whose ranks run a model on the same contexts, tensor parallel, or None."""
     return _head_groups.get(model)
 
 
 def head_group(module: nn.Module) -> Any:
-    """The same of an attention module or a part of it, where each rank has some of the heads, else None."""
+    """Return that group for an attention module or a part of it if each rank has some of the heads, else None."""
     return _head_groups.get(module) if _has_own_heads.get(module) else None
 
 
 def _parallel_group(model: nn.Module) -> Any:
-    """What is a DTensor after FSDP2 has gathered its own is split for tensor parallelism."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """Find the tensor-parallel group: of parameters that are DTensors still after FSDP2 has gathered its own."""
+    sharded = _sharded(model)
     if not sharded:
         return _split(model.parameters())
     for module in sharded:
@@ -107,36 +108,29 @@ def _own_parameters(module: nn.Module) -> list[DTensor]:
 
 
 def _split(parameters: Iterable[Tensor]) -> Any:
-    spread = (p for p in parameters if is_dtensor(p))
-    return next((group for p in spread if (group := _split_over(p)) is not None), None)
-
-
-def _split_over(parameter: DTensor) -> Any:
-    """The group over which a DTensor of one dimension of ranks is split, or None where all have it whole."""
-    if all(placement.is_replicate() for placement in parameter.placements):
-        return None
-    return parameter.device_mesh.get_group()
+    """The group over which the first DTensor that not all ranks have whole is split, or None."""
+    for p in parameters:
+        if is_dtensor(p) and not all(placement.is_replicate() for placement in p.placements):
+            return p.device_mesh.get_group()
+    return None
 
 
 def gathering_entry(outermost: nn.Module, inner: nn.Module) -> nn.Module | None:
-    """What must be called for weights to be gathered: the outermost of FSDP, else the model; None: any part of it."""
-    for module in outermost.modules():
-        if isinstance(module, FSDPModule) and inner in module.modules():
+    """Return the module whose call gathers the weights: the outermost of FSDP, else the model; None: any part."""
+    for module in _sharded(outermost):
+        if inner in module.modules():
             return module
-    gathers = any(hasattr(p, "ds_id") for p in inner.parameters()) or any(
-        isinstance(module, FSDPModule) for module in inner.modules()
-    )
+    gathers = _sharded(inner) or any(hasattr(p, "ds_id") for p in inner.parameters())
     return inner if gathers else None
 
 
 @contextmanager
 def as_sharded(model: nn.Module) -> Iterator[None]:
-    """On leaving, what FSDP2 had sharded is sharded again: it keeps the root's weights after a pass."""
-    sharded = _sharded(model)
+    """On leaving, shard again what FSDP2 had sharded: it keeps the root's weights after a pass."""
     try:
         yield
     finally:
-        for module in sharded:
+        for module in _sharded(model):
             module.reshard()
 
 
@@ -154,7 +148,7 @@ def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
-    """A DTensor made whole, but for heads of other ranks, where the module has some of them; others as they are."""
+    """Make a DTensor whole, but for heads of other ranks; other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
     mesh, over_heads = tensor.device_mesh, dimensions_of_heads(tensor.device_mesh, module)
@@ -169,7 +163,7 @@ def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
 
 
 def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
-    """The dimensions of a mesh over which the heads of an attention module are spread."""
+    """Return the dimensions of a mesh over which the heads of an attention module are spread."""
     group = head_group(module)
     if group is None:
         return set()
@@ -189,13 +183,8 @@ def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     its state into an empty one of its class before; of the model itself nothing is changed.
 
     Args:
-        memo: as `copy.deepcopy` takes it; ZeRO 3 has gathered the parameters.
+        memo: as `copy.deepcopy` takes it, with plain parameters in place of those that are spread.
     """
-    memo |= {
-        id(p): nn.Parameter(of_own_heads(p.detach(), module).clone(), requires_grad=p.requires_grad)
-        for p in module.parameters()
-        if is_dtensor(p)
-    }
     sharded = _sharded(module)
     for child in sharded:
         kinds: Iterator[Any] = (kind for kind in type(child).__mro__[1:] if not issubclass(kind, FSDPModule))
@@ -219,7 +208,7 @@ def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _sharded(model: nn.Module) -> list[FSDPModule]:
+def _sharded(model: nn.Module) -> list[Any]:
     """The modules of a model that FSDP2 has sharded."""
     return [m for m in model.modules() if distributed.is_available() and isinstance(m, FSDPModule)]
 
@@ -231,7 +220,7 @@ def _is_foreign(function: Any) -> bool:
 
 
 def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
-    """A tap that gets the heads of all ranks where they are spread, and of whose output this rank keeps its own."""
+    """Wrap a tap: it gets the heads of all ranks where they are spread; this rank keeps its part of the output."""
     group = parallel_group(model)
     if group is None:
         return tap
@@ -257,14 +246,14 @@ def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
 
 
 def _tell_heads(module: nn.Module, query: Tensor, group: Any) -> None:
-    """Ranks that compute the same attention, of weights that are split or not, have the same queries."""
+    """Note whether ranks have different heads: those that compute the same attention have the same queries."""
     sums = joined_heads(query.double().sum().reshape(1), group)
     split = bool((sums != sums[0]).any())
     _has_own_heads.update((child, split) for child in module.modules())
 
 
 def joined_heads(tensor: Tensor, group: Any, dimension: int = -1) -> Tensor:
-    """What each rank of a group has of its heads, side by side; with no group, what there is."""
+    """Concatenate what each rank of a group has of its heads; without a group, return the tensor."""
     if group is None:
         return tensor
     sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.contiguous()
@@ -274,7 +263,7 @@ def joined_heads(tensor: Tensor, group: Any, dimension: int = -1) -> Tensor:
 
 
 def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
-    """Inputs of all heads from those of each rank's."""
+    """Join the attention inputs of each rank's heads."""
 
     def joined(tensor: Tensor) -> Tensor:
         return joined_heads(tensor, group, 1)
@@ -290,4 +279,150 @@ def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
         mask=of_heads(inputs.mask),
         bias=of_heads(inputs.bias),
         sink=None if inputs.sink is None else joined_heads(inputs.sink, group, 0),
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of the gradient of one parameter.
+
+    Attributes:
+        parameter: whose it is.
+        gradient: of this rank's part; with DeepSpeed of all of it.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+
+    @classmethod
+    def of(cls, module: nn.Module, parameter: Tensor, gradient: Tensor) -> Part:
+        """Cut this rank's part from a gradient of the whole (of this rank's heads), while the parameter is gathered."""
+        if is_dtensor(parameter):
+            gradient = _shard_of(gradient, parameter, module)
+        return cls(parameter, gradient)
+
+    def times(self, factor: float | Tensor) -> Part:
+        """Multiply it."""
+        gradient = self.gradient
+        if is_dtensor(gradient):
+            return replace(self, gradient=_like(gradient.to_local() * factor, gradient))
+        return replace(self, gradient=gradient * factor)
+
+    def add(self) -> None:
+        """Add it to the gradient that the optimizer reads: before a backward pass, or (DeepSpeed: only) after it."""
+        parameter = self.parameter
+        if is_of_deepspeed(parameter):
+            from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+            before = safe_get_full_grad(parameter)
+            safe_set_full_grad(parameter, before + self.gradient.to(before.dtype))
+        elif parameter.grad is None:
+            parameter.grad = self.gradient.to(parameter.dtype)
+        else:
+            parameter.grad += self.gradient.to(parameter.dtype)
+
+
+def is_of_deepspeed(parameter: Tensor) -> bool:
+    """Whether the optimizer of DeepSpeed keeps the gradient of a parameter."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def check_deepspeed_has_gradients(model: nn.Module) -> None:
+    """Check that DeepSpeed, if it trains a model, will step by what is added to its gradients now.
+
+    Not where it keeps its optimizer on the CPU: these gradients are always there.
+
+    Raises:
+        UsageError: there are none, as before a backward pass and after a step.
+    """
+    for parameter in model.parameters():
+        if (zero3 := getattr(parameter, "_z3_optimizer", None)) is not None:
+            offloaded, gradients = zero3.offload_optimizer, zero3.averaged_gradients
+        # Of ZeRO 1 and 2 a rank has one where it steps the parameter: some of them, and not the same as other ranks.
+        elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            offloaded, gradients = mapping.use_offload, mapping.gradient_dict
+        else:
+            continue
+        if offloaded or any(group is not None for group in gradients.values()):
+            return
+        raise UsageError(
+            "DeepSpeed has gradients between engine.backward(loss) and engine.step() only: call add_gradient() there, "
+            "also with accelerate, whose backward() does both"
+        )
+
+
+class WholeParameters:
+    """Replaces the parameters of some modules by whole ones, plain leaves, while `gathering` is open."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._places = list(dict.fromkeys(places))
+        # FSDP2 puts others in their place between a forward pass and its backward one.
+        self._dtensors = {
+            (module, name): p for module, name in self._places if is_dtensor(p := module._parameters[name])
+        }
+        self._own: list[Tensor] = []
+        self.leaves: list[nn.Parameter] = []
+
+    @property
+    def dtensors(self) -> list[Any]:
+        """The parameters, where all of them are DTensors; else none."""
+        return list(self._dtensors.values()) if len(self._dtensors) == len(self._places) else []
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """While open, the modules have whole parameters. To be opened and left by all ranks."""
+        with gathered(dict.fromkeys(module for module, _ in self._places)):
+            held: list[Any] = [module._parameters[name] for module, name in self._places]
+            self._own = [self._dtensors.get(place, p) for place, p in zip(self._places, held, strict=True)]
+            owned = zip(self._places, self._own, strict=True)
+            self.leaves = [
+                nn.Parameter(of_own_heads(p.detach(), module), requires_grad=p.requires_grad)
+                for (module, _), p in owned
+            ]
+            try:
+                self._put(self.leaves)
+                yield
+            finally:
+                self._put(held)
+
+    def _put(self, parameters: Iterable[Any]) -> None:
+        for (module, name), parameter in zip(self._places, parameters, strict=True):
+            module._parameters[name] = parameter
+
+    def parts(self, value: Tensor) -> list[Part]:
+        """Differentiate a value while the parameters are gathered; this rank's parts, of those that are trained."""
+        trained = [leaf for leaf in self.leaves if leaf.requires_grad]
+        owned = zip(self._places, self._own, self.leaves, strict=True)
+        holders = [(module, parameter) for (module, _), parameter, leaf in owned if leaf.requires_grad]
+        gradients = torch.autograd.grad(value, trained) if trained else ()
+        return [
+            Part.of(module, parameter, gradient)
+            for (module, parameter), gradient in zip(holders, gradients, strict=True)
+        ]
+
+
+def _shard_of(gradient: Tensor, parameter: DTensor, module: nn.Module) -> DTensor:
+    """Shard a gradient of this rank's heads as a DTensor is."""
+    mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh, module)
+    placement: Any
+    for dimension, placement in enumerate(parameter.placements):
+        if dimension in over_heads:
+            if placement.is_replicate():  # keys that all heads share
+                distributed.all_reduce(gradient, group=mesh.get_group(dimension))
+        elif not placement.is_replicate():
+            pieces = gradient.chunk(mesh.size(dimension), placement.dim)
+            rank = mesh.get_local_rank(dimension)
+            gradient = pieces[rank] if rank < len(pieces) else gradient.narrow(placement.dim, 0, 0)
+    return _like(gradient.contiguous(), parameter)
+
+
+def _like(local: Tensor, dtensor: DTensor) -> DTensor:
+    """Wrap this rank's part as a DTensor that is spread as another."""
+    return DTensor.from_local(
+        local,
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
     )

@@ -1,4 +1,4 @@
-"""A model that somebody else is training: found inside its wrappers, and left as it was after a measurement."""
+"""Find a model in training inside its wrappers, and leave it as it was after a measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from theodolite.models.training.shards import as_sharded, gathering_entry, regis
 
 
 def training_source(model: nn.Module | OpenModel) -> Source:
-    """What to hook and tap of a model in training, and how to run it: by all ranks, where its weights are spread.
+    """Return the `Source` of a model in training: what to hook, and how to run it (all ranks together, if sharded).
 
     Raises:
         UsageError: as `unwrap` and `register_spread`; it is an encoder-decoder, or on a device without float64.
@@ -35,7 +35,7 @@ def training_source(model: nn.Module | OpenModel) -> Source:
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The `transformers` model inside DDP, FSDP, DeepSpeed, DataParallel, `torch.compile` or PEFT.
+    """Return the `transformers` model inside DDP, FSDP, DeepSpeed, DataParallel, `torch.compile` or PEFT.
 
     Raises:
         UsageError: there is none; or PEFT has learned a prompt, which is outside; or measuring it would change it
@@ -73,7 +73,7 @@ def _refuse_learned_prompts(model: Any) -> None:
 
 
 def autocast_dtype(model: nn.Module) -> torch.dtype | None:
-    """What products are rounded to in training: by autocast that is on, or that accelerate puts around `forward`."""
+    """Return the dtype that products are rounded to in training: by autocast, or by accelerate's around `forward`."""
     device = device_of(model).type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -86,7 +86,7 @@ def autocast_dtype(model: nn.Module) -> torch.dtype | None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """`guarded`; on leaving, PyTorch's random numbers are as they were, too."""
+    """`guarded`, and on leaving PyTorch's random state is as it was."""
     devices = {parameter.device for parameter in model.parameters()}
     with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), guarded(model), as_sharded(model):
         yield

@@ -26,7 +26,7 @@ from theodolite.models.guard import measures
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure import removed_on_leaving
 from theodolite.models.training.adapters import refuse_replaced_weights
-from theodolite.models.weights.projections import Projection, find_projections
+from theodolite.models.weights.weight_map import Projection, find_projections
 
 ROUTER = re.compile(r".*(router|gate|gating)")
 """Parts of the name of what chooses experts, or weighs a shared one: as `gate`, but not `gate_proj`."""
@@ -263,7 +263,7 @@ def _projections(model: OpenModel, layer: int) -> dict[str, Projection]:
         return {}
     try:
         (of_layer,) = find_projections(
-            model.root, model.structure, model.calls, [layer], purpose="replacement"
+            model.root, model.structure, model.calls, [layer], "replacement", model.weight_maps
         )
     except UsageError:
         return {}
@@ -276,9 +276,9 @@ def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> l
     free = torch.ones(whole.shape[0], dtype=torch.bool)
     parts = []
     for name, projection in projections.items():
-        if free[projection.rows].all():  # else it shares its rows with another: keys that are values, too
-            free[projection.rows] = False
-            parts.append(replace(whole, name=name, rows=projection.rows))
+        if free[projection.features].all():  # else it shares its rows with another: keys that are values, too
+            free[projection.features] = False
+            parts.append(replace(whole, name=name, rows=projection.features))
     if not parts:
         return [whole]
     if free.any():

@@ -19,8 +19,8 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call
 from theodolite.models.structure import removed_on_leaving
+from theodolite.models.weights.copies import copy_in_dtype, norms_inside, run_until_tap
 from theodolite.models.weights.function_norms import FunctionNorm, make_norms_modules
-from theodolite.models.weights.head_weights import copy_in_dtype, norms_inside, run_until_tap
 
 EXACT = 64 * torch.finfo(torch.float32).eps
 """Relative error allowed of what is exact: many norms and rotations compute in float32 whatever the dtype."""

@@ -1,42 +1,46 @@
-"""Every head's W_q, W_k, W_v and biases, read through the tap and not through parameter names.
+"""Every head's W_q, W_k, W_v and biases, read without knowing parameter names.
 
-An attention module projects its input affinely, whatever the layout of its weights (fused, interleaved,
-grouped, transposed). So its input rows 0 and e_1 … e_d suffice: what arrives at the tap for the row 0 is the
-bias, and for e_i the bias plus row i of the weights. Each row is a sequence of its own at position 0, where
-RoPE is the identity (times its own attention scaling). The rows go through a float64 copy of the module, so
-that the subtraction of the bias costs nothing, and the module stops as soon as the tap has them.
+Where the layer's weight map says which parameters hold them (`weight_map.py`), they are read there. Else they are read
+through the tap. An attention module that projects its input affinely is known by what arrives at the tap for the input
+rows 0 and e_1 … e_d: the row 0 gives the bias, e_i the bias plus row i of the weights. Each row is a sequence of its
+own at position 0, where RoPE is the identity (times its own attention scaling). The rows go through a float64 copy of
+the module, so that the subtraction of the bias costs nothing.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError
 from theodolite.models.calls import Call
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
-from theodolite.models.source import device_of, dtype_of
-from theodolite.models.stored.dequantised import dequantised, quantised_layers
-from theodolite.models.structure import Structure, removed_on_leaving
-from theodolite.models.training.shards import gathered, whole_copy
+from theodolite.models.source import dtype_of
+from theodolite.models.stored.dequantised import holds_quantised_layers
+from theodolite.models.structure import Structure
+from theodolite.models.training.adapters import is_adapter
+from theodolite.models.training.shards import is_part
+from theodolite.models.weights.copies import (
+    AFFINE_TOLERANCE,
+    NotAffine,
+    as_sequences,
+    copy_in_dtype,
+    norms_at_tap,
+    norms_inside,
+    run_until_tap,
+    stop_at_tap,
+)
 from theodolite.models.weights.function_norms import make_norms_modules
+from theodolite.models.weights.weight_map import WeightMap, WeightMaps, mapped_sides
 
 ROWS = 1024
 """Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
-
-AFFINE_TOLERANCE = 32 * torch.finfo(torch.float32).eps
-"""Relative error of an affine map in float64. Some families rotate in float32 whatever their dtype (Cohere, ModernBERT,
-DeepSeek 2), so that even a float64 copy is exact to float32 only; what is not affine is off by a share of order one."""
-
 
 EXACT, BEFORE_NORM = "projection", "projection before norm"
 """What the weights of a layer's queries and keys are: factors of a matrix that gives its logits, or of one before a
@@ -70,33 +74,26 @@ class HeadWeights:
         return self.projection == EXACT
 
 
-class _Stopped(Exception):
-    def __init__(self, inputs: AttentionInputs) -> None:
-        self.inputs = inputs
-
-
-class NotAffine(WorkError):
-    """A layer's queries or keys are no affine function of its input."""
-
-
 def no_head_matrix(model_id: str) -> UsageError:
     """What to raise where that is so in every layer, and heads' matrices are all that was asked for."""
     return UsageError(f"{model_id}: queries and keys are no affine function of their input in any layer")
 
 
-def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: Call) -> HeadWeights:
-    """Read the weights of one layer's heads; `call` is what `capture_calls` gave for this layer.
+def read_head_weights(
+    model: nn.Module, structure: Structure, layer: int, call: Call, maps: WeightMaps | None = None
+) -> HeadWeights:
+    """Read the weights of one layer's heads.
+
+    Args:
+        call: what `capture_calls` gave for this layer.
+        maps: those of the model's layers that are known.
 
     Raises:
         NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
     """
     attention = structure.attention_at(layer)
     with without_interventions(), tapped(model, stop_at_tap), torch.no_grad():
-        try:
-            weights = _read_in(torch.float64, attention, call)
-        except NotAffine:
-            # A mask of the largest number of a dtype is none in a wider one (XGLM).
-            weights = _read_in(torch.float32, attention, call)
+        weights = _from_map(attention, call, maps or WeightMaps()) or through_tap(attention, call)
     if weights is None:
         raise NotAffine(
             f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
@@ -104,8 +101,49 @@ def read_head_weights(model: nn.Module, structure: Structure, layer: int, call: 
     return weights
 
 
+def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights | None:
+    """From the parameters that hold them, if these are plain ones, in memory, in this process."""
+    if any(is_adapter(m) or is_parametrized(m) for m in attention.modules()):
+        return None
+    if holds_quantised_layers(attention) or any(p.is_meta or is_part(p) for p in attention.parameters()):
+        return None
+
+    def use(weight_map: WeightMap) -> HeadWeights | None:
+        if not weight_map.is_complete:
+            return None
+        # A layer may leave out norms that others of its kind have.
+        for norms in dict.fromkeys([(), weight_map.norms]):
+            sides, scaling = mapped_sides(weight_map, attention, call, norms)
+            agreeing = [side for side in sides if side is not None and side.agrees_in_all]
+            if len(agreeing) == len(sides):
+                heads = len(agreeing[0].weights)
+                weights = (_repeated(side.weights, heads) for side in agreeing)
+                biases = (_repeated(side.bias, heads) for side in agreeing)
+                return HeadWeights(*weights, *biases, scaling, BEFORE_NORM if norms else EXACT)
+        return None
+
+    try:
+        return maps.first(attention, call, use)
+    except NotAffine:
+        return None
+
+
+def _repeated(of_heads: Tensor, heads: int) -> Tensor:
+    """Those of grouped heads once for each query head."""
+    times = heads // len(of_heads)
+    return (of_heads if times == 1 else of_heads.repeat_interleave(times, dim=0)).cpu()
+
+
+def through_tap(attention: nn.Module, call: Call) -> HeadWeights | None:
+    """By rows sent through the module, under `stop_at_tap`; None where it has no such weights, even before a norm."""
+    try:
+        return _read_in(torch.float64, attention, call)
+    except NotAffine:
+        # A mask of the largest number of a dtype is none in a wider one (XGLM).
+        return _read_in(torch.float32, attention, call)
+
+
 def _read_in(dtype: torch.dtype, attention: nn.Module, call: Call) -> HeadWeights | None:
-    """By a copy in this dtype: the projections, or those before a norm; None where there are neither."""
     module = copy_in_dtype(attention, dtype)
     if module is not attention:
         make_norms_modules(module, [norm for _, norm in norms_inside(module)])
@@ -159,136 +197,8 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
     return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
 
 
-def as_sequences(rows: Float[Tensor, "rows width"], module: nn.Module) -> Float[Tensor, "rows 1 width"]:
-    """Each row a sequence of one token, where the module's parameters are and in their dtype."""
-    return rows.to(device_of(module), dtype_of(module)).unsqueeze(1)
-
-
 def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
     """Queries, keys and values of sequences of one token, each (rows, heads, width), grouped ones repeated."""
     heads = inputs.query.shape[1]
     repeated = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (inputs.key, inputs.value))
     return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))
-
-
-def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
-    """Names of the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
-
-    Or each of its numbers several times, where a module repeats grouped keys itself.
-    A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read. It needs
-    `tapped(…, stop_at_tap)` to be open.
-    """
-    outputs: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                outputs[name] = output
-
-        return hook
-
-    hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
-    width = call.width
-    row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with removed_on_leaving(hooks):
-        inputs = run_until_tap(module, call, as_sequences(row, module))
-    tapped_values = [_sorted_values(tensor) for tensor in (inputs.query, inputs.key, inputs.value)]
-    return [
-        name
-        for name, output in outputs.items()
-        if any(_is_repeated(output, values) for values in tapped_values)
-    ]
-
-
-def _is_repeated(output: Tensor, values: Tensor) -> bool:
-    times, left = divmod(len(values), output.numel())
-    return not left and torch.allclose(
-        _sorted_values(output.flatten().repeat(times)), values, rtol=0, atol=1e-4
-    )
-
-
-def _sorted_values(tensor: Tensor) -> Tensor:
-    """The sorted values, scaled to norm 1: equal for tensors that differ in order and scale only."""
-    values = tensor.double().flatten().sort().values
-    return values / torch.linalg.vector_norm(values).clamp_min(1e-300)
-
-
-def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The norms inside an attention module, by name; those of weights (`spectral_norm`) are none."""
-    return [
-        (name, child)
-        for name, child in module.named_modules()
-        if name and "parametrizations" not in name.split(".")
-        if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm")
-    ]
-
-
-def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInputs:
-    """What arrives at the tap for `hidden` (batch, positions, d) in place of the hidden states of `call`.
-
-    It stops there, while `tapped(…, stop_at_tap)` is open.
-
-    Raises:
-        WorkError: the module did not call its attention function.
-    """
-    return _until_tap(module, lambda: call.output(module, hidden))
-
-
-def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
-    """The same for the hidden states of `call`."""
-    return _until_tap(module, lambda: call.run(module))
-
-
-def _until_tap(module: nn.Module, run: Callable[[], Any]) -> AttentionInputs:
-    try:
-        run()
-    except _Stopped as stopped:
-        return stopped.inputs
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as error:
-        # What else it is called with (embeddings of the tokens, say) fits the model's own hidden states only.
-        reason = str(error).partition("\n")[0]
-        raise NotAffine(
-            f"{type(module).__name__} takes no hidden states but the model's own: {reason}"
-        ) from error
-    raise WorkError(f"{type(module).__name__} did not reach its attention function")
-
-
-def stop_at_tap(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """A tap that stops the attention module there; `call_until_tap` catches it."""
-    raise _Stopped(inputs)
-
-
-def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in `dtype`, or the module itself where its weights are on the meta device.
-
-    Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks; those that are
-    spread over ranks are gathered. Quantised layers become plain ones.
-
-    Raises:
-        WorkError: a layer is quantised in a way that cannot be read.
-    """
-    plain = {
-        id(layer): dequantised(name, layer) for name, layer in quantised_layers(module, type(module).__name__)
-    }
-    hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
-    with ExitStack() as weights_present:
-        if hooked:
-            from accelerate.utils import align_module_device
-
-            for child in hooked:
-                weights_present.enter_context(align_module_device(child))
-        if any(p.is_meta for p in module.parameters()):
-            return module
-        # A hook knows all offloaded weights of the model: it is not copied with the module.
-        hooks = {id(child._hf_hook): child._hf_hook for child in hooked}
-        weights_present.enter_context(gathered(module.modules()))
-        copy_of = whole_copy(module, {**hooks, **plain})
-    for child in copy_of.modules():
-        if child.__dict__.pop("_hf_hook", None) is not None:
-            del child._old_forward
-            if isinstance(child.forward, functools.partial):  # else the tap has put its own there
-                del child.forward
-    # `to` would take the imaginary part of a rotation (torchtitan, Llama's own code).
-    return copy_of._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -23,7 +23,8 @@ from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
 from theodolite.models.source import dtype_of
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
-from theodolite.models.weights.head_weights import AFFINE_TOLERANCE, ROWS, as_sequences, copy_in_dtype
+from theodolite.models.weights.copies import AFFINE_TOLERANCE, as_sequences, copy_in_dtype
+from theodolite.models.weights.head_weights import ROWS
 
 Sender = Callable[[Tensor, Tensor], Tensor]
 """Sends heads' outputs (rows, features) with hidden states (rows, d); returns what comes out, (rows, d)."""

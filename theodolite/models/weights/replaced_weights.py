@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from theodolite.models.training.shards import Place
-from theodolite.models.weights.projections import Projection
+from theodolite.models.weights.weight_map import Projection
 
 Replacement = tuple[Projection, list[int] | None, Tensor]
 """A matrix, and the heads of a projection whose it is to be."""
@@ -56,9 +56,7 @@ def _write_replacements(parameter_name: Place) -> None:
     original = _originals.setdefault(parameter_name, getattr(module, name))
     weight = original.detach().clone()
     for projection, heads, matrix in replacements:
-        rows = projection.rows_of(heads).to(weight.device)
-        entries = matrix.to(weight.device, weight.dtype)
-        weight.index_copy_(projection.dimension, rows, entries if projection.dimension == 0 else entries.T)
+        projection.put(heads, matrix, into=weight)
     module._parameters[name] = nn.Parameter(weight, requires_grad=original.requires_grad)
 
 

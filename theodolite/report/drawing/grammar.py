@@ -44,6 +44,11 @@ class Sketch:
     height: int = style.HEIGHT
     layout: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def figure(self) -> go.Figure:
+        """The same as Plotly's figure."""
+        return style.figure(self.traces, self.x, self.y, height=self.height, layout=self.layout)
+
 
 class Sketched(Generic[_P]):
     """A function that gives a `Sketch`; what is called is the figure of it, `sketch` is the function itself."""
@@ -54,8 +59,7 @@ class Sketched(Generic[_P]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
         """The sketch as Plotly's figure."""
-        sketch = self.sketch(*args, **kwargs)
-        return style.figure(sketch.traces, sketch.x, sketch.y, height=sketch.height, layout=sketch.layout)
+        return self.sketch(*args, **kwargs).figure
 
 
 def line(
@@ -119,8 +123,8 @@ def dots(
     marker = {"size": 8, "color": colour} | more.pop("marker", {})
     return {
         "type": "scatter",
-        "x": np.asarray(x, np.float32),
-        "y": np.asarray(y, np.float32),
+        "x": _numbers(x),
+        "y": _numbers(y),
         "text": None if texts is None else list(texts),
         "name": name,
         "mode": "markers",

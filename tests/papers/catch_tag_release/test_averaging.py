@@ -17,10 +17,9 @@ from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Ver
 from theodolite.system.wording import for_plotly
 from theodolite.theory.averaging import averaging_model
 from theodolite_papers.catalogue import EXPERIMENTS
-from theodolite_papers.catch_tag_release import averaging_construction, averaging_training
-from theodolite_papers.catch_tag_release import averaging_models as averaging
-from theodolite_papers.catch_tag_release.averaging_figures import BELOW
-from theodolite_papers.catch_tag_release.averaging_models import (
+from theodolite_papers.catch_tag_release import averaging, averaging_training
+from theodolite_papers.catch_tag_release.averaging import (
+    BELOW,
     error_of_ratio,
     judge_models,
     measured,
@@ -166,7 +165,7 @@ def test_the_trainings_are_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the theorem holds, the rate is the derived one, and attention falls by e a unit of s_tag."""
-    monkeypatch.setattr(averaging_construction, "SEQUENCES", 100)
+    monkeypatch.setattr(averaging, "SEQUENCES", 100)
     outcome = Study(of_nothing()).outcome(EXPERIMENTS["sinks/figure6"])
     assert not outcome.verdicts  # it says nothing of any model
     errors = outcome.tables["errors"].query("s_tag == 30")
@@ -177,7 +176,7 @@ def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:
     for picture in figures["attention"].data:
         np.testing.assert_allclose(np.nansum(picture.z, axis=1), 1, rtol=1e-5)
     last = np.asarray(figures["attention"].data[-1].z)
-    assert (last[averaging_construction.LENGTH // 2 :, averaging_construction.LENGTH // 2] > 0.9).all()
+    assert (last[averaging.LENGTH // 2 :, averaging.LENGTH // 2] > 0.9).all()
     variants = outcome.tables["errors"].query(f"median > {BELOW}")
     for name, rows in variants.groupby("b_d"):
         shown = drawn(figures["convergence"], name=for_plotly(name))

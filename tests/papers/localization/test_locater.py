@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, replace
 from itertools import product
@@ -14,23 +13,27 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.papers.shared import outcome_of
 from theodolite.errors import UsageError
+from theodolite.jobs.unfinished import Unfinished
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.report.outcome import Outcome
 from theodolite_papers.catalogue import made_by as command_of
-from theodolite_papers.experiment import Study
-from theodolite_papers.localization import locater_claims
-from theodolite_papers.localization.locater_claims import (
+from theodolite_papers.experiment import Outcome, Study
+from theodolite_papers.localization import locater
+from theodolite_papers.localization.locater import (
+    OF_SHAPES,
     RISES,
     association,
     at_step,
     common_step,
     distinct,
+    figure_7,
+    fill,
+    grid_provenance,
     left_out,
     pace_change,
     wider,
 )
-from theodolite_papers.localization.locater_figures import OF_SHAPES, figure_7, fill, grid_provenance
 from theodolite_papers.localization.locater_training import GridRun, Setting, read_grid
 
 STEPS = [0, 1, 2, 5, 10]
@@ -74,7 +77,7 @@ def grid(direction, seeds=3, reductions=("mean", "sum"), **place):
 
 
 def filled(runs: list[GridRun]) -> Outcome:
-    outcome = Outcome()
+    outcome = outcome_of("localization/figure6")
     fill(outcome, runs, RECIPE)
     return outcome
 
@@ -98,7 +101,7 @@ OF_THE_END = (
 @pytest.fixture
 def long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The made-up training runs are as long as the published ones."""
-    monkeypatch.setattr(locater_claims, "PUBLISHED_STEPS", STEPS[-1])
+    monkeypatch.setattr(locater, "PUBLISHED_STEPS", STEPS[-1])
 
 
 @pytest.mark.usefixtures("long_enough")
@@ -166,7 +169,7 @@ def test_widths_are_compared_setting_by_setting() -> None:
                 run = finished_run(setting, loss=4.0, scale=1.0, entropy=2.0, stripe=stripe + noise)
                 run.propagation[:, 0, 1::2] -= stripe
                 runs.append(run)
-        outcome = Outcome()
+        outcome = outcome_of("localization/figure6")
         wider(outcome, runs)
         assert [verdict.answer for verdict in outcome.verdicts] == [answer]
         wider(outcome, runs[:3])
@@ -262,11 +265,11 @@ def test_all_are_compared_at_one_step() -> None:
 
 def write(folder: Path, runs: list[GridRun]) -> None:
     folder.mkdir()
-    (folder / "grid.json").write_text(json.dumps(RECIPE))
+    Unfinished(folder, RECIPE, folder=folder).begin()
     for run in runs:
         place = folder / "points" / run.setting.name
         place.mkdir(parents=True)
-        (place / "setting.json").write_text(json.dumps(asdict(run.setting)))
+        Unfinished(place, asdict(run.setting), folder=place).begin()
         run.losses.to_parquet(place / "losses.parquet")
         run.heads.to_parquet(place / "heads.parquet")
         curves = {"steps": torch.tensor(run.propagation_steps), "propagation": run.propagation}

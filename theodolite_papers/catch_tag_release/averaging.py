@@ -1,12 +1,15 @@
-"""Averaging learned from scratch: does it require a sink, an outlier dimension, low-rank weights (Theorem 4.1)?"""
+"""Averaging (section 4 of Zhang et al. 2025): learned from scratch, and the construction of Theorem 4.1 (Fig. 6)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -14,14 +17,19 @@ from torch import Tensor
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.estimates import Estimate, most_extreme
 from theodolite.judging import Criterion, judge, mix_of
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.drawing.grammar import dots, line
 from theodolite.system.progress import shown
 from theodolite.system.threads import using_threads
-from theodolite.system.wording import counted, listed, number, percent, with_error
-from theodolite.theory import mean_after, stable_rank
+from theodolite.system.wording import counted, for_plotly, listed, number, percent, with_error
+from theodolite.theory import averaging_error, averaging_model, mean_after, stable_rank
+from theodolite.theory.averaging import ABSENT
 from theodolite.theory.grouping import variance_explained
 from theodolite_papers.catch_tag_release import averaging_training as training
-from theodolite_papers.catch_tag_release.averaging_figures import draw_attention, draw_losses, draw_scatter
-from theodolite_papers.experiment import Outcome, Study, experiment
+from theodolite_papers.catch_tag_release.averaging_training import LENGTH, draw
+from theodolite_papers.drawing import POWERS, maps
+from theodolite_papers.experiment import Outcome, Study, declared
 
 RANK_TOLERANCE = 1e-6
 """Of the largest singular value of what a layer writes: directions below it are not written along."""
@@ -138,13 +146,7 @@ CLAIMS = (
 """Claims on a mean over models: claim, column, what it is, criterion."""
 
 
-@experiment(
-    "sinks/averaging",
-    "Averaging learned from scratch: does it require a sink, an outlier dimension, low-rank weights?",
-    "Simple tasks, like averaging, necessitate the catch, tag, release mechanism (abstract, section 4)",
-    needs=("nothing",),
-    scaled_down="36 small models",
-)
+@declared("sinks/averaging")
 def averaging(study: Study, outcome: Outcome) -> None:
     first = study.provenance["seed"]
     trained = []
@@ -155,12 +157,12 @@ def averaging(study: Study, outcome: Outcome) -> None:
     judge_models(outcome, models)
     draw_losses(outcome, trained, models)
     draw_attention(outcome, trained, models)
-    sink = "the sink", "mean attention of tokens after [SEP] to it", SINK
-    outlier = "outliers", "largest coordinate over the median of the others", OUTLIER
-    without = "dots in the lower left: the task solved without a sink."
-    above = "whether models that solve the task have one coordinate far above the others."
-    for column, (what, axis, criterion), look_for in (("sink", sink, without), ("outlier", outlier, above)):
-        draw_scatter(outcome, models, column, (what, axis), (SOLVED.limit, criterion.limit), look_for)
+    sink, outlier = (
+        "mean attention of tokens after [SEP] to it",
+        "largest coordinate over the median of the others",
+    )
+    for column, axis, criterion in (("sink", sink, SINK), ("outlier", outlier, OUTLIER)):
+        draw_scatter(outcome, models, column, axis, (SOLVED.limit, criterion.limit))
 
 
 def measured(trained: training.TrainedModels) -> pd.DataFrame:
@@ -341,3 +343,196 @@ def _learned(outcome: Outcome, models: pd.DataFrame) -> None:
     ]
     what = f"the paper's architecture: {'; '.join(parts)}; least residual variance of any seed"
     outcome.claim(claim, what, _least(papers, "left"), SOLVED)
+
+
+S_TAGS = np.arange(2.0, 37.0, 2.0)
+SHOWN_TAGS = (2.0, 4.0, 10.0)
+SEQUENCES = 1000
+PLAIN = "b = 0, d = 1"
+VARIANTS = {PLAIN: (0.0, 1.0), "b = 3": (3.0, 1.0), "d = 0.1": (0.0, 0.1), "d = 5": (0.0, 5.0)}
+"""Ours: the theorem lets b and d > 0 be anything, and its figure names none."""
+
+
+@declared("sinks/figure6")
+def construction(study: Study, outcome: Outcome) -> None:
+    numbers, places = draw([torch.Generator().manual_seed(study.provenance["seed"])], SEQUENCES)
+    numbers, places = numbers[0].double(), places[0]
+    _maps(outcome, numbers)
+    _convergence(outcome, numbers, places)
+    _outside(outcome, numbers)
+    _attention(outcome, numbers, places)
+
+
+def _maps(outcome: Outcome, numbers: Tensor) -> None:
+    middle = LENGTH // 2
+    pictures = {
+        f"s_tag = {tag:g}": averaging_model(tag)(numbers[:1], middle).attention[0].numpy()
+        for tag in SHOWN_TAGS
+    }
+    outcome.draw("attention", attention_maps(pictures, middle))
+
+
+def _convergence(outcome: Outcome, numbers: Tensor, places: Tensor) -> None:
+    errors = outcome.tables["errors"] = _errors(numbers, places)
+    by_tag = errors[errors["b_d"] == PLAIN].set_index("s_tag")
+    ratio = by_tag["median"][20.0] / by_tag["derived_median"][20.0]
+    derived = "median error over the median of d (s − 1)² e^{−s} |cov(S_j, x_j)|, at s = s_tag = 20"
+    outcome.read(derived, number(ratio, 5))
+    for tag in (10.0, 20.0, 30.0):
+        shown = ", ".join(number(by_tag.loc[tag, name]) for name in ("median", "mean", "largest"))
+        outcome.read(f"error at s_tag = {tag:g}: median, mean, largest", shown)
+    curves = {
+        str(name): (rows["median"].to_numpy(), rows["derived_median"].to_numpy())
+        for name, rows in errors.groupby("b_d", sort=False)
+    }
+    curves[f"{PLAIN}, largest"] = (by_tag["largest"].to_numpy(), np.full(len(by_tag), np.nan))
+    outcome.draw("convergence", convergence(S_TAGS, curves, "|f(x) − mean|"))
+
+
+def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
+    """Errors of the construction by (b, d) and s_tag, over sequences, against the derived ones."""
+    averages = mean_after(numbers, places)
+    rows = []
+    for name, (b, d) in VARIANTS.items():
+        for tag in S_TAGS.tolist():
+            error = (averaging_model(tag, b, d)(numbers, places).output - averages).abs()
+            derived = averaging_error(numbers, places, tag, b, d).abs()
+            rows.append(
+                {"b_d": name, "s_tag": tag, "median": float(error.median()), "mean": float(error.mean())}
+                | {"largest": float(error.max()), "derived_median": float(derived.median())}
+            )
+    return pd.DataFrame(rows)
+
+
+def _outside(outcome: Outcome, numbers: Tensor) -> None:
+    """Where the theorem says nothing: [SEP] in the last place, or absent."""
+    model = averaging_model(SHOWN_TAGS[-1])
+    last, absent = model(numbers, LENGTH - 1).output, model(numbers, ABSENT).output
+    without_last = numbers[:, :-1].sum(-1) / LENGTH
+    for what, difference in (
+        ("[SEP] in the last place: largest |f(x) − sum of the numbers/T|", last - without_last),
+        ("no [SEP]: largest |f(x) − mean of all numbers|", absent - numbers.mean(-1)),
+    ):
+        outcome.read(f"{what}, at s_tag = {SHOWN_TAGS[-1]:g}", number(float(difference.abs().max())))
+
+
+def _attention(outcome: Outcome, numbers: Tensor, places: Tensor) -> None:
+    table = outcome.tables["attention"] = _rest(numbers, places)
+    curves = {
+        "tokens after [SEP]": (table["rest"].to_numpy(), table["derived"].to_numpy()),
+        "[SEP] itself": (table["rest_of_separator"].to_numpy(), table["derived_of_separator"].to_numpy()),
+    }
+    outcome.draw("rest", convergence(S_TAGS, curves, "1 − A¹ to [SEP]"))
+
+
+def _rest(numbers: Tensor, places: Tensor) -> pd.DataFrame:
+    """What queries after [SEP], and [SEP] itself, leave to other keys: medians by s_tag, against the derived ones."""
+    place = torch.arange(numbers.shape[-1])
+    after, is_separator = place > places[:, None], place == places[:, None]
+    products = torch.where(is_separator[:, None], 0.0, (numbers[:, :, None] * numbers[:, None] + 1).exp())
+    sums = products.tril().sum(-1)[after].median()
+    rows = []
+    for tag in S_TAGS.tolist():
+        attention = averaging_model(tag)(numbers, places).attention
+        # Summed, as 1 − A would be rounding.
+        off_separator = attention.masked_fill(is_separator[:, None], 0.0).sum(-1)
+        rest, of_separator = (float(off_separator[of].median()) for of in (after, is_separator))
+        derived = float(sums) * math.exp(-tag), float(places.median()) * math.exp(tag - tag**2)
+        rows.append((tag, rest, derived[0], of_separator, derived[1]))
+    columns = ["s_tag", "rest", "derived", "rest_of_separator", "derived_of_separator"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+BELOW = 1e-16
+"""Errors under it are rounding and are not drawn."""
+
+
+def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
+    """Attention of one sequence, side by side, queries down and keys to the right, both from 1."""
+    positions = np.arange(1.0, len(next(iter(pictures.values()))) + 1)
+    seen = np.tri(len(positions), dtype=bool)
+    causal = {name: np.where(seen, picture, np.nan) for name, picture in pictures.items()}
+    drawn = maps(causal, (positions, positions), ("key", "query", "attention"), (0.0, 1.0), square=True)
+    edges = {"x0": separator + 0.5, "x1": separator + 1.5, "y0": 0.5, "y1": len(positions) + 0.5}
+    look = {"width": 1.5, "color": style.VERMILLION}
+    return drawn.add_shape(type="rect", **edges, line=look, row="all", col="all")
+
+
+def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
+    """Measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour."""
+    traces: list[Any] = []
+    for index, (name, (measured, derived)) in enumerate(curves.items()):
+        colour = style.CATEGORIES[index % len(style.CATEGORIES)]
+        for label, values, dash, marker in (
+            (name, measured, "solid", 5),
+            (f"{name}, derived", derived, "dot", 0),
+        ):
+            shown = np.where(values > BELOW, values, np.nan)
+            if np.isfinite(shown).any():
+                hover = f"{for_plotly(label)}<br>s_tag %{{x:g}}: %{{y:.3g}}<extra></extra>"
+                own: dict[str, Any] = {"hover": hover, "legendgroup": name, "showlegend": label == name}
+                traces += line(s_tag, shown, label, colour, dash=dash, marker=marker, **own)
+    highest = max(float(np.nanmax(measured)) for measured, _ in curves.values())
+    lowest = min(float(np.nanmin(np.where(size > BELOW, size, np.nan))) for size, _ in curves.values())
+    # A rate means nothing where it exceeds all errors.
+    window = {"range": [math.log10(lowest) - 0.3, math.log10(highest) + 0.7]}
+    layout = {"yaxis": POWERS | window, "legend": {"y": 1.04}}
+    return style.figure(traces, "s_tag", y, height=420, layout=layout)
+
+
+def draw_losses(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
+    """The squared error of every seed while it was trained."""
+    traces: list[Any] = []
+    for colour, each in zip(style.CATEGORIES, trained, strict=False):
+        name, losses = each.recipe.name, each.losses.numpy()
+        steps = (np.arange(losses.shape[1]) + 0.5) * each.recipe.steps / losses.shape[1]
+        hover = f"{for_plotly(name)}<br>step %{{x}}: %{{y:.3g}}<extra></extra>"
+        for seed, row in enumerate(losses):
+            traces += line(steps, row, name, colour, width=1.2, hover=hover, showlegend=seed == 0)
+    last = max((1 - 0.5 / each.losses.shape[1]) * each.recipe.steps for each in trained)
+    variance = float((models["error"] / models["left"]).mean())
+    of_all = variance * float(models["left_mean_of_all"].mean())
+    for dash, name, level in (
+        ("dot", "predicting 0", variance),
+        ("dash", "predicting mean of all numbers", of_all),
+    ):
+        hover = f"{for_plotly(name)}: {level:.3g}<extra></extra>"
+        traces += line([0, last], [level, level], name, style.GREY, dash=dash, width=1.5, hover=hover)
+    layout = {"yaxis": POWERS, "legend": {"y": 1.04}}
+    outcome.draw("losses", style.figure(traces, "step", "mean squared error", height=430, layout=layout))
+
+
+def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
+    """What the best seed of three kinds pays attention to, in one sequence."""
+    numbers, _ = training.draw([torch.Generator().manual_seed(training.HELD_OUT_SEED - 1)], 1)
+    middle = training.LENGTH // 2
+    pictures: dict[str, Floats] = {}
+    kinds = training.PUBLISHED_LARGE_TAG, training.STANDARD, training.QK_NORM + training.PENALISED
+    for name, each in ((one.recipe.name, one) for one in trained if one.recipe.name in kinds):
+        errors, count = models.loc[models["kind"] == name, "error"].to_numpy(), len(each.seeds)
+        with torch.no_grad(), using_threads(1):
+            forward_pass = each.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
+        pictures[name] = forward_pass.attention[errors.argmin(), 0].numpy()
+    outcome.draw("attention", attention_maps(pictures, middle))
+
+
+def draw_scatter(
+    outcome: Outcome, models: pd.DataFrame, column: str, axis: str, limits: tuple[float, float]
+) -> None:
+    """Every trained model as a dot: its error to the right (logarithmic), a column upwards; `limits` of both."""
+    titles = "residual variance", axis
+    looks = zip(style.CATEGORIES, ("circle", "diamond", "square", "triangle-up", "x", "cross"), strict=False)
+    hover = f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>"
+    traces: list[Any] = []
+    for (kind, rows), (colour, symbol) in zip(models.groupby("kind", sort=False), looks, strict=False):
+        marker = {"size": 9, "symbol": symbol, "line": {"width": 1}}
+        names = [for_plotly(f"{kind}, seed {seed}") for seed in rows["seed"]]
+        places = rows["left"].to_numpy(), rows[column].to_numpy()
+        traces.append(dots(*places, names, for_plotly(str(kind)), colour, hover, marker=marker))
+    y = POWERS if column == "outlier" else {"range": [-0.05, 1.05]}
+    layout: dict[str, Any] = {"xaxis": POWERS, "yaxis": y, "legend": {"y": 1.04}}
+    drawn = style.figure(traces, *titles, height=430, layout=layout)
+    limit = {"color": style.GREY, "dash": "dot", "width": 1.5}
+    drawn.add_vline(limits[0], line=limit)
+    drawn.add_hline(limits[1], line=limit)
+    outcome.draw(column, drawn)

@@ -1,0 +1,178 @@
+"""Copies of an attention module, and what arrives at their tap for other hidden states.
+
+A copy is in another dtype or has other weights, and leaves the model as it is. It must be run while
+`tapped(…, stop_at_tap)` is open, so that it stops as soon as the tap has its queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import WorkError
+from theodolite.models.calls import Call
+from theodolite.models.source import device_of, dtype_of
+from theodolite.models.stored.dequantised import dequantised, quantised_layers
+from theodolite.models.structure import removed_on_leaving
+from theodolite.models.training.shards import gathered, is_part, of_own_heads, whole_copy
+
+AFFINE_TOLERANCE = 32 * torch.finfo(torch.float32).eps
+"""Relative error of an affine map in float64. Some families rotate in float32 whatever their dtype (Cohere, ModernBERT,
+DeepSeek 2), so that even a float64 copy is exact to float32 only; what is not affine is off by a share of order one."""
+
+
+class NotAffine(WorkError):
+    """A layer's queries or keys are no affine function of its input."""
+
+
+class _Stopped(Exception):
+    def __init__(self, inputs: AttentionInputs) -> None:
+        self.inputs = inputs
+
+
+def stop_at_tap(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+    """A tap that stops the attention module there; `call_until_tap` catches it."""
+    raise _Stopped(inputs)
+
+
+def run_until_tap(
+    module: nn.Module, call: Call, hidden: Float[Tensor, "batch positions width"]
+) -> AttentionInputs:
+    """Return what arrives at the tap for `hidden` in place of the hidden states of `call`.
+
+    Raises:
+        NotAffine: the module takes no hidden states but those of `call`.
+        WorkError: it did not call its attention function.
+    """
+    return _until_tap(module, lambda: call.output(module, hidden))
+
+
+def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
+    """Return what arrives at the tap for the hidden states of `call`; errors as of `run_until_tap`."""
+    return _until_tap(module, lambda: call.run(module))
+
+
+def _until_tap(module: nn.Module, run: Callable[[], Any]) -> AttentionInputs:
+    try:
+        run()
+    except _Stopped as stopped:
+        return stopped.inputs
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as error:
+        # What else it is called with (embeddings of the tokens, say) fits the model's own hidden states only.
+        reason = str(error).partition("\n")[0]
+        raise NotAffine(
+            f"{type(module).__name__} takes no hidden states but the model's own: {reason}"
+        ) from error
+    raise WorkError(f"{type(module).__name__} did not reach its attention function")
+
+
+def as_sequences(rows: Float[Tensor, "rows width"], module: nn.Module) -> Float[Tensor, "rows 1 width"]:
+    """Each row a sequence of one token, where the module's parameters are and in their dtype."""
+    return rows.to(device_of(module), dtype_of(module)).unsqueeze(1)
+
+
+def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Copy a module with its floating-point tensors in `dtype`; return the module itself where they are on meta.
+
+    A parameter that has this dtype shares its memory with the copy's. Weights that accelerate has offloaded are brought
+    here for the copy, which has none of its hooks; those that are spread over ranks are gathered. Quantised layers
+    become plain ones.
+
+    Raises:
+        WorkError: a layer is quantised in a way that cannot be read.
+    """
+    quantised = list(quantised_layers(module, type(module).__name__))
+    plain = {id(layer): dequantised(name, layer).to(dtype) for name, layer in quantised}
+    not_copied = {id(tensor) for _, layer in quantised for tensor in (*layer.parameters(), *layer.buffers())}
+    hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
+    with ExitStack() as weights_present:
+        if hooked:
+            from accelerate.utils import align_module_device
+
+            for child in hooked:
+                weights_present.enter_context(align_module_device(child))
+        if any(p.is_meta for p in module.parameters()):
+            return module
+        weights_present.enter_context(gathered(module.modules()))
+        # A hook knows all offloaded weights of the model: it is not copied with the module.
+        memo: dict[int, Any] = {id(child._hf_hook): child._hf_hook for child in hooked} | plain
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in not_copied:
+                memo[id(tensor)] = _copy_of(tensor, module, dtype)
+        copy_of = whole_copy(module, memo)
+    for child in copy_of.modules():
+        if child.__dict__.pop("_hf_hook", None) is not None:
+            del child._old_forward
+            if isinstance(child.forward, functools.partial):  # else the tap has put its own there
+                del child.forward
+    return copy_of
+
+
+def _copy_of(tensor: Tensor, module: nn.Module, dtype: torch.dtype) -> Tensor:
+    """A parameter or buffer of a copy. A buffer has memory of its own, for a pass may write to it (a cache of keys)."""
+    whole = of_own_heads(tensor.detach(), module)
+    # `to` would take the imaginary part of a rotation (torchtitan, Llama's own code).
+    in_dtype = whole.to(dtype) if whole.is_floating_point() else whole
+    is_parameter = isinstance(tensor, nn.Parameter)
+    if in_dtype is whole and (is_part(tensor) or not is_parameter):
+        in_dtype = whole.clone()
+    return nn.Parameter(in_dtype, requires_grad=tensor.requires_grad) if is_parameter else in_dtype
+
+
+def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The norms inside an attention module, by name; those of weights (`spectral_norm`) are none."""
+    return [
+        (name, child)
+        for name, child in module.named_modules()
+        if name and "parametrizations" not in name.split(".")
+        if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm")
+    ]
+
+
+def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
+    """Names of the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
+
+    Or each of its numbers several times, where a module repeats grouped keys itself. A norm between two projections
+    (DeepSeek's) is not among them: without it, other weights would be read.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                outputs[name] = output
+
+        return hook
+
+    hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
+    row = torch.randn(1, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with removed_on_leaving(hooks):
+        inputs = run_until_tap(module, call, as_sequences(row, module))
+    tapped_values = [_sorted_values(tensor) for tensor in (inputs.query, inputs.key, inputs.value)]
+    return [
+        name
+        for name, output in outputs.items()
+        if any(_is_repeated(output, values) for values in tapped_values)
+    ]
+
+
+def _is_repeated(output: Tensor, values: Tensor) -> bool:
+    times, left = divmod(len(values), output.numel())
+    return not left and torch.allclose(
+        _sorted_values(output.flatten().repeat(times)), values, rtol=0, atol=1e-4
+    )
+
+
+def _sorted_values(tensor: Tensor) -> Tensor:
+    """The sorted values, scaled to norm 1: equal for tensors that differ in order and scale only."""
+    values = tensor.double().flatten().sort().values
+    return values / torch.linalg.vector_norm(values).clamp_min(1e-300)

@@ -1,0 +1,606 @@
+"""The figures that only experiments need: curves, maps, heads on two measures, numbers over published ones."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.report import published, style
+from theodolite.report.data import Floats, layer_numbers, need_column
+from theodolite.report.drawing.grammar import (
+    HEADROOM,
+    Panel,
+    cosine_map,
+    dots,
+    heat,
+    line,
+    panels,
+    saturation,
+)
+from theodolite.report.style import layer_axis, order_colour
+from theodolite.system.wording import for_plotly, head_name, number, percent
+
+if TYPE_CHECKING:
+    from theodolite import Run
+
+PANEL_GAP = 0.06  # between maps side by side, of the width
+MAP_HEIGHT, SQUARE_HEIGHT, CURVES_HEIGHT = 380, 320, 400
+SHARE = {"range": [-0.02, 1.05]}
+POWERS: dict[str, Any] = {"type": "log", "exponentformat": "power"}
+TWOS: dict[str, Any] = {"type": "log", "dtick": "D2", "tickformat": "~g"}
+"""Axes of a share, and of logarithms: powers of ten, or 1, 2 and 5 times them."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Name and style of a curve."""
+
+    name: str
+    colour: str
+    dash: str = "solid"
+    width: float = 2.0
+    marker: float = 0
+
+
+PUBLISHED = Line("published", style.GREY, "dash")
+CORRECTED = Line("corrected", style.BLUE)
+FINITE = Line("finite length", style.GREEN)
+EXACT = Line("exact", style.VERMILLION)
+
+
+def curves(
+    x: Floats,
+    lines: Sequence[Line],
+    values: Sequence[Floats],
+    titles: tuple[str, str],
+    *,
+    errors: Sequence[Floats | None] = (),
+    height: int = CURVES_HEIGHT,
+    **layout: Any,
+) -> go.Figure:
+    """Curves over one axis, with their standard errors; `titles` of x and y."""
+    traces: list[Any] = []
+    for curve, y, error in zip(lines, values, errors or [None] * len(lines), strict=True):
+        hover = f"{for_plotly(curve.name)}<br>{titles[0]} %{{x:.4g}}: %{{y:.4g}}<extra></extra>"
+        traces += _curve(x, y, curve, hover, error)
+    return style.figure(traces, *titles, height=height, layout=layout)
+
+
+def _curve(x: Floats, y: Floats, curve: Line, hover: str, errors: Floats | None = None) -> list[Any]:
+    own: dict[str, Any] = {"dash": curve.dash, "width": curve.width, "marker": curve.marker}
+    return line(x, y, curve.name, curve.colour, errors=errors, hover=hover, **own)
+
+
+def propagation_curves(
+    theta: Floats, etas: Sequence[float], published: Floats, corrected: Floats
+) -> go.Figure:
+    """ρ(θ) of one ξ for every η: corrected solid, published dashed, one colour an η; both (etas, positions)."""
+    lines, values = [], []
+    for index, eta in enumerate(etas):
+        colour = style.order_colour(index / max(1, len(etas) - 1))
+        lines += [Line(f"η = {eta:g}", colour), Line(f"η = {eta:g}, published", colour, "dash", 1.4)]
+        values += [corrected[index], published[index]]
+    drawn = curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis=SHARE)
+    for trace in drawn.data[1::2]:
+        trace.showlegend = False
+    return drawn
+
+
+def with_windows(drawn: go.Figure, windows: Mapping[str, tuple[float, float]]) -> go.Figure:
+    """The figure with shaded intervals of its x axis, named at the top."""
+    for index, (name, (low, high)) in enumerate(windows.items()):
+        colour = style.CATEGORIES[index % len(style.CATEGORIES)]
+        drawn.add_vrect(
+            x0=low,
+            x1=high,
+            fillcolor=style.translucent(colour, style.BAND),
+            line_width=0,
+            annotation_text=for_plotly(name),
+            annotation_position="top left",
+        )
+    return drawn
+
+
+def maps(
+    pictures: Mapping[str, Floats],
+    axes: tuple[Floats, Floats],
+    titles: tuple[str, str, str],
+    limits: tuple[float, float],
+    *,
+    signed: Sequence[str] = (),
+    square: bool = False,
+) -> go.Figure:
+    """Heat maps side by side: name → (rows, columns), all on the same axes and, but for `signed`, one scale.
+
+    axes: values of x and y. titles: of x, y and the colours. signed: names of maps that are coloured by their sign.
+    """
+    largest = max((float(np.nanmax(np.abs(pictures[name]))) for name in signed), default=0.0) or 1.0
+    first_of_scale = {name in signed: name for name in list(pictures)[::-1]}
+    both = len(first_of_scale) > 1
+    bare: dict[str, Any] = {"showgrid": False, "zeroline": False}
+    shown = []
+    for index, (name, picture) in enumerate(pictures.items()):
+        low, high = (-largest, largest) if name in signed else limits
+        where = f"{titles[0]} %{{x:.4g}}, {titles[1]} %{{y:.4g}}"
+        hover = f"{for_plotly(name)}<br>{where}<br>{titles[2]} %{{z:.4g}}"
+        trace = heat(
+            picture,
+            low,
+            high,
+            f"{hover}<extra></extra>",
+            scale=style.SIGNED if name in signed else style.MAGNITUDE,
+            bar=_scale_bar(titles[2], name, name in signed, both)
+            if name in first_of_scale.values()
+            else None,
+            x=axes[0],
+            y=axes[1],
+        )
+        rows = bare | ({"autorange": "reversed"} if square else {})
+        y = "" if index else titles[1]
+        shown.append(Panel(name, [trace], titles[0], y, bare, rows, square=square))
+    height = SQUARE_HEIGHT if square else MAP_HEIGHT
+    return panels(shown, len(shown), height=height - HEADROOM, gaps=(PANEL_GAP, 0))
+
+
+def _scale_bar(title: str, name: str, signed: bool, both: bool) -> dict[str, Any]:
+    """The colour bar of a map: of amounts, or of `signed` differences, which stands below where there are `both`."""
+    if not both:
+        return style.colour_bar(title)
+    upper = {"y": 1, "yanchor": "top", "len": 0.46}
+    lower = {"y": 0, "yanchor": "bottom", "len": 0.46}
+    return style.colour_bar(name, **lower) if signed else style.colour_bar(title, **upper)
+
+
+PREDICTED = (PUBLISHED, CORRECTED, FINITE, EXACT)
+
+
+def simulation(
+    positions: Floats, simulated: Floats, errors: tuple[Floats, Floats], predictions: Sequence[Floats]
+) -> go.Figure:
+    """ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions."""
+    name, at = "simulated, error over", (positions, simulated, None)
+    hover = "token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>"
+    by_draws = style.error_bars(errors[1], width=4, thickness=1.0)
+    by_walks = style.error_bars(errors[0], width=0, thickness=2.5)
+    traces = [
+        dots(*at, f"{name} draws of W_QK", style.ORANGE, hover, error_y=by_draws, marker={"size": 5}),
+        dots(*at, f"{name} walks", style.PURPLE, "", error_y=by_walks, marker={"size": 1}, hoverinfo="skip"),
+    ]
+    for curve, values in zip(PREDICTED, predictions, strict=True):
+        traces += _curve(positions, values, curve, f"token %{{x}}: {curve.name} %{{y:.3f}}<extra></extra>")
+    layout = {"yaxis": SHARE, "legend": {"font": {"size": 10}}}
+    return style.figure(traces, "token i", "ρᵢ", height=440, layout=layout)
+
+
+def entropies(
+    scales: Sequence[float], means: Sequence[float], values: Floats, errors: Floats, least: float
+) -> go.Figure:
+    """Mean attention entropy against the scale of the eigenvalues, a line a mean; logarithmic axes."""
+    colours = [style.order_colour(index / max(1, len(means) - 1)) for index in range(len(means))]
+    lines = [Line(f"mean {mean:g}", colour, marker=7) for mean, colour in zip(means, colours, strict=True)]
+    x = {"type": "log", "tickvals": list(scales), "ticktext": [f"{scale:g}" for scale in scales]}
+    y = TWOS | {"range": [math.log10(least), math.log10(5)]}
+    titles = "scale of the eigenvalues", "entropy in nats"
+    at = np.array(scales, dtype=np.float64)
+    return curves(at, lines, list(values), titles, errors=list(errors), xaxis=x, yaxis=y)
+
+
+def whiskers(middle: Floats, low: Floats, high: Floats) -> dict[str, Any]:
+    """Error bars from the lower to the upper end of an interval."""
+    up, down = (part.astype(np.float32) for part in (high - middle, middle - low))
+    return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.2, "width": 3}
+
+
+def bars(
+    groups: Sequence[str], values: Mapping[str, tuple[Floats, Floats]], y: str, limits: tuple[float, float]
+) -> go.Figure:
+    """Grouped bars with their intervals: name → (values, (2, groups) lower and upper)."""
+    traces = [
+        go.Bar(
+            x=list(groups),
+            y=heights.astype(np.float32),
+            name=for_plotly(name),
+            marker={"color": colour},
+            error_y=whiskers(heights, *interval),
+            hovertemplate=f"%{{x}}<br>{for_plotly(name)}: %{{y:.3f}}<extra></extra>",
+        )
+        for (name, (heights, interval)), colour in zip(values.items(), style.CATEGORIES, strict=False)
+    ]
+    layout = {"barmode": "group", "yaxis": {"range": list(limits)}}
+    return style.figure(traces, "", y, height=CURVES_HEIGHT, layout=layout)
+
+
+THIS_MODEL = style.MEASURED
+PAPER = dict(zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True))
+DASHES = dict(zip(published.TEXTS, ("dot", "solid", "dash"), strict=True))
+LINE = 1.3
+PANEL_ROW = 26  # pixels a row
+NARROW = 16  # characters in a line of an axis title
+
+
+def _this_model(layers: Floats, values: Floats, name: str, errors: Floats | None, **own: Any) -> list[Any]:
+    hover = f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>"
+    look: dict[str, Any] = {"colour": THIS_MODEL, "width": 2.4, "marker": 6, "hover": hover} | own
+    return line(layers, values, name, errors=errors, **look)
+
+
+def against_published(
+    run: Run, name: str, rows: published.Rows, y: str, errors: Floats | None = None, *, log: bool = False
+) -> go.Figure:
+    """A layer column over the rows of Table 4, 5 or 6, one line per model and text."""
+    layers = layer_numbers(run)
+    depth = np.linspace(0, float(layers.max()), 13).round(4)
+    traces: list[Any] = []
+    for model in published.MODELS:
+        for text, values in zip(published.TEXTS, rows[model], strict=True):
+            hover = f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>"
+            own: dict[str, Any] = {"width": LINE, "dash": DASHES[text], "opacity": 0.75, "hover": hover}
+            own |= {"customdata": list(range(13)), "showlegend": text == "OpenWebText"}
+            traces += line(depth, values, model, PAPER[model], **own)
+    traces += _this_model(layers, need_column(run.layers, name), "this model", errors)
+    axis = TWOS if log else {"rangemode": "tozero"}
+    return style.figure(traces, "layer", y, height=420, layout={"xaxis": layer_axis(layers), "yaxis": axis})
+
+
+def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
+    """Table 1 as dots: one panel per quantity, one line per row, a bar of one standard deviation over layers."""
+    names = [for_plotly(name) for name in rows]
+    shown: list[Panel] = []
+    for quantity in quantities:
+        cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
+        hover = f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>"
+        own: dict[str, Any] = {
+            "mode": "markers",
+            "error_x": dict(style.error_bars(cells[:, 1]) or {}, color=style.GREY),
+        }
+        own["marker"] = {"size": 9, "color": [THIS_MODEL] + [style.REFERENCE] * (len(names) - 1)}
+        points = line(cells[:, 0], names, "", THIS_MODEL, hover=hover, **own)
+        title = "<br>".join(textwrap.wrap(quantity, NARROW))  # beside others
+        axis: dict[str, Any] = {"autorange": "reversed", "type": "category"}
+        axis |= {"matches": "y", "showticklabels": False, "ticks": ""} if shown else {}
+        shown.append(Panel("", points, title, "", {"rangemode": "tozero", "nticks": 4}, axis))
+    height, gaps = 110 + PANEL_ROW * len(names) - HEADROOM, (0.035, 0)
+    return panels(shown, len(shown), height=height, gaps=gaps, layout={"showlegend": False})
+
+
+def shares_by_cutoff(
+    measured: Mapping[str, Mapping[int, float]], paper: Mapping[str, Mapping[int, float]]
+) -> go.Figure:
+    """Share of energy in the K × K lowest frequencies against K: solid as measured, dotted as in Table 3."""
+    colours = (style.VERMILLION, style.BLUE, style.GREEN)
+    traces: list[Any] = []
+    for (name, published_shares), colour in zip(paper.items(), colours, strict=True):
+        here: dict[str, Any] = {"dash": "solid", "width": 2.2, "marker": 6}
+        there: dict[str, Any] = {"dash": "dot", "width": LINE, "marker": 4}
+        both = (name, measured.get(name), here), (f"{name}, GPT-2 in Table 3", published_shares, there)
+        for label, shares, look in both:
+            if shares:
+                hover = f"{label}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>"
+                cutoffs = [str(cutoff) for cutoff in shares]
+                traces += line(cutoffs, [*shares.values()], label, colour, hover=hover, **look)
+    layout = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
+    return style.figure(traces, "K", "share of energy", height=360, layout=layout)
+
+
+def two_texts(
+    layers: Floats, curves: Mapping[str, tuple[Floats, Floats | None]], y: str, *, share: bool = False
+) -> go.Figure:
+    """One layer measure on two texts: name → (values, standard errors); the first is solid, the second dashed."""
+    traces: list[Any] = []
+    looks = {"colour": THIS_MODEL}, {"colour": style.BLUE, "dash": "dash"}
+    for (name, (values, errors)), look in zip(curves.items(), looks, strict=False):
+        traces += _this_model(layers, values, name, errors, **look)
+    axis = {"range": [0, 1.05]} if share else {"rangemode": "tozero"}
+    return style.figure(traces, "layer", y, height=340, layout={"xaxis": layer_axis(layers), "yaxis": axis})
+
+
+def layer_cosines(cosines: Floats) -> go.Figure:
+    """Mean cosine between a token's vectors at every two layers, (N, N)."""
+    rows = [f"layer {layer}" for layer in range(len(cosines))]
+    layers = range(0, len(rows), max(1, len(rows) // 12))
+    return cosine_map(cosines, rows, "mean cosine", [(float(layer), str(layer)) for layer in layers])
+
+
+def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> go.Figure:
+    """Singular values over the first: of each layer's learned basis, and, thick, of a fixed one."""
+    traces: list[Any] = [style.depth_bar(len(learned))]
+    curves = [
+        (f"layer {layer}", values, order_colour(layer / max(1, len(learned) - 1)), LINE)
+        for layer, values in enumerate(learned)
+    ]
+    for name, values, colour, width in [*curves, (fixed_name, fixed, THIS_MODEL, 3.0)]:
+        if not values.max() > 0:
+            continue
+        relative = values / values.max()
+        above_rounding = relative > 1e-8  # beyond that it is rounding
+        number_of = np.arange(1, len(values) + 1)[above_rounding]
+        hover = f"{name}, number %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>"
+        own: dict[str, Any] = {"width": width, "hover": hover, "showlegend": name == fixed_name}
+        traces += line(number_of, relative[above_rounding], name, colour, **own)
+    titles = "number", "singular value over the largest"
+    return style.figure(traces, *titles, height=380, layout={"yaxis": POWERS | {"dtick": 1}})
+
+
+def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
+    """Mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it."""
+    layers = np.arange(len(norms), dtype=np.float64)
+    hover = "GPT-2: %{text} × layer 0<extra></extra>"
+    heights, names = norms[0] * np.array([*ratios.values()]), [number(ratio, 4) for ratio in ratios.values()]
+    own: dict[str, Any] = {"marker": {"size": 9, "symbol": "diamond-open"}}
+    printed = dots(
+        [*ratios], heights, names, "layer 0 times the ratio of GPT-2", style.REFERENCE, hover, **own
+    )
+    traces = [*_this_model(layers, norms, "this model", errors), printed]
+    layout = {"xaxis": layer_axis(layers), "yaxis": TWOS | {"tickformat": "~s"}}
+    return style.figure(traces, "layer", "mean ‖h‖₂", height=360, layout=layout)
+
+
+ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # of the differences in Theorem 1
+TILES_ACROSS = 6
+TILE_GAP, TILE_HEADROOM = 5, 11  # in cells of a map
+TILE_PIXELS = 190
+LARGEST_ERROR = 30.0  # of a kernel: beyond that a bound says nothing and would press the curves together
+
+
+def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
+    """The maps of one layer's heads as tiles of one picture, −1 … 1: survivors below 0, the diagonal above.
+
+    Magnitudes are square roots of shares of the head's largest; NaN separates the tiles.
+    """
+    tiles = []
+    for survivors, of_head in zip(rotated, diagonal, strict=True):
+        largest = max(survivors.max(), of_head.max()) or 1.0
+        tile, red = -np.sqrt(survivors / largest), np.sqrt(of_head / largest)
+        on = np.diag_indices(len(red))
+        tile[on] = np.where(red >= -tile[on], red, tile[on])
+        tiles.append(tile)
+    return _in_tiles(tiles)
+
+
+def positional_tiles(logits: Floats) -> Floats:
+    """One layer's heads as tiles of one picture, as in `weight_tiles`: rows less their means, of −1 … 1."""
+    centred = logits - logits.mean(axis=-1, keepdims=True)
+    return _in_tiles([np.clip(tile / saturation([tile]), -1, 1) for tile in centred])
+
+
+def _in_tiles(tiles: Sequence[Floats]) -> Floats:
+    """Square matrices of one size as one picture, NaN between them and above each, where its name stands."""
+    side = len(tiles[0])
+    across, step, tall = min(len(tiles), TILES_ACROSS), side + TILE_GAP, side + TILE_HEADROOM
+    picture = np.full((math.ceil(len(tiles) / across) * tall, across * step - TILE_GAP), np.nan)
+    for index, tile in enumerate(tiles):
+        row, column = divmod(index, across)
+        top = row * tall + TILE_HEADROOM
+        picture[top : top + side, column * step : column * step + side] = tile
+    return picture
+
+
+def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
+    """`weight_tiles` with the heads' names above them; `side`: cells along a tile."""
+    across = min(len(names), TILES_ACROSS)
+    trace = heat(tiles, -1, 1, "", scale=style.SIGNED, hoverinfo="skip")
+    labels, boxes = [], []
+    look: dict[str, Any] = {"showarrow": False, "yanchor": "bottom", "font": {"size": 11}}
+    for head, name in enumerate(names):
+        left = (head % across) * (side + TILE_GAP)
+        top = (head // across) * (side + TILE_HEADROOM) + TILE_HEADROOM
+        labels.append({"x": left + side / 2, "y": top - 2, "text": for_plotly(name)} | look)
+        edges = {"x0": left - 0.5, "x1": left + side - 0.5, "y0": top - 0.5, "y1": top + side - 0.5}
+        boxes.append({"type": "rect", "line": {"width": 1, "color": style.GREY}} | edges)
+    bare = {"visible": False, "constrain": "domain"}
+    layout = {
+        "annotations": labels,
+        "shapes": boxes,
+        "xaxis": bare,
+        "yaxis": bare | {"autorange": "reversed", "scaleanchor": "x"},
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+    }
+    height = 30 + TILE_PIXELS * math.ceil(len(names) / across) * 6 // max(across, 4)
+    return style.figure([trace], height=height, layout=layout)
+
+
+def head_values(
+    grid: Floats, what: str, *, decades: bool = False, notes: Sequence[Sequence[str]] = ()
+) -> go.Figure:
+    """One number per head over layer × head: a share of one, or (`decades`) a ratio coloured by its logarithm."""
+    colour_values, bar, limits = grid, style.colour_bar(what), (0.0, 1.0)
+    if decades:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            colour_values = np.where(grid > 0, np.log10(grid), np.nan)
+        finite = colour_values[np.isfinite(colour_values)]
+        lowest, highest = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        limits = (min(0.0, lowest), max(math.log10(2), highest))
+        bases = (1, 1.5, 2, 3, 5, 7) if limits[1] - limits[0] < 1 else (1, 3)
+        steps = [base * 10.0**power for power in range(-3, 6) for base in bases]
+        ticks = [step for step in steps if limits[0] <= math.log10(step) <= limits[1] + 1e-9]
+        bar |= {"tickvals": np.log10(ticks).tolist(), "ticktext": [number(tick) for tick in ticks]}
+    text = [[f"{what}: {number(value)}" for value in row] for row in grid]
+    if notes:
+        rows = zip(text, notes, strict=True)
+        text = [["<br>".join(pair) for pair in zip(*of_layer, strict=True)] for of_layer in rows]
+    hover = "<b>L%{y}H%{x}</b><br>%{text}<extra></extra>"
+    trace = heat(colour_values, *limits, hover, cells=True, text=text, showscale=True, colorbar=bar)
+    return style.figure([trace], "head", "layer", layout=style.head_map_layout(*grid.shape))
+
+
+def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tuple[str, str]) -> go.Figure:
+    """Every head on two measures, coloured by its block; `titles` of x and y."""
+    depth = max(1.0, float(layers.max()))
+    names = [head_name(int(layer), int(head)) for layer, head in zip(layers, heads, strict=True)]
+    colours = [style.order_colour(layer / depth) for layer in layers]
+    hover = f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>"
+    shown = dots(x, y, names, None, colours, hover, showlegend=False)
+    return style.figure([shown, style.depth_bar(int(depth) + 1)], *titles, height=380)
+
+
+def smoothness_bounds(
+    cutoffs: Sequence[int], bounds: Floats, attained: Floats, trivial: Floats, layer: int
+) -> go.Figure:
+    """Theorem 1 at one layer: the bound for each order of difference (dashed), the attained error, no approximation."""
+    all_values = np.concatenate([bounds.ravel(), attained.ravel(), trivial])
+    positive = all_values[np.isfinite(all_values) & (all_values > 0)]
+    # What is left at the last k is rounding: a curve may leave the picture below.
+    low = max(float(positive.min()), float(trivial.max()) * 1e-7)
+    traces: list[Any] = []
+    for order, (values, colour) in enumerate(zip(bounds[layer], ORDERS, strict=True), start=1):
+        hover = f"k = %{{x}}: bound with m = {order} %{{y:.3g}}<extra></extra>"
+        traces += line(cutoffs, values, f"bound, m = {order}", colour, dash="dash", hover=hover)
+    hover = "k = %{x}: attained %{y:.3g}<extra></extra>"
+    traces += line(cutoffs, attained[layer], "attained", THIS_MODEL, width=2.4, marker=6, hover=hover)
+    none, hover = "no approximation, ‖G‖/T", "‖G‖/T = %{y:.3g}<extra></extra>"
+    flat = np.full(len(cutoffs), trivial[layer])
+    traces += line(cutoffs, flat, none, style.GREY, dash="dot", width=1.5, hover=hover)
+    ticks = [k for k in (1, 2, 5, 10, 20, 50, 100) if k <= max(cutoffs)]
+    x = {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
+    y = POWERS | {"range": [math.log10(low) - 0.3, math.log10(float(positive.max())) + 0.3]}
+    titles = "k, number of frequencies kept", "error, ‖G − approximation‖/T"
+    return style.figure(traces, *titles, height=430, layout={"xaxis": x, "yaxis": y})
+
+
+def factorisation(
+    levels: Floats,
+    curves: Mapping[str, tuple[Floats, Floats]],
+    bound: tuple[Floats, Floats],
+    marks: Mapping[str, float],
+) -> go.Figure:
+    """Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed)."""
+    drawn = bound[1] <= LARGEST_ERROR
+    low = min(float(means.min()) for means, _ in curves.values()) / 2
+    traces: list[Any] = []
+    for (name, (means, errors)), colour, symbol in zip(
+        curves.items(), (THIS_MODEL, style.BLUE), ("circle", "circle-open"), strict=True
+    ):
+        hover = f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>"
+        own: dict[str, Any] = {"width": 2, "marker": 8, "marker_symbol": symbol, "hover": hover}
+        traces += line(levels, means, name, colour, errors=errors, **own)
+    lines = {"bound": (bound[0][drawn], bound[1][drawn], style.GREY, "dash")}
+    for (name, value), dash in zip(marks.items(), ("solid", "dot"), strict=True):
+        lines[name] = (np.array([value, value]), np.array([low, LARGEST_ERROR]), style.GREEN, dash)
+    for name, (x, y, colour, dash) in lines.items():
+        hover = f"{for_plotly(name)}<br>incoherence %{{x:.3g}}<extra></extra>"
+        traces += line(x, y, name, colour, dash=dash, width=1.6, hover=hover)
+    ends = [math.log10(end(*levels, *marks.values())) for end in (min, max)]
+    layout = {"xaxis": TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}}
+    layout["yaxis"] = POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]}
+    titles = "incoherence", "relative error of the kernel"
+    return style.figure(traces, *titles, height=430, layout=layout)
+
+
+def error_over_incoherence(widths: Floats, measured: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
+    """Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence."""
+    lines = [Line(name, colour, marker=6) for name, colour in zip(measured, style.CATEGORIES, strict=False)]
+    values, errors = zip(*measured.values(), strict=True)
+    x = {"type": "log", "tickvals": widths.tolist(), "ticktext": [f"{d:g}" for d in widths]}
+    titles = "width d", "error over incoherence"
+    return curves(widths, lines, values, titles, errors=errors, height=380, xaxis=x, yaxis=TWOS)
+
+
+def layer_lines(layers: Floats, measured: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
+    """Layer measures with their standard errors, pairwise in one colour: measured solid, then its baseline dotted."""
+    looks = [
+        Line("", colour, dash, marker=marker)
+        for colour in (THIS_MODEL, style.BLUE)
+        for dash, marker in (("solid", 6), ("dot", 0))
+    ]
+    lines = [replace(look, name=name) for name, look in zip(measured, looks, strict=False)]
+    values, errors = zip(*measured.values(), strict=True)
+    x, from_0 = style.layer_axis(layers), {"rangemode": "tozero"}
+    return curves(layers, lines, values, ("layer", y), errors=errors, height=360, xaxis=x, yaxis=from_0)
+
+
+PANELS_ACROSS, PANEL_DROP = 3, 0.16
+BEFORE_FIRST = 0.5  # decades between step 0 and the first step after it
+CELL = 0.42  # half a curve's cell; the rest is white
+CELL_PIXELS = 96
+
+
+def log_step_axis(steps: Sequence[int]) -> Floats:
+    """Where steps stand on a logarithmic axis that has room for step 0."""
+    first = min((step for step in steps if step > 0), default=1)
+    return np.array([math.log10(step) if step > 0 else math.log10(first) - BEFORE_FIRST for step in steps])
+
+
+def _step_axis(steps: Sequence[int], log_steps: Floats) -> dict[str, Any]:
+    names = [f"{step // 1000}k" if step >= 1000 and step % 1000 == 0 else str(step) for step in steps]
+    ends = [float(log_steps.min()) - 0.15, float(log_steps.max()) + 0.15]
+    ticks = {"tickmode": "array", "tickvals": log_steps.tolist(), "ticktext": names, "tickangle": 0}
+    return ticks | {"range": ends, "zeroline": False}
+
+
+def measures_by_step(
+    steps: Sequence[int], measures: Mapping[str, tuple[Floats, Floats]], limits: Mapping[str, float]
+) -> go.Figure:
+    """One panel per measure, one line per layer, against training step."""
+    log_steps = log_step_axis(steps)
+    layers = next(iter(measures.values()))[0].shape[1]
+    down = math.ceil(len(measures) / PANELS_ACROSS)
+    shown = []
+    for index, (title, (values, errors)) in enumerate(measures.items()):
+        traces: list[Any] = []
+        for layer in range(layers):
+            name, colour = f"layer {layer}", style.order_colour(layer / max(1, layers - 1))
+            own: dict[str, Any] = {"errors": errors[:, layer], "customdata": list(steps)}
+            own["hover"] = f"{name}, step %{{customdata}}: %{{y:.4g}}<extra></extra>"
+            traces += line(log_steps, values[:, layer], name, colour, width=1.6, marker=5, **own)
+        x = "step" if index // PANELS_ACROSS == down - 1 else ""
+        shown.append(Panel(title, traces, x, "", _step_axis(steps, log_steps), {"rangemode": "tozero"}))
+    gaps = (PANEL_GAP, PANEL_DROP)
+    drawn = panels(shown, PANELS_ACROSS, height=210, gaps=gaps, layout={"showlegend": False})
+    for index, title in enumerate(measures):
+        if title in limits:
+            row, column = divmod(index, PANELS_ACROSS)
+            limit = {"dash": "dot", "width": 1.2, "color": style.GREY}
+            drawn.add_hline(limits[title], line=limit, row=row + 1, col=column + 1)
+    return drawn.add_trace(style.depth_bar(layers))
+
+
+def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) -> go.Figure:
+    """The positions on their two leading directions, one cell per step and layer, each cell on its own scale."""
+    centred = curves - curves.mean(axis=2, keepdims=True)
+    # One scale for both directions: a second one that is nothing but noise must not look like half of the curve.
+    reach = np.abs(centred).max(axis=(2, 3), keepdims=True)
+    cells = CELL * centred / np.where(reach > 0, reach, 1.0)
+    count = curves.shape[2]
+    across = np.arange(len(steps))[:, None, None]
+    down = np.arange(len(layers))[None, :, None]
+    x, y = across + cells[..., 0], down - cells[..., 1]  # the vertical axis runs downwards
+    gap = np.full((*x.shape[:2], 1), np.nan)
+    across_gaps, down_gaps = (np.concatenate([part, gap], axis=2).ravel() for part in (x, y))
+    unnamed: dict[str, Any] = {"showlegend": False}
+    curve = line(across_gaps, down_gaps, "", style.GREY, width=0.7, opacity=0.6, hoverinfo="skip", **unnamed)
+    position = np.tile(np.arange(1, count + 1, dtype=np.int32), len(steps) * len(layers))
+    marker = {"size": 3.2, "colorscale": style.ORDER, "colorbar": style.colour_bar("position")}
+    hover = "position %{marker.color}<extra></extra>"
+    points = dots(x.ravel(), y.ravel(), None, None, position, hover, marker=marker, **unnamed)
+    axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickmode": "array"}
+    above = axis | {"range": [-0.55, len(steps) - 0.45], "side": "top", "tickangle": 0}
+    above |= {"tickvals": list(range(len(steps))), "ticktext": [f"step {step}" for step in steps]}
+    left = axis | {"range": [len(layers) - 0.45, -0.55]}
+    left |= {"tickvals": list(range(len(layers))), "ticktext": [f"layer {layer}" for layer in layers]}
+    layout = {"xaxis": above, "yaxis": left}
+    return style.figure([*curve, points], height=60 + CELL_PIXELS * len(layers), layout=layout)
+
+
+def accuracies(
+    names: Sequence[str], measured: tuple[Floats, Floats], paper: Mapping[str, Floats]
+) -> go.Figure:
+    """Accuracy by number of digits: this model with standard errors, and rows of the paper."""
+    rows: list[tuple[str, Floats, Floats | None, str, str]] = [
+        ("this model", *measured, style.MEASURED, "circle")
+    ]
+    for (name, values), colour in zip(paper.items(), (style.BLUE, style.GREEN), strict=True):
+        rows.append((name, values, None, colour, "diamond-open"))
+    traces: list[Any] = []
+    for name, values, errors, colour, symbol in rows:
+        own: dict[str, Any] = {"mode": "markers", "marker": {"size": 10, "color": colour, "symbol": symbol}}
+        own["text"] = [percent(float(value)) for value in values]
+        hover = f"%{{x}}<br>{name}: %{{text}}<extra></extra>"
+        traces += line(list(names), values, name, colour, errors=errors, hover=hover, **own)
+    layout = {"yaxis": {"range": [-0.03, 1.05], "tickformat": ".0%"}, "xaxis": {"type": "category"}}
+    return style.figure(traces, "", "exact-match accuracy", height=360, layout=layout)

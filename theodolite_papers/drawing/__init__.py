@@ -1,1 +1,0 @@
-"""What figures are made of, a file a subject: each function takes a run or plain numbers and draws."""
