@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from theodolite.accumulate.extra import Extra
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.jobs.job import FINISHED, Job
 from theodolite.jobs.unfinished import Unfinished
+from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.chunks import Chunk, ChunkPass, chunks_of, first_directions

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage
 from theodolite.jobs.unfinished import Unfinished
+from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, chunks_of, first_directions
 from theodolite.passes.provenance import describe_corpus

@@ -19,12 +19,12 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
 from theodolite.report.exhibits import exhibits, measure_glossary
 from theodolite.report.key_numbers import beside_untrained, untrained_run
-from theodolite.report.measures import TITLES, XIAO, ZHANG
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, health_line, summarise
 from theodolite.system.files import disk_errors, write_text
