@@ -211,14 +211,10 @@ def _chosen_layers(of_layers: dict[str, Any]) -> list[int]:
     """So many layers that each kind is among them, the first of each, and then the first of all."""
     if not of_layers:
         return list(range(LAYERS))
-    kinds = list(zip(*of_layers.values(), strict=True))
-    first = [kinds.index(kind) for kind in dict.fromkeys(map(repr, kinds)) for kind in [_of(kinds, kind)]]
+    kinds = list(map(repr, zip(*of_layers.values(), strict=True)))
+    first = list(map(kinds.index, dict.fromkeys(kinds)))
     rest = [layer for layer in range(len(kinds)) if layer not in first]
     return sorted((first[:LAYERS] + rest)[:LAYERS])
-
-
-def _of(kinds: list[Any], shown: str) -> Any:
-    return next(kind for kind in kinds if repr(kind) == shown)
 
 
 def _small_size(name: str, value: int, fields: dict[str, Any]) -> int:
