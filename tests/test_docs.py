@@ -20,6 +20,7 @@ from tests.referee import answers_of
 from theodolite import Corpus, Run, __version__, open_model, survey, trace_sinks
 from theodolite.cli.app import app
 from theodolite.judging import Criterion, Estimate
+from theodolite.passes.run import TABLES
 from theodolite.report.outcome_page import write_outcome
 from theodolite_papers import ALIASES, EXPERIMENTS, reproduce
 from theodolite_papers.experiment import of_nothing
@@ -140,27 +141,20 @@ def test_every_command_has_an_example_that_is_parsed():
         _parse(example)
 
 
-def test_every_column_and_array_is_explained_and_every_measure_has_a_place(runs):
+def test_every_table_is_explained_and_every_measure_has_a_place(runs):
     run = Run.load(runs / "first")
     text = (DOCS / "run-folder.md").read_text()
-    names = r"`([a-z_]+[a-zK0-9_]*)`"
-    explained = set(re.findall(names, text))
-    explained |= {name[:-1] + str(k) for name in explained if name.endswith("_K") for k in (1, 3, 5, 10)}
-    tables = (run.layers, run.heads, run.constituents, run.attribution)
-    for column in [*(column for table in tables for column in table.columns), *run.arrays]:
-        column = column.removesuffix("_se").removesuffix("_data")
-        first, _, last = column.rpartition("_")
-        begun = f"_{last}" in explained and any(name.startswith(first) for name in explained)
-        assert column in explained | {"layer", "head"} or begun, column
+    marked = re.findall("<!-- table: (.*) -->", text)
+    assert {name for name in TABLES if len(getattr(run, name))} <= set(marked)
+    explained = "".join(map(site_pages.table, marked)) + site_pages.arrays(None)
+    assert {f"`{name}`" for name in run.arrays} <= set(re.findall("`[^`]+`", explained))
     measures = "".join(
         (DOCS / f"{page}.md").read_text() for page in ("position", "heads", "spectrum", "sinks")
     )
-    marks = ", ".join(re.findall("<!-- columns: (.*) -->", measures))
-    placed = set(re.findall(names, measures + site_pages.columns(marks)))
+    placed = measures + "".join(map(site_pages.columns, re.findall("<!-- columns: (.*) -->", measures)))
     for table in (run.layers, run.heads):
         for column in set(table.columns) - {"layer", "head"}:
-            column = re.sub(r"_(?:1|3|5|10)$", "_K", column.removesuffix("_se").removesuffix("_data"))
-            assert column in placed or f"_{column.rpartition('_')[2]}" in placed, column
+            assert f"`{column.removesuffix('_se')}`" in placed, column
 
 
 def test_every_page_can_be_reached_from_the_contents():

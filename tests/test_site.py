@@ -63,10 +63,13 @@ def test_every_page_is_built_with_what_belongs_in_it(site):
         "trust": "Text too short",
         "reproduce": "<code>sinks/figure4</code>",
         "position": "<code>stable_rank</code></td>",
+        "run-folder": "<code>release_chance</code></td>",
         "collapse": "Plotly.newPlot",
     }.items():
         assert words in text[f"{page}.html"], page
-    assert not re.search(r"<!-- (columns|families|chaos|errors|gpu|experiments)", "".join(text.values()))
+    assert not re.search(
+        r"<!-- (table|columns|arrays|families|chaos|errors|gpu|experiments)", "".join(text.values())
+    )
 
 
 def test_links_and_anchors_are_there(site):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,9 @@ Rule = Literal["number", "most", "all", "mixed", "not", ""]
 """How a verdict follows from its parts: one number's answer, or by `most`, `all_hold`, `combined` or `opposite`."""
 
 Kind = Literal["estimate", "share", "exact"]
+
+Side = Literal["at most", "at least", "more than", "less than", "within"]
+SIDES = get_args(Side)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Criterion:
     interval must be on one side of lies so far beyond the limit.
     """
 
-    side: Literal["at most", "at least", "more than", "less than", "within"]
+    side: Side
     limit: float
     source: str
     negligible: float = 0.0

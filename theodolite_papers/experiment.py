@@ -15,6 +15,9 @@ from theodolite.corpus.groups import halves
 from theodolite.corpus.spec import RANDOM
 from theodolite.errors import UsageError
 from theodolite.judging import Answer, independent, untestable
+from theodolite.measure.publications import BAO as BAO
+from theodolite.measure.publications import SONG as SONG
+from theodolite.measure.publications import ZHANG as ZHANG
 from theodolite.models.prompts import Focus
 from theodolite.passes.provenance import describe_model, versions
 from theodolite.passes.run import SCHEMA_VERSION
@@ -22,9 +25,6 @@ from theodolite.report.data import array, column
 from theodolite.report.exhibit import Choice
 from theodolite.report.exhibit import by_layer as by_layer
 from theodolite.report.exhibit import by_name as by_name
-from theodolite.report.measures import BAO as BAO
-from theodolite.report.measures import SONG as SONG
-from theodolite.report.measures import ZHANG as ZHANG
 from theodolite.report.outcome import Heading
 from theodolite.report.outcome import Outcome as PageOutcome
 from theodolite.system.progress import ShowStage

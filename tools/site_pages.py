@@ -36,7 +36,9 @@ DISTURBED = {
     "threads": "threads on one model and on several",
     "files": "damaged files",
 }
-_MARK = re.compile(r"^<!-- (columns|families|chaos|errors|gpu|experiments)(?:: (.*))? -->$", re.MULTILINE)
+_MARK = re.compile(
+    r"^<!-- (table|columns|arrays|families|chaos|errors|gpu|experiments)(?:: (.*))? -->$", re.MULTILINE
+)
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _PLOTLY = "application/vnd.plotly.v1+json"
 
@@ -117,15 +119,55 @@ def _plotly() -> str:
     return str(get_plotlyjs())
 
 
+def table(name: str) -> str:
+    """Every column of a table of the run folder, from the declarations beside their formulas."""
+    from theodolite.measure.catalogue import declared
+
+    described = declared(name)
+    errors: dict[str, list[str]] = {}
+    for column in described.values():
+        if column.error:
+            errors.setdefault(column.error, []).append(f"`{column.name}`")
+    lines = [_rows(described, list(described))]
+    for error, names in errors.items():
+        lines.append(f"Standard errors `…_se` of {', '.join(names)}: by {error}.")
+    return "\n\n".join(lines)
+
+
 def columns(names: str) -> str:
-    """The rows of the run folder's page that name one of these columns first; their meaning is said there alone."""
-    wanted = {f"`{name}`" for name in names.split(", ")}
-    rows = re.findall(r"^\| (.*?`) \| (.*) \|$", (DOCS / "run-folder.md").read_text("utf-8"), re.MULTILINE)
-    found = [f"| {first} | {meaning} |" for first, meaning in rows if wanted & set(first.split(", "))]
-    missing = wanted - {name for row in found for name in re.findall("`[^`]+`", row)}
-    if missing:
-        raise LookupError(f"docs/run-folder.md does not explain {', '.join(sorted(missing))}")
-    return "\n".join(["| column | meaning |", "| --- | --- |", *found])
+    """The rows of the run folder's page for these columns, of layers and heads or named as `TABLE.COLUMN`."""
+    from theodolite.measure.catalogue import declared
+
+    described = declared("layers") | declared("heads")
+    wanted = names.split(", ")
+    for name in wanted:
+        of, _, column = name.rpartition(".")
+        described |= {name: declared(of)[column]} if of else {}
+    return _rows(described, wanted)
+
+
+def _rows(described: dict[str, Any], names: list[str]) -> str:
+    """A table of columns: those that differ by a number, or by the matrix that they are of, share a row."""
+    rows: dict[str, list[str]] = {}
+    for name in names:
+        column = described[name]
+        if name.removesuffix("_data") in names and name.endswith("_data"):
+            continue
+        parts = [column.meaning, column.formula, f"In {column.unit}." if column.unit else ""]
+        parts += [f"Chance alone gives `{column.floor}`." if column.floor else ""]
+        text = re.sub(r"\d+ × \d+ (?=lowest)", "K × K ", " ".join(part for part in parts if part))
+        both = [column.name, f"{column.name}_data"] if f"{name}_data" in described else [column.name]
+        rows.setdefault(f"{escaped(text)} | {escaped(column.source)}", []).extend(f"`{one}`" for one in both)
+    lines = ["| column | meaning | source |", "| --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {', '.join(of)} | {text} |" for text, of in rows.items())])
+
+
+def arrays(_: str | None) -> str:
+    """Every array of a run, from the declarations."""
+    from theodolite.measure import catalogue
+
+    rows = [f"| `{a.name}` | {a.shape} | {escaped(a.meaning)} |" for a in catalogue.arrays().values()]
+    return "\n".join(["| name | shape | what |", "| --- | --- | --- |", *rows])
 
 
 def families(_: str | None) -> str:
@@ -210,12 +252,12 @@ def experiments(_: str | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """Prose that holds names from code, for the cell of a table."""
-    return re.sub(r"([|<*_\[\]])", r"\\\1", text)
+    """Prose that holds names from code, for the cell of a table; what is between backticks stays."""
+    return re.sub(r"(`[^`|]*`)|([|<*_\[\]])", lambda match: match[1] or f"\\{match[2]}", text)
 
 
 PARTS: dict[str, Callable[[Any], str]] = {
-    part.__name__: part for part in (columns, families, chaos, errors, gpu, experiments)
+    part.__name__: part for part in (table, columns, arrays, families, chaos, errors, gpu, experiments)
 }
 
 if __name__ == "<run_path>":  # as mkdocs-gen-files calls it

@@ -44,8 +44,8 @@ DIRECTION = torch.randn(32, generator=torch.Generator().manual_seed(0))
 
 def explored(model: OpenModel) -> list[Any]:
     read = read_prompt(model, IDS[0])
-    caught = catch_layer(read.layers[1].inputs, read.trailing)
-    view = head_view(read.tokens, read.layers[1].inputs, caught, 1, 0, read.trailing)
+    caught = catch_layer(read, 1)
+    view = head_view(read, caught, 1, 0)
     split = constituents_of_pass(model, read.layers[1], survey(model, CORPUS))
     return [read.measured, view, split, head_tags(model, read, caught, view)]
 

@@ -111,7 +111,7 @@ def bases(true: float, noise: float, shared: float, seed: int) -> tuple[Run, Run
         }
         counts = torch.zeros(1, 8, width, dtype=torch.float64)
         pos = decomposed_means(means)[1]
-        arrays = array_errors(means, dict.fromkeys(("outlier", "massive", "massive_first"), counts), pos)
+        arrays = array_errors(means, {"outlier": counts}, pos)
         layers = pd.DataFrame({"rank": [float(rank)]})
         runs.append(replace(make_run(), layers=layers, arrays=arrays | {"positional_basis": pos.float()}))
     return runs[0], runs[1]

@@ -10,8 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from theodolite import constituents
 from theodolite.errors import UsageError
-from theodolite.logits.attribution import COLUMNS, PATTERNS, AttributionPass, PatternPass, attribution_table
-from theodolite.measure.attribution import ATTRIBUTED
+from theodolite.logits.attribution import PATTERNS, AttributionPass, PatternPass
+from theodolite.measure.attribution import ATTRIBUTED, COLUMNS, attribution_table
 from theodolite.measure.constituents import DISJOINT
 from theodolite.models import open_model
 from theodolite.passes.survey import spectra

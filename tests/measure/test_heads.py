@@ -50,10 +50,10 @@ def test_sinks_are_ordered_by_head_and_by_how_often_they_are_one():
 
 
 def test_an_example_shows_the_head_that_pays_most():
-    received = torch.tensor([[[0.2, 0.9]], [[0.4, 0.1]]])  # layers, examples, positions
+    received = torch.tensor([[[0.2, 0.9]], [[0.25, 0.1]]])  # layers, examples, positions
     head = torch.tensor([[[1, 2]], [[3, 0]]])
     state = {"example_received": received, "example_head": head}
-    table = examples_table(state, torch.tensor([[11, 12]]), 0.5, str)
+    table = examples_table(state, torch.tensor([[11, 12]]), str)
     assert table[["token", "layer", "head", "sink"]].to_numpy().tolist() == [
         ["11", 1, 3, False],
         ["12", 0, 2, True],
@@ -105,16 +105,18 @@ def test_what_follows_for_the_logits_is_left_open_where_no_matrix_gives_them():
     assert not layers[0]["spectral_norm"].isnan().any()
     assert layers[1]["spectral_norm"].isnan().all()
     state = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
-    columns, arrays = localization_tables(state, [True, False], [SCALING] * 2, 16)
-    assert columns["trace"][:HEADS] == columns["trace"][HEADS:]
-    assert columns["regime"][HEADS:] == ["undefined"] * HEADS
-    assert "undefined" not in columns["regime"][:HEADS]
-    assert np.isnan(columns["regime_margin"]).tolist() == [False] * HEADS + [True] * HEADS
-    predicted = arrays["propagation_predicted"]
+    found = localization_tables(state, [True, False], [SCALING] * 2, 16)
+    assert found["trace"][:HEADS] == found["trace"][HEADS:]
+    assert found["regime"][HEADS:] == ["undefined"] * HEADS
+    assert "undefined" not in found["regime"][:HEADS]
+    assert np.isnan(found["regime_margin"]).tolist() == [False] * HEADS + [True] * HEADS
+    predicted = found["propagation_predicted"]
     assert predicted.shape == (2, HEADS, 16)
     assert predicted[1].isnan().all()
     assert ((predicted[0] >= 0) & (predicted[0] <= 1)).all()
-    assert set(localization_tables(state, [True, False], [SCALING] * 2, None)[1]) == {"spectrum"}
+    assert set(found) - set(localization_tables(state, [True, False], [SCALING] * 2)) == {
+        "propagation_predicted"
+    }
 
 
 def sample(seed: int, *shape: int) -> Tensor:

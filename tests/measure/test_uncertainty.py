@@ -12,6 +12,7 @@ from theodolite.accumulate.means import Means, Sample, decomposed_means
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments
 from theodolite.measure.geometry import geometry
+from theodolite.measure.outliers import outliers_table
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.measure.uncertainty import (
     Grouped,
@@ -109,8 +110,9 @@ def test_all_groups_together_have_the_numbers_of_the_table(shape):
     h = hidden(4, width=shape[1])
     labels = torch.arange(CONTEXTS) // 8
     (means, moments, sketches, outliers), sample, _ = states(h)
-    columns, arrays = geometry(means, moments, outliers, sample, labels)
-    grouped = Grouped(means, sketches, outliers, sample, labels, arrays["context_cluster"])
+    found = geometry(means, moments, outliers, sample, labels)
+    columns = {name: values for name, values in found.items() if isinstance(values, list) and name != "layer"}
+    grouped = Grouped(means, sketches, outliers, sample, labels, found["context_cluster"])
     for layer in range(2):
         got = grouped.statistics(layer, torch.ones(1, 8, dtype=torch.float64))[0]
         assert got.keys() == columns.keys()
@@ -129,8 +131,8 @@ def test_fresh_corpora_spread_as_the_standard_error_says():
     for seed in range(48):
         h = hidden(seed)
         (means, moments, sketches, outliers), sample, labels = states(h)
-        columns, arrays = geometry(means, moments, outliers, sample, labels)
-        se = standard_errors(means, sketches, outliers, sample, labels, arrays["context_cluster"])
+        columns = geometry(means, moments, outliers, sample, labels)
+        se = standard_errors(means, sketches, outliers, sample, labels, columns["context_cluster"])
         for name in (*SMOOTH, "rank_collapse", "cosine_previous"):
             estimates.setdefault(name, []).append(columns[name][1])
             reported.setdefault(name, []).append(se[name + "_se"][1])
@@ -173,10 +175,11 @@ def test_errors_of_large_values_are_those_of_eight_groups():
     groups = h[1].reshape(8, CONTEXTS // 8, LENGTH, WIDTH)
     is_large = (groups[:, :, 1:].abs() >= 6).double().mean(dim=(1, 2))
     torch.testing.assert_close(found["outlier_share_by_group"][1], is_large.float())
+    table = outliers_table(outliers, means).set_index(["layer", "dimension"])
     for name, place in (("massive_se", groups[:, :, 1:]), ("massive_first_se", groups[:, :, :1])):
         counts = (place[..., 7] > 1e5).double().sum(dim=(1, 2))
-        assert found[name][1, 7] == pytest.approx(float(8 * counts.std(correction=1) / 8**0.5))
-    assert float(found["massive_se"][1, 7]) == pytest.approx(5.0)
+        assert table[name][1, 7] == pytest.approx(float(8 * counts.std(correction=1) / 8**0.5))
+    assert table["massive_se"][1, 7] == pytest.approx(5.0)
 
 
 def test_what_sampling_moves_of_directions_is_known():

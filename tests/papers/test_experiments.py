@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from base64 import b64decode
 from dataclasses import replace
 
@@ -256,3 +258,22 @@ def test_what_is_missing_is_said_in_one_line(run, opened):
         reproduce("geometry", run)
     with pytest.raises(UsageError, match="is not the model of this run"):
         reproduce("geometry/table1", run, opened("gpt2"))
+
+
+def test_what_is_declared_is_there():
+    """Oracle: the modules' functions, and the parts that a caption has."""
+    for name, of in declared().items():
+        assert EXPERIMENTS[name].name == name
+        assert (EXPERIMENTS[name].title, EXPERIMENTS[name].paper) == (of.title, of.paper)
+        for caption in of.figures.values():
+            assert caption.keys() - {"wide"} == {"title", "shows", "look_for", "source"}
+
+
+def test_a_list_of_names_imports_no_experiment():
+    """Oracle: a process of its own: what is heavy stays out of it."""
+    code = (
+        "import sys; from theodolite_papers import EXPERIMENTS, ALIASES; "
+        "print(len([*EXPERIMENTS, *ALIASES]), [m for m in ('torch', 'pandas', 'plotly') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split(maxsplit=1) == [str(len([*EXPERIMENTS, *ALIASES])), "[]\n"]

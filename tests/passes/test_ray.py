@@ -109,7 +109,7 @@ def test_without_room_it_is_said_what_a_worker_needs(cluster, opened, corpus, tm
     ray.get([other.ready.remote() for other in others])
     time.sleep(1)  # until all of Ray knows
     monkeypatch.setattr(on_ray, "LIMIT", 3.0)
-    lacking = "which needs 1 CPU of one node; the Ray cluster has 0 of 2 CPU free"
+    lacking = r"which needs of one node 1 CPU \(0 of 2 in the Ray cluster are free\)"
     with pytest.raises(WorkError, match=f"^waited 0.05 minutes for a worker, {lacking}: end what else"):
         survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", batch=BATCH)
     assert not (tmp_path / "run").exists()

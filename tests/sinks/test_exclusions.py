@@ -12,7 +12,7 @@ import torch
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.measure.geometry import outlier_rows
+from theodolite.measure.outliers import outliers_table
 from theodolite.models import open_model
 from theodolite.passes.run import Run
 from theodolite.sinks.exclusions import Exclusions, Rule
@@ -104,9 +104,9 @@ def test_a_context_full_of_massive_activations_is_one_of_a_hundred():
     hidden[7, 1:, 3] = 500.0
     counts = OutlierCounts(1, 8, contexts=100)
     counts.update(0, hidden, 0)
-    readers = {"readers": torch.full((1, 8, 101), 100 / 8)}
-    no_errors = dict.fromkeys(("massive_se", "massive_first_se"), torch.zeros(1, 8))
-    table = pd.DataFrame(outlier_rows(counts.state(), readers, no_errors))
+    contexts = torch.full((1, 8), 100 / 8, dtype=torch.float64)
+    means = {"contexts": contexts, "readers": contexts[:, :, None].expand(1, 8, 101)}
+    table = outliers_table(counts.state(), means)
     corpus = PROVENANCE["corpus"] | {"contexts": 100, "length": 101}
     run = replace(SURVEYED, sinks=SINKS[:0], outliers=table, provenance=PROVENANCE | {"corpus": corpus})
     assert table["massive"].tolist() == [100]

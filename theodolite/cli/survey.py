@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -123,12 +123,9 @@ def survey_command(
         if several:
             _survey_series(models or [], out or Path("runs") / "series", survey_one, as_json)
             return
-        model = models[0] if models else None
-        if part is not None:
-            _read_shard(model, out, part, text=text, batch=batch, opening=opening, stopped=stopped)
-            return
-        run, page = survey_one(model, out, baseline=baseline)
-        finish(run, page, as_json)
+        surveyed = survey_one(models[0] if models else None, out, baseline=baseline, shard=part)
+        if surveyed is not None:
+            finish(*surveyed, as_json)
 
 
 def shard_of(given: str) -> tuple[int, int]:
@@ -139,29 +136,8 @@ def shard_of(given: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def _read_shard(
-    model: str | None,
-    out: Path | None,
-    shard: tuple[int, int],
-    *,
-    text: Text,
-    batch: int | None,
-    opening: Opening,
-    stopped: Callable[[], bool],
-) -> None:
-    from theodolite.passes.survey import survey
-
-    opened = opening.open(model, text)
-    corpus = text.read(opened, stopped)
-    folder = out or default_folder(opened, corpus)
-    with bars(stopped) as show:
-        survey(opened, corpus, folder, batch=batch, seed=text.seed, shard=shard, show_progress=show)
-    number, count = shard
-    say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")
-
-
 def _survey_series(
-    models: list[str], out: Path, survey_one: Callable[..., tuple[Run, Path]], as_json: bool
+    models: list[str], out: Path, survey_one: Callable[..., tuple[Run, Path] | None], as_json: bool
 ) -> None:
     """Survey each model into a folder of its own below `out`, and write table and curves of them all."""
     from theodolite.comparison.series import names_of, write_series
@@ -169,7 +145,9 @@ def _survey_series(
 
     runs = {}
     for model, name in names_of(models).items():
-        runs[name], _ = survey_one(model, out / name, of=name)
+        surveyed = survey_one(model, out / name, of=name)
+        assert surveyed is not None
+        runs[name] = surveyed[0]
     table, page = write_series(runs, out)
     if as_json:
         print(json.dumps({"models": records(table)}, ensure_ascii=False, allow_nan=False))
@@ -189,38 +167,36 @@ def _survey_one(
     cluster: Cluster,
     stopped: Callable[[], bool],
     baseline: str | None = None,
+    shard: tuple[int, int] | None = None,
     of: str = "",
-) -> tuple[Run, Path]:
-    """One model's run and its report; `of`: what the bars call it."""
+) -> tuple[Run, Path] | None:
+    """One model's run and its report, or None of a shard; `of`: what the bars call it."""
+    from theodolite.passes.survey import survey
     from theodolite.report.page import write_report
 
     opened = opening.open(model, text)
     corpus = text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
+    how: dict[str, Any] = {"batch": batch, "seed": text.seed}
     with bars(stopped, of=of) as show:
-        if cluster.ray is None:
-            from theodolite.passes.survey import survey
-
-            run = survey(opened, corpus, folder, batch=batch, seed=text.seed, show_progress=show)
+        if shard is not None:
+            survey(opened, corpus, folder, shard=shard, show_progress=show, **how)
+        elif cluster.ray is None:
+            run = survey(opened, corpus, folder, show_progress=show, **how)
         else:
             from theodolite.passes.on_ray import survey_on_ray
 
-            run = survey_on_ray(
-                opened,
-                corpus,
-                folder,
-                address=cluster.ray,
-                actors=cluster.actors,
-                batch=batch,
-                seed=text.seed,
-                show_progress=show,
-                say=say_dimly,
-            )
+            on = {"address": cluster.ray, "actors": cluster.actors, "say": say_dimly}
+            run = survey_on_ray(opened, corpus, folder, show_progress=show, **on, **how)
+    if shard is not None:
+        number, count = shard
+        say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")
+        return None
     if baseline is not None:
         from theodolite.models.open import untrained
 
         with bars(stopped, of=baseline) as show:
             beside, model_beside = folder / UNTRAINED, untrained(opened, text.seed)
-            survey(model_beside, corpus, beside, batch=batch, seed=text.seed, show_progress=show)
+            survey(model_beside, corpus, beside, show_progress=show, **how)
     with screen.status("writing the report"):
         return run, write_report(run, folder / "report")

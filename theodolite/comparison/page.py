@@ -17,10 +17,10 @@ from theodolite.comparison.candidates import HeadOnPrompt, Measured
 from theodolite.comparison.parts import OUTPUTS, SINK, kept_places
 from theodolite.comparison.survival import HALF, MORE_THAN_HARDLY_ANY, NEARLY_ALL, Survival
 from theodolite.judging import HOLDS, Criterion, Estimate, Verdict, judge, mix_of
+from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import by_name
-from theodolite.report.measures import BAO, SONG, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.wording import counted, head_name, listed, number, percent, shown_token, visible
 

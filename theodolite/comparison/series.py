@@ -15,7 +15,7 @@ import pandas as pd
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report.drawing.series import over_training
-from theodolite.report.key_numbers import MEASURES, summary_row
+from theodolite.report.key_numbers import measures, summary_row
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import write_index, write_outcome
 from theodolite.system.files import disk_errors, write_text
@@ -62,7 +62,7 @@ def write_series(runs: Mapping[str, Run], out: Path) -> tuple[pd.DataFrame, Path
         WorkError: they cannot be written.
     """
     table = series_table(runs)
-    shown = {name: title for name, title in MEASURES.items() if table[name].notna().any()}
+    shown = {name: title for name, title in measures().items() if table[name].notna().any()}
     outcome = Outcome(tables={"models": table})
     if bool(table["step"].notna().all()) and table["step"].is_unique:
         outcome.figure(

@@ -23,8 +23,8 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.report import style
+from theodolite.report.page import write_page
 from theodolite.system.choices import wider_than
-from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import head_name, visible
 
 
@@ -61,11 +61,7 @@ class HeadFigure:
         Raises:
             WorkError: it cannot be written.
         """
-        path = Path(path)
-        page = self.figure.to_html(include_plotlyjs=True)
-        with disk_errors(path):
-            write_text(path, page)
-        return path
+        return write_page(Path(path), self.figure.to_html(include_plotlyjs=True))
 
 
 @measures("model")
@@ -98,8 +94,7 @@ def view_head(
         )
     model.check_place(layer, head)
     read = read_prompt(model, ids)
-    inputs = read.layers[layer].inputs
-    view = head_view(read.tokens, inputs, catch_layer(inputs, read.trailing), layer, head, read.trailing)
+    view = head_view(read, catch_layer(read, layer), layer, head)
     if not np.isfinite(view.attention).any(axis=1).all():
         wider = wider_than(model.source.dtype)
         raise WorkError(f"attention holds NaN or infinite values on this prompt: {wider}")

@@ -19,9 +19,9 @@ from theodolite.explore.view import HeadView, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import END_TOKEN_SINK, LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
 from theodolite.report import style
+from theodolite.report.data import columns_of
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import qk_panels
-from theodolite.report.measures import HEAD_MEASURES
 from theodolite.system.wording import head_name, visible
 
 _T = TypeVar("_T")
@@ -73,8 +73,9 @@ def heads_of(subjects: Sequence[Subject]) -> list[str]:
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     """What the map can be coloured by: (label, `prompt:entropy`), those of the prompt first."""
-    measured = [{measure.column for measure in heads.head_measures(subject.run)} for subject in subjects]
-    on_text = [name for name in HEAD_MEASURES if all(name in of_model for of_model in measured)]
+    measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
+    described = columns_of(subjects[0].run, "heads")
+    on_text = [name for name in described if all(name in of_model for of_model in measured)]
     learned = LEARNED_SINK.column
     present = {
         learned: any(
@@ -84,7 +85,7 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     }
     on_prompt = [name for name in ON_PROMPT if present.get(name, True)]
     return [
-        (f"{label} · {HEAD_MEASURES[name].title}", f"{where}:{name}")
+        (f"{label} · {described[name].title}", f"{where}:{name}")
         for where, names, label in ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
         for name in names
     ]

@@ -16,16 +16,7 @@ from theodolite.comparison.audit import SHAPE
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.corpus.special_tokens import refuse_growth
 from theodolite.errors import UsageError
-from theodolite.explore.view import (
-    HeadView,
-    LayerCatch,
-    PromptPass,
-    Tags,
-    catch_layer,
-    head_tags,
-    head_view,
-    read_prompt,
-)
+from theodolite.explore.view import HeadView, PromptPass, Tags, catch_layer, head_tags, head_view, read_prompt
 from theodolite.logits.constituents import constituents_of_pass
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
@@ -61,7 +52,9 @@ class Subject:
         self.name, self.model, self.run = name, model, run
         self._lock = threading.RLock()
         self._passes = functools.lru_cache(KEPT_PROMPTS)(lambda ids: read_prompt(model, torch.tensor(ids)))
-        self._catches = functools.lru_cache(KEPT_LAYERS)(self._catch)
+        self._catches = functools.lru_cache(KEPT_LAYERS)(
+            lambda ids, layer: catch_layer(self.read(ids), layer)
+        )
         self._splits = functools.lru_cache(KEPT_LAYERS)(
             lambda ids, layer: constituents_of_pass(model, self.read(ids).layers[layer], run)
         )
@@ -75,8 +68,7 @@ class Subject:
         """One head's attention on a prompt; `UsageError` where there is no such head."""
         self.model.check_place(layer, head)
         with self._lock:
-            read, caught = self.read(ids), self._catches(ids, layer)
-            return head_view(read.tokens, read.layers[layer].inputs, caught, layer, head, read.trailing)
+            return head_view(self.read(ids), self._catches(ids, layer), layer, head)
 
     def constituents(self, ids: tuple[int, ...], layer: int) -> Constituents:
         """Split a layer's logits on a prompt; `TheodoliteError` where they cannot be."""
@@ -88,10 +80,6 @@ class Subject:
         with self._lock:
             view = self.view(ids, layer, head)
             return head_tags(self.model, self.read(ids), self._catches(ids, layer), view)
-
-    def _catch(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
-        read = self.read(ids)
-        return catch_layer(read.layers[layer].inputs, read.trailing)
 
 
 def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:

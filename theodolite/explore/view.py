@@ -16,7 +16,6 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.attention.catches import Catches, attend_and_catch
-from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.attribution import chosen_heads
@@ -146,28 +145,22 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
 
 
 @known_state()
-def catch_layer(inputs: AttentionInputs, trailing: int) -> LayerCatch:
-    """Attend once more with a layer's kept inputs, to see whom its sinks catch; `trailing` special tokens end them."""
+def catch_layer(read: PromptPass, layer: int) -> LayerCatch:
+    """Attend once more with what a layer read, to see whom its sinks catch."""
     with torch.inference_mode():
+        inputs, trailing = read.layers[layer].inputs, read.trailing
         output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=trailing)
     return LayerCatch(catches.to(torch.device("cpu")), output[0])
 
 
 @known_state()
-def head_view(
-    tokens: tuple[str, ...],
-    inputs: AttentionInputs,
-    caught: LayerCatch,
-    layer: int,
-    head: int,
-    trailing: int,
-) -> HeadView:
-    """One head's attention and sinks, from what its layer attends with and whom its sinks catch."""
-    inputs = chosen_heads(inputs, [head])
+def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> HeadView:
+    """One head's attention and sinks, from what its layer read and whom the layer's sinks catch."""
+    inputs, tokens = chosen_heads(read.layers[layer].inputs, [head]), read.tokens
     with torch.inference_mode():
         weights, visible, received = (of_heads[0] for of_heads in attention_paid(inputs))
     catches = caught.catches
-    positions, group = groups_of(catches, head, len(tokens), trailing)
+    positions, group = groups_of(catches, head, len(tokens), read.trailing)
     rows = (catches.head == head).nonzero().flatten().tolist()
     sinks = [
         Sink(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
@@ -18,7 +17,14 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.special_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
-from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, scores_by_context
+from theodolite.measure.attribution import (
+    ATTRIBUTED,
+    COLUMNS,
+    Pattern,
+    attribute,
+    chosen_heads,
+    scores_by_context,
+)
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -42,8 +48,6 @@ BEST = 3
 
 MOST = 16
 """And those that pay the pattern at least `STRONG` of their attention, up to so many heads a pattern."""
-
-COLUMNS = ["layer", "head", "pattern", "score", "group", "share", "only", "without", "uniform"]
 
 Chosen = dict[int, list[tuple[int, int]]]
 """Layer → (head, number of the pattern), in order."""
@@ -169,15 +173,6 @@ class AttributionPass:
         except WorkError as error:
             self.notes["refused"][str(layer_pass.layer)] = str(error)
         progress.report(layer_pass.layer + 1)
-
-
-def attribution_table(state: State) -> pd.DataFrame:
-    """Make the table of attributions from the state of an `AttributionPass`: a row a head, pattern and group."""
-    table = pd.DataFrame(state["numbers"].numpy(), columns=COLUMNS)
-    table = table.sort_values(["pattern", "score"], ascending=[True, False], kind="stable", ignore_index=True)
-    for name, words in (("pattern", PATTERNS), ("group", ATTRIBUTED)):
-        table[name] = pd.Series([words[int(number)] for number in table[name]], dtype="str")
-    return table.astype({"layer": "int64", "head": "int64"})
 
 
 def repeated_patterns(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,7 +12,7 @@ from theodolite.accumulate.sums import State, of_read
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
-from theodolite.measure.constituents import ShareSums, head_shares, share_sums
+from theodolite.measure.constituents import share_sums
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models import OpenModel
@@ -29,8 +28,6 @@ SPLIT_TOKENS = 2048
 TOKENS_A_PASS = 2048
 """Larger temporaries than those of so many tokens go back to the system each time, and their pages cost more than
 a second pass."""
-
-COLUMNS = ["layer", "head", "query", "key", "share", "standard_error"]
 
 
 class SharesPass:
@@ -128,51 +125,9 @@ class SharesPass:
             state[name][layer, rows, heads] = getattr(sums, name)
 
 
-def shares_tables(state: State, notes: dict[str, Any]) -> tuple[pd.DataFrame, dict[str, list[float]]]:
-    """Make the table of constituents, and columns of the heads table, from the state of a `SharesPass`.
-
-    Returns:
-        One row for each layer, head and pair of parts, and for the additive bias; and L · H values each of `share_…`,
-        NaN where a layer could not be split, and `qk_low_frequency_…`, the mean over the sample.
-    """
-    rows: list[dict[str, Any]] = []
-    columns: dict[str, list[float]] = {}
-    for layer in range(len(state["total"])):
-        sums = ShareSums(*(state[name][layer] for name in ("products", "additive", "total")))
-        if str(layer) in notes["refused"]:
-            empty = torch.full_like(sums.products[0], torch.nan)
-            values = head_shares(empty, empty[:, 0, 0])
-        else:
-            rows += _share_rows(layer, sums, notes["heads"][layer])
-            values = head_shares(*sums.shares())
-        lowest = state["low_frequency"][layer].mean(dim=0).T
-        values |= {f"qk_low_frequency_{k}": r for k, r in zip(CUTOFFS, lowest, strict=True)}
-        for name, value in values.items():
-            columns.setdefault(name, []).extend(value.tolist())
-    return pd.DataFrame(rows, columns=COLUMNS), columns
-
-
 def _behind_norm(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> Tensor:
     rows = rows.to(layer_pass.stream)
     return (rows if layer_pass.norm is None else layer_pass.norm(rows.unsqueeze(0))[0]).cpu()
-
-
-def _share_rows(layer: int, sums: ShareSums, heads: int) -> list[dict[str, Any]]:
-    shares, additive = sums.shares()
-    errors, additive_errors = sums.standard_errors()
-    rows: list[dict[str, Any]] = []
-    for head in range(heads):
-        place = {"layer": layer, "head": head}
-        for a, query in enumerate(PARTS):
-            for b, key in enumerate(PARTS):
-                numbers = {
-                    "share": float(shares[head, a, b]),
-                    "standard_error": float(errors[head, a, b]),
-                }
-                rows.append(place | {"query": query, "key": key} | numbers)
-        numbers = {"share": float(additive[head]), "standard_error": float(additive_errors[head])}
-        rows.append(place | {"query": "additive", "key": ""} | numbers)
-    return rows
 
 
 def contexts_within(tokens: int, length: int, least: int, most: int) -> int:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import each_part
+from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import BLOCK, AttentionInputs, softmax
-from theodolite.measure.constituents import COARSE, GROUPS, paired_groups, share_sums
+from theodolite.measure.column import BALANCE, SHARE, Column, gives
+from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, paired_groups, share_sums
+from theodolite.measure.head_roles import ATTENTION_PATTERNS
+from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
 
-ATTRIBUTED = (*GROUPS, "additive")
+ATTRIBUTED = (*GROUPS, ADDITIVE)
 """The groups of constituents, and the bias that a family may add to logits."""
 
 CACHED = 1 << 17
@@ -104,6 +108,83 @@ def attribute(
     )
 
 
+_COLUMNS = (
+    Column("attribution", "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
+    Column("attribution", "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+    Column(
+        "attribution",
+        "pattern",
+        "pattern",
+        "The pattern that the head follows, on random tokens, twice.",
+        "`induction`: from the second copy to the token after the first; `previous`: to the token before; `same`: from "
+        "the second copy to the same token of the first.",
+        kind="name",
+        needed=True,
+        names=tuple(ATTENTION_PATTERNS),
+    ),
+    Column(
+        "attribution", "score", "score", "Mean attention paid along the pattern.", range=SHARE, needed=True
+    ),
+    Column(
+        "attribution",
+        "group",
+        "group",
+        "A group of constituents of the logits.",
+        "`position`, `context`, `cross`, `constant`, `additive`, as in the columns `share_…` of heads; and within the "
+        "first two the paper's own constituents `pos-pos` and `cvec-cvec`, without mean and bias.",
+        f"{SONG}, section 5.2",
+        kind="name",
+        needed=True,
+        names=ATTRIBUTED,
+    ),
+    Column(
+        "attribution",
+        "share",
+        "share",
+        "Share of the logits' variance that the group carries on these sequences.",
+        range=BALANCE,
+        needed=True,
+    ),
+    Column(
+        "attribution",
+        "only",
+        "only",
+        "The score where attention is recomputed from the logits of this group only.",
+        "Masks, caps and learned sinks stay.",
+        range=SHARE,
+        needed=True,
+    ),
+    Column(
+        "attribution",
+        "without",
+        "without",
+        "The score where attention is recomputed from the logits without this group.",
+        "Masks, caps and learned sinks stay.",
+        range=SHARE,
+        needed=True,
+    ),
+    Column(
+        "attribution",
+        "uniform",
+        "uniform",
+        "The score of uniform attention over the visible keys.",
+        range=SHARE,
+        needed=True,
+    ),
+)
+COLUMNS = [column.name for column in _COLUMNS]
+
+
+@gives(*_COLUMNS)
+def attribution_table(attribution: State) -> pd.DataFrame:
+    """One row a head, pattern and group of constituents, from the state of an `AttributionPass`."""
+    table = pd.DataFrame(attribution["numbers"].numpy(), columns=COLUMNS)
+    table = table.sort_values(["pattern", "score"], ascending=[True, False], kind="stable", ignore_index=True)
+    for name, words in (("pattern", tuple(ATTENTION_PATTERNS)), ("group", ATTRIBUTED)):
+        table[name] = pd.Series([words[int(number)] for number in table[name]], dtype="str")
+    return table.astype({"layer": "int64", "head": "int64"})
+
+
 def chosen_heads(inputs: AttentionInputs, heads: list[int]) -> AttentionInputs:
     """The attention inputs of some heads, each with a key head of its own. Values are not for use."""
     grouped = inputs.query.shape[1] // inputs.key.shape[1]
@@ -131,7 +212,7 @@ def _only_and_without(
     A sum of products q·k is one product of vectors side by side, so both are attention inputs like any other.
     """
     own_query, own_key = inputs.query, inputs.key
-    if group == "additive":
+    if group == ADDITIVE:
         return replace(inputs, query=torch.zeros_like(own_query)), replace(inputs, bias=None)
     query_of, key_of = ({name: parts[_members(name)].sum(dim=0) for name in COARSE} for parts in (query, key))
     only_query = [query_of[a] for a, _ in GROUPS[group]]

@@ -17,8 +17,35 @@ from jaxtyping import Float, Int
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
+from theodolite.measure.column import BALANCE, HALVES, Column
+from theodolite.measure.publications import SONG
+
 STARTS = 10
 """Seeded starts of k-means, of which the tightest clustering is taken."""
+
+CLUSTER_COLUMNS = (
+    Column(
+        "layers",
+        "silhouette",
+        "silhouette of labels",
+        "Mean silhouette of the labels. 1: compact and separated; 0: no structure.",
+        "On the kept contexts' directions, cosine distance; over contexts that share their label with another, empty "
+        "below two such labels.",
+        f"{SONG}, claim 2 of section 2; the index is ours",
+        range=BALANCE,
+        error=HALVES,
+    ),
+    Column(
+        "layers",
+        "cluster_ari",
+        "k-means ARI",
+        "How well k-means finds the labels (adjusted Rand index). 1: perfect; 0: chance.",
+        "Of the same directions, as many clusters as labels, best of 10 seeded starts.",
+        f"{SONG}, claim 2 of section 2; the index is ours",
+        range=BALANCE,
+        error=HALVES,
+    ),
+)
 
 _LIMITED = threading.Lock()
 

@@ -6,17 +6,21 @@ constituents of Song & Zhong 2024, section 5.2 (there called QK constituents). N
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from theodolite.accumulate.sums import each_part
+from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax, weigh
 from theodolite.errors import UsageError
+from theodolite.judging import Criterion
+from theodolite.measure.column import BALANCE, CONSTITUENTS, Column, gives
+from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
 
 COARSE: dict[str, tuple[str, ...]] = {
@@ -40,6 +44,9 @@ is on the other side. The last two are the paper's own constituents, without mea
 
 DISJOINT = ("position", "context", "cross", "constant")
 """Those of `GROUPS` that share nothing and leave out nothing."""
+
+ADDITIVE = "additive"
+"""What a bias on the logits adds, which is of neither query nor key."""
 
 
 @dataclass(frozen=True)
@@ -234,14 +241,126 @@ def _share_sums(
     return ShareSums(products.cpu(), additive.cpu(), total.cpu())
 
 
-def head_shares(shares: Float64[Tensor, "heads parts parts"], additive: Float64[Tensor, " heads"]) -> Columns:
-    """Columns of the heads table: shares of the disjoint groups, and of a bias; they sum to 1."""
+_SHARES = {
+    "position": "Share of the logits' variance across keys that depends on position only: pos on one side or both, "
+    "mean or bias on the other. Negative: it cancels other constituents.",
+    "context": "The share that depends on context only, with mean or bias on the other side.",
+    "cross": "The share with position on one side and context on the other.",
+    "constant": "The share with mean or bias on both sides: it depends on no token; with RoPE, on relative distance.",
+    "additive": "The share of a bias that the model adds to its logits, such as ALiBi.",
+}
+_FORMULA = {
+    "context": "Context is ctx and resid together, cvec.",
+    "cross": "pos × cvec and cvec × pos.",
+    "constant": "It varies along a row by the norm's scale of each token.",
+    "additive": "The five shares add up to 1.",
+}
+_CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs with a mean or bias")
+
+
+@gives(
+    *(
+        Column(
+            "heads",
+            f"share_{part}",
+            f"logit share: {'both' if part == 'cross' else part}",
+            meaning,
+            _FORMULA.get(part, ""),
+            f"{SONG}, section 5.2",
+            range=BALANCE,
+            group=CONSTITUENTS,
+            healthy=_CONSTANT if part == "constant" else None,
+            rare=part == ADDITIVE,
+        )
+        for part, meaning in _SHARES.items()
+    )
+)
+def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[float]]:
+    """Shares of the disjoint groups, and of a bias, L · H values each; they sum to 1.
+
+    Args:
+        shares: the state of a `SharesPass`.
+        refused: layers whose logits could not be split, as text: their shares are NaN.
+    """
     pairs = paired_groups()
-    grouped = {f"share_{name}": sum(shares[:, a, b] for a, b in pairs[name]) for name in DISJOINT}
-    return grouped | {"share_additive": additive}
+    columns: dict[str, list[float]] = {}
+    for layer in range(len(shares["total"])):
+        of_pairs, additive = _sums_of(shares, layer).shares()
+        if str(layer) in refused:
+            of_pairs, additive = (torch.full_like(values, torch.nan) for values in (of_pairs, additive))
+        values = {name: sum(of_pairs[:, a, b] for a, b in pairs[name]) for name in DISJOINT}
+        for name, value in (values | {ADDITIVE: additive}).items():
+            columns.setdefault(f"share_{name}", []).extend(torch.as_tensor(value).tolist())
+    return columns
 
 
-Columns = dict[str, Any]
+@gives(
+    Column("constituents", "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
+    Column("constituents", "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+    Column(
+        "constituents",
+        "query",
+        "query part",
+        "The part of the query.",
+        "`mean`, `pos`, `ctx`, `resid` or `bias`; or `additive` and no key part: ALiBi or another bias on logits.",
+        kind="name",
+        names=(*PARTS, ADDITIVE),
+        needed=True,
+    ),
+    Column(
+        "constituents",
+        "key",
+        "key part",
+        "The part of the key.",
+        "As those of queries.",
+        kind="name",
+        names=(*PARTS, ""),
+        needed=True,
+    ),
+    Column(
+        "constituents",
+        "share",
+        "share",
+        "Share of the variance of the head's logits that the product of these parts carries.",
+        "Rows centred over the keys that they see, Σ constituent · logit / Σ logit²; before any cap, position 0 left "
+        "out as query and key. Shares of a head sum to 1; one may be negative.",
+        f"{SONG}, section 5.2",
+        range=BALANCE,
+        needed=True,
+    ),
+    Column(
+        "constituents",
+        "standard_error",
+        "standard error",
+        "Of the share, from leaving out one context after the other (jackknife).",
+        needed=True,
+    ),
+)
+def constituents_table(shares: State, refused: Collection[str], heads_of: Sequence[int]) -> pd.DataFrame:
+    """One row for each layer, head and pair of parts, and for the additive bias, of the layers that are not `refused`.
+
+    Args:
+        shares: the state of a `SharesPass`.
+        refused: as for `share_columns`.
+        heads_of: how many heads each layer has.
+    """
+    parts = [(query, key) for query in PARTS for key in PARTS] + [(ADDITIVE, "")]
+    rows: list[tuple[Any, ...]] = []
+    for layer, heads in enumerate(heads_of):
+        if str(layer) in refused:
+            continue
+        sums = _sums_of(shares, layer)
+        numbers = [
+            torch.cat([of_pairs.flatten(1), additive[:, None]], dim=1)[:heads].tolist()
+            for of_pairs, additive in (sums.shares(), sums.standard_errors())
+        ]
+        for head, of_head in enumerate(zip(*numbers, strict=True)):
+            rows += [(layer, head, *names, *of) for names, *of in zip(parts, *of_head, strict=True)]
+    return pd.DataFrame(rows, columns=["layer", "head", "query", "key", "share", "standard_error"])
+
+
+def _sums_of(shares: State, layer: int) -> ShareSums:
+    return ShareSums(*(shares[name][layer] for name in ("products", "additive", "total")))
 
 
 def paired_groups() -> dict[str, list[tuple[int, int]]]:

@@ -10,6 +10,7 @@ Source: Song & Zhong 2024.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +19,13 @@ from scipy.special import betaincc
 from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means
-from theodolite.accumulate.outliers import MASSIVE_COUNTS, PUBLISHED
+from theodolite.accumulate.outliers import PUBLISHED
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
-from theodolite.measure.clusters import clusters
+from theodolite.judging import Criterion
+from theodolite.measure.clusters import CLUSTER_COLUMNS, clusters
+from theodolite.measure.column import AMOUNT, HALVES, SHARE, SIGNED, Array, Column, gives
+from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.theory.singular import largest_singular_value, screenot_of_values
 from theodolite.theory.smoothness import (
     Grid,
@@ -38,13 +42,14 @@ SCREENOT_RANK = 20
 CUTOFFS = (1, 3, 5, 10)
 """K of the low-frequency ratios, as published (Table 4)."""
 
+SHOWN_CUTOFF = 10
+"""The one that maps, checks and summaries show."""
+
 OUTLIER_SHARE = PUBLISHED.outlier_tokens
 """A dimension is an outlier dimension where at least this share of tokens exceeds 6 (Dettmers et al. 2022)."""
 
 LEAST_SHARE = 0.1
 """Of the contexts must reach a position, where they are of unlike lengths: its mean would be that of a few contexts."""
-
-COUNT_ERRORS = ("massive_se", "massive_first_se")
 
 SHOWN_SINGULAR_VALUES = 60
 SHOWN_FREQUENCIES = 10
@@ -52,22 +57,248 @@ SHOWN_POSITIONS = 64
 SHOWN_CONTEXTS = 64
 
 Columns = dict[str, list[float]]
-Arrays = dict[str, Tensor]
 
 
+def _of_layer(
+    name: str,
+    title: str,
+    meaning: str,
+    formula: str = "",
+    source: str = SONG,
+    range: tuple[float, float] = AMOUNT,
+    **more: Any,
+) -> Column:
+    """A column of the layers table, whose standard error is by balanced halves."""
+    return Column("layers", name, title, meaning, formula, source, range=range, error=HALVES, **more)
+
+
+def _smoothness(
+    name: str, title: str, formula: str, source: str, shown: str = "", healthy: Criterion | None = None
+) -> tuple[Column, ...]:
+    return tuple(
+        _of_layer(
+            f"{name}_{k}",
+            shown if shown and k == SHOWN_CUTOFF else f"{title} K={k}",
+            "How smoothly the positional basis changes with position: 1 smooth, 0 noise. Energy in the "
+            f"{k} × {k} lowest frequencies.",
+            formula,
+            source,
+            SHARE,
+            healthy=healthy if k == SHOWN_CUTOFF else None,
+        )
+        for k in CUTOFFS
+    )
+
+
+_POSITION = (
+    _of_layer(
+        "rank",
+        "positional rank",
+        "Number of directions of the positional basis that stand out from noise (ScreeNOT).",
+        "P (T − 1 × d), k = 20, imputation (k is smaller where P is).",
+        f"ScreeNOT; {SONG}, Table 4",
+        healthy=Criterion(
+            "more than",
+            0.0,
+            "mean ScreeNOT rank: directions of the positional basis that stand out from noise",
+        ),
+    ),
+    _of_layer(
+        "stable_rank",
+        "stable rank",
+        "Number of directions of the positional basis, weighted by energy.",
+        "‖P‖_F² / ‖P‖₂².",
+        f"{SONG}, Table 5",
+        (1.0, math.inf),
+    ),
+    _of_layer(
+        "relative_norm",
+        "relative norm",
+        "The largest singular value of the positional basis over that of all centred hidden states.",
+        "‖P tiled over contexts‖₂ / ‖M‖₂, M all centred hidden states; the error is from a sketch of 32 directions.",
+        f"{SONG}, Table 6",
+        SHARE,
+    ),
+    *_smoothness(
+        "low_frequency",
+        "low freq.",
+        "Share of the energy of the 2-D DCT of the normalised Gram matrix of P.",
+        f"{SONG}, Tables 2 and 3",
+        "positional smoothness",
+        healthy=Criterion(
+            "at least",
+            0.60,
+            "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
+        ),
+    ),
+    *_smoothness(
+        "pp_low_frequency",
+        "PPᵀ low freq.",
+        "The same share for P Pᵀ, whose rows are not normalised.",
+        f"{SONG}, Table 3",
+    ),
+)
+_CONTEXT = (
+    _of_layer(
+        "incoherence_mean",
+        "incoherence, mean",
+        "Mean |cosine| between positional and context vectors: near 0, they are in nearly orthogonal subspaces.",
+        source=f"{SONG}, section 5 and Table 1",
+        range=SHARE,
+        floor="incoherence_random",
+        healthy=Criterion("at most", 0.30, "mean |cosine| of position and context; GPT-2: 0.051"),
+    ),
+    _of_layer(
+        "incoherence_max",
+        "incoherence, max",
+        "Largest |cosine| between a positional and a context vector.",
+        source=f"{SONG}, section 5",
+        range=SHARE,
+        floor="incoherence_max_random",
+    ),
+    _of_layer(
+        "incoherence_random",
+        "incoherence, random",
+        "Mean |cosine| of random directions of the same width.",
+        "Γ(d/2) / (√π · Γ((d+1)/2)); its standard error is 0.",
+        "a closed form",
+        range=SHARE,
+    ),
+    _of_layer(
+        "incoherence_max_random",
+        "incoherence, random max",
+        "Expected largest |cosine| of as many pairs of random directions.",
+        "The pairs are taken as independent; its standard error is 0.",
+        "ours",
+        range=SHARE,
+    ),
+    _of_layer(
+        "similarity_within",
+        "similarity within",
+        "Mean |cosine| between context vectors with the same label.",
+        "Empty where there are fewer than two labels.",
+        f"{SONG}, Table 1",
+        SHARE,
+    ),
+    _of_layer(
+        "similarity_between",
+        "similarity between",
+        "Mean |cosine| between context vectors with different labels.",
+        "Empty where there are fewer than two labels.",
+        f"{SONG}, Table 1",
+        SHARE,
+    ),
+)
+
+
+def _apart(name: str, title: str, of: str, when: str) -> tuple[Column, Column]:
+    """The columns of tokens that are told apart."""
+    return (
+        _of_layer(
+            f"norm_{name}",
+            f"norm, {title}",
+            f"Mean norm ‖h‖₂ of the hidden states of {of}.",
+            when,
+            f"{SONG}, Fig. 8",
+        ),
+        _of_layer(
+            f"massive_activations_{name}",
+            f"massive, {title}",
+            f"Massive activations at {of}, summed over the contexts.",
+            when,
+            ZHANG,
+        ),
+    )
+
+
+_DEPTH = (
+    _of_layer("norm", "norm", "Mean norm ‖h‖₂ of the hidden states.", source=f"{SONG}, Fig. 8"),
+    *_apart("first", "first token", "the first token", ""),
+    *_apart(
+        "last", "end token", "the special tokens that end every context", "Only where there are such tokens."
+    ),
+    *_apart(
+        "registers",
+        "registers",
+        "the tokens between [CLS] and the patches",
+        "Only of images with such tokens.",
+    ),
+    _of_layer(
+        "cosine_previous",
+        "cosine to previous layer",
+        "Mean cosine between a token's hidden states before and after a block: near 1, the block does little.",
+        source=f"{SONG}, Fig. 8",
+        range=SIGNED,
+    ),
+    _of_layer(
+        "rank_collapse",
+        "rank-collapse residual",
+        "How far a context's tokens are from being one vector; 0 is collapsed.",
+        "Mean over contexts of ‖X − 1x̄ᵀ‖_F / ‖X‖_F.",
+        f"{BAO}, section 5",
+        SHARE,
+        healthy=Criterion("at least", 0.10, "residual ‖X − 1x̄ᵀ‖/‖X‖: a layer's tokens are nearly one vector"),
+    ),
+    _of_layer(
+        "massive_activations",
+        "massive activations",
+        "Values over 100 and over 1000 × the layer's median, summed over the contexts.",
+        "|x| > 100 and > 1000 × the median magnitude of the context at this layer.",
+        f"{ZHANG}, section 2",
+        healthy=Criterion("at most", 0.0, "massive activations of a layer after the first token"),
+    ),
+    _of_layer(
+        "outlier_dimensions",
+        "outlier dimensions",
+        "Feature dimensions in which |x| ≥ 6 for at least 6 % of the tokens.",
+        "Of this layer; that a quarter of the layers agree, the rest of the published rule, is for `find_outliers`.",
+        f"{ZHANG}, section 1",
+    ),
+)
+_LAYER = Column(
+    "layers",
+    "layer",
+    "layer",
+    "Residual layer: 0 is the input of the first block, ℓ the stream after block ℓ, before any final norm.",
+    kind="place",
+    needed=True,
+)
+LAYER_COLUMNS = (_LAYER, *_POSITION, *_CONTEXT, *_DEPTH, *CLUSTER_COLUMNS)
+"""What `geometry` gives a number of, and `uncertainty.standard_errors` the standard error."""
+
+
+@gives(
+    *LAYER_COLUMNS,
+    Array("context_basis", "(N, S, d)", "ctx, the mean of each kept context less μ, in each layer."),
+    Array("context_label", "(S)", "The label of each kept context, −1 for none."),
+    Array(
+        "context_cluster",
+        "(N, S)",
+        "The k-means cluster of each kept context, −1 for contexts that are left out.",
+    ),
+    Array("positional_pca", "(N, T, 3)", "pos on the principal directions of P."),
+    Array("cvec_pca", "(N, Q, 3)", "Single tokens less μ and pos, on the principal directions of P."),
+    Array("cvec_position", "(Q)", "The positions of these tokens."),
+    Array("singular_values", "(N, ≤ 60)", "Singular values of P, decreasing."),
+    Array("gram", "(N, n + m, n + m)", "Cosines of n positions and m contexts."),
+    Array("gram_position", "(n)", "These positions."),
+    Array("gram_label", "(m)", "The labels of these contexts."),
+    Array("dct", "(N, 10, 10)", "Magnitudes of the lowest frequencies of the normalised Gram matrix of P."),
+    Array("outlier_share", "(N, d)", "Share of tokens with |x| ≥ 6 in each dimension."),
+)
 def geometry(
     means: State,
-    moments: State,
+    residual: State,
     outliers: State,
     sample: Sample,
     labels: Int[Tensor, " sampled"],
     leading: int = 1,
     grid: Grid | None = None,
-) -> tuple[Columns, Arrays]:
+) -> dict[str, Any]:
     """The geometry columns of the layers table (`uncertainty.py` has their standard errors) and their arrays.
 
     Args:
-        means, moments, outliers: states of `Means`, `SecondMoments` (of the residual stream) and `OutlierCounts`.
+        means, residual, outliers: states of `Means`, `SecondMoments` (of the residual stream) and `OutlierCounts`.
         sample: which contexts and tokens `means` kept.
         labels: label of each kept context, −1 for none.
         leading: tokens apart before the others.
@@ -89,7 +320,7 @@ def geometry(
         p = pos[layer, leading:]
         unit, spectrum = unit_rows(p), torch.linalg.svd(p, full_matrices=False)
         counts = readers[layer, leading : pos.shape[1]]
-        row = _positional(p, unit, spectrum[1], counts, moments["moment"][layer], grid)
+        row = _positional(p, unit, spectrum[1], counts, residual["moment"][layer], grid)
         row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
         row |= stream(means, outliers, layer, everything, leading)
         numbers, cluster = clusters(ctx[layer], labels)
@@ -101,8 +332,6 @@ def geometry(
             arrays.setdefault(name, []).append(value)
     stacked = {name: torch.stack(values) for name, values in arrays.items()}
     stacked |= {
-        "mean": mean,
-        "positional_basis": pos.float(),
         "context_basis": ctx.float(),
         "context_label": labels,
         "context_cluster": torch.stack(found),
@@ -111,37 +340,35 @@ def geometry(
         "gram_label": labels[order],
         "outlier_share": (outliers["outlier"].sum(dim=1) / readers[:, leading:].sum(dim=1)[:, None]).float(),
     }
-    return {name: [row[name] for row in rows] for name in rows[0]}, stacked
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {"layer": list(range(len(rows)))} | columns | stacked
+
+
+@gives(
+    Array("mean", "(N, d)", "μ, the mean hidden state of each residual layer."),
+    Array("positional_basis", "(N, T, d)", "pos, the mean of each position less μ."),
+    Array(
+        "positional_basis_last",
+        "(N, trailing, d)",
+        "The same of the special tokens that end every context, where they do.",
+    ),
+)
+def position_arrays(
+    mu: Float[Tensor, "layers width"],
+    pos: Float[Tensor, "layers positions width"],
+    means: State,
+    trailing: int,
+) -> dict[str, Tensor]:
+    """The means by position, as far as enough contexts reach, of what `accumulate.means.decomposed_means` gives."""
+    end = pos.shape[1] - trailing
+    arrays = {"mean": mu, "positional_basis": pos[:, : positions_read(means)].float()}
+    return arrays | ({"positional_basis_last": pos[:, end:].float()} if trailing else {})
 
 
 def positions_read(means: State) -> int:
     """So many positions, from 0 on, as `LEAST_SHARE` of the contexts have."""
     readers = means["readers"][0].sum(dim=0)
     return int((readers >= LEAST_SHARE * readers[0]).sum())
-
-
-def outlier_rows(
-    outliers: State, means: State, errors: Arrays, leading: int = 1
-) -> list[dict[str, float | int]]:
-    """One row for each layer's dimensions that are outliers, or carry a massive activation.
-
-    With `massive_se` and `massive_first_se` of `errors`, those of `uncertainty.array_errors`.
-    """
-    outlier, *counts = (outliers[name].sum(dim=1) for name in ("outlier", *MASSIVE_COUNTS))
-    share = outlier / means["readers"][:, :, leading:].sum(dim=(1, 2))[:, None]
-    notable = torch.stack([share >= OUTLIER_SHARE, *(count > 0 for count in counts)]).any(dim=0)
-    return [
-        {
-            "layer": layer,
-            "dimension": dimension,
-            "share": float(share[layer, dimension]),
-            "maximum": float(outliers["maximum"][layer, dimension]),
-            "maximum_first": float(outliers["maximum_first"][layer, dimension]),
-        }
-        | {name: int(count[layer, dimension]) for name, count in zip(MASSIVE_COUNTS, counts, strict=True)}
-        | {name: float(errors[name][layer, dimension]) for name in COUNT_ERRORS}
-        for layer, dimension in notable.nonzero().tolist()
-    ]
 
 
 def _positional(

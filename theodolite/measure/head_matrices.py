@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from theodolite.errors import UsageError
 from theodolite.measure.attribution import chosen_heads
-from theodolite.measure.constituents import Constituents, share_sums
+from theodolite.measure.constituents import ADDITIVE, Constituents, share_sums
 from theodolite.theory.decomposition import PARTS
 
 MOST_POSITIONS = 128
 """Positions shown: seven panels of so many squared are under a megabyte of page."""
 
-QK, ATTENTION, CONSTANT, ADDITIVE = "QK", "attention", "constant", "additive"
+QK, ATTENTION, CONSTANT = "QK", "attention", "constant"
 
 WITH_CONSTANTS = {
     ("pos", "pos"): "position",

@@ -7,15 +7,54 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.ragged import NO_TOKEN
+from theodolite.judging import Criterion
+from theodolite.measure.column import ATTENTION, BEHAVIOUR, SHARE, SINKS, Array, Column, gives
+from theodolite.measure.head_roles import (
+    ATTENTION_PATTERNS,
+    END_TOKEN_SINK,
+    FIRST_TOKEN_SINK,
+    INDUCTION,
+    LATER_SINK,
+    LEARNED_SINK,
+    PREVIOUS_TOKEN,
+    SAME_TOKEN,
+    HeadRole,
+)
+from theodolite.measure.publications import BAO, OLSSON, SONG, XIAO, ZHAI, ZHANG
 from theodolite.measure.ratios import ratio
 
+_BY_RATIO = "contexts, as that of a ratio of sums over them, to first order"
+_SINK = (
+    f"A key is a sink of a context where it gets more than {SINK_THRESHOLD} of the attention of the queries that see "
+    "it on average; at least min(16, T/4), rounded up, other queries must see it."
+)
 
+
+def _of_role(role: HeadRole, group: str, source: str, formula: str = "", **more: Any) -> Column:
+    """The column of a role's score."""
+    return Column(
+        "heads",
+        role.column,
+        role.name,
+        role.meaning,
+        formula,
+        source,
+        range=SHARE,
+        group=group,
+        **more,
+    )
+
+
+@gives(
+    Column("heads", "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
+    Column("heads", "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+)
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
     """A table with `layer` and `head`, without rows of heads that a layer does not have."""
     most = max(heads_of)
@@ -24,19 +63,68 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
     return pd.DataFrame(places, columns=["layer", "head"]).join(rows.reset_index(drop=True))
 
 
+@gives(
+    Column(
+        "heads",
+        "entropy",
+        "entropy",
+        "Mean Shannon entropy of the head's attention rows. Low: a single key; high: near-uniform attention.",
+        "Mean over queries; a learned sink column counts as an outcome.",
+        f"{ZHAI}; {BAO}, section 5",
+        "nats",
+        group=ATTENTION,
+        error="contexts, taken as independent; of unlike lengths, to first order",
+    ),
+    Column(
+        "heads",
+        "propagation",
+        "signal propagation",
+        "Share of the last query's keys that receive gradient (linearised softmax). 0: vanishing signal.",
+        "Of the keys that the contexts' last queries see (before special tokens at the end), those that propagate to "
+        "them.",
+        f"{BAO}, section 3, definition 1",
+        range=SHARE,
+        group=ATTENTION,
+        healthy=Criterion("at least", 0.05, "mean propagation: hardly any key's signal reaches the gradient"),
+    ),
+    _of_role(PREVIOUS_TOKEN, BEHAVIOUR, OLSSON, "Mean over queries at positions 1 … T − 1.", error=_BY_RATIO),
+    _of_role(
+        SAME_TOKEN,
+        BEHAVIOUR,
+        f"{SONG}, section 5",
+        "All earlier equal tokens together, over queries that have one.",
+        error=_BY_RATIO,
+    ),
+    _of_role(FIRST_TOKEN_SINK, SINKS, f"{XIAO}; {ZHANG}", f"Key 0. {_SINK}"),
+    _of_role(LATER_SINK, SINKS, ZHANG, "A later key of the text, defined as `sink_first`."),
+    _of_role(
+        END_TOKEN_SINK,
+        SINKS,
+        "Clark et al. 2019, section 3.2",
+        "Only where special tokens end every context, which are then no later keys.",
+    ),
+    _of_role(
+        LEARNED_SINK,
+        SINKS,
+        "models with a sink column, such as gpt-oss",
+        "Mean over queries and contexts.",
+        rare=True,
+    ),
+    Column(
+        "heads",
+        "sink_registers",
+        "register sink",
+        "Share of contexts in which a token between [CLS] and the patches of an image is a sink.",
+        "Only of images with such tokens.",
+        range=SHARE,
+        group=SINKS,
+        offered=False,
+    ),
+)
 def head_columns(attention: State) -> dict[str, list[float]]:
-    """Measured columns of the heads table, L · H values each, layer by layer.
+    """Measured columns of the heads table, L · H values each, layer by layer, from the state of `AttentionStatistics`.
 
-    entropy: mean over queries, nats; entropy_se: its standard error, contexts taken as independent
-    (NaN for one; of contexts of unlike lengths, to first order). propagation: of the keys that the last queries see,
-    the share that propagates (Bao et al. 2024, definition 1); where special tokens end every
-    context ([SEP]), it is the last query before them. sink_first, sink_later: share
-    of contexts with a sink at key 0, at a later key; sink_last, where special tokens end every context: at one of
-    these, which are then no later key; sink_registers: likewise of the tokens between [CLS] and the patches of an
-    image. sink_learned: mean mass on a learned sink column.
-    previous_token: mean attention from positions 1 … T−1 to the one before. same_token: mean attention to all
-    earlier equal tokens, over the queries that have one. previous_token_se, same_token_se: of these ratios of sums over
-    contexts, to first order.
+    `entropy_se` is NaN of a single context; of contexts of unlike lengths it is to first order.
     """
     contexts = attention["contexts"].view(-1, 1)
     queries = attention["readers"].sum(dim=-1, keepdim=True)
@@ -61,31 +149,65 @@ def head_columns(attention: State) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in columns.items()}
 
 
-def head_arrays(attention: State) -> dict[str, Tensor]:
-    """Per head and position, (L, H, T), of the contexts that have it: entropy, empirical ρ, attention received, sinks.
+@gives(
+    _of_role(
+        INDUCTION,
+        BEHAVIOUR,
+        OLSSON,
+        "On ⌊T/2⌋ random tokens, twice: mean attention from the second copy to the token after the first.",
+        error="the random sequences",
+    )
+)
+def induction_columns(patterns: State) -> dict[str, list[float]]:
+    """The induction score of every head and its error, L · H values each, from the state of a `PatternPass`."""
+    place = list(ATTENTION_PATTERNS).index("induction")
+    scores = {"induction": patterns["scores"], "induction_se": patterns["errors"]}
+    return {name: values[:, place].flatten().tolist() for name, values in scores.items()}
 
-    And (L, T): how many keys each query sees.
-    """
+
+@gives(
+    Array(
+        "entropy_by_position", "(L, H, T)", "Mean attention entropy of the queries at each position, in nats."
+    ),
+    Array(
+        "propagation_by_position",
+        "(L, H, T)",
+        "Measured ρ of the contexts' last query; NaN where it never sees the key.",
+    ),
+    Array(
+        "received_by_position",
+        "(L, H, T)",
+        "Mean attention that each key gets from the queries that see it, over contexts.",
+    ),
+    Array("sink_by_position", "(L, H, T)", "Share of contexts in which the position is a sink."),
+    Array("visible_keys", "(L, T)", "How many keys a query sees: causal, a window's, or all."),
+)
+def head_arrays(attention: State) -> dict[str, Tensor]:
+    """Per head and position, of the contexts that have the position."""
     readers = attention["readers"].unsqueeze(1)
     return {
         "entropy_by_position": attention["entropy"] / readers,
-        "propagation_by_position": propagation_by_position(attention),
+        "propagation_by_position": attention["propagates"] / attention["last_sees"],
         "received_by_position": attention["received"] / readers,
         "sink_by_position": attention["sink"] / readers,
         "visible_keys": attention["visible_keys"],
     }
 
 
-def propagation_by_position(attention: State) -> Float[Tensor, "layers heads positions"]:
-    """Empirical ρ_i of the last query; NaN where it never sees key i (a sliding window)."""
-    return attention["propagates"] / attention["last_sees"]
-
-
+@gives(
+    Column("sinks", "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
+    Column("sinks", "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+    Column("sinks", "token_id", "token id", "The token that became a sink of the head.", needed=True),
+    Column("sinks", "token", "token", "Its text.", kind="text", needed=True),
+    Column("sinks", "first", "first", "Whether it is one at position 0, or later.", kind="flag", needed=True),
+    Column(
+        "sinks", "contexts", "contexts", "In how many contexts it is a sink, at one position or at several."
+    ),
+    Column("sinks", "share", "share", "Their share of all contexts.", range=SHARE, needed=True),
+    Column("sinks", "position", "position", "The mean position at which it is a sink."),
+)
 def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
-    """Which tokens became sinks: one row for each (layer, head, token, first or later position).
-
-    `contexts` and `share`: in which the token is a sink at one position or more; `position`: the mean over all of them.
-    """
+    """Which tokens became sinks: one row for each (layer, head, token, first or later position)."""
     rows = attention["sink_tokens"]
     contexts = float(attention["contexts"].max())  # 0 of a layer that does not attend
     table = pd.DataFrame(
@@ -104,22 +226,56 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
     return table.sort_values(order, ascending=[True, True, False, True], ignore_index=True)
 
 
+@gives(
+    Column("examples", "context", "context", "The context, counted from 0.", needed=True),
+    Column("examples", "position", "position", "The token's position in it.", needed=True),
+    Column("examples", "token_id", "token id", "The token."),
+    Column("examples", "token", "token", "Its text.", kind="text", needed=True),
+    Column(
+        "examples",
+        "received",
+        "attention received",
+        "The most attention that any head pays it on average over the queries that see it.",
+        range=SHARE,
+    ),
+    Column("examples", "layer", "layer", "The block of that head.", kind="place"),
+    Column("examples", "head", "head", "That head.", kind="place"),
+    Column("examples", "sink", "sink", f"Whether that is more than {SINK_THRESHOLD}.", kind="flag"),
+)
 def examples_table(
-    attention: State, ids: Int[Tensor, "examples positions"], text: Callable[[int], str]
+    attention: State,
+    examples: Int[Tensor, "examples positions"],
+    text: Callable[[int], str],
 ) -> pd.DataFrame:
     """Every token of the example contexts with the most attention that any head pays it on average."""
     received, layer = attention["example_received"].max(dim=0)
     head = attention["example_head"].gather(0, layer[None])[0].long()
-    context, position = places = (ids != NO_TOKEN).nonzero(as_tuple=True)
+    context, position = places = (examples != NO_TOKEN).nonzero(as_tuple=True)
     return pd.DataFrame(
         {
             "context": context.numpy(),
             "position": position.numpy(),
-            "token_id": ids[places].numpy(),
-            "token": pd.Series([text(token) for token in ids[places].tolist()], dtype="object").astype(str),
+            "token_id": examples[places].numpy(),
+            "token": pd.Series([text(token) for token in examples[places].tolist()], dtype="object").astype(
+                str
+            ),
             "received": received[places].numpy(),
             "layer": layer[places].numpy(),
             "head": head[places].numpy(),
             "sink": (received > SINK_THRESHOLD)[places].numpy(),
         }
     )
+
+
+@gives(
+    Array("example_picture", "(E, height, width, 3)", "The first images of a survey of images."),
+    Array("example_received", "(L, E, T)", "The most attention that any head of a block pays each token."),
+    Array("example_norm", "(N, E, T)", "‖h‖₂ of each token."),
+)
+def picture_arrays(pictures: Tensor, attention: State, example_norms: State) -> dict[str, Tensor]:
+    """What figures show on the first images; `example_norms` is the state of `ExampleNorms`."""
+    return {
+        "example_picture": pictures,
+        "example_received": attention["example_received"].float(),
+        "example_norm": example_norms["norm"].float(),
+    }

@@ -1,4 +1,4 @@
-"""From head weights, and the covariance of what they read, to spectra, regimes and predicted propagation.
+"""From heads' weights, and the covariance of what they read, to spectra, regimes and predicted propagation.
 
 One row a head. Source: Bao et al. 2024; the entropy bound is Zhai et al. 2023, Theorem 3.1.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,28 +16,163 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
-from theodolite.models.weights.head_weights import HeadWeights
+from theodolite.measure.column import (
+    AMOUNT,
+    ATTENTION,
+    SHARE,
+    SIGNED,
+    SPECTRUM,
+    SPECTRUM_DATA,
+    Array,
+    Column,
+    gives,
+)
+from theodolite.measure.publications import BAO, ZHAI
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.propagation import propagation_finite
 from theodolite.theory.regimes import UNDEFINED, regime_margins
 from theodolite.theory.spectrum import qk_eigenvalues, qk_moments, qk_spectral_norm
 
-MOMENTS = (
-    "trace",
-    "trace_of_square",
-    "frobenius_squared",
-    "mean",
-    "variance",
-    "xi",
-    "eta",
-    "xi_symmetric",
-    "eta_symmetric",
-    "r",
+
+def _spectral(
+    name: str,
+    title: str,
+    meaning: str,
+    where: str,
+    formula: str = "",
+    range: tuple[float, float] = SIGNED,
+    **more: Any,
+) -> Column:
+    source = f"{BAO}, {where}"
+    return Column("heads", name, title, meaning, formula, source, range=range, group=SPECTRUM, **more)
+
+
+_MOMENTS = (
+    _spectral(
+        "trace",
+        "trace",
+        "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.",
+        "section 4",
+    ),
+    _spectral(
+        "trace_of_square",
+        "trace of the square",
+        "tr W², the sum of squared eigenvalues; negative where rotation outweighs stretching.",
+        "section 4",
+    ),
+    _spectral(
+        "frobenius_squared",
+        "squared Frobenius norm",
+        "‖W‖²_F = tr WᵀW, the size of the matrix. The term that LocAteR penalises.",
+        "section 6",
+        range=AMOUNT,
+        decades=True,
+    ),
+    _spectral("mean", "spectrum mean", "tr W/d, over all d eigenvalues.", "eq. 8"),
+    _spectral(
+        "variance",
+        "spectrum variance",
+        "tr W²/d − (tr W/d)²: the variance of the eigenvalues' real parts less the mean square of their imaginary "
+        "parts. Small around a mean away from 0: localized attention without collapse.",
+        "eq. 8",
+    ),
+    _spectral(
+        "xi",
+        "ξ",
+        "tr W/√tr W². Empty where tr W² is negative: use the ξ of the symmetric part there.",
+        "eq. 6",
+    ),
+    _spectral(
+        "eta",
+        "η",
+        "√tr W²/λ. Empty where tr W² is negative.",
+        "eq. 6",
+        "λ = 1 / scaling.",
+        range=AMOUNT,
+        decades=True,
+    ),
+    _spectral(
+        "xi_symmetric",
+        "ξ of the symmetric part",
+        "tr W/√tr W² of the symmetric part of W. Sign: late (+) or early (−); size: concentration of the spectrum.",
+        "eq. 6",
+        "Always defined; `regime` is read off this one and `eta_symmetric`.",
+    ),
+    _spectral(
+        "eta_symmetric",
+        "η of the symmetric part",
+        "√tr W²/λ of the symmetric part of W: the scale of the spectrum. Large: the signal vanishes.",
+        "eq. 6",
+        "λ = 1 / scaling.",
+        range=AMOUNT,
+        decades=True,
+    ),
+    _spectral(
+        "r",
+        "r = ξη",
+        "tr W/λ. Far beyond ±2 with a small η the signal localizes in the middle; near 0 it is uniform.",
+        "Lemma 2",
+    ),
+)
+MOMENTS = tuple(column.name for column in _MOMENTS)
+
+_OF_WEIGHTS = (
+    _spectral(
+        "regime",
+        "predicted regime",
+        "Where signal should propagate: early, middle or late positions, all equally (uniform), none (vanishing).",
+        "Lemma 2",
+        f"`uniform`, `early-site`, `middle-site`, `late-site` or `vanishing`; `{UNDEFINED}` where `spectrum_of` is not "
+        "`projection`.",
+        kind="name",
+    ),
+    _spectral(
+        "regime_margin",
+        "margin of the regime",
+        "How far what decides the regime is from its nearest threshold: 0.02 is borderline, 0.3 clear.",
+        "Lemma 2",
+        "The nearest threshold that would change the name; empty where undefined.",
+        range=SHARE,
+    ),
+    *_MOMENTS,
+)
+
+# Bao et al. 2024 state their results for W = W_QK Σ; the same columns with the text's own Σ̂ carry `_data`.
+_OF_DATA = tuple(
+    replace(
+        column,
+        name=f"{column.name}_data",
+        title=f"{column.title} (with Σ̂)",
+        meaning=f"{column.meaning} Here W = W_QK Σ̂, with the covariance of the tokens in this text.",
+        group=SPECTRUM_DATA,
+    )
+    for column in _OF_WEIGHTS
 )
 
 
+@runtime_checkable
+class QueryKeyWeights(Protocol):
+    """What is read of a layer's heads: `models.weights.head_weights.HeadWeights` is one."""
+
+    @property
+    def w_q(self) -> Tensor:
+        """W_q of every head, (H, d, d_h)."""
+
+    @property
+    def w_k(self) -> Tensor:
+        """W_k of every head, (H, d, d_h), grouped keys repeated."""
+
+    @property
+    def scaling(self) -> float:
+        """1 / λ: what logits are multiplied by."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether W_q W_kᵀ gives the logits."""
+
+
 def layer_spectra(
-    weights: HeadWeights | None,
+    weights: QueryKeyWeights | None,
     covariance: Float[Tensor, "width width"] | None,
     heads: int,
     head_width: int,
@@ -66,7 +202,7 @@ def layer_spectra(
 
 
 def layer_moments(
-    weights: HeadWeights | None, heads: int, covariance: Float[Tensor, "width width"] | None = None
+    weights: QueryKeyWeights | None, heads: int, covariance: Float[Tensor, "width width"] | None = None
 ) -> dict[str, Float[Tensor, " heads"]]:
     """The moments of `MOMENTS` and `form_squared` of W_QK Σ; NaN without weights."""
     names = (*MOMENTS, "form_squared")
@@ -76,43 +212,100 @@ def layer_moments(
     return {name: getattr(moments, name).cpu() for name in names}
 
 
-def logit_norm(weights: HeadWeights | None, heads: int) -> Float[Tensor, " heads"]:
+def logit_norm(weights: QueryKeyWeights | None, heads: int) -> Float[Tensor, " heads"]:
     """‖W_QK‖₂ · scaling, the spectral norm of the logits' matrix; NaN where no matrix gives the logits."""
     if weights is None or not weights.exact:
         return _unknown(heads)
     return (qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling).cpu()
 
 
+@gives(
+    Column(
+        "heads",
+        "spectrum_of",
+        "spectrum of",
+        "Which matrix the spectrum is of.",
+        "`projection`; `projection before norm` where the family normalises queries and keys after projecting them "
+        "(Qwen 3): the spectrum is of the projections, and no matrix gives the logits; `none` where no matrix gives "
+        "the queries and keys either (DeepSeek's norms between projections).",
+        kind="name",
+        group=SPECTRUM,
+        offered=False,
+    )
+)
+def spectrum_kinds(spectrum_of: Sequence[str], most_heads: int) -> dict[str, list[str]]:
+    """What the weights of each layer's heads are, `most_heads` times a layer."""
+    return {"spectrum_of": [kind for kind in spectrum_of for _ in range(most_heads)]}
+
+
+@gives(
+    *_OF_WEIGHTS,
+    *_OF_DATA,
+    Array(
+        "spectrum",
+        "(L, H, d_h, 2)",
+        "Eigenvalues of W_QK, real and imaginary parts; the other d − d_h are 0.",
+    ),
+    Array("spectrum_data", "(L, H, d_h, 2)", "The same of W_QK Σ̂."),
+    Array(
+        "propagation_predicted",
+        "(L, H, T)",
+        "ρ of a random walk, predicted from W_QK: from the exact first two moments at finite T.",
+    ),
+    Array("propagation_predicted_data", "(L, H, T)", "The same from W_QK Σ̂."),
+)
 def localization_tables(
-    state: State, exact: Sequence[bool], scalings: Sequence[float], length: int | None
-) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
-    """From the `layer_spectra` of all layers, stacked, to columns of the heads table and their arrays.
+    weights: State, exact: Sequence[bool], scalings: Sequence[float], length: int | None = None
+) -> dict[str, Any]:
+    """Moments and regimes, L · H values each, and arrays, from the `layer_spectra` of all layers, stacked.
 
     Args:
+        weights: the stacked spectra.
         exact: of each layer, whether its matrix gives the logits; else regimes and propagation are left open.
         scalings: of each layer's logits.
         length: T, for the predicted propagation; None: there is none.
     """
-    columns: dict[str, list[float | str]] = {}
-    arrays: dict[str, Tensor] = {}
+    results: dict[str, Any] = {}
     known = torch.tensor(exact)
     for suffix in ("", "_data"):
-        if "trace" + suffix not in state:
+        if "trace" + suffix not in weights:
             continue
-        own = {name: state[name + suffix] for name in (*MOMENTS, "form_squared")}
-        margins = regime_margins(own["xi_symmetric"], own["eta_symmetric"])
-        columns |= {name + suffix: own[name].flatten().tolist() for name in MOMENTS}
-        columns["regime" + suffix] = np.where(known[:, None], margins.name, UNDEFINED).flatten().tolist()
+        moments = {name: weights[name + suffix] for name in (*MOMENTS, "form_squared")}
+        margins = regime_margins(moments["xi_symmetric"], moments["eta_symmetric"])
+        results |= {name + suffix: moments[name].flatten().tolist() for name in MOMENTS}
+        results["regime" + suffix] = np.where(known[:, None], margins.name, UNDEFINED).flatten().tolist()
         margin = torch.as_tensor(margins.margin).masked_fill(~known[:, None], math.nan)
-        columns["regime_margin" + suffix] = margin.flatten().tolist()
-        arrays["spectrum" + suffix] = state["spectrum" + suffix]
+        results["regime_margin" + suffix] = margin.flatten().tolist()
+        results["spectrum" + suffix] = weights["spectrum" + suffix]
         if length is not None:
-            temperature = (1 / torch.tensor(scalings, dtype=torch.float64))[:, None].expand_as(own["trace"])
-            predicted = propagation_finite(
-                own["trace"], own["form_squared"], own["trace_of_square"], length, temperature
+            temperature = (1 / torch.tensor(scalings, dtype=torch.float64))[:, None].expand_as(
+                moments["trace"]
             )
-            arrays["propagation_predicted" + suffix] = predicted.masked_fill(~known[:, None, None], math.nan)
-    return columns, arrays
+            predicted = propagation_finite(
+                moments["trace"], moments["form_squared"], moments["trace_of_square"], length, temperature
+            )
+            results["propagation_predicted" + suffix] = predicted.masked_fill(~known[:, None, None], math.nan)
+    return results
+
+
+@gives(
+    Column(
+        "heads",
+        "entropy_bound",
+        "entropy bound",
+        "Lower bound on the mean entropy from the norms of the tokens and of W_QK. Near 0 it is vacuous.",
+        "Exact, averaged over queries by the number of keys they see; for heads without biases and rotation; empty "
+        "where `spectrum_of` is not `projection`.",
+        f"{ZHAI}, Theorem 3.1 (exact form)",
+        "nats",
+        group=ATTENTION,
+    )
+)
+def entropy_bounds(weights: State, attention: State, gram_norm: Tensor) -> dict[str, list[float]]:
+    """`entropy_bound` of every layer, L · H values; `gram_norm` (L) is the largest ‖XXᵀ‖₂ of each layer's inputs."""
+    norms = gram_norm.tolist(), weights["spectral_norm"]
+    layers = zip(*norms, attention["visible_keys"], attention["readers"], strict=True)
+    return {"entropy_bound": torch.cat([entropy_bound(*layer) for layer in layers]).tolist()}
 
 
 def entropy_bound(

@@ -10,11 +10,52 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
-from theodolite.measure.geometry import CUTOFFS, Columns
+from theodolite.measure.column import POSITIONAL, SHARE, Column, gives
+from theodolite.measure.geometry import CUTOFFS, SHOWN_CUTOFF, Columns
+from theodolite.measure.publications import SONG
 from theodolite.theory.smoothness import Grid, product_low_frequency_ratio
 
-COLUMNS = ("argmax_property", "argmax_property_normed", *(f"pwp_low_frequency_{k}" for k in CUTOFFS))
+_DECLARED = (
+    Column(
+        "heads",
+        "argmax_property",
+        "argmax property",
+        "Share of positions t whose row of P̃WP̃ᵀ, P̃ = pos + mean without the layer's norm, is largest at t itself "
+        "among t' ≤ t. Above 0.8, position alone makes the head attend at or near the query.",
+        "Positions t ≥ 1 and 1 ≤ t' ≤ t; W = W_QK, raw: no norm, bias or rotation; of the projections where "
+        "`spectrum_of` says so. A tie goes to the earlier position.",
+        f"{SONG}, eq. 8 and Fig. 25",
+        range=SHARE,
+        group=POSITIONAL,
+    ),
+    Column(
+        "heads",
+        "argmax_property_normed",
+        "argmax property, normed",
+        "The argmax property of positions as the head reads them, after the layer's norm.",
+        "P̃ after the norm that precedes the layer's heads.",
+        f"{SONG}, eq. 8; the norm is ours",
+        range=SHARE,
+        group=POSITIONAL,
+    ),
+    *(
+        Column(
+            "heads",
+            f"pwp_low_frequency_{k}",
+            "smoothness of PWPᵀ" if k == SHOWN_CUTOFF else f"PWPᵀ low freq. K={k}",
+            f"Energy of PWPᵀ in its {k} × {k} lowest frequencies: near 1, neighbouring positions get similar logits.",
+            "Of its 2-D DCT, P = pos, W = W_QK; empty where P W Pᵀ is zero.",
+            f"{SONG}, Table 3",
+            range=SHARE,
+            group=POSITIONAL,
+            offered=k == SHOWN_CUTOFF,
+        )
+        for k in CUTOFFS
+    ),
+)
+COLUMNS = tuple(column.name for column in _DECLARED)
 """What `positional_heads` gives, all but the second without `normed` too."""
 
 _QUERIES = 64
@@ -32,12 +73,8 @@ def positional_heads(
 ) -> Columns:
     """Columns of the heads table that need one layer's positional basis and weights alone, H values each.
 
-    argmax_property: share of positions t = 1 … T−1 at which argmax_{1 ≤ t' ≤ t} [P̃WP̃ᵀ]_{t,t'} is t, with
-        P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2): raw, without norm, bias or rotation. The first
-        position has it by itself. A tie goes to the earlier position.
-    argmax_property_normed: the same of `normed`, which is what the head reads.
-    pwp_low_frequency_1, _3, _5, _10: share of the energy of the DCT of P W Pᵀ in its K×K lowest frequencies
-        (Table 3), P the centred pos, not normalised; NaN where P W Pᵀ is zero.
+    The argmax property is that of P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2), normed that of `normed`; the
+    first position has it by itself. Frequencies are of P W Pᵀ, P the centred pos, not normalised (Table 3).
 
     Args:
         pos, mean: of the layer whose residual stream the heads read, position 0 included and ignored.
@@ -62,6 +99,12 @@ def positional_heads(
     for index, k in enumerate(CUTOFFS):
         columns[f"pwp_low_frequency_{k}"] = ratios[:, index]
     return {name: values.tolist() for name, values in columns.items()}
+
+
+@gives(*_DECLARED)
+def positional_columns(weights: State) -> dict[str, list[float]]:
+    """The columns that a `WeightsPass` has made by `positional_heads`, L · H values each."""
+    return {name: weights[name].flatten().tolist() for name in COLUMNS if name in weights}
 
 
 def argmax_property(
@@ -106,6 +149,29 @@ def qk_low_frequency(
     if heads != key_heads:
         key = key.repeat_interleave(heads // key_heads, dim=-3)
     return product_low_frequency_ratio(query, key, CUTOFFS, grid)
+
+
+@gives(
+    *(
+        Column(
+            "heads",
+            f"qk_low_frequency_{k}",
+            "smoothness of the logits" if k == SHOWN_CUTOFF else f"QK low freq. K={k}",
+            f"Share of the energy of the logits on this text, unmasked, in their {k} × {k} lowest frequencies.",
+            "Of the 2-D DCT of the whole matrix of query-key products, biases and rotation within, mean over the "
+            "contexts of `split_contexts`, position 0 left out.",
+            f"{SONG}, Table 3",
+            range=SHARE,
+            group=POSITIONAL,
+            offered=k == SHOWN_CUTOFF,
+        )
+        for k in CUTOFFS
+    )
+)
+def qk_frequency_columns(shares: State) -> dict[str, list[float]]:
+    """The means over the sample of a `SharesPass`, L · H values each."""
+    ratios = shares["low_frequency"].mean(dim=1)
+    return {f"qk_low_frequency_{k}": ratios[..., i].flatten().tolist() for i, k in enumerate(CUTOFFS)}
 
 
 def _from_itself_on(start: int, stop: int, device: torch.device) -> Bool[Tensor, "rows columns"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from theodolite.accumulate.sums import State, part_of
 from theodolite.accumulate.tags import HEAD_OUTPUT
 from theodolite.corpus.groups import GROUPS
+from theodolite.measure.column import SHARE, SIGNED, Array, Column, gives
+from theodolite.measure.publications import ZHANG
 from theodolite.measure.ratios import difference, ratio
 from theodolite.measure.uncertainty import balanced_halves
 from theodolite.theory.outliers import MAD_TO_SD
@@ -30,6 +33,76 @@ SHOWN_DIMENSIONS = 5
 
 STRONGEST = 64
 """So many sinks, those that tag most tokens, keep their tags by group of contexts."""
+
+
+TRACED_HEADS = "heads of a trace"
+"""What declarations call the heads table of a trace."""
+
+_RATIO = "contexts, as that of a ratio of sums over them; empty where one context decides"
+
+
+def _share(table: str, name: str, title: str, meaning: str, formula: str = "", **more: Any) -> Column:
+    return Column(table, name, title, meaning, formula, range=SHARE, **more)
+
+
+def _tag_columns(table: str) -> tuple[Column, ...]:
+    """Where a tag lives: the columns that sinks and heads have both."""
+    return (
+        Column(table, "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
+        Column(table, "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+        Column(table, "contexts", "contexts", "Contexts with a sink."),
+        _share(table, "share", "share", "Their share of all contexts.", needed=True),
+        _share(
+            table,
+            "tag",
+            "tag",
+            "Share of the variance of the head's output that lies between the tokens that it caught and all others "
+            "(η²).",
+            "Within contexts; empty where a sink catches every token or none.",
+            source=f"{ZHANG}; η² is ours",
+            error=_RATIO,
+            floor="tag_chance",
+        ),
+        _share(
+            table,
+            "tag_chance",
+            "tag, chance",
+            "η² of a random grouping of as many tokens.",
+            "1/(tokens − 1), exactly.",
+        ),
+        _share(
+            table,
+            "tag_shifted",
+            "tag, shifted",
+            "η² of the same grouping when shifted along the context by one to four fifths.",
+        ),
+        _share(table, "before", "before", "η² in the residual stream that enters the head's block."),
+        _share(table, "after", "after", "η² in the residual stream that leaves the head's block."),
+        _share(table, "released", "released", "The largest η² of all later layers.", error=_RATIO),
+        Column(table, "released_layer", "released in", "The layer of that η²; −1 where there is none."),
+        Column(
+            table,
+            "gain",
+            "gain",
+            "`released` less `before`.",
+            "Its error is for that layer alone: that it is the largest of several, the page of `sinks/trace` accounts "
+            "for.",
+            range=SIGNED,
+            error=_RATIO,
+        ),
+        _share(table, "last", "last", "η² in the last layer, before any final norm."),
+    )
+
+
+def _release_arrays(prefix: str, rows: str) -> tuple[Array, ...]:
+    shape = f"({rows}, L + 1)"
+    return (
+        Array(
+            f"{prefix}release", shape, "η² by residual layer, from the one that enters the block; NaN before."
+        ),
+        Array(f"{prefix}release_se", shape, "Its standard error."),
+        Array(f"{prefix}release_chance", shape, "What a random grouping explains on average."),
+    )
 
 
 @dataclass(frozen=True)
@@ -105,17 +178,76 @@ def _turned(
     return (2 - 2 * product / (lengths[0] * lengths[1]).sqrt()).mean(dim=1).clamp_min(0).sqrt()
 
 
+@gives(
+    *_tag_columns("traces"),
+    Column(
+        "traces",
+        "kind",
+        "kind",
+        "What kind of sink it is.",
+        "`first` (position 0), `later`, `learned`, or `stretch` (local) where asked for; a special token at the end "
+        "([SEP]) is `later`, and is itself never counted as caught.",
+        kind="name",
+        names=KINDS,
+        needed=True,
+    ),
+    Column("traces", "token_id", "token id", "Of a later or local sink; −1 for the others.", needed=True),
+    Column("traces", "token", "token", "Its text; empty for the others.", kind="text", needed=True),
+    Column("traces", "position", "position", "Its mean position."),
+    _share("traces", "received", "attention received", "The attention that it receives on average."),
+    _share("traces", "caught", "caught", "Share of all queries that it catches."),
+    _share(
+        "traces",
+        "caught_of_seen",
+        "caught of seen",
+        "Share that it catches of the queries that see it, in contexts where it is a sink.",
+    ),
+    Column("traces", "first_caught", "first caught", "Mean position of the first query that it catches."),
+    Column("traces", "last_caught", "last caught", "Mean position of the last query that it catches."),
+    Column(
+        "traces", "direction_se", "direction, standard error", "How far sampling moves the tag's unit vector."
+    ),
+    Column(
+        "traces",
+        "alignment",
+        "alignment",
+        "Cosine of the tag's direction and the sink's value vector.",
+        "Both through W_O; below 1 where a head has several sinks.",
+        range=SIGNED,
+    ),
+    Column(
+        "traces",
+        "value_ratio",
+        "value ratio",
+        "Length of the sink's value vector over the mean length of others.",
+    ),
+    Column("traces", "dimension", "dimension", "The largest dimension of the tag; −1: it has none."),
+    _share("traces", "dimension_share", "dimension share", "Its share of the tag's squared length."),
+    Column(
+        "traces",
+        "outlier_dimensions",
+        "outlier dimensions",
+        "Dimensions beyond six robust standard deviations of the tag's components, five at most.",
+        kind="text",
+    ),
+    _share("traces", "tagged", "tagged", "`caught` · `tag`, by which rows are ordered."),
+    Array(
+        "tag_direction",
+        "(rows of traces, d)",
+        "The mean difference in the residual stream between what the head gives the tokens that the sink caught and "
+        "the others.",
+    ),
+    Array(
+        "tag_by_group",
+        "(≤ 64, 8, d)",
+        "Of the first rows, the sums behind it of each group of contexts: its direction, another length.",
+    ),
+    *_release_arrays("", "rows of traces"),
+)
 def traces(
     state: State, written: Written, contexts: int, length: int, text: Callable[[int], str]
 ) -> tuple[pd.DataFrame, dict[str, Tensor]]:
-    """One row a sink (layer, head, kind, token), those that tag most tokens first, and the arrays of these rows.
-
-    Arrays: tag_direction (rows, d), the mean difference in the residual stream between what the head gives the
-    tokens that the sink caught and the others; tag_by_group (at most `STRONGEST`, G, d), the sums behind
-    it of each group of contexts, in its direction but of another length; release, release_se (rows, L + 1), η² by
-    residual layer from the one that enters the block on, NaN before; release_chance, what a random grouping explains on
-    average.
-    """
+    """One row a sink (layer, head, kind, token), those that tag most tokens first, and the arrays of these rows."""
     sums = part_of(state, "by_sink")
     keys = sums["keys"].long()
     layer, head, kind, token = keys.T
@@ -157,12 +289,21 @@ def traces(
     return table.reset_index(drop=True), directions | sorted_arrays
 
 
+@gives(
+    *_tag_columns(TRACED_HEADS),
+    _share(
+        TRACED_HEADS,
+        "principal_share",
+        "principal share",
+        "Share of the variance of the head's output along its leading direction.",
+    ),
+    *_release_arrays("head_", "rows of heads"),
+    Array("principal_direction", "(rows of heads, d)", "The leading direction of the head's output."),
+)
 def traced_heads(state: State, written: Written, contexts: int) -> tuple[pd.DataFrame, dict[str, Tensor]]:
     """One row a head that has a sink anywhere, and the arrays of these rows.
 
-    η² is of the whole grouping: the tokens of each sink, and those that none caught. Arrays: head_release,
-    head_release_se and head_release_chance (rows, L + 1), the last what a random grouping explains on average;
-    principal_direction (rows, d), of the head's output within contexts.
+    η² is of the whole grouping: the tokens of each sink, and those that none caught.
     """
     sums = part_of(state, "by_head")
     keys = sums["keys"].long()

@@ -22,8 +22,10 @@ from theodolite.accumulate.second_moments import low_rank
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.measure.clusters import clusters
+from theodolite.measure.column import Array, gives
 from theodolite.measure.geometry import (
     CUTOFFS,
+    LAYER_COLUMNS,
     SCREENOT_RANK,
     Columns,
     contextual,
@@ -61,13 +63,14 @@ def half_sample_error(values: Float[Tensor, "halves ..."]) -> Float[Tensor, " ..
     return (values - values.mean(dim=0)).square().mean(dim=0).sqrt()
 
 
+@gives(*LAYER_COLUMNS)
 def standard_errors(
     means: State,
     sketches: State,
     outliers: State,
     sample: Sample,
     labels: Int[Tensor, " sampled"],
-    found: Int[Tensor, "layers sampled"],
+    context_cluster: Int[Tensor, "layers sampled"],
     leading: int = 1,
     grid: Grid | None = None,
 ) -> Columns:
@@ -83,12 +86,12 @@ def standard_errors(
     Args:
         means, sketches, outliers: states of `Means`, `MomentSketches` and `Outliers`.
         sample, labels, leading, grid: as for `geometry`.
-        found: the clusters that k-means found on the whole sample, −1 for contexts in none.
+        context_cluster: the clusters that k-means found on the whole sample, −1 for contexts in none.
 
     Returns:
         NaN in every row with fewer than eight contexts, and where a half has no such number.
     """
-    grouped = Grouped(means, sketches, outliers, sample, labels, found, leading, grid)
+    grouped = Grouped(means, sketches, outliers, sample, labels, context_cluster, leading, grid)
     halves = balanced_halves()
     # Below eight contexts some groups are empty: the names are still those of a row, the numbers none.
     drawn = halves if len(sample.slot) >= GROUPS else torch.ones(1, GROUPS, dtype=torch.float64)
@@ -102,42 +105,42 @@ def standard_errors(
     return columns
 
 
+@gives(
+    Array(
+        "outlier_share_by_group", "(N, 8, d)", "`outlier_share` of each of 8 groups of neighbouring contexts."
+    ),
+    Array(
+        "subspace_error",
+        "(N, ≤ 20)",
+        "How far sampling moves P's k leading directions: 1 − mean squared cosine of the angles between those of "
+        "halves and of all contexts.",
+    ),
+    Array("subspace_of_half", "(N, 7, ≤ 20, d)", "These directions of one half of each pair, in float16."),
+)
 def array_errors(
     means: State, outliers: State, pos: Float[Tensor, "layers positions width"], leading: int = 1
 ) -> State:
     """What sampling does to the arrays: errors by balanced halves, as of `standard_errors`; NaN below eight contexts.
 
+    The shares of the groups have the mean of the corpus, up to what groups differ in size. `subspace_error` of k
+    directions, k at most `SCREENOT_RANK`, is 1 − ‖VᵀV′‖_F²/k of those of a half (′) and of all, in the mean of the
+    halves: a half differs from the whole by as much as the whole from the truth.
+
     Args:
         means, outliers, leading: as for `standard_errors`.
         pos: the positional basis of all contexts, as `decomposed_means` has it; positions behind the last are ignored.
-
-    Returns:
-        outlier_share_by_group (N, G, d), shares of tokens whose mean over the groups is that of the corpus, up to what
-        groups differ in size; massive_se and massive_first_se (N, d), standard errors of counts of the whole corpus;
-        subspace_error (N, K), K at most `SCREENOT_RANK`: how much of the squared length of
-        the k leading directions of the positional basis sampling moves, 1 − ‖VᵀV′‖_F²/k of those of a half (′) and of
-        all, in the mean of the halves. A half differs from the whole by as much as the whole from the truth.
-        subspace_of_half (N, 7, K, d): these directions of one half of each pair of complements, in float16.
     """
-    contexts, readers = means["contexts"], means["readers"]
-    is_known = bool((contexts > 0).all())
+    readers = means["readers"]
+    is_known = bool((means["contexts"] > 0).all())
     halves = balanced_halves() if is_known else torch.ones(1, GROUPS, dtype=torch.float64)
     known = 1.0 if is_known else math.nan
     tokens = readers[:, :, leading:].sum(dim=2)
-    scale = contexts.sum(dim=1, keepdim=True) / (contexts @ halves.T)
-
-    def error(name: str) -> Float[Tensor, "layers width"]:
-        of_halves = torch.einsum("hg,ngd->hnd", halves, outliers[name].double())
-        return (half_sample_error(of_halves * scale.T.unsqueeze(2)) * known).float()
-
     read = positions_read(means)
     read_by = pos[:, :read], means["position_sum"][:, :, :read], readers[:, :, :read]
     layers = [_subspaces(*layer, halves, leading) for layer in zip(*read_by, strict=True)]
     errors, directions = zip(*layers, strict=True)
     return {
         "outlier_share_by_group": (outliers["outlier"] / tokens[:, :, None]).float(),
-        "massive_se": error("massive"),
-        "massive_first_se": error("massive_first"),
         "subspace_error": torch.stack(errors) * known,
         "subspace_of_half": torch.stack(directions) * known,
     }

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from theodolite.accumulate.extra import Extra
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.jobs.job import FINISHED, Job
-from theodolite.jobs.unfinished import Notes, Unfinished
+from theodolite.jobs.unfinished import Unfinished
+from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.chunks import Chunk, ChunkPass, chunks_of, first_directions
@@ -33,10 +33,9 @@ from theodolite.passes.run import Run
 from theodolite.passes.run_job import finished_run
 from theodolite.passes.shards import is_read, opened, opening_of
 from theodolite.passes.survey_stages import TEXT, TEXT_TITLE, SurveyPlan
-from theodolite.system.checksums import read_json_checked
 from theodolite.system.interrupt import starting_others
 from theodolite.system.progress import Progress, ShowStage
-from theodolite.system.run_folders import RUN
+from theodolite.system.run_folders import is_run, provenance_at
 
 LOCAL = "local"
 """The address of a cluster that is started on this machine, and stopped again."""
@@ -110,32 +109,28 @@ def survey_on_ray(
     def work_on(device: str) -> Unfinished:
         return Unfinished(out, plan.fingerprint | {"device": device}, describe_corpus(corpus))
 
-    if out is not None and (device := _device_in(Path(out) / RUN)):
-        finished = finished_run(work_on(device))  # no cluster is needed for it
-        if finished is not None:
+    if out is not None and is_run(out):  # no cluster is needed for it
+        made_on = (provenance_at(out).get("fingerprint") or {}).get("device", model.device.type)
+        if (finished := finished_run(work_on(made_on))) is not None:
             return finished
     with connected(address):
-        device, room = _offered(torch.get_num_threads())
-        work = work_on(device)
-        expected = fingerprint_of(model) | {"device": device}
+        threads = torch.get_num_threads()
+        device, room = _offered(threads)
+        work, chunks = work_on(device), chunks_of(len(corpus.contexts), plan.batch)
         task = Task(
-            opening | {"device": device}, expected, torch.get_num_threads(), corpus, batch, seed, extra
+            opening=opening | {"device": device, "device_map": None},
+            expected=fingerprint_of(model) | {"device": device},
+            threads=threads,
+            survey=(corpus, batch, seed, extra),
         )
-        chunks = chunks_of(len(corpus.contexts), plan.batch)
         pool = _Pool(task, min(room, actors or room, len(chunks)), say)
         with work.claimed():
             work.check()
             began = time.monotonic()
             _read(chunks, len(corpus.contexts), work, pool, show_progress)
-            parts = {name: _sent(*(work.load(name) or ({}, {}))) for name in work.names()}
-            show_progress("finishing", 0, 1)
-            call = [(parts, work.fingerprint)]
-            answers = pool.answers(
-                "finish", call, ["made the tables"], lambda: show_progress("finishing", 0, 1)
-            )
-            [(_, run)] = answers
-            show_progress("finishing", 1, 1)
-            seconds = run.provenance["wall_seconds"] + time.monotonic() - began
+            reading = time.monotonic() - began
+            run = _finish(work, pool, show_progress)
+            seconds = run.provenance["wall_seconds"] + reading
             run = replace(run, provenance=run.provenance | {"wall_seconds": seconds})
             if work.out is not None:
                 run = run.save(work.out)
@@ -164,25 +159,34 @@ def _read(
         hear()
 
 
-def _device_in(record: Path) -> str | None:
-    """The kind of device on which a finished run was made, read without a cluster; None where there is no such run."""
-    try:
-        return str(read_json_checked(record)["fingerprint"]["device"])
-    except (ValueError, KeyError, TypeError):
-        return None
+def _finish(work: Unfinished, pool: _Pool, show_progress: ShowStage) -> Run:
+    """Have one worker merge all parts, make the stages after the text, and then the tables."""
+    ray = _imported_ray()
+    loaded = ((name, work.load(name) or ({}, {})) for name in work.names())
+    parts = {name: ray.put((_arrays(state), notes)) for name, (state, notes) in loaded}
+
+    def hear() -> None:
+        show_progress("finishing", 0, 1)
+
+    hear()
+    [(_, run)] = pool.answers("finish", [(parts, work.fingerprint)], ["made the tables"], hear)
+    finished: Run = run
+    return finished
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every worker opens, with the fingerprint that it must have, and what it reads."""
+    """What every worker opens, with the fingerprint that it must have; corpus, batch, seed and added accumulators."""
 
     opening: dict[str, Any]
     expected: dict[str, Any]
     threads: int
-    corpus: Corpus
-    batch: int | None
-    seed: int
-    extra: Sequence[Extra]
+    survey: tuple[Corpus, int | None, int, Sequence[Extra]]
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """Of the resources of one node."""
+        return {"CPU": 1, "GPU": 1} if self.opening["device"] == "cuda" else {"CPU": self.threads}
 
 
 class Worker:
@@ -212,7 +216,7 @@ class Worker:
             ]
             if differ:
                 raise UsageError(f"node {node} would measure something else: {'; '.join(differ)}")
-            self._plan = SurveyPlan.of(model, task.corpus, task.batch, task.seed, task.extra)
+            self._plan = SurveyPlan.of(model, *task.survey)
         return self._plan
 
     def read(self, chunk: Chunk) -> tuple[int, Arrays]:
@@ -240,10 +244,6 @@ def _arrays(state: dict[str, torch.Tensor]) -> Arrays:
 
 def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(array) for name, array in arrays.items()}  # copied: Ray's are read-only
-
-
-def _sent(state: dict[str, torch.Tensor], notes: Notes) -> Any:
-    return _imported_ray().put((_arrays(state), notes))
 
 
 class _Pool:
@@ -293,28 +293,23 @@ class _Pool:
                     "another address, or rerun when there is room"
                 )
 
-    @property
-    def _needs(self) -> dict[str, int]:
-        if self._task.opening["device"] == "cuda":
-            return {"num_cpus": 1, "num_gpus": 1}
-        return {"num_cpus": self._task.threads}
-
     def _start(self) -> None:
         ray = _imported_ray()
         # However often a worker dies it is restarted; only what it dies of is given up.
         how = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
-        actor, task = ray.remote(Worker).options(**how, **self._needs), ray.put(self._task)
+        needs = {f"num_{name.lower()}s": count for name, count in self._task.needs.items()}
+        actor, task = ray.remote(Worker).options(**how, **needs), ray.put(self._task)
         workers = [actor.remote(task) for _ in range(self._count)]
         self._starting = {worker.ready.remote(): worker for worker in workers}
 
     def _lacking(self) -> str:
         """What a worker needs, and what there is."""
-        ray = _imported_ray()
-        free, there = ray.available_resources(), ray.cluster_resources()
-        needs = {name.removeprefix("num_").upper()[:-1]: count for name, count in self._needs.items()}
-        asked = " and ".join(f"{count} {name}" for name, count in needs.items())
-        has = " and ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in needs)
-        return f"which needs {asked} of one node; the Ray cluster has {has} free"
+        free, there = _imported_ray().available_resources(), _imported_ray().cluster_resources()
+        needs = [
+            f"{count} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} in the Ray cluster are free)"
+            for name, count in self._task.needs.items()
+        ]
+        return f"which needs of one node {' and '.join(needs)}"
 
     def _answer(self, reference: Any, doing: str | None) -> Any:
         """What a worker answered, or None if it was lost with its node; what it raised is raised as itself."""

@@ -20,7 +20,7 @@ import pyarrow
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.passes.table_columns import fault_of
+from theodolite.measure.catalogue import fault_of
 from theodolite.system.checksums import (
     CHECKSUMS,
     CorruptFile,

@@ -6,17 +6,18 @@ All write to `OUT.partial`: each chunk's sums, and once the text and how the mod
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage
 from theodolite.jobs.unfinished import Unfinished
+from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, chunks_of, first_directions
 from theodolite.passes.provenance import describe_corpus
@@ -77,9 +78,9 @@ def chunks_of_shard(chunks: Sequence[Chunk], shard: tuple[int, int]) -> Sequence
     if not 1 <= number <= count:
         raise UsageError(f"there is no shard {number} of {count}: give one of 1/{count} to {count}/{count}")
     if count > len(chunks):
-        why = f"at most {CHUNKS}" if len(chunks) == CHUNKS else "as many as it has batches"
         raise UsageError(
-            f"{count} shards are too many: this text can be cut into {len(chunks)}, {why} (--batch says how large)"
+            f"{count} shards are too many: this text is cut into {len(chunks)} chunks of whole batches (at most "
+            f"{CHUNKS}; --batch says how many contexts one has)"
         )
     return chunks[len(chunks) * (number - 1) // count : len(chunks) * number // count]
 
@@ -106,24 +107,23 @@ def opening_of(model: OpenModel) -> dict[str, Any] | None:
     in_memory = model.sha256 is None and model.revision is None
     if in_memory or model.interventions or model.weights().changed:
         return None
-    source = (
-        str(Path(model.id).resolve()) if Path(model.id).is_dir() else model.id
-    )  # processes stand elsewhere
+    is_folder = Path(model.id).is_dir()  # which other processes may know by another relative path
+    source = str(Path(model.id).resolve()) if is_folder else model.id
+    spread = getattr(model.root, "hf_device_map", None) is not None  # by accelerate, over several devices
     return {
         "source": None if model.id == embedded.NAME else source,
         "dtype": str(model.source.dtype).removeprefix("torch."),
         "revision": model.revision,
         "attention": model.source.attention,
-        "device": model.device.type,
+        "device": None if spread else model.device.type,
+        "device_map": "auto" if spread else None,
         "id": model.id,
     }
 
 
 def opened(opening: dict[str, Any]) -> OpenModel:
     """The model that `opening_of` described; errors are those of `open_model`."""
-    from dataclasses import replace
-
-    how = {name: opening[name] for name in ("dtype", "revision", "attention", "device")}
+    how = {name: value for name, value in opening.items() if name not in ("source", "id")}
     return replace(open_model(opening["source"], **how), id=opening["id"])
 
 
@@ -153,10 +153,11 @@ def merge(
     """
     folder = Path(folder)
     work = Unfinished(folder, {})
+    if is_run(folder):
+        work.remove()  # left when the process was killed as it finished
+        return Run.load(folder)
     surveyed = work.load(SURVEYED)
     if surveyed is None:
-        if is_run(folder):
-            return Run.load(folder)
         raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
     tensors, notes = surveyed
     corpus = Corpus(**notes["text"], **tensors)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from theodolite.accumulate.extra import Extra
 from theodolite.corpus.corpus import Corpus
 from theodolite.jobs.job import CHECKPOINT_SECONDS, Stage, States
 from theodolite.logits.attribution import PatternPass
+from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix

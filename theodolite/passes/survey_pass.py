@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
-from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import ExampleNorms, Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
@@ -20,6 +19,8 @@ from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.measure.catalogue import own_extra
+from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import CorpusPass, refuse_nonfinite_stream
@@ -110,7 +111,8 @@ class SurveyPass(HeadsPass):
         self.examples: ExampleNorms | None = None
         if corpus.grid is not None:
             self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
-        self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
+        own = [kind(model.layers, model.heads) for kind in own_extra()]
+        self.extra = [*own, *map(copy.deepcopy, extra)]
 
     def _choose_sample(self) -> Sample:
         vector = (self.model.layers + 1) * self.model.width

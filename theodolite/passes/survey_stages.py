@@ -8,22 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-from theodolite.accumulate.extra import Extra
-from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.jobs.job import Stage, States
 from theodolite.logits.attribution import AttributionPass, PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
+from theodolite.measure.catalogue import taken
+from theodolite.measure.extra import Extra, check_extra
 from theodolite.models import OpenModel
 from theodolite.models.token_texts import text_of_tokens
-from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.chunks import TextInChunks
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.survey_pass import EXAMPLES, SurveyPass, choose_sample
-from theodolite.passes.tabulate import Facts, survey_means, tabulate
+from theodolite.passes.tabulate import Facts, added_columns, survey_means, tabulate
 from theodolite.passes.weights_pass import WeightsPass
 
 TEXT, TEXT_TITLE = "corpus", "reading contexts"
@@ -58,7 +57,7 @@ class SurveyPlan:
         """With the batch that the corpus asks for, all checked."""
         check_fit(model, corpus)
         model.check_weights()
-        check_extra(extra)
+        check_extra(extra, taken)
         return cls(model, corpus, batch_of(corpus, batch), seed, extra)
 
     @property
@@ -130,10 +129,9 @@ def facts_of(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str,
         "split_contexts": len(sample_of(corpus, seed)),
     }
     examples = corpus.contexts[:EXAMPLES]
-    pictures: State = {}
+    pictures = None
     if corpus.images is not None:
-        shown = corpus.images.reader.shown(corpus.images.pixels(slice(0, len(examples))))
-        pictures = {"example_picture": shown}
+        pictures = corpus.images.reader.shown(corpus.images.pixels(slice(0, len(examples))))
     return Facts(
         provenance=describe_model(model) | described,
         text=text_of_tokens(model, corpus),

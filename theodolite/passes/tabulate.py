@@ -1,37 +1,30 @@
-"""From the states of a survey's passes to a `Run`: every table and array. No model is seen here.
+"""From the states of a survey's passes to a `Run`: every table and array. No model is seen here, and no column known.
 
-What a state is missing (a survey of heads alone, spectra from weights alone) leaves its tables empty.
+The declared functions of `measure` are run as soon as there is something by the name of each of their parameters. What
+a state is missing (a survey of heads alone, spectra from weights alone) leaves its columns and tables out.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Sample, decomposed_means
-from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
-from theodolite.logits.attribution import PATTERNS, attribution_table
-from theodolite.logits.shares import shares_tables
-from theodolite.measure.geometry import COUNT_ERRORS, geometry, outlier_rows
-from theodolite.measure.heads import examples_table, head_arrays, head_columns, heads_that_are, sinks_table
-from theodolite.measure.localization import entropy_bound, localization_tables
-from theodolite.measure.positional import COLUMNS as POSITIONAL
-from theodolite.measure.uncertainty import array_errors, standard_errors
+from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements, own_extra
+from theodolite.measure.extra import Extra, extra_columns
+from theodolite.measure.heads import heads_that_are
 from theodolite.models.weights.head_weights import EXACT
-from theodolite.passes.added_columns import added_columns
 from theodolite.passes.run import Run
-
-OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS, *COUNT_ERRORS]
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,7 @@ class Facts:
         sample: contexts and tokens whose vectors were kept.
         labels: of all contexts.
         examples: token ids of the contexts that are shown.
-        pictures: the array of their images, if they are images.
+        pictures: their images, if they are images.
     """
 
     provenance: dict[str, Any]
@@ -52,7 +45,7 @@ class Facts:
     sample: Sample | None = None
     labels: Tensor | None = None
     examples: Tensor | None = None
-    pictures: State = field(default_factory=dict)
+    pictures: Tensor | None = None
 
     @property
     def trailing(self) -> int:
@@ -72,94 +65,117 @@ class Facts:
 
 def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
     """All tables and arrays of a survey, from what its stages, or some, have left; `extra`: its added accumulators."""
-    provenance = facts.provenance
-    tables: dict[str, pd.DataFrame] = dict.fromkeys(
-        ("layers", "sinks", "outliers", "examples"), pd.DataFrame()
-    )
-    weights, notes = states.of("weights"), states.notes["weights"]
-    exact = [kind == EXACT for kind in notes["spectrum_of"]]
-    length = (provenance.get("corpus") or {}).get("length")
-    heads, arrays = localization_tables(weights, exact, notes["scaling"], length)
+    inputs = _inputs(states, facts)
+    columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
+    tables: dict[str, pd.DataFrame] = dict.fromkeys(("sinks", "outliers", "examples"), pd.DataFrame())
+    arrays: dict[str, Tensor] = {}
+    for one in measurements():
+        parameters = inspect.signature(one.function).parameters.values()
+        if any(need.name not in inputs and need.default is need.empty for need in parameters):
+            continue
+        made = one.function(**{need.name: inputs[need.name] for need in parameters if need.name in inputs})
+        if isinstance(made, pd.DataFrame):
+            tables[one.columns[0].table] = made
+            continue
+        table_of = {name: column.table for column in one.columns for name in column.columns}
+        for name, values in made.items():
+            if name in table_of:
+                columns[table_of[name]][name] = values
+            else:
+                arrays[name] = inputs[name] = values
+    for table, values in added_columns(states, extra).items():
+        columns[table] |= values
+    tables["layers"] = pd.DataFrame(columns["layers"])
+    order = [name for column in declared("heads").values() for name in column.columns]
+    order = [name for name in order if name in columns["heads"]]
+    ordered = {name: columns["heads"][name] for name in order} | columns["heads"]
+    tables["heads"] = heads_that_are(ordered, inputs["heads_of"])
+    return Run(**tables, arrays=arrays, provenance=_provenance(states, facts, extra))
+
+
+def _inputs(states: States, facts: Facts) -> dict[str, Any]:
+    """What declared functions find by the names of their parameters."""
+    notes = states.notes["weights"]
+    inputs: dict[str, Any] = {
+        "weights": states.of("weights"),
+        "spectrum_of": notes["spectrum_of"],
+        "exact": [kind == EXACT for kind in notes["spectrum_of"]],
+        "scalings": notes["scaling"],
+        "heads_of": notes["heads"],
+        "most_heads": max(notes["heads"]),
+    }
+    inputs |= {name: states.of(name) for name in ("patterns", "attribution") if states.of(name)}
+    if not states.of("corpus"):
+        return inputs
+    means, length = states.of("corpus.means"), facts.provenance["corpus"]["length"]
+    text = length - facts.trailing
+    mu, pos, _ = survey_means(states, facts.trailing, facts.leading)
+    inputs |= {
+        "attention": states.of("corpus.attention"),
+        "means": means | {name: means[name][:, :, :text] for name in ("position_sum", "readers")},
+        "mu": mu,
+        "pos": pos,
+        "length": length,
+        "trailing": facts.trailing,
+        "leading": facts.leading,
+        "grid": None if facts.grid is None else facts.grid.shape,
+    }
+    if not states.of("corpus.residual"):
+        return inputs
+    for moments in ("residual", "inputs"):
+        _refuse_overflow(states.of(f"corpus.{moments}"))
+    assert facts.sample is not None
+    assert facts.labels is not None
+    labels = facts.labels
+    if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
+        labels = torch.full_like(labels, -1)
+    if facts.pictures is not None:
+        inputs |= {"pictures": facts.pictures, "example_norms": states.of("corpus.examples")}
+    inputs |= {name: states.of(f"corpus.{name}") for name in ("residual", "sketches", "outliers")}
+    return inputs | {
+        "gram_norm": inputs["attention"]["gram_norm"],
+        "sample": facts.sample,
+        "labels": labels[facts.sample.kept],
+        "examples": facts.examples,
+        "text": facts.text,
+        "shares": states.of("shares"),
+        "refused": states.notes["shares"]["refused"],
+    }
+
+
+def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[str, Any]:
+    added: dict[str, Any] = {}
     if states.of("corpus"):
-        attention = states.of("corpus.attention")
-        heads |= head_columns(attention)
-        mean, pos, _ = survey_means(states, facts.trailing, facts.leading)
-        end = pos.shape[1] - facts.trailing
-        arrays |= {"mean": mean, "positional_basis": pos.float()[:, :end]}
-        arrays |= {"positional_basis_last": pos.float()[:, end:]} if end < pos.shape[1] else {}
-        arrays |= head_arrays(attention)
-        provenance = provenance | {"wall_seconds": states.seconds}
+        added["wall_seconds"] = states.seconds
     if states.of("corpus.residual"):
-        heads["entropy_bound"] = _entropy_bounds(states)
-    if states.of("patterns"):
-        for name, of in (("induction", "scores"), ("induction_se", "errors")):
-            scores = states.of("patterns")[of]
-            heads[name] = scores[:, PATTERNS.index("induction")].flatten().tolist()
-    heads |= {name: weights[name].flatten().tolist() for name in POSITIONAL if name in weights}
-    if states.of("corpus.residual"):
-        shares, columns = shares_tables(states.of("shares"), states.notes["shares"])
-        heads |= columns
-        text_tables, text_arrays = _text_tables(states, facts)
-        arrays |= text_arrays
-        attribution = attribution_table(states.of("attribution"))
-        tables |= text_tables | {"constituents": shares, "attribution": attribution}
         refused = states.notes["attribution"]["refused"] | states.notes["shares"]["refused"]
-        refused = {layer: refused[layer] for layer in sorted(refused, key=int)}  # why logits were not split
-        provenance = provenance | {"constituents_refused": refused}
-    added = added_columns(states, extra)
-    tables["layers"] = tables["layers"].assign(**added["layers"])
-    table = tables["heads"] = heads_that_are(heads | added["heads"], notes["heads"])
-    table.insert(2, "spectrum_of", table["layer"].map(dict(enumerate(notes["spectrum_of"]))))
-    return Run(**tables, arrays=arrays, provenance=provenance)
+        # Why logits were not split
+        added["constituents_refused"] = {layer: refused[layer] for layer in sorted(refused, key=int)}
+    if extra:
+        added[EXTRA_COLUMNS] = [column.to_json() for one in extra for column in one.declared]
+    return facts.provenance | added
+
+
+def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str, Sequence[float]]]:
+    """The columns of the accumulators of `measure` and of the caller's, once the text is read.
+
+    Raises:
+        UsageError: a column is not declared, or does not have a value for each row.
+    """
+    if not states.of("corpus.residual"):
+        return {}
+    layers, heads = states.of("corpus.attention")["entropy"].shape[:2]
+    own = [kind(layers, heads) for kind in own_extra()]
+    rows = {"layers": layers + 1, "heads": layers * heads}
+    return states.once(
+        "added_columns",
+        lambda: extra_columns([*own, *extra], lambda name: states.of(f"corpus.extra.{name}"), rows),
+    )
 
 
 def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, Tensor, Tensor]:
     """μ (N, d), pos (N, T, d) and ctx (N, S, d) of the text that was read; trailing special tokens have a pos."""
     return states.once("means", lambda: decomposed_means(states.of("corpus.means"), trailing, leading))
-
-
-def _entropy_bounds(states: States) -> list[float]:
-    attention = states.of("corpus.attention")
-    norms = attention["gram_norm"].tolist(), states.of("weights")["spectral_norm"]
-    layerwise = zip(*norms, attention["visible_keys"], attention["readers"], strict=True)
-    return torch.cat([entropy_bound(*layer) for layer in layerwise]).tolist()
-
-
-def _text_tables(states: States, facts: Facts) -> tuple[dict[str, pd.DataFrame], dict[str, Tensor]]:
-    """The tables of layers, sinks, outliers and examples, and the arrays of the layers."""
-    residual, outliers, attention = (
-        states.of(f"corpus.{name}") for name in ("residual", "outliers", "attention")
-    )
-    _refuse_overflow(residual)
-    _refuse_overflow(states.of("corpus.inputs"))
-    sample, labels, examples = facts.sample, facts.labels, facts.examples
-    assert sample is not None
-    assert labels is not None
-    assert examples is not None
-    if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
-        labels = torch.full_like(labels, -1)
-    labels = labels[sample.kept]
-    means = states.of("corpus.means")
-    length = facts.provenance["corpus"]["length"] - facts.trailing
-    means = means | {name: means[name][:, :, :length] for name in ("position_sum", "readers")}
-    leading, shape = facts.leading, None if facts.grid is None else facts.grid.shape
-    layers, arrays = geometry(means, residual, outliers, sample, labels, leading, shape)
-    sketches, clusters = states.of("corpus.sketches"), arrays["context_cluster"]
-    layers |= standard_errors(means, sketches, outliers, sample, labels, clusters, leading, shape)
-    errors = array_errors(means, outliers, survey_means(states, facts.trailing, leading)[1], leading)
-    arrays |= {name: errors[name] for name in errors if name not in COUNT_ERRORS}
-    if facts.grid is not None:
-        arrays |= facts.pictures
-        arrays |= {"example_received": attention["example_received"].float()}
-        arrays |= {"example_norm": states.of("corpus.examples")["norm"].float()}
-
-    tables = {
-        "layers": pd.DataFrame({"layer": range(len(arrays["mean"])), **layers}),
-        "sinks": sinks_table(attention, facts.text),
-        "outliers": pd.DataFrame(outlier_rows(outliers, means, errors, leading), columns=OUTLIER_COLUMNS),
-        "examples": examples_table(attention, examples, facts.text),
-    }
-    return tables, arrays
 
 
 def _refuse_overflow(moments: State) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pandas as pd
 
 from theodolite.corpus.patches import grid_described
+from theodolite.measure.catalogue import declared
+from theodolite.measure.column import SPECTRUM, SPECTRUM_DATA, Column
 from theodolite.measure.head_roles import (
     END_TOKEN_SINK,
     FIRST_TOKEN_SINK,
@@ -20,18 +23,14 @@ from theodolite.measure.head_roles import (
 )
 from theodolite.passes.run import Run
 from theodolite.report import published
-from theodolite.report.data import column, entropy_share, layer_mean, opening_head, provenance
-from theodolite.report.measures import (
-    ABSENT_AT_ZERO,
-    ATTENTION,
-    BEHAVIOUR,
-    CONSTITUENTS,
-    HEAD_MEASURES,
-    POSITIONAL,
-    SINKS,
-    SPECTRUM,
-    SPECTRUM_DATA,
-    heading,
+from theodolite.report.data import (
+    column,
+    columns_of,
+    entropy_share,
+    layer_mean,
+    offered,
+    opening_head,
+    provenance,
 )
 from theodolite.system.wording import (
     MISSING,
@@ -55,7 +54,7 @@ LONG_VALUE = 200
 TEXT = "Measured on the text"
 TILE_DIGITS = 2
 CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
-CARDS |= dict.fromkeys((ATTENTION, BEHAVIOUR, SINKS, CONSTITUENTS, POSITIONAL), TEXT)
+"""Group of columns → the card of a head that has them; all others are on `TEXT`'s."""
 
 
 @dataclass(frozen=True)
@@ -203,26 +202,37 @@ def outlier_table(run: Run) -> Table | None:
     if run.outliers is None or not len(run.outliers):
         return None
     order, directions = ["maximum", "layer", "dimension"], [False, True, True]
-    return frame_table(
-        run.outliers.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS)
-    )
+    largest = run.outliers.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS)
+    return frame_table(largest, columns_of(run, "outliers"))
 
 
-def frame_table(frame: pd.DataFrame | None) -> Table | None:
-    """A data frame as a table, numbers short; None where it is empty."""
+def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | None = None) -> Table | None:
+    """A data frame as a table, numbers short; None where it is empty.
+
+    `described`: what its columns mean; None: what columns of layers and heads by these names do.
+    """
     if frame is None or not len(frame):
         return None
-    meanings = {name: measure.meaning for name, measure in HEAD_MEASURES.items()}
-    headings = [(heading(str(name)), meanings.get(name, "")) for name in frame.columns]
+    described = declared("layers") | declared("heads") if described is None else described
+    headings = [heading(str(name), described) for name in frame.columns]
     rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
     return Table(headings, rows)
+
+
+def heading(name: str, described: Mapping[str, Column]) -> tuple[str, str]:
+    """The title of a column and what it means: that of its declaration, or its name with spaces and nothing."""
+    if name in described:
+        return described[name].title, described[name].meaning
+    if (value := name.removesuffix("_se")) in described:
+        return f"{described[value].title}, standard error", f"By {described[value].error}."
+    return name.replace("_", " "), ""
 
 
 def layers_table(run: Run) -> Table | None:
     """The layer table, each value with its standard error in one cell; sorting goes by the value."""
     frame = run.layers
     measured = [name for name in frame if name[-3:] != "_se" or name.removesuffix("_se") not in frame]
-    if (table := frame_table(frame[measured])) is None:
+    if (table := frame_table(frame[measured], columns_of(run, "layers"))) is None:
         return None
     for index, name in enumerate(measured):
         for row, error in zip(table.rows, frame.get(f"{name}_se", ()), strict=False):
@@ -233,18 +243,18 @@ def layers_table(run: Run) -> Table | None:
 
 def attribution_table(run: Run) -> Table | None:
     """The attribution table with the head's name in place of its layer and number."""
-    return _with_head_names(run.attribution)
+    return _with_head_names(run.attribution, columns_of(run, "attribution"))
 
 
 def heads_table(run: Run) -> Table | None:
     """The head table with the head's name in place of its layer and number; sorting goes by both."""
-    return _with_head_names(run.heads)
+    return _with_head_names(run.heads, columns_of(run, "heads"))
 
 
-def _with_head_names(frame: pd.DataFrame | None) -> Table | None:
+def _with_head_names(frame: pd.DataFrame | None, described: Mapping[str, Column]) -> Table | None:
     if frame is None or not len(frame):
         return None
-    table = frame_table(frame.drop(columns=["layer", "head"]))
+    table = frame_table(frame.drop(columns=["layer", "head"]), described)
     if table is None:
         return None
     pairs = [(int(layer), int(head)) for layer, head in zip(frame["layer"], frame["head"], strict=True)]
@@ -265,14 +275,17 @@ def _cell(value: Any) -> Cell:
 def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
     """`"layer,head"` → groups of (title, value) pairs of every head measure, for the card of one head."""
     cards = {}
-    columns = [name for name in run.heads if name not in ABSENT_AT_ZERO or run.heads[name].any()]
-    measures = [measure for name, measure in HEAD_MEASURES.items() if name in columns]
+    measures = [
+        measure
+        for name, measure in offered(run).items()
+        if name in run.heads and (not measure.rare or run.heads[name].any())
+    ]
     for row in run.heads.to_dict("records"):
         groups: dict[str, list[tuple[str, str]]] = {}
         for measure in measures:
-            value = row[measure.column]
+            value = row[measure.name]
             shown = visible(value) if isinstance(value, str) else number(value)
-            groups.setdefault(CARDS.get(measure.group, measure.group), []).append((measure.name, shown))
+            groups.setdefault(CARDS.get(measure.group, TEXT), []).append((measure.title, shown))
         cards[f"{int(row['layer'])},{int(row['head'])}"] = list(groups.items())
     return cards
 

@@ -16,7 +16,9 @@ import pandas as pd
 
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
-from theodolite.judging import Estimate, Estimates
+from theodolite.judging import Criterion, Estimate, Estimates
+from theodolite.measure.catalogue import declared
+from theodolite.measure.column import Column
 from theodolite.measure.head_roles import ROLES
 from theodolite.passes.run import Run
 from theodolite.system.wording import head_name
@@ -32,6 +34,31 @@ def column(frame: pd.DataFrame | None, name: str) -> Floats | None:
         return None
     values = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64)
     return values if np.isfinite(values).any() else None
+
+
+def columns_of(run: Run, table: str) -> dict[str, Column]:
+    """What the columns of a table mean, by name, those of the caller's own measurements included."""
+    return declared(table, run.provenance)
+
+
+def own_columns(run: Run, table: str) -> list[Column]:
+    """The columns of a table that the caller's own measurements declared, and that it has."""
+    known = declared(table)
+    described = columns_of(run, table)
+    return [one for name, one in described.items() if name not in known and name in getattr(run, table)]
+
+
+def limit_of(table: str, name: str) -> Criterion:
+    """What the numbers of a column meet in a healthy model."""
+    criterion = declared(table)[name].healthy
+    assert criterion is not None, name
+    return criterion
+
+
+def offered(run: Run) -> dict[str, Column]:
+    """The columns of heads that pickers offer, by name."""
+    described = columns_of(run, "heads")
+    return {name: one for name, one in described.items() if one.offered and one.kind in ("number", "name")}
 
 
 def opening_head(run: Run) -> tuple[int, int]:

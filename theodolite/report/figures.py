@@ -24,17 +24,15 @@ from theodolite.errors import UsageError
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import blocks, heads_per_block
+from theodolite.report.data import blocks, columns_of, heads_per_block, offered
 from theodolite.report.drawing import constituents as split
 from theodolite.report.drawing import geometry, heads, layers, patches, sinks
 from theodolite.report.exhibits import EXHIBITS
-from theodolite.report.measures import HEAD_MEASURES
 from theodolite.system.wording import head_name, listed
 
 _P = ParamSpec("_P")
 _EXHIBITS = {exhibit.key: exhibit for exhibit in EXHIBITS}
 _CHOICES: dict[str, Sequence[object]] = {
-    "measure": tuple(HEAD_MEASURES),
     "pattern": tuple(ATTENTION_PATTERNS),
     "cutoff": geometry.CUTOFFS,
     "suffix": ("", "_data"),
@@ -71,7 +69,7 @@ def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> 
     elif "layer" in arguments:
         subject = f"{'block' if of_block else 'layer'} {arguments['layer']}"
     elif "measure" in arguments:
-        subject = HEAD_MEASURES[arguments["measure"]].title
+        subject = columns_of(arguments["run"], "heads")[arguments["measure"]].title
     elif "cutoff" in arguments:
         subject = f"K = {arguments['cutoff']}"
     exhibit = _EXHIBITS[key]
@@ -92,7 +90,7 @@ def _check(arguments: dict[str, Any], *, of_block: bool) -> None:
         value = arguments.get(name, 0)
         if size and (type(value) is bool or not isinstance(value, int | np.integer) or not 0 <= value < size):
             raise UsageError(f"{name} {value!r} does not exist: this figure has {name}s 0 to {size - 1}")
-    for name, choices in _CHOICES.items():
+    for name, choices in (_CHOICES | {"measure": tuple(offered(run))}).items():
         if name in arguments and arguments[name] not in choices:
             raise UsageError(
                 f"no {name} {arguments[name]!r}: there are {listed([repr(choice) for choice in choices], 60)}"

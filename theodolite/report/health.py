@@ -1,11 +1,12 @@
-"""Health checks of a run, each with its threshold.
+"""Health checks of a run, by what columns declare to be healthy.
 
-A check is made only where the run has its numbers, and reports that it passed, too. The thresholds are conventions for
-a first look. A mean over layers passes only where it is clear of its limit by its standard error.
+A check is made only where the run has its numbers, and reports that it passed, too. The limits are conventions for a
+first look. A mean over layers passes only where it is clear of its limit by its standard error.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,14 +16,18 @@ import numpy.typing as npt
 
 from theodolite.corpus.patches import grid_described
 from theodolite.judging import HOLDS, Criterion, Estimate, judge
+from theodolite.measure.column import Column
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
 from theodolite.report.data import (
+    Floats,
     array,
     column,
     entropy_share,
     head_labels,
     layer_average,
+    limit_of,
+    own_columns,
     provenance,
 )
 from theodolite.system.wording import (
@@ -35,24 +40,11 @@ from theodolite.system.wording import (
     with_error,
 )
 
-RANK_COLLAPSE = Criterion("less than", 0.10, "residual ‖X − 1x̄ᵀ‖/‖X‖: a layer's tokens are nearly one vector")
 ENTROPY_COLLAPSE = Criterion(
     "less than", 0.05, "share of the maximum entropy: a head attends to a single key"
 )
-VANISHING = Criterion("less than", 0.05, "mean propagation: hardly any key's signal reaches the gradient")
 DEAD_SHARE = Criterion("at most", 1e-4, "‖W_QK‖²_F over the model's median: a head is as good as zero")
 UNKNOWN = Criterion("at least", 0.05, "share of unknown tokens: another language or script than the model's")
-CONSTANT = Criterion("at least", 0.95, "share of the logits' variance in pairs with a mean or bias")
-MASSIVE = Criterion("more than", 0.0, "massive activations of a layer after the first token")
-POSITIONAL = Criterion(
-    "more than", 0.0, "mean ScreeNOT rank: directions of the positional basis that stand out from noise"
-)
-ROUGH = Criterion(
-    "at least",
-    0.60,
-    "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
-)
-ENTANGLED = Criterion("at most", 0.30, "mean |cosine| of position and context; GPT-2: 0.051")
 LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise level is not known from fewer
 REASON = 160  # characters of a reason that are shown
 
@@ -65,13 +57,13 @@ class Check(NamedTuple):
     flagged: bool
 
 
-Said = tuple[str, bool]
+Outcome = tuple[str, bool]
 """The text of a check, and whether it is flagged."""
 
 
 def checks(run: Run) -> list[Check]:
-    """Every check that the run's numbers allow."""
-    every: dict[str, Callable[[Run], Said | None]] = {
+    """Every check that the run's numbers allow, those of a caller's own columns last."""
+    every: dict[str, Callable[[Run], Outcome | None]] = {
         "rank collapse": _rank_collapse,
         "entropy collapse": _entropy_collapse,
         "vanishing signal": _vanishing,
@@ -85,7 +77,31 @@ def checks(run: Run) -> list[Check]:
         "constituents": _not_decomposed,
         "unknown tokens": _unknown_tokens,
     }
-    return [Check(name, *said) for name, check in every.items() if (said := check(run)) is not None]
+    for table in ("layers", "heads"):
+        for measure in own_columns(run, table):
+            every[measure.name] = functools.partial(_own, measure)
+    return [Check(name, *outcome) for name, check in every.items() if (outcome := check(run)) is not None]
+
+
+def _own(measure: Column, run: Run) -> Outcome | None:
+    """The check that a caller's column declares."""
+    frame = getattr(run, measure.table)
+    if (values := column(frame, measure.name)) is None or measure.healthy is None:
+        return None
+    limit = f"{measure.healthy.side} {number(measure.healthy.limit)}"
+    if not (unhealthy := _unhealthy(measure.healthy, values)).any():
+        return f"{visible(measure.title)} is {limit} in all {measure.table}.", False
+    layers = [f"layer {layer}" for layer in frame["layer"][unhealthy]]
+    names = listed(layers) if measure.table == "layers" else _named(run, unhealthy)
+    return (
+        f"{visible(measure.title)} is not {limit} in {names}: {visible(measure.healthy.source, REASON)}.",
+        True,
+    )
+
+
+def _unhealthy(healthy: Criterion, values: Floats) -> npt.NDArray[np.bool_]:
+    """The known values that do not meet what those of a healthy model do."""
+    return np.isfinite(values) & ~healthy.met(values)
 
 
 def _named(run: Run, flags: npt.NDArray[np.bool_]) -> str:
@@ -96,20 +112,21 @@ def _counted(flags: npt.NDArray[np.bool_]) -> str:
     return counted(int(flags.sum()), "head")
 
 
-def _rank_collapse(run: Run) -> Said | None:
+def _rank_collapse(run: Run) -> Outcome | None:
     residual = column(run.layers, "rank_collapse")
     if residual is None:
         return None
     layers = run.layers["layer"].to_numpy(dtype=int)
     lowest = int(np.nanargmin(residual))
     least = number(residual[lowest], 2)
-    if low := [f"layer {layer}" for layer in layers[RANK_COLLAPSE.met(residual)]]:
-        limits = f"(residual below {RANK_COLLAPSE.limit:g}; lowest {least})"
+    healthy = limit_of("layers", "rank_collapse")
+    if low := [f"layer {layer}" for layer in layers[_unhealthy(healthy, residual)]]:
+        limits = f"(residual below {healthy.limit:g}; lowest {least})"
         return f"Rank collapse: in {listed(low)} all tokens are nearly the same vector {limits}.", True
     return f"No rank collapse: the residual stays at or above {least} (layer {layers[lowest]}).", False
 
 
-def _entropy_collapse(run: Run) -> Said | None:
+def _entropy_collapse(run: Run) -> Outcome | None:
     share = entropy_share(run)
     if share is None:
         return None
@@ -132,12 +149,13 @@ def _entropy_collapse(run: Run) -> Said | None:
     return f"Entropy collapse: {text}", True
 
 
-def _vanishing(run: Run) -> Said | None:
+def _vanishing(run: Run) -> Outcome | None:
     propagation = column(run.heads, "propagation")
     if propagation is not None:
-        vanished = VANISHING.met(propagation)
+        healthy = limit_of("heads", "propagation")
+        vanished = _unhealthy(healthy, propagation)
         if vanished.any():
-            keys = f"fewer than {percent(VANISHING.limit)} of the keys propagate"
+            keys = f"fewer than {percent(healthy.limit)} of the keys propagate"
             return f"Vanishing signal: {keys} in {_counted(vanished)}: {_named(run, vanished)}.", True
         lowest = percent(float(np.nanmin(propagation)))
         return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
@@ -151,7 +169,7 @@ def _vanishing(run: Run) -> Said | None:
     return "Theory predicts no vanishing signal.", False
 
 
-def _dead_heads(run: Run) -> Said | None:
+def _dead_heads(run: Run) -> Outcome | None:
     size = column(run.heads, "frobenius_squared")
     if size is None:
         return None
@@ -163,28 +181,29 @@ def _dead_heads(run: Run) -> Said | None:
     return "No dead heads: no W_QK is negligible compared with the others.", False
 
 
-def _constant_logits(run: Run) -> Said | None:
+def _constant_logits(run: Run) -> Outcome | None:
     share = column(run.heads, "share_constant")
     # Rotary positions turn means by distance: the logits of two means are a pattern, and no constant.
     if share is None or provenance(run, "model", "positions") == "rotary":
         return None
-    constant = CONSTANT.met(share)
+    healthy = limit_of("heads", "share_constant")
+    constant = _unhealthy(healthy, share)
     if not constant.any():
         varying = (
-            f"at least {percent(1 - CONSTANT.limit)} of the logits' variance depends on position or context"
+            f"at least {percent(1 - healthy.limit)} of the logits' variance depends on position or context"
         )
         return f"No constant logits: in every head, {varying}.", False
     scores = column(run.heads, FIRST_TOKEN_SINK.column)
     explained = scores is not None and bool((scores[constant] >= FIRST_TOKEN_SINK.explains_low_entropy).all())
     text = (
         f"Constant logits: in {_counted(constant)} means and biases alone account for at least "
-        f"{percent(CONSTANT.limit)} of the logits' variance, independent of position and context: "
+        f"{percent(healthy.limit)} of the logits' variance, independent of position and context: "
         f"{_named(run, constant)}."
     )
     return text + (" All are first-token sink heads, as is common." if explained else ""), not explained
 
 
-def _not_decomposed(run: Run) -> Said | None:
+def _not_decomposed(run: Run) -> Outcome | None:
     refused = provenance(run, "constituents_refused")
     if not refused:
         return None
@@ -193,11 +212,12 @@ def _not_decomposed(run: Run) -> Said | None:
     return f"Logits could not be decomposed in {layers}: {reason}.", True
 
 
-def _massive(run: Run) -> Said | None:
+def _massive(run: Run) -> Outcome | None:
     later = column(run.layers, "massive_activations")
     if later is None:
         return None
-    affected = run.layers["layer"].to_numpy(dtype=int)[MASSIVE.met(later)]
+    unhealthy = _unhealthy(limit_of("layers", "massive_activations"), later)
+    affected = run.layers["layer"].to_numpy(dtype=int)[unhealthy]
     if not len(affected):
         return "No massive activations after the first token.", False
     where = f"in {counted(len(affected), 'layer')} (first in layer {affected.min()})"
@@ -212,16 +232,16 @@ def _passes(estimate: Estimate, criterion: Criterion) -> bool:
     return judge("", "", estimate, criterion).answer == HOLDS
 
 
-def _positional(run: Run) -> Said | None:
+def _positional(run: Run) -> Outcome | None:
     """Whether the positional basis is more than noise; without that and smoothness, weights look random."""
     rank, singular_values = layer_average(run, "rank")[0], array(run, "singular_values")
     if not math.isfinite(rank.value) or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
         return None
-    if _passes(rank, POSITIONAL):
+    if _passes(rank, limit_of("layers", "rank")):
         return f"Positions are encoded: the mean rank of their basis is {rank}.", False
     text = f"No positional structure beyond noise: the mean rank of the positional basis is {rank}."
     smooth = layer_average(run, "low_frequency_10")[0]
-    if math.isfinite(smooth.value) and not _passes(smooth, ROUGH):
+    if math.isfinite(smooth.value) and not _passes(smooth, limit_of("layers", "low_frequency_10")):
         text += " The model looks untrained: random weights give such numbers."
     return text, True
 
@@ -249,7 +269,7 @@ def above_noise(run: Run) -> npt.NDArray[np.bool_]:
     return norms >= least
 
 
-def _smooth(run: Run) -> Said | None:
+def _smooth(run: Run) -> Outcome | None:
     grid = grid_described(provenance(run, "corpus") or {})
     if column(run.layers, "low_frequency_10") is None or (
         grid and min(grid.rows, grid.columns) <= LEAST_SIDE
@@ -266,24 +286,26 @@ def _smooth(run: Run) -> Said | None:
     if not math.isfinite(smooth.value):
         return None
     share = f"ten lowest frequencies{of_plane(run)} hold {percent_with_error(smooth.value, smooth.error)} of the energy"
-    if _passes(smooth, ROUGH):
+    healthy = limit_of("layers", "low_frequency_10")
+    if _passes(smooth, healthy):
         return f"The positional basis is not rough: its {share}.", False
-    limit = f"not clearly more than {percent(ROUGH.limit)}: neighbouring positions have unrelated vectors"
+    limit = f"not clearly more than {percent(healthy.limit)}: neighbouring positions have unrelated vectors"
     return f"Rough positional basis: the {share} of its Gram matrix, {limit}.", True
 
 
-def _entangled(run: Run) -> Said | None:
+def _entangled(run: Run) -> Outcome | None:
     incoherence = layer_average(run, "incoherence_mean")[0]
     if not math.isfinite(incoherence.value):
         return None
     cosine = with_error(incoherence.value, incoherence.error)
-    if _passes(incoherence, ENTANGLED):
+    healthy = limit_of("layers", "incoherence_mean")
+    if _passes(incoherence, healthy):
         return f"Position and context are not entangled: mean |cosine| {cosine}.", False
-    limit = f"not clearly below {ENTANGLED.limit:g}"
+    limit = f"not clearly below {healthy.limit:g}"
     return f"Position and context are entangled: mean |cosine| {cosine}, {limit}.", True
 
 
-def _missing(run: Run) -> Said | None:
+def _missing(run: Run) -> Outcome | None:
     """Heads that have no measured attention although the text was read."""
     if column(run.heads, "entropy") is None:
         return None
@@ -291,7 +313,7 @@ def _missing(run: Run) -> Said | None:
     return (f"The attention of {_named(run, unknown)} could not be read.", True) if unknown.any() else None
 
 
-def _unknown_tokens(run: Run) -> Said | None:
+def _unknown_tokens(run: Run) -> Outcome | None:
     unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
     if not tokens or not unknown or not UNKNOWN.met(unknown / tokens):
         return None

@@ -6,47 +6,42 @@ import math
 
 import numpy as np
 
-from theodolite.measure.head_roles import INDUCTION, PREVIOUS_TOKEN, SAME_TOKEN
+from theodolite.measure.catalogue import declared
+from theodolite.measure.head_roles import UNIFORM_ATTENTION
 from theodolite.passes.run import Run
 from theodolite.report.content import Cell, Table
 from theodolite.report.data import column, entropy_share, layer_mean
 from theodolite.system.run_folders import UNTRAINED, is_run
 from theodolite.system.wording import number, with_error
 
-OVER_LAYERS = {
-    "rank": "positional rank, mean over layers",
-    "relative_norm": "norm of the positional basis, mean over layers",
-    "low_frequency_10": "positional smoothness, mean over layers",
-    "incoherence_mean": "incoherence, mean over layers",
-    "similarity_within": "within-label cosine, mean over layers",
-}
-OVER_HEADS = {
-    "entropy": "attention entropy in nats, mean over heads",
-    "entropy_share": "entropy over its maximum, mean over heads",
-    "propagation": "signal propagation ρ, mean over heads",
-    "sink_first": "first-token sink, share of contexts",
-    "sink_later": "later sink, share of contexts",
-}
-STRONGEST = {
-    "previous_token_max": (PREVIOUS_TOKEN.column, "previous-token score, strongest head"),
-    "induction_max": (INDUCTION.column, "induction score, strongest head"),
-    "same_token_max": (SAME_TOKEN.column, "same-token score, strongest head"),
-}
-MEASURES = OVER_HEADS | OVER_LAYERS | {name: title for name, (_, title) in STRONGEST.items()}
-"""Column of the table → what it says."""
+OVER_LAYERS = ("rank", "relative_norm", "low_frequency_10", "incoherence_mean", "similarity_within")
+OVER_HEADS = ("entropy", "entropy_share", "propagation", "sink_first", "sink_later")
+STRONGEST = ("previous_token", "induction", "same_token")
+
+
+def measures() -> dict[str, str]:
+    """The key numbers by name, and what each says: a column's mean over heads or layers, or its largest value."""
+    heads, layers = declared("heads"), declared("layers")
+    titles = {name: column.title for name, column in (heads | layers).items()}
+    titles |= {UNIFORM_ATTENTION.column: "entropy over its maximum", "entropy": "attention entropy in nats"}
+    return (
+        {name: f"{titles[name]}, mean over heads" for name in OVER_HEADS}
+        | {name: f"{titles[name]}, mean over layers" for name in OVER_LAYERS}
+        | {f"{name}_max": f"{titles[name]} score, strongest head" for name in STRONGEST}
+    )
 
 
 def summary_row(run: Run) -> dict[str, float]:
-    """The key numbers of a run: every column of `MEASURES`, NaN where it has none; `…_se` for those over layers."""
+    """The key numbers of a run: every one of `measures`, NaN where it has none; `…_se` for those over layers."""
     row: dict[str, float] = {}
     for name in OVER_HEADS:
-        values = entropy_share(run) if name == "entropy_share" else column(run.heads, name)
+        values = entropy_share(run) if name == UNIFORM_ATTENTION.column else column(run.heads, name)
         row[name] = math.nan if values is None else float(np.nanmean(values))
     for name in OVER_LAYERS:
         row[name], row[f"{name}_se"] = layer_mean(run, name) or (math.nan, math.nan)
-    for name, (score, _) in STRONGEST.items():
-        values = column(run.heads, score)
-        row[name] = math.nan if values is None else float(np.nanmax(values))
+    for name in STRONGEST:
+        values = column(run.heads, name)
+        row[f"{name}_max"] = math.nan if values is None else float(np.nanmax(values))
     return row
 
 
@@ -68,7 +63,7 @@ def beside_untrained(run: Run, untrained: Run) -> Table:
             ),
             Cell(number(here[name] - there[name]), here[name] - there[name]),
         ]
-        for name, title in MEASURES.items()
+        for name, title in measures().items()
         if math.isfinite(here[name]) and math.isfinite(there[name])
     ]
     headings = [("", ""), ("this model", ""), ("untrained", ""), ("difference", "what training made")]

@@ -12,9 +12,9 @@ import pandas as pd
 from plotly.offline import get_plotlyjs
 
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent, table
+from theodolite.measure.publications import BAO, SONG, TITLES, ZHANG
 from theodolite.report import content
 from theodolite.report.data import records
-from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered, write_page
 from theodolite.system.checksums import read_json_checked, write_json_checked

@@ -19,12 +19,12 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
 from theodolite.report.exhibits import exhibits, measure_glossary
 from theodolite.report.key_numbers import beside_untrained, untrained_run
-from theodolite.report.measures import TITLES, XIAO, ZHANG
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, health_line, summarise
 from theodolite.system.files import disk_errors, write_text
@@ -107,7 +107,7 @@ def write_runs(rows: Sequence[Mapping[str, Any]], pages: Mapping[str, str | None
 
 def write_page(path: Path, page: str) -> Path:
     """Write a page, and return its path; `WorkError` where it cannot be written."""
-    with disk_errors(path.parent):
+    with disk_errors(path):
         write_text(path, page)
     return path
 

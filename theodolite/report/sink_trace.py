@@ -12,9 +12,9 @@ from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.estimates import most_extreme, sigmas
 from theodolite.judging import SIGMAS, Criterion, Estimate
+from theodolite.measure.publications import ZHANG
 from theodolite.passes.run import Run
 from theodolite.report.drawing import sinks as drawing
-from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.wording import counted, number, percent, with_error
 

@@ -33,6 +33,7 @@ from theodolite.report.data import (
     head_labels,
     layer_average,
     layer_mean,
+    limit_of,
     provenance,
 )
 from theodolite.report.summary_constituents import constituents
@@ -134,7 +135,7 @@ def _position(run: Run) -> list[str]:
             "smooth"
             if share >= SMOOTH
             else "only partly smooth"
-            if share >= health.ROUGH.limit
+            if share >= limit_of("layers", "low_frequency_10").limit
             else "not smooth"
         )
         where = "" if among.all() else " in the layers where the text's sampling noise is less than a tenth"
@@ -173,7 +174,7 @@ def _context(run: Run) -> list[str]:
             "nearly orthogonal"
             if near
             else "entangled"
-            if level > health.ENTANGLED.limit
+            if level > limit_of("layers", "incoherence_mean").limit
             else "partly entangled"
         )
         chance = "" if random is None else f" (random directions: {number(float(np.nanmean(random)), 2)})"

@@ -480,59 +480,26 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
     return style.figure(traces, "s_tag", y, height=420, layout=layout)
 
 
-def losses(
-    steps: Mapping[str, Floats], curves: Mapping[str, Floats], marks: Mapping[str, float]
-) -> go.Figure:
-    """The squared error of every seed against training step, one colour a kind, with levels to compare it with."""
+def draw_losses(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
+    """The squared error of every seed while it was trained."""
     traces: list[Any] = []
-    for colour, (name, rows) in zip(style.CATEGORIES, curves.items(), strict=False):
+    for colour, each in zip(style.CATEGORIES, trained, strict=False):
+        name, losses = each.recipe.name, each.losses.numpy()
+        steps = (np.arange(losses.shape[1]) + 0.5) * each.recipe.steps / losses.shape[1]
         hover = f"{for_plotly(name)}<br>step %{{x}}: %{{y:.3g}}<extra></extra>"
-        for seed, row in enumerate(rows):
-            traces += line(steps[name], row, name, colour, width=1.2, hover=hover, showlegend=seed == 0)
-    last = max(float(at[-1]) for at in steps.values())
-    for dash, (name, level) in zip(("dot", "dash"), marks.items(), strict=False):
+        for seed, row in enumerate(losses):
+            traces += line(steps, row, name, colour, width=1.2, hover=hover, showlegend=seed == 0)
+    last = max((1 - 0.5 / each.losses.shape[1]) * each.recipe.steps for each in trained)
+    variance = float((models["error"] / models["left"]).mean())
+    of_all = variance * float(models["left_mean_of_all"].mean())
+    for dash, name, level in (
+        ("dot", "predicting 0", variance),
+        ("dash", "predicting mean of all numbers", of_all),
+    ):
         hover = f"{for_plotly(name)}: {level:.3g}<extra></extra>"
         traces += line([0, last], [level, level], name, style.GREY, dash=dash, width=1.5, hover=hover)
     layout = {"yaxis": POWERS, "legend": {"y": 1.04}}
-    return style.figure(traces, "step", "mean squared error", height=430, layout=layout)
-
-
-def seeds(
-    kinds: Mapping[str, tuple[Floats, Floats, Sequence[str]]],
-    titles: tuple[str, str],
-    limits: tuple[float, float],
-    *,
-    logarithmic: bool = False,
-) -> go.Figure:
-    """Every trained model as a dot: error to the right (logarithmic), a measure upwards, one colour a kind."""
-    looks = zip(style.CATEGORIES, ("circle", "diamond", "square", "triangle-up", "x", "cross"), strict=False)
-    hover = f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>"
-    traces: list[Any] = []
-    for (kind, (errors, values, names)), (colour, symbol) in zip(kinds.items(), looks, strict=False):
-        marker, texts = {"size": 9, "symbol": symbol, "line": {"width": 1}}, list(map(for_plotly, names))
-        traces.append(dots(errors, values, texts, for_plotly(kind), colour, hover, marker=marker))
-    y = POWERS if logarithmic else {"range": [-0.05, 1.05]}
-    layout: dict[str, Any] = {"xaxis": POWERS, "yaxis": y, "legend": {"y": 1.04}}
-    drawn = style.figure(traces, *titles, height=430, layout=layout)
-    limit = {"color": style.GREY, "dash": "dot", "width": 1.5}
-    drawn.add_vline(limits[0], line=limit)
-    drawn.add_hline(limits[1], line=limit)
-    return drawn
-
-
-def draw_losses(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
-    """The squared error of every seed while it was trained."""
-    steps, curves = {}, {}
-    for each in trained:
-        curves[each.recipe.name] = each.losses.numpy()
-        points = each.losses.shape[1]
-        steps[each.recipe.name] = (np.arange(points) + 0.5) * each.recipe.steps / points
-    variance = float((models["error"] / models["left"]).mean())
-    marks = {
-        "predicting 0": variance,
-        "predicting mean of all numbers": variance * float(models["left_mean_of_all"].mean()),
-    }
-    outcome.draw("losses", losses(steps, curves, marks))
+    outcome.draw("losses", style.figure(traces, "step", "mean squared error", height=430, layout=layout))
 
 
 def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
@@ -552,10 +519,20 @@ def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], 
 def draw_scatter(
     outcome: Outcome, models: pd.DataFrame, column: str, axis: str, limits: tuple[float, float]
 ) -> None:
-    """Each model's error against a column, named on the axis; `limits` of both."""
-    kinds = {}
-    for kind, rows in models.groupby("kind", sort=False):
-        seeds_of = [f"{kind}, seed {seed}" for seed in rows["seed"]]
-        kinds[str(kind)] = rows["left"].to_numpy(), rows[column].to_numpy(), seeds_of
-    drawn = seeds(kinds, ("residual variance", axis), limits, logarithmic=column == "outlier")
+    """Every trained model as a dot: its error to the right (logarithmic), a column upwards; `limits` of both."""
+    titles = "residual variance", axis
+    looks = zip(style.CATEGORIES, ("circle", "diamond", "square", "triangle-up", "x", "cross"), strict=False)
+    hover = f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>"
+    traces: list[Any] = []
+    for (kind, rows), (colour, symbol) in zip(models.groupby("kind", sort=False), looks, strict=False):
+        marker = {"size": 9, "symbol": symbol, "line": {"width": 1}}
+        names = [for_plotly(f"{kind}, seed {seed}") for seed in rows["seed"]]
+        places = rows["left"].to_numpy(), rows[column].to_numpy()
+        traces.append(dots(*places, names, for_plotly(str(kind)), colour, hover, marker=marker))
+    y = POWERS if column == "outlier" else {"range": [-0.05, 1.05]}
+    layout: dict[str, Any] = {"xaxis": POWERS, "yaxis": y, "legend": {"y": 1.04}}
+    drawn = style.figure(traces, *titles, height=430, layout=layout)
+    limit = {"color": style.GREY, "dash": "dot", "width": 1.5}
+    drawn.add_vline(limits[0], line=limit)
+    drawn.add_hline(limits[1], line=limit)
     outcome.draw(column, drawn)

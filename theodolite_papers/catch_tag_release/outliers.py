@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -346,55 +346,10 @@ def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str,
     return style.figure([cells], titles[0], titles[1], height=height, layout=layout)
 
 
-def growth(
-    lines: Mapping[tuple[str, str], Floats], references: Mapping[str, Floats], threshold: float
-) -> go.Figure:
-    """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes."""
-    drawn = dict(list(lines.items())[:LINES])
-    dimensions = list(dict.fromkeys(dimension for dimension, _ in drawn))
-    drawn_of_dimension: dict[str, int] = dict.fromkeys(dimensions, 0)
-    traces: list[Any] = []
-    for (dimension, token), values in drawn.items():
-        colour = style.CATEGORIES[dimensions.index(dimension) % (len(style.CATEGORIES) - 1)]
-        dash = DASHES[drawn_of_dimension[dimension] % len(DASHES)]
-        traces += _by_layer(f"{dimension}, {token}", values, colour, dash)
-        drawn_of_dimension[dimension] += 1
-    for (name, values), dash in zip(references.items(), DASHES[1:], strict=False):
-        traces += _by_layer(name, values, style.GREY, dash)
-    all_values = np.concatenate([*drawn.values(), *references.values(), [threshold]])
-    top = float(np.nanmax(all_values))
-    low = max(float(np.nanmin(all_values[all_values > 0])), SMALLEST * top)
-    length = max(len(values) for values in references.values())
-    traces += reference([0, length - 1], threshold, f"published threshold, {threshold:g}")
-    layout = {
-        "xaxis": {"zeroline": False} | style.every_tick(length),
-        "yaxis": {"type": "log", "dtick": 1, "range": [np.log10(low / 2), np.log10(2 * top)]},
-    }
-    return style.figure(traces, "layer", "|value|", height=420, layout=layout)
-
-
 def _by_layer(name: str, values: Floats, colour: str, dash: str) -> list[Any]:
     hover = f"{for_plotly(name)}<br>layer %{{x}}: %{{y:.4g}}<extra></extra>"
     positive = np.where(values > 0, values, np.nan)
     return line(np.arange(len(values)), positive, name, colour, dash=dash, width=2, marker=5, hover=hover)
-
-
-def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go.Figure:
-    """Share of contexts in which a token carries a massive activation, one bar a token, at most `TOKENS` of them."""
-    names, notes = list(names[:TOKENS]), list(notes[:TOKENS])
-    bars = go.Bar(
-        x=contexts[:TOKENS].astype(np.float32),
-        # Numbered, since two tokens may look alike.
-        y=list(range(len(names))),
-        orientation="h",
-        marker={"color": style.BLUE},
-        customdata=[[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)],
-        hovertemplate="%{customdata[0]}: %{x:.1%} of contexts<br>%{customdata[1]}<extra></extra>",
-    )
-    down = {"autorange": "reversed", "tickmode": "array", "showgrid": False}
-    down |= {"tickvals": list(range(len(names))), "ticktext": [for_plotly(name) for name in names]}
-    layout = {"yaxis": down, "xaxis": {"tickformat": ".0%", "rangemode": "tozero"}}
-    return style.figure([bars], "share of contexts", "", height=110 + 24 * max(3, len(names)), layout=layout)
 
 
 def draw(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
@@ -430,6 +385,7 @@ def _map(outcome: Outcome, outliers: Outliers) -> None:
 
 
 def _growth(outcome: Outcome, outliers: Outliers) -> None:
+    """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes."""
     layers = outliers.dimensions.groupby("layer")
     typical = typical_rms(outliers).groupby(outliers.dimensions["layer"]).median()
     references = {
@@ -444,10 +400,32 @@ def _growth(outcome: Outcome, outliers: Outliers) -> None:
         (f"dimension {dimension}", carrier_name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
         for (dimension, _, token, first), rows in order.groupby(keys, sort=False)
     }
-    outcome.draw("growth", growth(lines, references, outliers.numbers["thresholds"]["massive"]))
+    threshold = outliers.numbers["thresholds"]["massive"]
+    drawn = dict(list(lines.items())[:LINES])
+    dimensions = list(dict.fromkeys(dimension for dimension, _ in drawn))
+    drawn_of_dimension: dict[str, int] = dict.fromkeys(dimensions, 0)
+    traces: list[Any] = []
+    for (dimension, token), values in drawn.items():
+        colour = style.CATEGORIES[dimensions.index(dimension) % (len(style.CATEGORIES) - 1)]
+        dash = DASHES[drawn_of_dimension[dimension] % len(DASHES)]
+        traces += _by_layer(f"{dimension}, {token}", values, colour, dash)
+        drawn_of_dimension[dimension] += 1
+    for (name, values), dash in zip(references.items(), DASHES[1:], strict=False):
+        traces += _by_layer(name, values, style.GREY, dash)
+    all_values = np.concatenate([*drawn.values(), *references.values(), [threshold]])
+    top = float(np.nanmax(all_values))
+    low = max(float(np.nanmin(all_values[all_values > 0])), SMALLEST * top)
+    length = max(len(values) for values in references.values())
+    traces += reference([0, length - 1], threshold, f"published threshold, {threshold:g}")
+    layout = {
+        "xaxis": {"zeroline": False} | style.every_tick(length),
+        "yaxis": {"type": "log", "dtick": 1, "range": [np.log10(low / 2), np.log10(2 * top)]},
+    }
+    outcome.draw("growth", style.figure(traces, "layer", "|value|", height=420, layout=layout))
 
 
 def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
+    """Share of contexts in which a token carries a massive activation, one bar a token, at most `TOKENS` of them."""
     rows = []
     for _, token_rows in position_0_as_one(outliers.massive).groupby("token_id"):
         name = carrier_name(token_rows["token"].iloc[0], token_rows["first"].iloc[0])
@@ -456,8 +434,21 @@ def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
         share = token_rows["contexts"].max() / contexts
         rows.append((name, share, f"dimensions {dimensions}; up to {largest}"))
     rows.sort(key=lambda row: (-row[1], row[0]))
-    names, shares, notes = zip(*rows, strict=True)
-    outcome.draw("tokens", carriers(names, np.array(shares), notes))
+    names, shares, notes = zip(*rows[:TOKENS], strict=True)
+    bars = go.Bar(
+        x=np.array(shares, dtype=np.float32),
+        # Numbered, since two tokens may look alike.
+        y=list(range(len(names))),
+        orientation="h",
+        marker={"color": style.BLUE},
+        customdata=[[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)],
+        hovertemplate="%{customdata[0]}: %{x:.1%} of contexts<br>%{customdata[1]}<extra></extra>",
+    )
+    down = {"autorange": "reversed", "tickmode": "array", "showgrid": False}
+    down |= {"tickvals": list(range(len(names))), "ticktext": [for_plotly(name) for name in names]}
+    layout = {"yaxis": down, "xaxis": {"tickformat": ".0%", "rangemode": "tozero"}}
+    height = 110 + 24 * max(3, len(names))
+    outcome.draw("tokens", style.figure([bars], "share of contexts", "", height=height, layout=layout))
 
 
 def _counts(outcome: Outcome, outliers: Outliers) -> None:

@@ -6,11 +6,14 @@ A model is pruned in memory: even contexts calibrate it, losses and sinks are me
 from __future__ import annotations
 
 import copy
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -25,6 +28,7 @@ from theodolite.measure.ratios import ratio_by_context
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.prune.model import prune_model
+from theodolite.report import style
 from theodolite.report.data import evenly
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
@@ -42,8 +46,7 @@ from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.system.wording import head_name, shown_token, with_error
-from theodolite_papers.catch_tag_release import tag_ablation as figures_ablations
+from theodolite.system.wording import for_plotly, head_name, shown_token, with_error
 from theodolite_papers.catch_tag_release.averaging import error_of_ratio
 from theodolite_papers.experiment import Outcome, Study, declared
 
@@ -314,7 +317,21 @@ def judge_low_rank(claim: str, left: Mapping[str, Estimate]) -> Verdict:
 
 
 def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
-    outcome.draw("left", figures_ablations.shares_left(left, (REMOVED.limit, SPARED.limit)))
+    """One dot per ablation with its 95 % interval, and a dotted line at each limit of the claim."""
+    names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
+    dots = go.Scatter(
+        x=np.array([share.value for share in left.values()], dtype=np.float32),
+        y=names,
+        mode="markers",
+        marker={"size": 11, "color": style.BLUE},
+        error_x=style.error_bars([share.margin for share in left.values()]),
+        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
+    )
+    layout = {"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}}
+    drawn = style.figure([dots], "share left", height=150 + 60 * len(names), layout=layout)
+    for limit in (REMOVED.limit, SPARED.limit):
+        drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
+    outcome.draw("left", drawn)
 
 
 @declared("sinks/figure4")

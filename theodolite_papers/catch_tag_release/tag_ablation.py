@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -27,24 +25,6 @@ from theodolite.sinks.ablation import (
 )
 from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
-
-
-def shares_left(left: Mapping[str, Estimate], limits: Sequence[float]) -> go.Figure:
-    """One dot per ablation with its 95 % interval, and a dotted line at each of `limits`."""
-    names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
-    dots = go.Scatter(
-        x=np.array([share.value for share in left.values()], dtype=np.float32),
-        y=names,
-        mode="markers",
-        marker={"size": 11, "color": style.BLUE},
-        error_x=style.error_bars([share.margin for share in left.values()]),
-        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
-    )
-    layout = {"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}}
-    drawn = style.figure([dots], "share left", height=150 + 60 * len(names), layout=layout)
-    for limit in limits:
-        drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
-    return drawn
 
 
 def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:

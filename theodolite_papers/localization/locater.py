@@ -248,9 +248,10 @@ READINGS: dict[Reduction, str] = {
 }
 SILENT = "the paper does not say which of the two its penalty was added to"
 
-SPECTRUM = ("the eigenspectrum scale shrinks", "frobenius_squared", FALLS, True)
-ENTROPY = ("the attention entropy increases", "entropy", RISES, True)
-PERPLEXITY = ("the perplexity improves", "final_loss", FALLS, False)
+Measure = tuple[str, str, Criterion, bool]
+SPECTRUM: Measure = ("the eigenspectrum scale shrinks", "frobenius_squared", FALLS, True)
+ENTROPY: Measure = ("the attention entropy increases", "entropy", RISES, True)
+PERPLEXITY: Measure = ("the perplexity improves", "final_loss", FALLS, False)
 """Of captions: words, measure, criterion of the difference, whether it is taken between logarithms."""
 
 
@@ -284,9 +285,7 @@ def _final(outcome: Outcome, data: Comparable, claim: str) -> bool:
     return data.step >= PUBLISHED_STEPS
 
 
-def _each(
-    data: Comparable, against: Setting | None, measure: tuple[str, str, Criterion, bool]
-) -> dict[Reduction, Estimate]:
+def _each(data: Comparable, against: Setting | None, measure: Measure) -> dict[Reduction, Estimate]:
     """The difference of the strongest κ₂ against a setting (None: the weakest) in either reading."""
     _, name, _, relative = measure
     return {
@@ -302,9 +301,15 @@ def captions(outcome: Outcome, data: Comparable) -> None:
     strongest, weakest = (next(iter(data.published.values()))[place].mean for place in (-1, 0))
     what = f"difference of logarithms, κ₂ = {strongest:g} against {weakest:g}, step {data.step}"
     for measure in (SPECTRUM, ENTROPY, PERPLEXITY):
-        claim = f"With stronger κ₂ {measure[0]}"
-        if measure is not PERPLEXITY or _final(outcome, data, claim):
-            in_both_readings(outcome, data, claim, what, _each(data, None, measure), measure[2])
+        _in_the_end(outcome, data, f"With stronger κ₂ {measure[0]}", what, None, measure)
+
+
+def _in_the_end(
+    outcome: Outcome, data: Comparable, claim: str, what: str, against: Setting | None, measure: Measure
+) -> None:
+    """Judge a claim in both readings; one of the perplexity only of training runs as long as the published ones."""
+    if measure is not PERPLEXITY or _final(outcome, data, claim):
+        in_both_readings(outcome, data, claim, what, _each(data, against, measure), measure[2])
 
 
 def against_none(outcome: Outcome, data: Comparable) -> None:
@@ -312,12 +317,12 @@ def against_none(outcome: Outcome, data: Comparable) -> None:
     if data.plain is None:
         return
     what = f"difference of logarithms, strongest κ₂ against {label_of(data.plain)}, step {data.step}"
-    if data.published:
-        entropy = "With LocAteR the attention entropy is higher (section 7)"
-        in_both_readings(outcome, data, entropy, what, _each(data, data.plain, ENTROPY), RISES)
-        claim = "With LocAteR the perplexity improves (“eventually”, section 7)"
-        if _final(outcome, data, claim):
-            in_both_readings(outcome, data, claim, what, _each(data, data.plain, PERPLEXITY), FALLS)
+    for claim, measure in (
+        ("With LocAteR the attention entropy is higher (section 7)", ENTROPY),
+        ("With LocAteR the perplexity improves (“eventually”, section 7)", PERPLEXITY),
+    ):
+        if data.published:
+            _in_the_end(outcome, data, claim, what, data.plain, measure)
     if data.step < PUBLISHED_STEPS:
         for how, settings in data.with_locater.items():
             outcome.claim(

@@ -28,7 +28,6 @@ from theodolite_papers.catch_tag_release.pruned_sinks import (
     measure_sinks,
     new_sinks,
 )
-from theodolite_papers.catch_tag_release.tag_ablation import shares_left
 from theodolite_papers.experiment import Study, of_nothing
 
 
@@ -83,7 +82,9 @@ def low_rank_answer(removed: float, spared: float) -> str:
     left["without a random part"] = Estimate(spared, 0.01, 60, "contexts")
     verdict = pruned_sinks.judge_low_rank("The term is responsible", left)
     assert "without a random part" in verdict.evidence
-    figure = shares_left(left, (0.1, 0.9))
+    outcome = outcome_of("sinks/figure4")
+    pruned_sinks._left(outcome, left)
+    figure = outcome.exhibits[0].figure
     np.testing.assert_allclose(drawn(figure, "x"), sorted([removed, spared]), rtol=1e-6)
     return verdict.answer
 

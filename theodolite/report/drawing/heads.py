@@ -14,6 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import Run
 from theodolite.report import style
@@ -22,15 +23,16 @@ from theodolite.report.data import (
     array,
     blocks,
     column,
+    columns_of,
     entropy_limits,
     evenly,
     head_grid,
     head_labels,
     heads_per_block,
     need,
+    offered,
 )
 from theodolite.report.drawing.grammar import Sketch, Sketched, dots, head_cells, line, reference
-from theodolite.report.measures import ABSENT_AT_ZERO, HEAD_MEASURES, Measure
 from theodolite.system.wording import for_plotly, number
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
@@ -61,24 +63,25 @@ def regime_codes(names: Any) -> np.ndarray[Any, np.dtype[np.intp]]:
     return pd.Index(list(REGIME_COLOURS)).get_indexer_for(names)
 
 
-def head_measures(run: Run) -> list[Measure]:
-    """The measures that this run has for at least one head, in the order of the pickers."""
+def head_measures(run: Run) -> list[Column]:
+    """The columns that pickers offer and that this run has for at least one head, in their order."""
 
-    def is_there(name: str, measure: Measure) -> bool:
-        if measure.scale == "kind":
+    def is_there(name: str, described: Column) -> bool:
+        if described.kind == "name":
             return name in run.heads and bool((regime_codes(run.heads[name]) >= 0).any())
         values = column(run.heads, name)
-        return values is not None and (name not in ABSENT_AT_ZERO or bool(np.nan_to_num(values).any()))
+        return values is not None and (not described.rare or bool(np.nan_to_num(values).any()))
 
-    return [measure for name, measure in HEAD_MEASURES.items() if is_there(name, measure)]
+    return [described for name, described in offered(run).items() if is_there(name, described)]
 
 
 def head_notes(run: Run) -> list[list[str]]:
     """For every head of the (L, H) grid its other main numbers, as the lines of a hover text."""
     notes = [["" for _ in range(heads_per_block(run))] for _ in range(blocks(run))]
+    described = columns_of(run, "heads")
     for row in run.heads.to_dict("records"):
         parts = [
-            f"{HEAD_MEASURES[name].title} {row[name] if name == 'regime' else number(row[name])}"
+            f"{described[name].title} {row[name] if name == 'regime' else number(row[name])}"
             for name in NOTE_COLUMNS
             if name in row
         ]
@@ -87,10 +90,10 @@ def head_notes(run: Run) -> list[list[str]]:
     return notes
 
 
-def _of_regimes(run: Run, measure: Measure) -> dict[str, Any]:
+def _of_regimes(run: Run, measure: Column) -> dict[str, Any]:
     """The entries of a map of regimes: a colour each, by name."""
     names, colours = list(REGIME_COLOURS), list(REGIME_COLOURS.values())
-    codes = pd.Series(regime_codes(run.heads[measure.column]), run.heads.index, dtype=float)
+    codes = pd.Series(regime_codes(run.heads[measure.name]), run.heads.index, dtype=float)
     grid = head_grid(replace(run, heads=run.heads[["layer", "head"]].assign(code=codes[codes >= 0])), "code")
     assert grid is not None
     count = len(names)
@@ -104,26 +107,20 @@ def _of_regimes(run: Run, measure: Measure) -> dict[str, Any]:
     }
 
 
-def _of_amounts(run: Run, measure: Measure) -> dict[str, Any]:
+def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
     """The entries of a map of numbers: what is coloured, where its colours end, and their scale."""
-    grid = head_grid(run, measure.column)
+    grid = head_grid(run, measure.name)
     if grid is None:
-        raise UsageError(f"this run has no head measure {measure.column!r}")
-    title, scale, low, robust = measure.unit, style.MAGNITUDE, 0.0, _robust(grid)
-    if measure.scale == "share":
-        high = 1.0
-    elif measure.scale == "balance":
-        low, high, scale = -1.0, 1.0, style.SIGNED
-    elif measure.scale == "signed":
-        low, high, scale = -robust, robust, style.SIGNED
-    elif measure.scale == "decades":
+        raise UsageError(f"this run has no head measure {measure.name!r}")
+    title, robust, (low, high) = measure.unit, _robust(grid), measure.range
+    scale = style.SIGNED if low < 0 else style.MAGNITUDE
+    if measure.decades:
         grid, title = np.log10(grid, where=grid > 0, out=np.full_like(grid, np.nan)), "log₁₀"
         has_some = bool(np.isfinite(grid).any())
         low, high = (float(np.nanmin(grid)), float(np.nanmax(grid))) if has_some else (0.0, 1.0)
     elif measure.unit == "nats" and array(run, "visible_keys") is not None:
         high = float(entropy_limits(run).mean(axis=1).max())
-    else:
-        high = robust
+    low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
     return {"z": grid, "low": low, "high": high if high > low else low + 1.0, "scale": scale, "bar": title}
 
 
@@ -134,15 +131,16 @@ def _robust(grid: Floats) -> float:
 @Sketched
 def head_map(run: Run, measure: str) -> Sketch:
     """One head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
-    described = HEAD_MEASURES[measure]
-    value = {"decades": "10^%{z:.3f}", "kind": "%{text}"}.get(described.scale, "%{z:.4g}")
-    unit = f" {described.unit}" if described.unit else ""
-    meaning = "<br>".join(textwrap.wrap(described.meaning, HOVER_WIDTH))
+    described = columns_of(run, "heads")[measure]
+    is_name = described.kind == "name"
+    value = "%{text}" if is_name else "10^%{z:.3f}" if described.decades else "%{z:.4g}"
+    unit = f" {for_plotly(described.unit)}" if described.unit else ""
+    meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
     hover = (
-        f"<b>L%{{y}}H%{{x}}</b><br>{described.title}: {value}{unit}<br>"
+        f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
         f"<i>{meaning}</i><br><br>%{{customdata}}<extra></extra>"
     )
-    entries = (_of_regimes if described.scale == "kind" else _of_amounts)(run, described)
+    entries = (_of_regimes if is_name else _of_amounts)(run, described)
     return head_cells.sketch(**entries, hover=hover, customdata=head_notes(run))
 
 

@@ -15,7 +15,16 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report import published, style
-from theodolite.report.data import Floats, column, error_of, layer_numbers, need, need_column
+from theodolite.report.data import (
+    Floats,
+    column,
+    columns_of,
+    error_of,
+    layer_numbers,
+    limit_of,
+    need,
+    need_column,
+)
 from theodolite.report.drawing.grammar import (
     bars,
     heat,
@@ -26,8 +35,7 @@ from theodolite.report.drawing.grammar import (
     rows_down,
     sentence,
 )
-from theodolite.report.health import RANK_COLLAPSE
-from theodolite.system.wording import with_error
+from theodolite.system.wording import for_plotly, with_error
 
 _DASHES = dict(zip(published.MODELS, ("solid", "dash", "dot", "dashdot"), strict=True))
 WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
@@ -116,6 +124,12 @@ def _average_bands(run: Run, name: str, what: str, **more: Any) -> list[Any]:
     return bands
 
 
+def own_column(run: Run, name: str) -> go.Figure:
+    """A column of the layers table that the caller declared, at every layer."""
+    title = for_plotly(columns_of(run, "layers")[name].title)
+    return _chart(run, title, {name: (title,)}, {})
+
+
 def rank(run: Run) -> go.Figure:
     """ScreeNOT rank of the positional basis at every layer, beside Table 4."""
     bands = _layer_bands(run, published.RANK, "rank at this depth, Table 4")
@@ -194,7 +208,9 @@ def cosine_previous(run: Run) -> go.Figure:
 
 def rank_collapse(run: Run) -> go.Figure:
     """Distance of the token matrix to rank one at every layer, and the line below which it counts as lost."""
-    limit = reference([-0.3, _last(run) + 0.3], RANK_COLLAPSE.limit, "collapsed below", dash="dash")
+    limit = reference(
+        [-0.3, _last(run) + 0.3], limit_of("layers", "rank_collapse").limit, "collapsed below", dash="dash"
+    )
     return _chart(run, "residual", {"rank_collapse": ("‖X − 1x̄ᵀ‖/‖X‖",)}, SHARES, limit)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, AttentionPattern
+from theodolite.measure.publications import SONG
 from theodolite.report.data import blocks
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import geometry
 from theodolite.report.exhibit import Choice, Option, SurveyExhibit, by_layer_of
-from theodolite.report.measures import SONG
 
 _LOOK_FOR = {
     "previous": "position: long alone, short when ablated. RoPE and ALiBi put relative position in every group.",

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from theodolite.measure.head_roles import COMMON_ROLES
+from theodolite.measure.publications import BAO, SONG, XIAO, ZHAI, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report.data import blocks, column, heads_per_block
 from theodolite.report.drawing import constituents as drawing
@@ -13,7 +14,6 @@ from theodolite.report.drawing import heads as maps
 from theodolite.report.drawing import sinks
 from theodolite.report.drawing.grammar import Sketched
 from theodolite.report.exhibit import Choice, Option, SurveyExhibit
-from theodolite.report.measures import BAO, SONG, XIAO, ZHAI, ZHANG
 from theodolite.system.wording import head_name
 
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))
@@ -32,7 +32,7 @@ def _by_head(draw: Sketched[...], **more: str) -> Callable[[Run], Choice]:
 
 def _by_measure(run: Run) -> Choice:
     options = [
-        Option(m.column, m.title, m.group, f"{m.meaning} Source: {m.source}.")
+        Option(m.name, m.title, m.group, f"{m.meaning} Source: {m.source}." if m.source else m.meaning)
         for m in maps.head_measures(run)
     ]
     shown = [name for name in OVERVIEW if column(run.heads, name) is not None]
@@ -45,7 +45,7 @@ _HEADS = [
         "heads",
         "Head map, by any measure",
         ("heads.trace",),
-        lambda run: maps.head_map(run, maps.head_measures(run)[0].column),
+        lambda run: maps.head_map(run, maps.head_measures(run)[0].name),
         "One cell per head: hover for its other values, click to open it below.",
         "rows or single cells that stand out.",
         "given with each measure",

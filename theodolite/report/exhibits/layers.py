@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 
-from theodolite.report.data import residual_layers
+from theodolite.measure.publications import BAO, SONG, ZHANG
+from theodolite.passes.run import Run
+from theodolite.report.data import own_columns, residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
 from theodolite.report.drawing.patches import is_of_text
-from theodolite.report.exhibit import SurveyExhibit, by_layer_of
-from theodolite.report.measures import BAO, SONG, ZHANG
+from theodolite.report.exhibit import Choice, Option, SurveyExhibit, by_layer_of
 
 _by_layer = functools.partial(by_layer_of, residual_layers)
 
@@ -192,6 +193,26 @@ _DEPTH = [
     ),
 ]
 
+
+def _by_own(run: Run) -> Choice:
+    own = own_columns(run, "layers")
+    options = [Option(one.name, one.title, one.group, one.meaning) for one in own]
+    return Choice("column", options, lambda name: curves.own_column(run, name))
+
+
+_OWN = SurveyExhibit(
+    "own-columns",
+    "depth",
+    "Columns of your own",
+    (),
+    lambda run: curves.own_column(run, own_columns(run, "layers")[0].name),
+    "What was added to this survey, by layer.",
+    "what its declaration says.",
+    "given with each column",
+    choice=_by_own,
+    when=lambda run: bool(own_columns(run, "layers")),
+)
+
 _OUTLIERS = [
     SurveyExhibit(
         "massive-activations",
@@ -230,4 +251,4 @@ _OUTLIERS = [
     ),
 ]
 
-LAYER_EXHIBITS = [*_POSITION, *_CONTEXT, *_DEPTH, *_OUTLIERS]
+LAYER_EXHIBITS = [*_POSITION, *_CONTEXT, *_DEPTH, _OWN, *_OUTLIERS]

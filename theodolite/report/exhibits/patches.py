@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from theodolite.measure.publications import DARCET, SONG
 from theodolite.report.data import blocks, residual_layers
 from theodolite.report.drawing import patches
 from theodolite.report.exhibit import SurveyExhibit, by_layer_of
-from theodolite.report.measures import DARCET, SONG
 
 _BEFORE = "Cells above a picture: [CLS], then registers."
 

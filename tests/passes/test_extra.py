@@ -1,0 +1,164 @@
+"""Measurements that bring their own sums, and what is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.passes.test_survey import gpt2_weights, kept_whole
+from theodolite.errors import UsageError
+from theodolite.judging import Criterion
+from theodolite.measure.column import Column
+from theodolite.measure.extra import Extra
+from theodolite.models import OpenModel, open_model
+from theodolite.passes.run import Run
+from theodolite.passes.survey import survey
+from theodolite.passes.survey_stages import TEXT_TITLE
+from theodolite.report import figures, health
+from theodolite.report.data import columns_of, offered
+from theodolite.report.page import render
+from theodolite.system.wording import number
+
+
+class FourthMoment(Extra):
+    """Of the residual stream by layer, and the mean squared query by head."""
+
+    name = "moments"
+    declared = (
+        Column("layers", "fourth", "fourth moment", "Mean fourth power of the residual stream."),
+        Column(
+            "heads",
+            "query_squared",
+            "size of the <queries>",
+            "Sum of the squares of all queries.",
+            group="Of my own",
+            healthy=Criterion("at most", 1e5, "a limit of this test"),
+        ),
+    )
+
+    def __init__(self, model: OpenModel) -> None:
+        super().__init__(model.layers + 1, {"fourth": (), "count": (), "query": (model.heads,)})
+
+    def stream(self, layer: int, hidden: torch.Tensor) -> None:
+        self.add("fourth", layer, hidden.double().pow(4).sum())
+        self.add("count", layer, torch.tensor(float(hidden.numel())))
+
+    def attention(self, layer: int, inputs) -> None:
+        self.add("query", layer, inputs.query.double().square().sum(dim=(0, 2, 3)))
+
+    def columns(self, state):
+        return {
+            "fourth": (state["fourth"] / state["count"]).tolist(),
+            "query_squared": state["query"][:-1].flatten().tolist(),
+        }
+
+
+def test_an_accumulator_of_ones_own_adds_columns(tmp_path, checkpoint, opened, corpus):
+    """Oracle: dense hidden states, and queries from weights by parameter name. Stopped in between, twice used."""
+    model = opened("gpt2")
+    extra = [FourthMoment(model)]
+    with pytest.raises(UsageError, match="two accumulators are called 'moments'"):
+        survey(model, corpus, batch=2, extra=[*extra, FourthMoment(model)])
+
+    def stop(what, done, total):
+        if done >= 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        survey(model, corpus, tmp_path / "run", batch=2, extra=extra, show_progress=stop)
+    run = survey(model, corpus, tmp_path / "run", batch=2, extra=extra)
+    reference = open_model(checkpoint("gpt2"))
+    dense_states = kept_whole(reference, corpus)
+    for layer, hidden in enumerate(dense_states.hidden):
+        assert run.layers.fourth[layer] == pytest.approx((hidden**4).mean(), rel=1e-5)
+    state = reference.hf.state_dict()
+    for row in run.heads.itertuples():
+        w_q, _, _ = gpt2_weights(state, row.layer, row.head)
+        bias = state[f"transformer.h.{row.layer}.attn.c_attn.bias"].double().numpy()
+        query = dense_states.inputs[row.layer] @ w_q + bias[8 * row.head : 8 * row.head + 8]
+        assert row.query_squared == pytest.approx((query**2).sum(), rel=1e-4)
+    assert run.provenance["fingerprint"]["extra"] == ["moments"]
+    plain = survey(model, corpus, batch=2)
+    assert plain.layers.equals(run.layers.drop(columns="fourth"))
+    assert survey(model, corpus, batch=2, extra=extra).layers.equals(run.layers)
+
+
+def test_declarations_travel_with_the_run(tmp_path, opened, corpus):
+    """Oracle: what is declared above, in the loaded run and on its page, where it cannot be mistaken for markup."""
+    model = opened("gpt2")
+    survey(model, corpus, tmp_path / "run", extra=[FourthMoment(model)])
+    run = Run.load(tmp_path / "run")
+    described = columns_of(run, "heads") | columns_of(run, "layers")
+    assert [described[column.name] for column in FourthMoment.declared] == [*FourthMoment.declared]
+    assert list(offered(run))[-1] == "query_squared"
+    hover = figures.head_map(run, "query_squared").data[0].hovertemplate
+    assert "size of the &lt;queries&gt;: %{z:.4g}" in hover
+    assert "Sum of the squares of all queries." in hover
+    page = render(run)
+    assert "size of the &lt;queries&gt;" in page
+    assert "<queries>" not in page
+    assert "Mean fourth power of the residual stream." in page
+    assert "Columns of your own" in page
+    checks = {check.name: check.text for check in health.checks(run)}
+    assert checks["query_squared"] == f"size of the <queries> is at most {number(1e5)} in all heads."
+    large = replace(run, heads=run.heads.assign(query_squared=[1e10] + [1.0] * 11))
+    checks = {check.name: check.text for check in health.checks(large)}
+    assert (
+        checks["query_squared"]
+        == f"size of the <queries> is not at most {number(1e5)} in L0H0: a limit of this test."
+    )
+
+
+def test_columns_that_do_not_fit_are_refused_right_after_the_text(opened, corpus, tmp_path):
+    """And the text is not read again once they do."""
+    model, shown = opened("gpt2"), []
+    show = {"show_progress": lambda what, done, total: shown.append(what)}
+    for columns, message in (
+        ({"query_squared": [1.0]}, "1 values of 'query_squared' for 12 heads"),
+        ({"mine": [1.0]}, "gives 'mine', which it does not declare"),
+    ):
+        shown.clear()
+        wrong = type("Wrong", (FourthMoment,), {"columns": lambda self, state, given=columns: given})
+        with pytest.raises(UsageError, match=message):
+            survey(model, corpus, tmp_path / "run", extra=[wrong(model)], **show)
+        assert set(shown) <= {TEXT_TITLE}
+    shown.clear()
+    survey(model, corpus, tmp_path / "run", extra=[FourthMoment(model)], **show)
+    assert TEXT_TITLE not in shown
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (Column("layers", "rank", "", ""), "the table of layers has a column 'rank' already"),
+        (Column("layers", "rank_se", "", ""), "the table of layers has a column 'rank_se' already"),
+        (Column("heads", "induction", "", ""), "the table of heads has a column 'induction' already"),
+        (Column("layers", "fourth", "", ""), "the table of layers has a column 'fourth' already"),
+        (Column("sinks", "mine", "", ""), "declares columns of 'sinks': declare them of 'layers' or 'heads'"),
+        ("mine", "Wrong declares no columns: give its class `declared`, a tuple of Column"),
+    ],
+)
+def test_declarations_that_do_not_fit_are_refused_before_the_first_pass(column, message, opened, corpus):
+    wrong = type("Wrong", (FourthMoment,), {"name": "wrong", "declared": (column,)})
+    model = opened("gpt2")
+    with pytest.raises(UsageError, match=message):
+        survey(model, corpus, extra=[FourthMoment(model), wrong(model)], show_progress=_no_pass)
+
+
+def _no_pass(*_):
+    pytest.fail("a pass was made")
+
+
+def test_what_is_no_accumulator_with_columns_is_refused_before_the_first_pass(opened, corpus):
+    class Bare(Extra):
+        name = "bare"
+
+    for wrong, message in (
+        (Bare(4, {}), "Bare has no columns: give its class the method `columns`"),
+        (FourthMoment, "type is no accumulator: derive its class from Extra"),
+        (object(), "object is no accumulator: derive its class from Extra"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            survey(opened("gpt2"), corpus, extra=[wrong], show_progress=_no_pass)

@@ -1,0 +1,127 @@
+"""All declarations of this package, found by importing its modules: a module that is added is found, too.
+
+Reads no run and computes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import graphlib
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+import pandas as pd
+from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype, is_string_dtype
+
+from theodolite import measure
+from theodolite.measure.column import GROUPS, MEASUREMENTS, Array, Column, Measurement
+from theodolite.measure.extra import Extra
+
+EXTRA_COLUMNS = "extra_columns"
+"""Under which a run's provenance has the declarations of a caller's columns."""
+
+PLACES = {"layer": ("layers", 0), "head": ("heads", -1)}
+"""Column → the size of the model that it counts to, and how far beyond: residual layers are one more than blocks."""
+
+
+@functools.cache
+def _modules() -> tuple[Any, ...]:
+    names = sorted(module.name for module in pkgutil.iter_modules(measure.__path__))
+    return tuple(importlib.import_module(f"{measure.__name__}.{name}") for name in names)
+
+
+@functools.cache
+def measurements() -> tuple[Measurement, ...]:
+    """The marked functions of all modules, each after those whose arrays are among its parameters."""
+    _modules()
+    every = sorted(MEASUREMENTS, key=lambda one: one.function.__module__)  # else in the order of imports
+    makers = {array.name: number for number, one in enumerate(every) for array in one.arrays}
+    needs = {
+        number: {makers[name] for name in inspect.signature(one.function).parameters if name in makers}
+        for number, one in enumerate(every)
+    }
+    return tuple(every[number] for number in graphlib.TopologicalSorter(needs).static_order())
+
+
+@functools.cache
+def own_extra() -> tuple[type[Extra], ...]:
+    """The accumulators that this package adds to every survey."""
+    found = {
+        one
+        for module in _modules()
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, Extra) and one.__module__ == module.__name__
+    }
+    return tuple(sorted(found - {Extra}, key=lambda one: one.name))
+
+
+@functools.cache
+def arrays() -> dict[str, Array]:
+    """Every array of a run by name."""
+    return {array.name: array for one in measurements() for array in one.arrays}
+
+
+@functools.cache
+def _declared() -> dict[str, dict[str, Column]]:
+    tables: dict[str, dict[str, Column]] = {}
+    columns = [column for one in measurements() for column in one.columns]
+    columns += [column for kind in own_extra() for column in kind.declared]
+    for column in columns:
+        tables.setdefault(column.table, {})[column.name] = column
+    return tables
+
+
+def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, Column]:
+    """The columns of a table by name, in the order of groups and declarations; with those of a caller's own last.
+
+    Args:
+        table: such as "layers", or "heads of a trace".
+        provenance: of the run, whose caller's own columns count too.
+    """
+    own = (provenance or {}).get(EXTRA_COLUMNS)
+    own = map(Column.from_json, own if isinstance(own, list) else [])
+    columns = [*_declared().get(table, {}).values(), *(one for one in own if one and one.table == table)]
+    order = {group: place for place, group in enumerate(GROUPS)}
+
+    def place(column: Column) -> int:
+        return -1 if column.kind == "place" else order.get(column.group, len(order))
+
+    return {column.name: column for column in sorted(columns, key=place)}
+
+
+def taken(table: str) -> set[str]:
+    """The names of a table's columns, standard errors and places included."""
+    return {name for column in declared(table).values() for name in column.columns}
+
+
+def fault_of(table: str, rows: pd.DataFrame, model: dict[str, Any]) -> str | None:
+    """What is wrong with a table of a run of this `model` for those who read it, in words; None: nothing.
+
+    A table with a right checksum may be of anybody. A column that is not declared must hold numbers.
+    """
+    if not len(rows):
+        return None
+    columns = declared(table)
+    if missing := [name for name, column in columns.items() if column.needed and name not in rows]:
+        return f"it has no column {missing[0]}"
+    for name in rows:
+        values, column = rows[name], columns.get(str(name))
+        if name in PLACES:
+            of, last = PLACES[str(name)]
+            if not is_integer_dtype(values) or (
+                of in model and not values.between(0, model[of] + last).all()
+            ):
+                return f"the model has no such {name} as in its column {name}"
+        elif not _is_of_its_kind(values, "number" if column is None else column.kind):
+            return f"its column {name} holds {values.dtype}"
+        elif column is not None and column.names and not values.isin(column.names).all():
+            return f"its column {name} has other names than theodolite's"
+    return None
+
+
+def _is_of_its_kind(values: pd.Series, kind: str) -> bool:
+    if kind in ("name", "text"):
+        return bool(is_string_dtype(values) or values.isna().all())
+    return bool(is_bool_dtype(values) if kind == "flag" else is_numeric_dtype(values))

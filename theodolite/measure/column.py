@@ -1,0 +1,143 @@
+"""A column of a run, declared once, beside the function that computes it.
+
+    @gives(Column("heads", "entropy", "entropy", "Mean Shannon entropy of the head's attention rows.", unit="nats"))
+    def attention_columns(attention: State) -> dict[str, list[float]]: ...
+
+A function of this package that is so marked is found by `catalogue.py` and run by `passes/tabulate.py` as soon as there
+is something by the name of each of its parameters. The check of loaded tables, hover texts, headings, pickers, health
+checks, the glossary and the page of the run folder are made from the declarations: no other place lists columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from theodolite.judging import SIDES, Criterion
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+Kind = Literal["number", "name", "text", "flag", "place"]
+
+ATTENTION, BEHAVIOUR, SINKS = "Attention on the text", "Attention patterns", "Sinks"
+CONSTITUENTS, POSITIONAL = "Constituents of its logits", "Position in the head"
+SPECTRUM, SPECTRUM_DATA = "Spectrum of W_QK", "Spectrum of W_QK Σ̂"
+GROUPS = (ATTENTION, BEHAVIOUR, SINKS, CONSTITUENTS, POSITIONAL, SPECTRUM, SPECTRUM_DATA)
+"""The groups of the pickers, in their order; any other group follows."""
+
+SHARE, BALANCE = (0.0, 1.0), (-1.0, 1.0)
+AMOUNT, SIGNED = (0.0, math.inf), (-math.inf, math.inf)
+"""Ranges that many columns have."""
+
+HALVES = "balanced halves of 8 groups of neighbouring contexts"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of one table.
+
+    Attributes:
+        table: of the run that it is in, such as "layers" or "heads".
+        name: of the column.
+        title: its heading, in words.
+        meaning: a sentence or two for who hovers over a heading or a cell.
+        formula: the exact definition and its conventions, which the page of the run folder adds to the meaning.
+        source: publication and section.
+        unit: of its numbers; empty where they have none.
+        kind: "number"; "name", one of a few; "text"; "flag", true or false; "place", the number of a layer or head.
+        range: the lowest and the highest number to expect, which colours span; infinite: as far as the numbers go.
+        decades: whether colours go by powers of ten.
+        group: of the picker of head maps and of the card of a head.
+        offered: whether they have it.
+        error: how its standard error is made, which is the column NAME_se; empty: it has none.
+        floor: the column of the same table that says what noise or chance alone gives; empty: none is known.
+        healthy: what its numbers meet in a healthy model.
+        names: which names there are, of a column of names; empty: any.
+        rare: few models have it, and it is not offered where it is 0 in every row.
+        needed: readers count on it, and a table with rows that lacks it is refused.
+    """
+
+    table: str
+    name: str
+    title: str
+    meaning: str
+    formula: str = ""
+    source: str = ""
+    unit: str = ""
+    kind: Kind = "number"
+    range: tuple[float, float] = AMOUNT
+    decades: bool = False
+    group: str = ""
+    offered: bool = True
+    error: str = ""
+    floor: str = ""
+    healthy: Criterion | None = None
+    names: tuple[str, ...] = ()
+    rare: bool = False
+    needed: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns in the table: its own, and that of its standard error."""
+        return (self.name, f"{self.name}_se") if self.error else (self.name,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; an infinite end of the range is None."""
+        return asdict(self) | {"range": [end if math.isfinite(end) else None for end in self.range]}
+
+    @classmethod
+    def from_json(cls, entry: Any) -> Column | None:
+        """What `to_json` gave; None of anything else, which an edited file may have."""
+        try:
+            low, high = entry["range"]
+            ends = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
+            healthy = entry["healthy"] and Criterion(**entry["healthy"])
+            column = cls(**entry | {"range": ends, "names": tuple(entry["names"]), "healthy": healthy})
+        except (TypeError, ValueError, KeyError, AttributeError):
+            return None
+        texts = [getattr(column, field.name) for field in fields(cls) if field.type == "str"]
+        known = healthy is None or (healthy.side in SIDES and isinstance(healthy.limit, float | int))
+        return column if known and all(isinstance(text, str) for text in texts) else None
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of a run: its `name`, `shape` in the sizes of the model and the text, and `meaning`."""
+
+    name: str
+    shape: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A function that makes columns, arrays or a table, and the declarations of what it makes."""
+
+    function: Callable[..., Any]
+    declared: tuple[Column | Array, ...]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Those of its declarations that are columns."""
+        return tuple(one for one in self.declared if isinstance(one, Column))
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Those of its declarations that are arrays."""
+        return tuple(one for one in self.declared if isinstance(one, Array))
+
+
+MEASUREMENTS: list[Measurement] = []
+"""All that are declared in the modules imported so far; `catalogue.measurements` has those of the whole package."""
+
+
+def gives(*declared: Column | Array) -> Callable[[Function], Function]:
+    """Declare what a function returns: these columns and arrays by name, or a table of these columns."""
+
+    def declare(function: Function) -> Function:
+        MEASUREMENTS.append(Measurement(function, declared))
+        return function
+
+    return declare

@@ -1,0 +1,112 @@
+"""A measurement that brings its own sums: an accumulator that a survey feeds, and the columns that it makes of them.
+
+A caller's is given as `survey(…, extra=[…])`. One that is defined in a module of this package is part of every survey.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from theodolite.accumulate.sums import LayerSums, State
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import UsageError
+from theodolite.measure.column import Column
+
+TABLES = ("layers", "heads")
+"""The tables that may have columns of an `Extra`."""
+
+
+class Extra(LayerSums):
+    """Sums over a text that add columns to the tables of a survey.
+
+    A subclass declares its columns, gives `LayerSums.__init__` its tensors (one a residual layer, or one a block), sums
+    in those of `stream`, `attention_input` and `attention` that it needs, and says what comes of it in `columns`. The
+    survey works on a copy, so that the same instance may be given again. Subclasses of this package are made by the
+    numbers of blocks and of heads of the widest block.
+
+    Attributes:
+        name: stands for the measurement in the fingerprint of the run: change it when the numbers change.
+        declared: the columns of layers or heads that it gives, none by the name of one which the survey has.
+    """
+
+    name: str
+    declared: ClassVar[tuple[Column, ...]] = ()
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """The residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        """What enters the attention module of a block, (batch, positions, d)."""
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> None:
+        """A block's queries, keys and values."""
+
+    def columns(self, state: State) -> dict[str, Sequence[float]]:
+        """Every declared column, from the state of the whole text: N values of layers, L · H of heads."""
+        raise NotImplementedError
+
+
+def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> None:
+    """Raise `UsageError` where one cannot be summed, told apart by name, or tabulated; `taken`: a table's columns."""
+    for accumulator in extra:
+        kind = type(accumulator).__name__
+        if not isinstance(accumulator, Extra):
+            raise UsageError(
+                f"extra: {kind} is no accumulator: derive its class from Extra, and give an instance"
+            )
+        if type(accumulator).columns is Extra.columns:
+            raise UsageError(f"extra: {kind} has no columns: give its class the method `columns`")
+        if not getattr(accumulator, "name", ""):
+            raise UsageError(f"extra: {kind} has no name: give its class one")
+        declared = accumulator.declared
+        if not declared or not all(isinstance(column, Column) for column in declared):
+            raise UsageError(
+                f"extra: {kind} declares no columns: give its class `declared`, a tuple of Column"
+            )
+    names = Counter(accumulator.name for accumulator in extra)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise UsageError(f"extra: two accumulators are called {twice[0]!r}: give each a name of its own")
+    names_of = {table: taken(table) for table in TABLES}
+    for accumulator in extra:
+        for column in accumulator.declared:
+            if column.table not in TABLES:
+                raise UsageError(
+                    f"{accumulator.name} declares columns of {column.table!r}: declare them of 'layers' or 'heads'"
+                )
+            if clash := names_of[column.table] & set(column.columns):
+                raise UsageError(
+                    f"{accumulator.name}: the table of {column.table} has a column {min(clash)!r} already"
+                )
+            names_of[column.table] |= set(column.columns)
+
+
+def extra_columns(
+    extra: Sequence[Extra], state_of: Callable[[str], State], rows: dict[str, int]
+) -> dict[str, dict[str, Sequence[float]]]:
+    """Table → column → values of all accumulators.
+
+    Args:
+        extra: the accumulators.
+        state_of: the state that the accumulator of this name has left.
+        rows: of each table.
+
+    Raises:
+        UsageError: a column is not declared, or does not have a value for each row.
+    """
+    tables: dict[str, dict[str, Sequence[float]]] = {table: {} for table in TABLES}
+    for accumulator in extra:
+        table_of = {name: column.table for column in accumulator.declared for name in column.columns}
+        for name, values in accumulator.columns(state_of(accumulator.name)).items():
+            if name not in table_of:
+                raise UsageError(f"{accumulator.name} gives {name!r}, which it does not declare")
+            table = table_of[name]
+            if len(values) != rows[table]:
+                raise UsageError(
+                    f"{accumulator.name}: {len(values)} values of {name!r} for {rows[table]} {table}"
+                )
+            tables[table][name] = values
+    return tables
