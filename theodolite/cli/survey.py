@@ -186,8 +186,16 @@ def _survey_one(
         else:
             from theodolite.passes.on_ray import survey_on_ray
 
-            on = {"address": cluster.ray, "actors": cluster.actors, "say": say_dimly}
-            run = survey_on_ray(opened, corpus, folder, show_progress=show, **on, **how)
+            run = survey_on_ray(
+                opened,
+                corpus,
+                folder,
+                address=cluster.ray,
+                actors=cluster.actors,
+                show_progress=show,
+                say=say_dimly,
+                **how,
+            )
     if shard is not None:
         number, count = shard
         say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")

@@ -180,7 +180,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class ModelTraining(Generic[Result]):
-    """What distinguishes one training run into a folder from another.
+    """A training run into a folder: its model, data, loss and what is said of it.
 
     build: the untrained model; torch's generator is seeded before. data: names and hashes of what it is trained on.
     loss: of a step's batch. progress: what to print at a checkpoint. measure: the result, of the finished model.
