@@ -38,6 +38,7 @@ from theodolite.corpus.patches import grid_described
 from theodolite.estimates import jackknife_error
 from theodolite.judging import Criterion, Estimate, judge
 from theodolite.logits.attribution import scored_sequences
+from theodolite.measure.catalogue import declared
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
 from theodolite.measure.ratios import ratio_by_context
@@ -72,6 +73,12 @@ ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 OUTPUTS = "head outputs"
 ALIKE_CLAIM, DIFFERENCE = "heads write nearly the same", "‖new − old‖/‖old‖, mean over heads"
 ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
+
+
+def mean_of(table: str, name: str) -> str:
+    """Name the mean of a column by its declared title and unit: `mean entropy in nats`."""
+    declaration = declared(table)[name]
+    return f"mean {declaration.title}" + (f" in {declaration.unit}" if declaration.unit else "")
 
 
 def _contexts(run: Run) -> int:
@@ -321,7 +328,8 @@ def _dimension_names(rows: pd.DataFrame) -> list[str]:
 
 def positions(reference: Run, other: Run) -> Survival:
     """The positional basis by residual layer: rank, relative norm, directions, and the curve in any directions."""
-    values = {name: f"{name}_se" for name in ("rank", "relative_norm", "low_frequency_10")}
+    names = ("rank", "relative_norm", "low_frequency_10")
+    values = {name: "".join(declared("layers")[name].columns[1:]) for name in names}
     table = join(reference.layers, other.layers, ["layer"], values)
     cosines = squared_cosines(reference, other)
     table["overlap"] = [c.mean() for c in cosines]
@@ -357,7 +365,7 @@ def positions(reference: Run, other: Run) -> Survival:
 def _mean_change(table: pd.DataFrame, name: str) -> Change:
     """Compare the means over layers. The layers share contexts, so errors add up."""
     before, after, error = (mean_over_layers(table[f"{name}_{end}"])[0] for end in (*SIDES, "se"))
-    return Change(f"mean {name.replace('_', ' ')}", before, after, error)
+    return Change(mean_of("layers", name), before, after, error)
 
 
 def _curves(reference: Run, other: Run) -> Floats:
@@ -513,7 +521,7 @@ def entropies(reference: Run, other: Run) -> Survival:
         f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE.limit)} of the maximum) or uniform "
         f"(above {percent(UNIFORM_ATTENTION.threshold)}), and is lost where not, each with whole 95 % intervals",
         table,
-        Change("mean entropy in nats", table["before"].mean(), table["after"].mean()),
+        Change(mean_of("heads", "entropy"), table["before"].mean(), table["after"].mean()),
         each(_entropy_change),
         verb=("keeps its entropy", "keep their entropy"),
         by_chance=expected_by_chance(holds),
