@@ -261,7 +261,7 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     layer, dimension = np.nonzero(np.maximum(*shares) >= OUTLIER_SHARE)
     places = pd.DataFrame({"layer": layer, "dimension": dimension})
     values = [places.assign(value=of_run[layer, dimension]) for of_run in shares]
-    table = join(*values, list(places), {"value": ""})
+    table = join(values[0], values[1], list(places), {"value": ""})
     old, new = (_in_halves(run, layer, dimension) for run in (reference, other))
     table["se"] = half_sample_error(new - old).numpy()
     errors = [half_sample_error(a - HALF * b).numpy() for a, b in ((new, old), (old, new))]
@@ -502,7 +502,7 @@ def entropies(reference: Run, other: Run) -> Survival:
         run.heads.assign(share=_or_unknown(entropy_share(run), run)).rename(columns={"entropy": "value"})
         for run in (reference, other)
     ]
-    table = join(*heads, HEAD, {"value": "entropy_se", "share": "", "propagation": ""})
+    table = join(heads[0], heads[1], HEAD, {"value": "entropy_se", "share": "", "propagation": ""})
     shares = table["share_before"].to_numpy(), table["share_after"].to_numpy()
     before, after = map(range_of, shares)
     errors, contexts = (entropy_share_error(reference), entropy_share_error(other)), _contexts(reference)
@@ -582,7 +582,7 @@ def head_types(reference: Run, other: Run) -> Survival:
             )
             for run in (reference, other)
         ]
-        table = join(*scores, HEAD, {"value": "error"})
+        table = join(scores[0], scores[1], HEAD, {"value": "error"})
         table.insert(len(HEAD), "type", role.title)
         table.insert(len(HEAD) + 1, "least", role.threshold)
         table["n"] = independent_scores(reference, role)
@@ -625,7 +625,7 @@ def spectra(reference: Run, other: Run) -> Survival:
         run.heads.assign(frobenius=np.sqrt(_values(run, "frobenius_squared"))) for run in (reference, other)
     ]
     regimes = [name for name in ("regime", "regime_data") if all(name in table for table in heads)]
-    table = join(*heads, HEAD, dict.fromkeys(("frobenius", "trace", "r"), ""), texts=regimes)
+    table = join(heads[0], heads[1], HEAD, dict.fromkeys(("frobenius", "trace", "r"), ""), texts=regimes)
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"] for side in SIDES)
     one, two = first.to_numpy()[:, None], second.to_numpy()
