@@ -561,7 +561,7 @@ def _train_all(
                     continue
                 folder.mkdir(parents=True, exist_ok=True)
                 try:
-                    with FileLock(folder / "run.lock", timeout=0):
+                    with FileLock(folder / "lock", timeout=0):
                         began = time.perf_counter()
                         training = LocaterTraining(folder, setting, job.recipe, text, job.device)
                         first_step = training.step
