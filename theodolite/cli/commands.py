@@ -1,4 +1,4 @@
-"""How a function becomes a command where Typer alone does not suffice."""
+"""Make commands that Typer alone cannot: options in dataclasses, an option with an optional value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RayCommand(TyperCommand):
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that Typer can read: in the place of a parameter whose type is a dataclass, its fields as options."""
+    """Return a command for Typer in which the fields of a dataclass parameter are options."""
     signature, types = inspect.signature(command), get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in types.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []

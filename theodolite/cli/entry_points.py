@@ -40,7 +40,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def _loaded(entry: EntryPoint) -> typer.Typer | Callable[..., None]:
-    """The object of an entry point, which Typer has read once: an option that it can't read is an error here."""
+    """Load an entry point's object, and let Typer read it: an option that it cannot read is an error here."""
     added = entry.load()
     if not isinstance(added, typer.Typer):
         if not callable(added):
