@@ -15,7 +15,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import BLOCK, AttentionInputs, softmax
-from theodolite.measure.column import BALANCE, SHARE, Column, gives
+from theodolite.measure.column import BALANCE, SHARE, Column, gives, head_places
 from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, paired_groups, share_sums
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.measure.publications import SONG
@@ -109,8 +109,7 @@ def attribute(
 
 
 _COLUMNS = (
-    Column("attribution", "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
-    Column("attribution", "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+    *head_places("attribution"),
     Column(
         "attribution",
         "pattern",

@@ -102,6 +102,14 @@ class Column:
         return column if known and all(isinstance(text, str) for text in texts) else None
 
 
+def head_places(table: str) -> tuple[Column, Column]:
+    """The columns of a table that say which head a row is of."""
+    return (
+        Column(table, "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
+        Column(table, "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+    )
+
+
 @dataclass(frozen=True)
 class Array:
     """An array of a run: its `name`, `shape` in the sizes of the model and the text, and `meaning`."""

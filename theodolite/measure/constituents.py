@@ -19,7 +19,7 @@ from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax, weigh
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion
-from theodolite.measure.column import BALANCE, CONSTITUENTS, Column, gives
+from theodolite.measure.column import BALANCE, CONSTITUENTS, Column, gives, head_places
 from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
 
@@ -295,8 +295,7 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[flo
 
 
 @gives(
-    Column("constituents", "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
-    Column("constituents", "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+    *head_places("constituents"),
     Column(
         "constituents",
         "query",

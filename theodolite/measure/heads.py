@@ -14,7 +14,7 @@ from theodolite.accumulate.sums import State
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.judging import Criterion
-from theodolite.measure.column import ATTENTION, BEHAVIOUR, SHARE, SINKS, Array, Column, gives
+from theodolite.measure.column import ATTENTION, BEHAVIOUR, SHARE, SINKS, Array, Column, gives, head_places
 from theodolite.measure.head_roles import (
     ATTENTION_PATTERNS,
     END_TOKEN_SINK,
@@ -39,21 +39,12 @@ _SINK = (
 def _of_role(role: HeadRole, group: str, source: str, formula: str = "", **more: Any) -> Column:
     """The column of a role's score."""
     return Column(
-        "heads",
-        role.column,
-        role.name,
-        role.meaning,
-        formula,
-        source,
-        range=SHARE,
-        group=group,
-        **more,
+        "heads", role.column, role.name, role.meaning, formula, source, range=SHARE, group=group, **more
     )
 
 
 @gives(
-    Column("heads", "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
-    Column("heads", "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+    *head_places("heads"),
 )
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
     """A table with `layer` and `head`, without rows of heads that a layer does not have."""
@@ -195,8 +186,7 @@ def head_arrays(attention: State) -> dict[str, Tensor]:
 
 
 @gives(
-    Column("sinks", "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
-    Column("sinks", "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+    *head_places("sinks"),
     Column("sinks", "token_id", "token id", "The token that became a sink of the head.", needed=True),
     Column("sinks", "token", "token", "Its text.", kind="text", needed=True),
     Column("sinks", "first", "first", "Whether it is one at position 0, or later.", kind="flag", needed=True),
@@ -243,9 +233,7 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
     Column("examples", "sink", "sink", f"Whether that is more than {SINK_THRESHOLD}.", kind="flag"),
 )
 def examples_table(
-    attention: State,
-    examples: Int[Tensor, "examples positions"],
-    text: Callable[[int], str],
+    attention: State, examples: Int[Tensor, "examples positions"], text: Callable[[int], str]
 ) -> pd.DataFrame:
     """Every token of the example contexts with the most attention that any head pays it on average."""
     received, layer = attention["example_received"].max(dim=0)

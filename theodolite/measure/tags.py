@@ -14,7 +14,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import State, part_of
 from theodolite.accumulate.tags import HEAD_OUTPUT
 from theodolite.corpus.groups import GROUPS
-from theodolite.measure.column import SHARE, SIGNED, Array, Column, gives
+from theodolite.measure.column import SHARE, SIGNED, Array, Column, gives, head_places
 from theodolite.measure.publications import ZHANG
 from theodolite.measure.ratios import difference, ratio
 from theodolite.measure.uncertainty import balanced_halves
@@ -48,8 +48,7 @@ def _share(table: str, name: str, title: str, meaning: str, formula: str = "", *
 def _tag_columns(table: str) -> tuple[Column, ...]:
     """Where a tag lives: the columns that sinks and heads have both."""
     return (
-        Column(table, "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
-        Column(table, "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+        *head_places(table),
         Column(table, "contexts", "contexts", "Contexts with a sink."),
         _share(table, "share", "share", "Their share of all contexts.", needed=True),
         _share(

@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 
 from theodolite.corpus.patches import grid_described
+from theodolite.measure.constituents import ADDITIVE, DISJOINT
 from theodolite.measure.head_roles import (
+    ATTENTION_PATTERNS,
     END_TOKEN_SINK,
     FIRST_TOKEN_SINK,
     LATER_SINK,
     LEARNED_SINK,
     PATTERN_ROLES,
+    RETAINED,
+    SLIGHT,
     HeadRole,
 )
 from theodolite.passes.run import Run
@@ -36,9 +41,10 @@ from theodolite.report.data import (
     limit_of,
     provenance,
 )
-from theodolite.report.summary_constituents import constituents
+from theodolite.report.drawing.constituents import SHARES, attributed
 from theodolite.system.wording import (
     counted,
+    head_name,
     listed,
     number,
     percent,
@@ -77,7 +83,7 @@ def summarise(run: Run) -> list[Finding]:
         ("Sinks", _sinks),
         ("Outliers", _outliers),
         ("Heads", _heads),
-        ("Constituents", constituents),
+        ("Constituents", _constituents),
     )
     findings = [Finding(topic, text) for topic, sentences in parts for text in sentences(run)]
     return findings + [
@@ -342,3 +348,58 @@ def _heads(run: Run) -> list[str]:
             else f"No {role.title} stands out; the strongest is {strongest}."
         )
     return sentences
+
+
+def _constituents(run: Run) -> list[str]:
+    """What carries the logits over all heads, then one sentence a pattern on the head that follows it most."""
+    sentences = [
+        sentence for pattern in ATTENTION_PATTERNS if (sentence := _pattern(run, pattern)) is not None
+    ]
+    return _logit_shares(run) + sentences
+
+
+def _logit_shares(run: Run) -> list[str]:
+    known = [name for name in SHARES if name in run.heads and run.heads[name].fillna(0).any()]
+    shares = run.heads[known].rename(columns=SHARES).dropna()
+    if shares.empty:
+        return []
+    means = shares.mean().sort_values(ascending=False, kind="stable")
+    leads = shares.idxmax(axis=1).value_counts(sort=False).reindex(shares.columns).dropna()
+    leads = leads.sort_values(ascending=False, kind="stable").astype(int)
+    parts = [f"{percent(mean)} {name}" for name, mean in means.items()]
+    leading = [f"{name} in {counted(count, 'head')}" for name, count in leads.items()]
+    every = counted(len(shares), "head")
+    return [
+        f"On average over {every}, the logits' variance is {listed(parts, len(parts))} (mean and bias count with the "
+        f"constituent on the other side); the largest share is {listed(leading, len(leading))}."
+    ]
+
+
+def _pattern(run: Run, pattern: str) -> str | None:
+    heads = attributed(run, pattern)
+    if not heads:
+        return None
+    rows = heads[0]
+    score, uniform = float(rows["score"].iloc[0]), float(rows["uniform"].iloc[0])
+    name = head_name(int(rows["layer"].iloc[0]), int(rows["head"].iloc[0]))
+    target = ATTENTION_PATTERNS[pattern].target
+    scores = f"{number(score, 2)}; uniform attention: {number(uniform, 2)}"
+    if score < SLIGHT or score <= uniform:
+        return (
+            f"On random tokens, no head attends strongly {target}; {name} has the highest score ({scores})."
+        )
+    return f"On random tokens, {name} attends most {target} ({scores}): {_carried(rows, score, uniform)}."
+
+
+def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
+    disjoint = rows[rows["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
+    best = disjoint.sort_values("only", kind="stable").iloc[-1]
+    group, only, without = str(best["group"]), float(best["only"]), float(best["without"])
+    needed = RETAINED * (score - uniform)
+    ablated = f"ablating it leaves {number(without, 2)}"
+    if only - uniform < needed:
+        clause = f"{group} retains most ({number(only, 2)})"
+        return f"no group of constituents alone retains half of that; {clause}, and {ablated}"
+    if without - uniform < needed:
+        return f"{group} alone retains {number(only, 2)}; {ablated}"
+    return f"{group} alone retains {number(only, 2)}, but {ablated}, so other groups carry it too"
