@@ -336,7 +336,7 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, replac
 
     def use(weight_map: WeightMap) -> Projections | None:
         matrices = weight_map.matrices
-        query, key, value = (rows and Projection.of(rows, attention) for rows in matrices)
+        query, key, value = (None if rows is None else Projection.of(rows, attention) for rows in matrices)
         if query is None or key is None or (weight_map.norms and not replacing):
             return None
         if replacing and (query.computed or key.computed):
