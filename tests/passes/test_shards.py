@@ -133,7 +133,11 @@ def test_a_model_in_memory_is_given_to_merge(corpus, tmp_path):
 
 def test_shards_that_are_none_are_refused(opened, corpus, tmp_path):
     out, model = tmp_path / "run", opened("gpt2")
-    for shard, says in (((0, 3), "no shard 0 of 3"), ((4, 3), "no shard 4 of 3"), ((1, 11), "cut into 10 chunks")):
+    for shard, says in (
+        ((0, 3), "no shard 0 of 3"),
+        ((4, 3), "no shard 4 of 3"),
+        ((1, 11), "cut into 10 chunks"),
+    ):
         with pytest.raises(UsageError, match=says):
             survey(model, corpus, out, batch=BATCH, shard=shard)
     with pytest.raises(UsageError, match="say which, the same for all shards"):
